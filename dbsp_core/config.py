@@ -1,0 +1,144 @@
+"""DbspConfig: every setting, in one place, from YAML, a dict or flags."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from dbsp_core.home import HOME_LAYOUTS
+from dbsp_core.plan import require_planner
+from dbsp_core.sources import SOURCES, DenseSource, MaskSource
+from dbsp_core.strategy import Strategy
+from dbsp_kernels import KERNELS
+
+__all__ = ["DTYPES", "ConfigLike", "DbspConfig"]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+ConfigLike = Union["DbspConfig", Mapping[str, Any], str, os.PathLike, None]  # noqa: UP007  evaluated at run time
+
+
+@dataclass(frozen=True)
+class DbspConfig:
+    """All settings of db-SP. Raises ValueError, naming the key and the fix, for a value that makes no sense.
+
+    mask:             where masks come from, a mapping such as {source: window, window: [5, 9, 9]}
+    strategy:         "UxRy", or None for the host's own degrees
+    planner:          "contiguous" (what USP does) or "paper" (Alg. 1)
+    home:             how tokens are laid out between attentions: "contiguous" or "striped"
+    reward:           R_b of the paper's biased greedy: how strongly blocks are held where they are
+    head_cap:         whether the paper's planner keeps head counts per Ulysses column equal (up to one)
+    replan_threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this
+    kernel:           "auto" or a kernel's name
+    dtype:            in which a local checkpoint is loaded; auto is bfloat16 on an accelerator, float32 without
+    report:           folder for report.json and balance.png, or None
+    debug:            all ranks check before each attention that inputs are finite and plans equal
+    """
+
+    mask: MaskSource = field(default_factory=DenseSource)
+    strategy: Strategy | None = None
+    planner: str = "paper"
+    home: str = "contiguous"
+    reward: float = 1.0
+    head_cap: bool = False
+    replan_threshold: float = 1.10
+    kernel: str = "auto"
+    dtype: str = "auto"
+    report: str | None = None
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.strategy, str):
+            object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
+        if isinstance(self.mask, Mapping):
+            object.__setattr__(self, "mask", _source_from(self.mask))
+        require_planner(self.planner)
+        _require("home", self.home, tuple(HOME_LAYOUTS))
+        _require("kernel", self.kernel, ("auto", *KERNELS))
+        _require("dtype", self.dtype, DTYPES)
+        if self.reward < 0:
+            raise ValueError(f"reward={self.reward} must not be negative")
+        if self.replan_threshold < 1:
+            raise ValueError(f"replan_threshold={self.replan_threshold} must be at least 1, the least ρ_s there is")
+
+    @classmethod
+    def load(cls, source: ConfigLike) -> DbspConfig:
+        """From a DbspConfig (as it is), a mapping, the path of a YAML file, or None for the defaults."""
+        if source is None:
+            return cls()
+        if isinstance(source, DbspConfig):
+            return source
+        if isinstance(source, Mapping):
+            return _build(cls, source, "the configuration")
+        path = Path(source)
+        if not path.is_file():
+            raise ValueError(f"configuration file {path} does not exist; give the path of a YAML file")
+        try:
+            content = yaml.safe_load(path.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"configuration file {path} is not YAML: {' '.join(str(error).split())}") from error
+        if content is not None and not isinstance(content, Mapping):
+            raise ValueError(f"configuration file {path} must be a mapping of settings, not a {type(content).__name__}")
+        return _build(cls, content or {}, str(path))
+
+    def with_overrides(self, **values: Any) -> DbspConfig:
+        """A copy in which every value that is not None replaces the setting of that name."""
+        given = {key: value for key, value in values.items() if value is not None}
+        return replace(self, **given) if given else self
+
+
+def _source_from(settings: Mapping[str, Any]) -> MaskSource:
+    values = dict(settings)
+    name = values.pop("source", None)
+    if name not in SOURCES:
+        raise ValueError(f"unknown mask source {name!r}; set mask.source to one of {', '.join(SOURCES)}")
+    source: MaskSource = _build(SOURCES[name], values, f"mask source {name!r}")
+    return source
+
+
+def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    """cls(**values), once every key is known and every value of the right type."""
+    hints = get_type_hints(cls)
+    known = [f.name for f in fields(cls)]
+    converted = {}
+    for key, value in values.items():
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+            raise ValueError(f"unknown key {key!r} in {where}; {hint}")
+        converted[key] = _convert(value, hints[key], f"{key!r} in {where}")
+    return cls(**converted)
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` as YAML gives it, for a field of type `hint`. Nested settings are checked by their own class."""
+    options = get_args(hint) if get_origin(hint) not in (None, tuple) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if option is bool and isinstance(value, bool):
+            return value
+        if option in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if option is float or isinstance(value, int):
+                return option(value)
+        if option is str and isinstance(value, (str, os.PathLike)):
+            return os.fspath(value)
+        if option is Strategy and isinstance(value, (str, Strategy)):
+            return Strategy.parse(value)
+        if option is MaskSource and (isinstance(value, Mapping) or hasattr(value, "mask")):
+            return value
+        if get_origin(option) is tuple and isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
+            return tuple(value)
+    wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not type(None))
+    raise ValueError(f"{where} must be {wanted}, got {value!r}")
+
+
+def _require(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"unknown {key} {value!r}; use one of {', '.join(choices)}")

@@ -1,0 +1,81 @@
+"""The ranks that share one sequence.
+
+One process group carries every UxRy: the exchange spans all P ranks whatever the strategy, and a ring's neighbours are
+peers within the same group. So there is nothing to build when the strategy changes, and x·y may be any product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["PendingShift", "SequenceGroup"]
+
+
+@dataclass(frozen=True)
+class PendingShift:
+    """A tensor on its way from a neighbour; `wait` returns it. Keeps what is being sent alive until then."""
+
+    received: torch.Tensor
+    sent: torch.Tensor
+    works: tuple[dist.Work, ...]
+
+    def wait(self) -> torch.Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """`rank` of `size` in a process group; without one, a single process that is alone."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> SequenceGroup:
+        """The given group, or the default one; a single process where torch.distributed is not initialised."""
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(0, 1)
+        group = group or dist.group.WORLD
+        if group is None:
+            return cls(0, 1)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+    def all_to_all(
+        self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
+    ) -> torch.Tensor:
+        """Uneven all-to-all along dim 0. returns: [Σ receive_splits, ...], by source rank."""
+        if self.size == 1:
+            return sent
+        received = sent.new_empty(sum(receive_splits), *sent.shape[1:])
+        dist.all_to_all_single(received, sent, list(receive_splits), list(send_splits), group=self.group)
+        return received
+
+    def shift(self, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int) -> PendingShift:
+        """Starts to send a tensor to rank `to` and to receive one of another shape from rank `source`."""
+        received = sent.new_empty(tuple(received_shape))
+        group = self.group
+        if group is None:
+            raise RuntimeError("a single process has no ring to shift along")
+        operations = []
+        if sent.numel():
+            operations.append(dist.P2POp(dist.isend, sent, dist.get_global_rank(group, to), group))
+        if received.numel():
+            operations.append(dist.P2POp(dist.irecv, received, dist.get_global_rank(group, source), group))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return PendingShift(received, sent, tuple(works))
+
+    def gather_integers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Every rank's integers (below 2^63), by rank: for checks that all ranks must decide alike."""
+        if self.size == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [rank_values.tolist() for rank_values in everyone]

@@ -1,0 +1,62 @@
+"""The ring: KV slots rotate, each period's kernel runs beside the rotation, partial results merge by log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+
+from dbsp_core.groups import PendingShift, SequenceGroup
+from dbsp_core.strategy import Strategy
+from dbsp_core.tables import PeriodTable
+from dbsp_kernels import block_attention, merge_states
+
+__all__ = ["ring_attention"]
+
+
+def ring_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    tables: tuple[PeriodTable, ...],
+    strategy: Strategy,
+    group: SequenceGroup,
+    scale: float,
+    kernel: str,
+) -> torch.Tensor:
+    """All periods of one attention on one rank.
+
+    q:      [B·Rq, Bq, D], the rank's packed rows
+    kv:     [2, B, Ck, Bk, D], keys and values of the slot it starts with
+    tables: one per period, not yet repeated for the batch
+    returns: [B·Rq, Bq, D]
+
+    In period i, ring rank r computes with slot (r + i) mod y: after each period a rank hands its slot to ring rank
+    r − 1 and takes the next one from r + 1. The hand-over starts before the period's kernel and is waited for after.
+    """
+    batch = kv.shape[1]
+    out = lse = None
+    for period, table in enumerate(tables):
+        coming = None
+        if period + 1 < len(tables):
+            coming = _hand_over(kv, len(tables[period + 1].kv_len), strategy, group)
+        rows = table.repeat(batch)
+        keys, values = kv.flatten(1, 2)
+        part, part_lse = block_attention(
+            q, keys, values, rows.kv_index, rows.kv_count, rows.kv_len, scale=scale, kernel=kernel
+        )
+        if out is None or lse is None:
+            out, lse = (part.float() if q.itemsize < 4 and len(tables) > 1 else part), part_lse
+        else:
+            out, lse = merge_states(out, lse, part, part_lse)
+        if coming is not None:
+            kv = coming.wait()
+    if out is None:
+        raise ValueError("ring_attention needs at least one period")
+    return out.to(q.dtype)
+
+
+def _hand_over(kv: torch.Tensor, next_blocks: int, strategy: Strategy, group: SequenceGroup) -> PendingShift:
+    """Starts to send this slot to the previous ring rank and to receive the next one, of `next_blocks` blocks."""
+    ring_rank, column = divmod(group.rank, strategy.ulysses)
+    previous = (ring_rank - 1) % strategy.ring * strategy.ulysses + column
+    following = (ring_rank + 1) % strategy.ring * strategy.ulysses + column
+    shape = (*kv.shape[:2], next_blocks, *kv.shape[3:])
+    return group.shift(kv, to=previous, received_shape=shape, source=following)

@@ -1,0 +1,49 @@
+"""A sliding (t, h, w) window: each query attends to the keys around it, and to all text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsp_core.grid import BlockAxis
+from dbsp_core.mask import BlockMask
+from dbsp_core.sources.base import MaskRequest
+from dbsp_core.sources.blocks import BlockSizes
+
+__all__ = ["WindowSource"]
+
+
+@dataclass(frozen=True)
+class WindowSource(BlockSizes):
+    """window: how many frames, rows and columns around itself a query attends to, each counted both ways together.
+
+    A block is dense when it holds any pair of tokens within the window: the boxes that the blocks' tokens span in
+    (t, h, w) are compared, so a block that wraps around a row or a frame counts as its bounding box. Rows and columns
+    of text are dense. The same for every head.
+    """
+
+    window: tuple[int, int, int] = (5, 9, 9)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.window) != 3 or min(self.window) < 1:
+            raise ValueError(f"window={self.window} needs three sizes of at least 1: frames, rows, columns")
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        grid = self.grid(request)
+        q_low, q_high = _boxes(grid.q_axis, request)
+        k_low, k_high = _boxes(grid.k_axis, request)
+        reach = np.array(self.window) // 2
+        near = (q_low[:, None] <= k_high[None] + reach) & (k_low[None] <= q_high[:, None] + reach)
+        dense = near.all(axis=2)
+        dense[grid.q_axis.starts < request.text_tokens] = True
+        dense[:, grid.k_axis.starts < request.text_tokens] = True
+        return BlockMask(np.tile(dense, (request.heads, 1, 1)), grid)
+
+
+def _boxes(axis: BlockAxis, request: MaskRequest) -> tuple[np.ndarray, np.ndarray]:
+    """Least and greatest (t, h, w) of each block's tokens, int64[n, 3] each. Text tokens count as the first video one."""
+    video = np.maximum(np.arange(request.tokens) - request.text_tokens, 0)
+    place = np.stack(np.unravel_index(video, request.thw), axis=1)
+    return np.minimum.reduceat(place, axis.starts), np.maximum.reduceat(place, axis.starts)

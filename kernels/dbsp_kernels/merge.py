@@ -1,0 +1,28 @@
+"""Merging partial attention results by their log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["merge_states"]
+
+
+def merge_states(
+    out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of two disjoint key sets.
+
+    out, out_part: [..., D]; lse, lse_part: float32[...], natural log; a side that saw no key has lse −inf, out 0
+    returns: (out in out's dtype, lse)
+
+    out = out·σ(lse − lse_part) + out_part·σ(lse_part − lse) is the usual update; where both sides are −inf the
+    difference is NaN, so the weights are formed against a finite maximum instead.
+    """
+    top = torch.maximum(lse, lse_part)
+    finite_top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
+    weight, weight_part = torch.exp(lse - finite_top), torch.exp(lse_part - finite_top)
+    total = weight + weight_part
+    share = weight / torch.where(total == 0, torch.ones_like(total), total)
+    share_part = weight_part / torch.where(total == 0, torch.ones_like(total), total)
+    merged = out * share[..., None] + out_part * share_part[..., None]
+    return merged.to(out.dtype), finite_top + torch.log(total)

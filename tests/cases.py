@@ -1,0 +1,86 @@
+"""What the workers run: one attention, distributed, against the dense oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, HomeLayout, SequenceGroup, Strategy, make_plan
+from dbsp_core.home import HOME_LAYOUTS
+from oracle import dense_attention
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention. Everything random comes from `seed`; `sabotage` names a negative control."""
+
+    strategy: str
+    planner: str = "paper"
+    heads: int = 3
+    tokens: int = 203
+    text_tokens: int = 0
+    block_q: int = 16
+    block_k: int = 16
+    batch: int = 1
+    width: int = 16
+    density: float = 0.4
+    home: str = "contiguous"
+    reward: float = 1.0
+    head_cap: bool = False
+    padded: bool = False
+    kernel: str = "auto"
+    seed: int = 0
+    sabotage: str | None = None
+
+
+def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
+    """Asymmetric, uneven over heads, rows and columns, with rows and columns that are empty."""
+    rng = np.random.default_rng(case.seed)
+    head = rng.uniform(0.3, 1.7, case.heads)[:, None, None]
+    row, column = rng.uniform(0.2, 1.8, (2, max(grid.nq, grid.nk)))
+    bits = rng.random((case.heads, grid.nq, grid.nk)) < (
+        case.density * head * row[None, : grid.nq, None] * column[None, None, : grid.nk]
+    )
+    bits[rng.random((case.heads, grid.nq)) < 0.1] = False
+    bits[:, :, rng.integers(grid.nk)] = False
+    return BlockMask(bits, grid)
+
+
+def run_case(rank: int, world: int, case: Case) -> float:
+    """Largest absolute error on this rank's tokens."""
+    grid = BlockGrid.uniform(case.tokens, text_tokens=case.text_tokens, block_q=case.block_q, block_k=case.block_k)
+    mask = random_mask(case, grid)
+    strategy = Strategy.parse(case.strategy)
+    home = HOME_LAYOUTS[case.home](grid, strategy)
+    generator = torch.Generator().manual_seed(case.seed)
+    full = [torch.randn(case.batch, case.heads, case.tokens, case.width, generator=generator) for _ in range(3)]
+    mine = torch.from_numpy(home.local_order(rank))
+    local = [t[:, :, mine] for t in full]
+    if case.padded:  # padding holds rubbish, which must not be seen
+        rubbish = torch.full((case.batch, case.heads, home.shard - len(mine), case.width), 1e4)
+        local = [torch.cat([t, rubbish], dim=2) for t in local]
+
+    expected = dense_attention(full[0][:, :, mine], full[1], full[2], mask, queries=mine)
+    if case.sabotage == "local tokens only":
+        out = dense_attention(local[0], local[1], local[2], mask, queries=mine, keys=mine)
+    else:
+        out = _attend(case, mask, strategy, home, local)
+    assert out.shape == local[0].shape
+    assert not out[:, :, len(mine) :].any(), "padding must come back as zeros"
+    return float((out[:, :, : len(mine)] - expected).abs().max()) if len(mine) else 0.0
+
+
+def _attend(
+    case: Case, mask: BlockMask, strategy: Strategy, home: HomeLayout, local: list[torch.Tensor]
+) -> torch.Tensor:
+    if case.sabotage == "token order off by one":
+        home = HomeLayout(np.roll(home.order, 1), home.world)
+    plan = make_plan(mask, strategy, case.planner, home=home, reward=case.reward, head_cap=case.head_cap)
+    attend = DualBalancedAttention(plan, mask, home, SequenceGroup.of(), case.kernel, debug=True)
+    if case.sabotage == "wrong slot order":
+        route, tables = attend._prepared(local[0].device, local[0].shape[2])
+        attend._tables[local[0].device] = (tables[0], *reversed(tables[1:]))
+    scale = case.width**-0.5 * (1.01 if case.sabotage == "wrong scale" else 1)
+    return attend(*local, scale=scale)

@@ -1,0 +1,64 @@
+"""The distributed oracle: every UxRy on 1 to 8 ranks against dense attention in one process."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from cases import Case, run_case
+
+from dbsp_core import Strategy
+
+WORLDS = (2, 3, 4, 6, 8)
+TOLERANCE = 1e-5
+
+# Head counts that x does not divide, token counts that nothing divides, text, batches, every mix of block sizes.
+SHAPES = (
+    Case("-", heads=3, tokens=203, block_q=16, block_k=16),
+    Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2),
+    Case("-", heads=12, tokens=419, block_q=16, block_k=32, text_tokens=16, width=24),
+    Case("-", heads=1, tokens=1031, block_q=128, block_k=64, density=0.7),
+    Case("-", heads=7, tokens=1027, block_q=64, block_k=128, text_tokens=3, batch=2, density=0.15),
+)
+SETTINGS = (
+    {"planner": "contiguous"},
+    {"planner": "contiguous", "home": "striped"},
+    {"planner": "paper"},
+    {"planner": "paper", "reward": 0.0, "head_cap": True, "padded": True},
+    {"planner": "paper", "home": "striped", "padded": True},
+)
+
+
+def cases_for(strategy: Strategy) -> list[Case]:
+    cases = []
+    for seed, (shape, settings) in enumerate(itertools.product(SHAPES, SETTINGS)):
+        case = replace(shape, strategy=str(strategy), seed=seed, **settings)
+        if strategy.ring <= -(-case.tokens // case.block_k):
+            cases.append(case)
+    return cases
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
+def test_equals_dense_attention(pool, world, strategy):
+    for case in cases_for(strategy):
+        errors = pool(world).run(run_case, case)
+        assert all(error <= TOLERANCE for error in errors), (case, errors)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "world", "strategy"),
+    [
+        ("local tokens only", 2, "U2R1"),
+        ("wrong slot order", 3, "U1R3"),
+        ("wrong slot order", 8, "U2R4"),
+        ("wrong scale", 4, "U2R2"),
+        ("token order off by one", 4, "U4R1"),
+        ("token order off by one", 4, "U1R4"),
+    ],
+)
+def test_negative_controls_fail(pool, sabotage, world, strategy):
+    # Equal slots, so that a wrong order gives wrong numbers and not merely wrong shapes.
+    case = Case(strategy, "contiguous", heads=4, tokens=16 * 8 * world, sabotage=sabotage)
+    assert all(e <= TOLERANCE for e in pool(world).run(run_case, replace(case, sabotage=None)))
+    assert max(pool(world).run(run_case, case)) > 100 * TOLERANCE

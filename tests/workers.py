@@ -1,0 +1,75 @@
+"""Worker processes on gloo, started once per world size and sent many cases: importing torch costs seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+SAFETY_NET_S = 300  # ends a hang; no test is timed by it
+
+
+class WorkerError(AssertionError):
+    """A worker raised; `errors` holds (rank, exception type name, message)."""
+
+    def __init__(self, errors: list[tuple[int, str, str]], trace: str) -> None:
+        super().__init__(f"{errors}\n{trace}")
+        self.errors = errors
+
+
+class WorkerPool:
+    """`world` processes in one gloo group."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "dbsp_core", "cases"])
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls function(rank, world, *args) on every rank. returns: its results by rank. Raises WorkerError."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(SAFETY_NET_S):
+                self.close()
+                raise WorkerError([(rank, "Hang", f"no answer from rank {rank}")], "")
+            answers.append(pipe.recv())
+        errors = [(rank, kind, text) for rank, (ok, kind, text, _) in enumerate(answers) if not ok]
+        if errors:
+            raise WorkerError(errors, next(trace for ok, _, _, trace in answers if not ok))
+        return [value for _, _, _, value in answers]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send((True, "", "", function(rank, world, *args)))
+        except Exception as error:
+            pipe.send((False, type(error).__name__, str(error), traceback.format_exc()))
