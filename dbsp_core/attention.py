@@ -5,7 +5,7 @@ q, k, v at home → plan → route to owners → y periods of kernel beside rota
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -24,57 +24,73 @@ __all__ = ["DualBalancedAttention", "dual_balanced_attention"]
 
 @dataclass(frozen=True, eq=False)
 class DualBalancedAttention:
-    """Attention under one plan and one mask, ready to be called for many q, k, v.
-
-    plan:   from `make_plan`, equal on all ranks, made for `home`
-    kernel: a name from dbsp_kernels.KERNELS, or "auto"
-    debug:  before every call all ranks agree that their inputs are finite and their plans equal, or raise together
-    """
+    """Attention under one plan and one mask on one rank, ready to be called for many q, k, v; made by `prepare`."""
 
     plan: Plan
-    mask: BlockMask
-    home: HomeLayout
+    route: Route
+    tables: tuple[PeriodTable, ...]
     group: SequenceGroup
+    n_local: int
     kernel: str = "auto"
     debug: bool = False
-    _tables: dict[torch.device, tuple[PeriodTable, ...]] = field(default_factory=dict, repr=False)
-    _routes: dict[tuple[torch.device, int], Route] = field(default_factory=dict, repr=False)
 
-    def __post_init__(self) -> None:
-        self.plan.strategy.require_world(self.group.size)
-        if self.plan.grid != self.mask.grid or self.plan.heads != self.mask.heads:
+    @classmethod
+    def prepare(
+        cls,
+        plan: Plan,
+        mask: BlockMask,
+        home: HomeLayout,
+        group: SequenceGroup,
+        *,
+        n_local: int | None = None,
+        device: torch.device | str = "cpu",
+        kernel: str = "auto",
+        debug: bool = False,
+    ) -> DualBalancedAttention:
+        """Builds this rank's route and kernel tables.
+
+        plan:    from `make_plan`, equal on all ranks, made for `home`
+        n_local: tokens this rank holds, with or without the padding at the end (default: with)
+        kernel:  a name from dbsp_kernels.KERNELS, or "auto"
+        debug:   before every call all ranks agree that inputs are finite and plans equal, or raise together
+        Raises ValueError when plan, mask, home layout and group don't fit each other.
+        """
+        plan.strategy.require_world(group.size)
+        if plan.grid != mask.grid or plan.heads != mask.heads:
             raise ValueError("the plan was made for a mask of another grid or number of heads; make one for this mask")
+        n_local = home.shard if n_local is None else n_local
+        least = len(home.local_order(group.rank))
+        if not least <= n_local <= home.shard:
+            raise ValueError(
+                f"rank {group.rank} holds {n_local} tokens, expected {least} ({home.shard} with padding): "
+                f"{home.tokens} tokens are shared by {home.world} ranks"
+            )
+        device = torch.device(device)
+        route = build_route(plan, home, group.rank, n_local, device)
+        tables = build_tables(plan, mask, group.rank, device)
+        return cls(plan, route, tables, group, n_local, kernel, debug)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
-        """q, k, v: [B, H, n_local, D], this rank's home tokens, with or without padding at the end.
+        """q, k, v: [B, H, n_local, D], this rank's home tokens.
 
         scale:   of the scores, default D^−1/2
         returns: [B, H, n_local, D], zero at padding and at queries whose row has no blocks
-        Raises ValueError on every rank before any collective when the shapes don't fit the mask and home layout.
+        Raises ValueError before any collective when the shapes don't fit.
         """
         self._check(q, k, v)
         batch, heads, n_local, width = q.shape
         grid, strategy = self.plan.grid, self.plan.strategy
-        route, tables = self._prepared(q.device, n_local)
         flat_q, flat_k, flat_v = (t.permute(1, 2, 0, 3).reshape(heads * n_local, batch * width) for t in (q, k, v))
-        packed_q, packed_kv = route.to_owners(flat_q, flat_k, flat_v, self.group)
+        packed_q, packed_kv = self.route.to_owners(flat_q, flat_k, flat_v, self.group)
         rows = packed_q.view(-1, grid.block_q, batch, width).permute(2, 0, 1, 3).flatten(0, 1)
         kv = packed_kv.view(2, -1, grid.block_k, batch, width).permute(0, 3, 1, 2, 4).contiguous()
         scale = width**-0.5 if scale is None else scale
-        out = ring_attention(rows, kv, tables, strategy, self.group, scale, self.kernel)
+        out = ring_attention(rows, kv, self.tables, strategy, self.group, scale, self.kernel)
         packed_out = out.view(batch, -1, width).transpose(0, 1).reshape(-1, batch * width)
-        home = route.to_homes(packed_out, self.group)
+        home = self.route.to_homes(packed_out, self.group)
         return home.view(heads, n_local, batch, width).permute(2, 0, 1, 3)
-
-    def _prepared(self, device: torch.device, n_local: int) -> tuple[Route, tuple[PeriodTable, ...]]:
-        """Route and tables on `device`, built at the first call."""
-        if device not in self._tables:
-            self._tables[device] = build_tables(self.plan, self.mask, self.group.rank, device)
-        if (device, n_local) not in self._routes:
-            self._routes[device, n_local] = build_route(self.plan, self.home, self.group.rank, n_local, device)
-        return self._routes[device, n_local], self._tables[device]
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         problem = self._problem(q, k, v)
@@ -88,12 +104,10 @@ class DualBalancedAttention:
         if q.ndim != 4 or q.shape != k.shape or q.shape != v.shape:
             shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
             return f"q, k, v must be [batch, heads, n_local, D] of one shape, got {shapes}"
-        least = len(self.home.local_order(self.group.rank))
-        if q.shape[1] != self.mask.heads or not least <= q.shape[2] <= self.home.shard:
+        if q.shape[1] != self.plan.heads or q.shape[2] != self.n_local:
             return (
-                f"q of shape {tuple(q.shape)} does not fit the mask: expected {self.mask.heads} heads and {least} tokens "
-                f"on rank {self.group.rank} ({self.home.shard} with padding), since {self.home.tokens} tokens are "
-                f"shared by {self.home.world} ranks"
+                f"q of shape {tuple(q.shape)} does not fit: the plan has {self.plan.heads} heads and rank "
+                f"{self.group.rank} holds {self.n_local} tokens"
             )
         try:
             choose_kernel(self.kernel, q.device.type, q.dtype)
@@ -109,8 +123,9 @@ def _agree(group: SequenceGroup, problem: str | None, fingerprint: int, *tensors
     ranks = range(len(states))
     fingerprints = [state[2] for state in states]
     usual = max(fingerprints, key=fingerprints.count)
+    own = f" (here: {problem})" if problem else ""
     for differing, complaint in (
-        ([r for r in ranks if not states[r][0]], f"inputs do not fit on rank(s) {{}}{f': {problem}' if problem else ''}"),
+        ([r for r in ranks if not states[r][0]], "inputs do not fit on rank(s) {}" + own),
         ([r for r in ranks if not states[r][1]], "q, k or v has values that are not finite on rank(s) {}"),
         ([r for r in ranks if fingerprints[r] != usual], "the plan differs on rank(s) {}; give all ranks one mask"),
     ):
@@ -145,5 +160,7 @@ def dual_balanced_attention(
     strategy.require_world(group.size)
     home = home or HomeLayout.contiguous(mask.grid.tokens, strategy.world)
     plan = make_plan(mask, strategy, planner, home=home, reward=reward)
-    attend = DualBalancedAttention(plan, mask, home, group, kernel, debug)
+    attend = DualBalancedAttention.prepare(
+        plan, mask, home, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
+    )
     return attend(q, k, v, scale=scale)

@@ -21,7 +21,7 @@ __all__ = ["DTYPES", "ConfigLike", "DbspConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-ConfigLike = Union["DbspConfig", Mapping[str, Any], str, os.PathLike, None]  # noqa: UP007  evaluated at run time
+ConfigLike = Union["DbspConfig", Mapping[str, Any], str, os.PathLike, None]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class DbspConfig:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"configuration file {path} is not YAML: {' '.join(str(error).split())}") from error
         if content is not None and not isinstance(content, Mapping):
-            raise ValueError(f"configuration file {path} must be a mapping of settings, not a {type(content).__name__}")
+            raise ValueError(f"configuration file {path} must be a mapping, not a {type(content).__name__}")
         return _build(cls, content or {}, str(path))
 
     def with_overrides(self, **values: Any) -> DbspConfig:
@@ -124,9 +124,10 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     for option in options:
         if option is bool and isinstance(value, bool):
             return value
-        if option in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
-            if option is float or isinstance(value, int):
-                return option(value)
+        if option is int and type(value) is int:
+            return value
+        if option is float and type(value) in (int, float):
+            return float(value)
         if option is str and isinstance(value, (str, os.PathLike)):
             return os.fspath(value)
         if option is Strategy and isinstance(value, (str, Strategy)):

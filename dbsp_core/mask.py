@@ -89,8 +89,8 @@ class MaskFile:
             raise ValueError(f"mask file {self.path} has no tensor 'mask' (it has {names}); name the tensor 'mask'")
         if dtype != "U8" or len(shape) not in (3, 4):
             raise ValueError(
-                f"mask file {self.path}: tensor 'mask' is {dtype} of shape {list(shape)}, expected uint8 (U8) of shape "
-                "[heads, nq, nk] or [layers, heads, nq, nk]"
+                f"mask file {self.path}: tensor 'mask' is {dtype} of shape {list(shape)}, expected uint8 (U8) of "
+                "shape [heads, nq, nk] or [layers, heads, nq, nk]"
             )
         self.grid = self._grid(metadata)
         if shape[-2:] != (self.grid.nq, self.grid.nk):

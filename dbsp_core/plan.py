@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -94,12 +94,12 @@ class Plan:
     def fingerprint(self) -> int:
         """63 bits that differ between plans: equal on all ranks or the job would hang or be wrong."""
         digest = hashlib.blake2b(str((self.strategy, self.grid)).encode(), digest_size=8)
-        digest.update(np.ascontiguousarray(self.q_owner))
-        digest.update(np.ascontiguousarray(self.kv_slot))
+        digest.update(self.q_owner.tobytes())
+        digest.update(self.kv_slot.tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(head, query block) of the rows that `rank` computes, int64[Rq] each, in the order in which it packs them."""
+        """(head, query block) of the rows that `rank` computes, int64[Rq] each, in packing order."""
         head, block = np.nonzero(self.q_owner == rank)
         return head, block
 
@@ -108,9 +108,16 @@ class Plan:
         head, block = np.nonzero((self.kv_slot == slot) & self.head_columns[:, column, None])
         return head, block
 
-    def rho_for(self, mask: BlockMask) -> float:
-        """ρ_s of another mask under this plan: what reusing the plan would cost."""
-        return imbalance_ratio(_work(mask.bits.cpu().numpy(), self.q_owner, self.kv_slot, self.strategy))
+    def reused_for(self, mask: BlockMask) -> Plan:
+        """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0."""
+        bits, rows, columns = mask.bits.cpu().numpy(), mask.row_counts(), mask.column_counts()
+        return replace(
+            self,
+            work=_work(bits, self.q_owner, self.kv_slot, self.strategy),
+            work_before=_work(bits, *_baseline(self.grid, self.heads, self.strategy), self.strategy),
+            rho_bound=whole_block_bound(rows, columns, self.strategy.ulysses, self.strategy.ring),
+            plan_ms=0.0,
+        )
 
 
 Assignment = tuple[np.ndarray, np.ndarray]
@@ -181,8 +188,7 @@ def make_plan(
     require_slots(strategy, grid)
     if reward < 0:
         raise ValueError(f"reward R_b={reward} must not be negative; 0 balances without regard to where blocks are")
-    contiguous = HomeLayout.contiguous(grid.tokens, strategy.world)
-    home = home or contiguous
+    home = home or HomeLayout.contiguous(grid.tokens, strategy.world)
     if (home.tokens, home.world) != (grid.tokens, strategy.world):
         raise ValueError(
             f"home layout of {home.tokens} tokens on {home.world} ranks does not fit {grid.tokens} tokens on "
@@ -191,16 +197,13 @@ def make_plan(
     bits = mask.bits.cpu().numpy()
     rows, columns = mask.row_counts(), mask.column_counts()
 
-    def counts_at(layout: HomeLayout) -> Counts:
-        q_home = resident_parts(layout.fragments(grid.q_axis).tokens_by_ring(grid.nq, strategy))
-        k_home = resident_parts(layout.fragments(grid.k_axis).tokens_by_ring(grid.nk, strategy))
-        return Counts(rows, columns, q_home, k_home)
-
-    counts = counts_at(home)
+    q_fragments, k_fragments = home.fragments(grid.q_axis), home.fragments(grid.k_axis)
+    q_home = resident_parts(q_fragments.tokens_by_ring(grid.nq, strategy))
+    k_home = resident_parts(k_fragments.tokens_by_ring(grid.nk, strategy))
+    counts = Counts(rows, columns, q_home, k_home)
     start = time.perf_counter()
     q_owner, kv_slot = PLANNERS[planner](counts, strategy, reward, head_cap)
     plan_ms = (time.perf_counter() - start) * 1e3
-    before = plan_contiguous(counts_at(contiguous), strategy, reward, head_cap)
     return Plan(
         strategy=strategy,
         planner=planner,
@@ -208,11 +211,19 @@ def make_plan(
         q_owner=q_owner,
         kv_slot=kv_slot,
         work=_work(bits, q_owner, kv_slot, strategy),
-        work_before=_work(bits, *before, strategy),
+        work_before=_work(bits, *_baseline(grid, mask.heads, strategy), strategy),
         rho_bound=whole_block_bound(rows, columns, strategy.ulysses, strategy.ring),
-        moved=_moved(q_owner, kv_slot, strategy, home.fragments(grid.q_axis), home.fragments(grid.k_axis)),
+        moved=_moved(q_owner, kv_slot, strategy, q_fragments, k_fragments),
         plan_ms=plan_ms,
     )
+
+
+def _baseline(grid: BlockGrid, heads: int, strategy: Strategy) -> Assignment:
+    """The contiguous plan on the contiguous home layout: what runs without db-SP, whatever the mask."""
+    home = HomeLayout.contiguous(grid.tokens, strategy.world)
+    q_home = resident_parts(home.fragments(grid.q_axis).tokens_by_ring(grid.nq, strategy))
+    k_home = resident_parts(home.fragments(grid.k_axis).tokens_by_ring(grid.nk, strategy))
+    return _assign(contiguous_heads(heads, strategy.ulysses), q_home, k_home, strategy)
 
 
 def _work(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy) -> np.ndarray:

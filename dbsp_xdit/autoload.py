@@ -1,1 +1,2 @@
-def autoload(): pass
+def autoload():
+    pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -78,9 +78,10 @@ def _attend(
     if case.sabotage == "token order off by one":
         home = HomeLayout(np.roll(home.order, 1), home.world)
     plan = make_plan(mask, strategy, case.planner, home=home, reward=case.reward, head_cap=case.head_cap)
-    attend = DualBalancedAttention(plan, mask, home, SequenceGroup.of(), case.kernel, debug=True)
+    attend = DualBalancedAttention.prepare(
+        plan, mask, home, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
+    )
     if case.sabotage == "wrong slot order":
-        route, tables = attend._prepared(local[0].device, local[0].shape[2])
-        attend._tables[local[0].device] = (tables[0], *reversed(tables[1:]))
+        attend = replace(attend, tables=(attend.tables[0], *reversed(attend.tables[1:])))
     scale = case.width**-0.5 * (1.01 if case.sabotage == "wrong scale" else 1)
     return attend(*local, scale=scale)

@@ -6,8 +6,8 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from cases import Case, run_case
 
+from cases import Case, run_case
 from dbsp_core import Strategy
 
 WORLDS = (2, 3, 4, 6, 8)

@@ -1,4 +1,4 @@
-"""What sequence parallelism does without balancing: heads in equal runs, blocks where they already are. numpy alone."""
+"""What sequence parallelism does without balancing: heads in equal runs, blocks where they are. numpy alone."""
 
 from __future__ import annotations
 

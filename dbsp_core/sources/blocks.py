@@ -1,8 +1,9 @@
-"""The block sizes that most sources share."""
+"""What most sources share: block sizes, and masks that do not change between calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dbsp_core.grid import BlockGrid
 from dbsp_core.sources.base import MaskRequest
@@ -16,6 +17,7 @@ class BlockSizes:
 
     block_q: int = 64
     block_k: int = 64
+    static: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         BlockGrid(1, 0, self.block_q, self.block_k)  # raises for sizes below 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask, MaskFile
@@ -17,6 +18,7 @@ class FileSource:
     """path: a mask file (see `dbsp_core.MaskFile`), with one mask per layer or one for all."""
 
     path: str = ""
+    static: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -31,8 +33,8 @@ class FileSource:
         grid = self._file.grid
         if (grid.tokens, grid.text_tokens, self._file.heads) != (request.tokens, request.text_tokens, request.heads):
             raise ValueError(
-                f"mask file {self.path} is for {self._file.heads} heads and {grid.tokens} tokens ({grid.text_tokens} of "
-                f"text), the model runs {request.heads} heads and {request.tokens} tokens ({request.text_tokens} of "
+                f"mask file {self.path} is for {self._file.heads} heads and {grid.tokens} tokens ({grid.text_tokens} "
+                f"of text), the model runs {request.heads} heads and {request.tokens} tokens ({request.text_tokens} of "
                 "text); use a mask made for this model, resolution and number of frames"
             )
         return grid

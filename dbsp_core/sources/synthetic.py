@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources.base import MaskRequest
@@ -42,7 +43,7 @@ class SyntheticSource(BlockSizes):
         bits = rng.random(wanted.shape) < wanted
         diagonal = np.arange(grid.nq) * grid.nk // grid.nq
         bits[:, np.arange(grid.nq), diagonal] = True
-        return BlockMask(bits, grid)
+        return BlockMask(torch.from_numpy(bits), grid)
 
     def _profile(self, blocks: int, rng: np.random.Generator) -> np.ndarray:
         """float[blocks] of mean about 1: a slow wave along the sequence, as scenes have, and some noise."""

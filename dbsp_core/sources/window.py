@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from dbsp_core.grid import BlockAxis
 from dbsp_core.mask import BlockMask
@@ -39,11 +40,11 @@ class WindowSource(BlockSizes):
         dense = near.all(axis=2)
         dense[grid.q_axis.starts < request.text_tokens] = True
         dense[:, grid.k_axis.starts < request.text_tokens] = True
-        return BlockMask(np.tile(dense, (request.heads, 1, 1)), grid)
+        return BlockMask(torch.from_numpy(np.tile(dense, (request.heads, 1, 1))), grid)
 
 
 def _boxes(axis: BlockAxis, request: MaskRequest) -> tuple[np.ndarray, np.ndarray]:
-    """Least and greatest (t, h, w) of each block's tokens, int64[n, 3] each. Text tokens count as the first video one."""
+    """Least and greatest (t, h, w) of each block's tokens, int64[n, 3] each. Text counts as the first video token."""
     video = np.maximum(np.arange(request.tokens) - request.text_tokens, 0)
     place = np.stack(np.unravel_index(video, request.thw), axis=1)
     return np.minimum.reduceat(place, axis.starts), np.maximum.reduceat(place, axis.starts)

@@ -6,7 +6,7 @@ import torch
 
 __all__ = ["cpu_attention", "missing"]
 
-GATHER_BYTES = 64 << 20  # keys gathered at a time: enough to keep the cores busy, little enough to stay near the caches
+GATHER_BYTES = 64 << 20  # of keys gathered at a time: enough to keep the cores busy, little beside the model
 
 
 def missing() -> str | None:
@@ -45,7 +45,7 @@ def cpu_attention(
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q: [R, Bq, D]; k, v: [R, n, Bk, D]; bias: [R, 1, 1, n·Bk] or None. returns: out [R, Bq, D], lse float32[R, Bq]."""
+    """q: [R, Bq, D]; k, v: [R, n, Bk, D]; bias: [R, 1, 1, n·Bk] or None. returns: out [R, Bq, D], lse [R, Bq]."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q[:, None], k.flatten(1, 2)[:, None], v.flatten(1, 2)[:, None], 0.0, False, attn_mask=bias, scale=scale
     )

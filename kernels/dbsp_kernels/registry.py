@@ -75,7 +75,8 @@ def choose_kernel(name: str, device: str, dtype: torch.dtype) -> Kernel:
         raise ValueError(f"unknown kernel {wanted!r}; use auto or one of {', '.join(KERNELS)}")
     reason = KERNELS[wanted].cannot_serve(device, dtype)
     if reason is not None:
-        raise ValueError(f"kernel {wanted!r} cannot be used here: {reason}; use {' or '.join(usable) or 'another dtype'}")
+        instead = " or ".join(usable) or "another dtype"
+        raise ValueError(f"kernel {wanted!r} cannot be used here: {reason}; use {instead}")
     return KERNELS[wanted]
 
 
@@ -117,8 +118,8 @@ def _check(
 ) -> None:
     if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or k.shape[-1] != q.shape[-1]:
         raise ValueError(
-            f"expected q [rows, block_q, D] and k, v [blocks, block_k, D], got q {tuple(q.shape)}, k {tuple(k.shape)}, "
-            f"v {tuple(v.shape)}"
+            f"expected q [rows, block_q, D] and k, v [blocks, block_k, D], got q {tuple(q.shape)}, "
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     if kv_index.ndim != 2 or len(kv_index) != len(q) or kv_count.shape != q.shape[:1] or kv_len.shape != k.shape[:1]:
         raise ValueError(

@@ -1,0 +1,37 @@
+"""Keeping plans while they are good enough (paper §4.2.1, threshold P_s)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dbsp_core.mask import BlockMask
+from dbsp_core.plan import Plan
+
+__all__ = ["PlanCache"]
+
+
+@dataclass
+class PlanCache:
+    """One plan per layer, kept while ρ_s of the current mask under it stays at or below `threshold`.
+
+    Whether to keep a plan follows from the mask's bits and the kept plan alone, which all ranks share: no rank can
+    decide otherwise than the others.
+    """
+
+    threshold: float
+    calls: int = 0
+    replans: int = 0
+    _plans: dict[int, Plan] = field(default_factory=dict)
+
+    def plan_for(self, layer: int, mask: BlockMask, make: Callable[[BlockMask], Plan]) -> Plan:
+        """The kept plan if it still serves, else make(mask)."""
+        self.calls += 1
+        kept = self._plans.get(layer)
+        if kept is not None and kept.grid == mask.grid and kept.heads == mask.heads:
+            reused = kept.reused_for(mask)
+            if reused.rho <= self.threshold:
+                return reused
+        self.replans += 1
+        self._plans[layer] = make(mask)
+        return self._plans[layer]
