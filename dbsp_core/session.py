@@ -57,6 +57,7 @@ class AttentionSession:
     _plans: PlanCache = field(init=False)
     _executors: dict[tuple[int, torch.device], DualBalancedAttention] = field(default_factory=dict)
     _calls: dict[int, int] = field(default_factory=dict)
+    _reached: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.strategy.require_world(self.group.size)
@@ -75,7 +76,17 @@ class AttentionSession:
             self._plans = PlanCache(self.config.replan_threshold)
             self._executors.clear()
             self.records.clear()
+        self._reached.clear()
         return self._shape.home
+
+    def end(self) -> int:
+        """Ends a forward pass. returns: how many layers' attentions it reached."""
+        return len(self._reached)
+
+    @property
+    def home(self) -> HomeLayout:
+        """The layout of the current forward pass."""
+        return self._require_shape().home
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
@@ -88,6 +99,7 @@ class AttentionSession:
             executor = self._executor(layer, mask, shape, q)
             self._executors[layer, q.device] = executor
         self._calls[layer] = self._calls.get(layer, 0) + 1
+        self._reached.add(layer)
         return executor(q, k, v, scale=scale)
 
     def _require_shape(self) -> _Shape:

@@ -1,0 +1,21 @@
+"""db-SP for xDiT (xfuser): `xdit … --sp-backend dbsp`, or `attach(pipe, config)` in a script of your own.
+
+Nothing is imported here: torch looks into this package each time it starts (see `dbsp_xdit.autoload`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dbsp_xdit.attach import attach, detach
+
+__all__ = ["attach", "detach"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from dbsp_xdit import attach as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

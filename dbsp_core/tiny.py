@@ -1,0 +1,144 @@
+"""Tiny checkpoints with random weights: complete pipelines, made offline in a second, for demonstrations and tests.
+
+They have the real architectures (diffusers' own classes), so that the hosts run their real code. Random weights prove
+exactness and nothing else: the video is noise. Needs diffusers, transformers and tokenizers (extras "xdit" or "para").
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["TINY_MODELS", "make_tiny"]
+
+_CORPUS = ["a red ball bounces over a blue floor", "a cat runs on the grass", "the sea at dusk, seen from above"]
+
+
+def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
+    """Writes a tiny pipeline in float32 to `folder`, which appears whole or not at all. returns: the folder.
+
+    Raises ValueError for an unknown model, or a folder that holds something else.
+    """
+    if model not in TINY_MODELS:
+        raise ValueError(f"unknown tiny model {model!r}; use one of {', '.join(TINY_MODELS)}")
+    folder = Path(folder)
+    taken = folder.exists() and not (folder / "model_index.json").is_file()
+    if taken and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not a checkpoint folder; give a new folder, or an old checkpoint's")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            TINY_MODELS[model]().save_pretrained(Path(temporary) / "new")
+        if folder.exists():
+            shutil.move(folder, Path(temporary) / "old")
+        shutil.move(Path(temporary) / "new", folder)
+    return folder
+
+
+def _wan() -> Any:
+    """Wan2.1 text-to-video: 4 layers, 12 heads."""
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    tokenizer = _tokenizer(max_length=512)
+    text_encoder = UMT5EncoderModel(
+        UMT5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    )
+    vae = AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+    transformer = WanTransformer3DModel(
+        num_attention_heads=12,
+        attention_head_dim=24,
+        in_channels=16,
+        out_channels=16,
+        text_dim=32,
+        freq_dim=64,
+        ffn_dim=256,
+        num_layers=4,
+        rope_max_seq_len=128,
+    )
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+    )
+    return WanPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, transformer=transformer, scheduler=scheduler
+    )
+
+
+def _cogvideox() -> Any:
+    """CogVideoX1.5 text-to-video: 2 layers, 6 heads, joint text of 226 tokens; wants 8k + 1 frames."""
+    from diffusers import (
+        AutoencoderKLCogVideoX,
+        CogVideoXDDIMScheduler,
+        CogVideoXPipeline,
+        CogVideoXTransformer3DModel,
+    )
+    from transformers import T5Config, T5EncoderModel
+
+    tokenizer = _tokenizer(max_length=226)
+    text_encoder = T5EncoderModel(
+        T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    )
+    vae = AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=16,
+        layers_per_block=1,
+        norm_num_groups=2,
+    )
+    transformer = CogVideoXTransformer3DModel(
+        num_attention_heads=6,
+        attention_head_dim=16,
+        in_channels=16,
+        out_channels=16,
+        time_embed_dim=32,
+        text_embed_dim=32,
+        num_layers=2,
+        sample_width=16,
+        sample_height=16,
+        sample_frames=9,
+        patch_size=2,
+        patch_size_t=2,
+        patch_bias=False,
+        use_rotary_positional_embeddings=True,
+    )
+    return CogVideoXPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        vae=vae,
+        transformer=transformer,
+        scheduler=CogVideoXDDIMScheduler(),
+    )
+
+
+def _tokenizer(max_length: int) -> Any:
+    """A tokenizer of a few dozen pieces, trained here and now."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=96, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=max_length,
+    )
+
+
+TINY_MODELS: dict[str, Callable[[], Any]] = {"wan": _wan, "cogvideox": _cogvideox}

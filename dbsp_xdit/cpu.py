@@ -1,0 +1,65 @@
+"""xfuser without an accelerator, for demonstrations and tests: real processes, real wrappers, gloo instead of NCCL.
+
+xfuser refuses to be imported on such a machine. Asked for by `--sp-backend dbsp` and active only where torch finds no
+accelerator, this answers the questions that xfuser puts to CUDA; attention itself is db-SP's own. What is stood in
+for is listed here in full:
+- xfuser.envs: no CUDA version; gloo as the backend; yunchang counts as installed, which it is
+- placement of the pipeline: nothing to move
+- torch.cuda.Event and torch.cuda.synchronize: the host's clock, and nothing to wait for
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from dbsp_core.hosts import Attachment
+
+__all__ = ["shim_actions"]
+
+
+def shim_actions(attachment: Attachment) -> dict[str, Callable[[ModuleType, Attachment], None]]:
+    """Changes to make after each of these modules is imported; none where there is an accelerator."""
+    if torch.accelerator.is_available():
+        return {}
+    print("dbsp: no accelerator found: running xfuser on the CPU with gloo", file=sys.stderr)
+    attachment.set_attribute(torch.cuda, "Event", HostEvent)
+    attachment.set_attribute(torch.cuda, "synchronize", lambda *_: None)
+    return {
+        "xfuser.envs": _envs,
+        "xfuser.model_executor.models.runner_models.loading.placement": _placement,
+    }
+
+
+def _envs(module: ModuleType, attachment: Attachment) -> None:
+    attachment.set_attribute(module, "get_device_version", lambda: None)
+    attachment.set_attribute(module, "get_torch_distributed_backend", lambda: "gloo")
+    packages = module.PACKAGES_CHECKER.get_packages_info()
+    packages["has_long_ctx_attn"] = True
+    attachment.on_detach(lambda: packages.update(has_long_ctx_attn=False))
+
+
+def _placement(module: ModuleType, attachment: Attachment) -> None:
+    attachment.set_attribute(module, "place_pipeline_components", lambda loader: None)
+
+
+class HostEvent:
+    """Times with the host's clock what torch.cuda.Event times on a stream."""
+
+    def __init__(self, **_: Any) -> None:
+        self._time = 0.0
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """The host has done what it recorded."""
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """Milliseconds until `end`."""
+        return (end._time - self._time) * 1e3

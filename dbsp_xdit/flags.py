@@ -1,0 +1,84 @@
+"""The flags that db-SP adds to xfuser's, and the configuration they make."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dbsp_core.config import DbspConfig
+from dbsp_core.plan import PLANNERS
+from dbsp_core.sources import SOURCES
+from dbsp_core.strategy import Strategy
+
+__all__ = ["add_flags", "config_from", "parse_known", "strategy_from"]
+
+BACKENDS = ("usp", "dbsp")
+_SETTINGS = ("sp_config", "sp_strategy", "sp_planner", "sp_mask", "sp_report")
+_DEGREES = ("ulysses_degree", "ring_degree", "pipefusion_parallel_degree", "tensor_parallel_degree")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds db-SP's options. Underscores: xfuser's parser rewrites dashes to them, so that both spellings work."""
+    group = parser.add_argument_group("db-SP")
+    group.add_argument(
+        "--sp_backend",
+        choices=BACKENDS,
+        default="usp",
+        help="Sequence parallelism of self-attention: xDiT's own (usp) or dual-balanced block-sparse (dbsp).",
+    )
+    group.add_argument("--sp_config", help="YAML file with db-SP's settings; the flags below override it.")
+    group.add_argument("--sp_strategy", help="UxRy, for example U4R2; default: --ulysses_degree and --ring_degree.")
+    group.add_argument("--sp_planner", help=f"How work is shared out: {', '.join(PLANNERS)}.")
+    group.add_argument("--sp_mask", help=f"Mask source ({', '.join(SOURCES)}) or the path of a mask file.")
+    group.add_argument("--sp_report", help="Folder for report.json, balance.png and the final latents.")
+
+
+def parse_known(argv: Sequence[str]) -> dict[str, Any]:
+    """What db-SP needs to know of an xdit command line, before xfuser parses all of it. Exits as argparse does."""
+    parser = argparse.ArgumentParser(prog="xdit", add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    parser.add_argument("--model")
+    for degree in _DEGREES:
+        parser.add_argument(f"--{degree}", type=int, default=1)
+    normal = []
+    for argument in argv:
+        name, equals, value = argument.partition("=")
+        normal.append(name.replace("-", "_").replace("__", "--", 1) + equals + value if name[:2] == "--" else argument)
+    return vars(parser.parse_known_args(normal)[0])
+
+
+def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
+    """The configuration that parsed arguments ask for, or None for backend "usp".
+
+    Raises ValueError for settings that make no sense, alone or together.
+    """
+    if args.get("sp_backend", "usp") == "usp":
+        given = [name for name in _SETTINGS if args.get(name) is not None]
+        if given:
+            raise ValueError(f"--{given[0].replace('_', '-')} has no effect without --sp-backend dbsp; add it")
+        return None
+    mask = args.get("sp_mask")
+    if mask is not None:
+        mask = {"source": mask} if mask in SOURCES else {"source": "file", "path": mask}
+    config = DbspConfig.load(args.get("sp_config")).with_overrides(
+        strategy=args.get("sp_strategy"), planner=args.get("sp_planner"), mask=mask, report=args.get("sp_report")
+    )
+    for name in _DEGREES[2:]:
+        if (args.get(name) or 1) > 1:
+            raise ValueError(f"--{name} {args[name]} does not go with --sp-backend dbsp; leave it at 1")
+    strategy_from(config, args.get("ulysses_degree") or 1, args.get("ring_degree") or 1)
+    return config
+
+
+def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> Strategy:
+    """The configured strategy, else the host's degrees. Raises ValueError when they need different numbers of GPUs."""
+    host = Strategy(ulysses_degree, ring_degree)
+    if config.strategy is None:
+        return host
+    if config.strategy.world != host.world:
+        raise ValueError(
+            f"strategy {config.strategy} needs {config.strategy.world} GPUs, but --ulysses_degree {ulysses_degree} and "
+            f"--ring_degree {ring_degree} make {host.world}; change one of them"
+        )
+    return config.strategy

@@ -1,0 +1,32 @@
+"""The `dbsp-xdit` command: xdit's arguments, backend "dbsp" unless another is asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+from dbsp_xdit.preflight import preflight
+from dbsp_xdit.seams import install, wants_dbsp
+
+__all__ = ["main"]
+
+
+def main() -> NoReturn:
+    """Checks the arguments, then becomes torchrun."""
+    argv = sys.argv[1:]
+    if not any(argument.split("=")[0].replace("_", "-") == "--sp-backend" for argument in argv):
+        argv = ["--sp_backend", "dbsp", *argv]
+    try:
+        preflight(argv)
+    except ValueError as error:
+        print(f"dbsp-xdit: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    install(active=wants_dbsp(argv))  # xfuser.cli cannot be imported without an accelerator otherwise
+    from xfuser.cli import extract_torchrun_args, get_nproc_from_args
+
+    torchrun, runner_args = extract_torchrun_args(argv)
+    processes = torchrun.pop("--nproc_per_node") or get_nproc_from_args(runner_args)
+    options = [f"{name}={value}" for name, value in torchrun.items()]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *options]
+    os.execv(sys.executable, [*command, "-m", "dbsp_xdit.runner", *runner_args])

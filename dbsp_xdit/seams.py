@@ -1,0 +1,205 @@
+"""Where db-SP enters an xfuser run: small changes made right after the module concerned is imported, each undoable.
+
+- xfuser.cli: user mistakes are found before torchrun starts
+- xfuser.config.args: the flags; local checkpoint folders as `--model`
+and, in runs with backend "dbsp" alone:
+- xfuser…runner_models.base_model: attach after the weights are loaded, report after the run
+- xfuser…runtime_state: no refusals on behalf of an attention that will not run
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from dbsp_core.hosts import Attachment
+
+__all__ = ["install", "uninstall", "wants_dbsp"]
+
+Action = Callable[[ModuleType, Attachment], None]
+_installed: Attachment | None = None
+
+
+def install(*, active: bool) -> None:
+    """Makes every change, now or when the module is imported. Once; see `uninstall`.
+
+    active: whether the run uses backend "dbsp": otherwise it only learns the flags
+    """
+    global _installed
+    if _installed is not None:
+        return
+    attachment = Attachment()
+    actions: dict[str, Action] = {
+        "xfuser.cli": _seam_cli,
+        "xfuser.config.args": _seam_args,
+    }
+    if active:
+        from dbsp_xdit.cpu import shim_actions
+
+        actions["xfuser.model_executor.models.runner_models.base_model"] = _seam_base_model
+        actions["xfuser.core.distributed.runtime_state"] = _seam_runtime_state
+        actions.update(shim_actions(attachment))
+    for name in [name for name in actions if name in sys.modules]:
+        actions.pop(name)(sys.modules[name], attachment)
+    finder = _AfterImport(actions, attachment)
+    sys.meta_path.insert(0, finder)
+    attachment.on_detach(lambda: sys.meta_path.remove(finder))
+    _installed = attachment
+
+
+def uninstall() -> None:
+    """Undoes `install`: xfuser's modules are as they were."""
+    global _installed
+    if _installed is not None:
+        _installed.detach()
+        _installed = None
+
+
+def wants_dbsp(argv: Sequence[str]) -> bool:
+    """Whether a command line asks for the backend "dbsp"."""
+    text = " ".join(argv).replace("=", " ").replace("_", "-")
+    return "--sp-backend dbsp" in text
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Runs an action once a module of that name has been executed."""
+
+    def __init__(self, actions: dict[str, Action], attachment: Attachment) -> None:
+        self._actions = actions
+        self._attachment = attachment
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        action = self._actions.pop(fullname, None)  # popped first: the nested search below must not come back here
+        if action is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_then_act(module: ModuleType) -> None:
+            execute(module)
+            action(module, self._attachment)
+
+        spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
+        return spec
+
+
+def _seam_cli(module: ModuleType, attachment: Attachment) -> None:
+    original = module.main
+
+    @functools.wraps(original)
+    def main(args: list[str] | None = None) -> None:
+        from dbsp_xdit.preflight import preflight
+
+        try:
+            preflight(sys.argv[1:] if args is None else args)
+        except ValueError as error:
+            _exit_with(error)
+        original(args)
+
+    attachment.set_attribute(module, "main", main)
+
+
+def _seam_args(module: ModuleType, attachment: Attachment) -> None:
+    cls = module.xFuserArgs
+    add_runner_args, from_runner_args = cls.add_runner_args, cls.from_runner_args
+
+    @functools.wraps(add_runner_args)
+    def with_flags(parser: Any) -> Any:
+        from dbsp_xdit.flags import add_flags
+
+        parser = add_runner_args(parser)
+        add_flags(parser)
+        return parser
+
+    @functools.wraps(from_runner_args)
+    def with_local_models(_: type, args: dict[str, Any]) -> Any:
+        from dbsp_xdit.flags import config_from
+        from dbsp_xdit.models import make_model_known
+
+        try:
+            config = config_from(args)
+            if config is not None:
+                make_model_known(args["model"], config)
+        except ValueError as error:
+            _exit_with(error)
+        return from_runner_args(args)
+
+    attachment.set_attribute(cls, "add_runner_args", staticmethod(with_flags))
+    attachment.set_attribute(cls, "from_runner_args", classmethod(with_local_models))
+
+
+def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
+    cls = module.xFuserModel
+    post_load, run = cls._post_load_and_state_initialization, cls.run
+
+    @functools.wraps(post_load)
+    def post_load_then_attach(self: Any, input_args: dict[str, Any]) -> None:
+        from dbsp_xdit.attach import attach
+        from dbsp_xdit.flags import config_from
+
+        post_load(self, input_args)
+        try:
+            config = config_from(input_args)
+            if config is not None:
+                attach(self.pipe, config)
+        except ValueError as error:
+            _exit_with(error)
+
+    @functools.wraps(run)
+    def run_then_report(self: Any, input_args: dict[str, Any]) -> Any:
+        from dbsp_xdit.recording import recorded
+
+        try:
+            with recorded(self.pipe, model=str(self.config.model)):
+                return run(self, input_args)
+        except ValueError as error:
+            if _is_ours(error):
+                _exit_with(error)
+            raise
+
+    attachment.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
+    attachment.set_attribute(cls, "run", run_then_report)
+
+
+def _seam_runtime_state(module: ModuleType, attachment: Attachment) -> None:
+    """xfuser's checks guard its own self-attention: heads that x does not divide, backends without log-sum-exp."""
+    cls = module.RuntimeState
+    check_backend = cls._check_if_backend_compatible_with_current_configuration
+
+    @functools.wraps(check_backend)
+    def check_as_if_without_ring(self: Any, attention_backend: Any) -> None:
+        parallel_config = self.parallel_config
+        self.parallel_config = copy.copy(parallel_config)
+        self.parallel_config.ring_degree = 1
+        try:
+            check_backend(self, attention_backend)
+        finally:
+            self.parallel_config = parallel_config
+
+    attachment.set_attribute(cls, "_check_if_backend_compatible_with_current_configuration", check_as_if_without_ring)
+    attachment.set_attribute(module.DiTRuntimeState, "_check_model_and_parallel_config", lambda self, **_: None)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether an error was raised by db-SP's own code, hence says all there is to say in its message."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("dbsp_")
+
+
+def _exit_with(error: ValueError) -> NoReturn:
+    """One line for a user's mistake, and exit code 2."""
+    print(f"dbsp: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2) from error
