@@ -50,7 +50,7 @@ class DualBalancedAttention:
         """Builds this rank's route and kernel tables.
 
         plan:    from `make_plan`, equal on all ranks, made for `home`
-        n_local: tokens this rank holds, with or without the padding at the end (default: with)
+        n_local: places this rank has, with or without the padding at the end (default: with)
         kernel:  a name from dbsp_kernels.KERNELS, or "auto"
         debug:   before every call all ranks agree that inputs are finite and plans equal, or raise together
         Raises ValueError when plan, mask, home layout and group don't fit each other.
@@ -59,7 +59,7 @@ class DualBalancedAttention:
         if plan.grid != mask.grid or plan.heads != mask.heads:
             raise ValueError("the plan was made for a mask of another grid or number of heads; make one for this mask")
         n_local = home.shard if n_local is None else n_local
-        least = len(home.local_order(group.rank))
+        least = int(home.tokens_at(group.rank)[1].max(initial=-1)) + 1
         if not least <= n_local <= home.shard:
             raise ValueError(
                 f"rank {group.rank} holds {n_local} tokens, expected {least} ({home.shard} with padding): "

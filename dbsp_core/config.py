@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from dbsp_core.home import HOME_LAYOUTS
+from dbsp_core.home import HOME_ORDERS
 from dbsp_core.plan import require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.strategy import Strategy
@@ -59,7 +59,7 @@ class DbspConfig:
         if isinstance(self.mask, Mapping):
             object.__setattr__(self, "mask", _source_from(self.mask))
         require_planner(self.planner)
-        _require("home", self.home, tuple(HOME_LAYOUTS))
+        _require("home", self.home, tuple(HOME_ORDERS))
         _require("kernel", self.kernel, ("auto", *KERNELS))
         _require("dtype", self.dtype, DTYPES)
         if self.reward < 0:

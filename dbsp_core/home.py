@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.strategy import Strategy
 
-__all__ = ["HOME_LAYOUTS", "Fragments", "HomeLayout"]
+__all__ = ["HOME_ORDERS", "Fragments", "HomeLayout"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,70 +40,104 @@ class Fragments:
 
 @dataclass(frozen=True, eq=False)
 class HomeLayout:
-    """Tokens laid out in `order` and cut into `world` equal shards; the last shards may hold padding, or nothing.
+    """Every rank holds `shard` places; a token is at one place, and a place without a token is padding.
 
-    order: int64[tokens], the token-order position of each token as the sequence is sharded
-    world: number of ranks
+    rank, local: int64[tokens], which rank holds each token (in token order), and at which of its places
     """
 
-    order: np.ndarray
+    rank: np.ndarray
+    local: np.ndarray
     world: int
-    name: str = "custom"
+    shard: int
 
     def __post_init__(self) -> None:
         if self.world < 1:
             raise ValueError(f"a home layout needs at least one rank, got {self.world}")
-        if not np.array_equal(np.sort(self.order), np.arange(len(self.order))):
-            raise ValueError("a home layout's order must name every token exactly once")
+        place = self._place
+        inside = (self.rank >= 0) & (self.rank < self.world) & (self.local >= 0) & (self.local < self.shard)
+        if not inside.all() or len(np.unique(place)) != len(place):
+            raise ValueError("a home layout must put every token at a place of its own, on one of its ranks")
+
+    @classmethod
+    def from_streams(cls, streams: Sequence[np.ndarray], world: int) -> HomeLayout:
+        """Each stream is cut into `world` equal shards, the last of them padded; a rank holds its shard of each.
+
+        streams: int64 token positions, in the order in which each stream is sharded; together every token once
+        """
+        tokens = sum(len(stream) for stream in streams)
+        rank, local = np.full(tokens, -1), np.full(tokens, -1)
+        first = 0
+        for stream in streams:
+            shard = -(-len(stream) // world)
+            if shard:
+                rank[stream], local[stream] = np.divmod(np.arange(len(stream)), shard)
+                local[stream] += first
+            first += shard
+        return cls(rank, local, world, first)
 
     @classmethod
     def contiguous(cls, tokens: int, world: int) -> HomeLayout:
-        """Tokens stay in token order: what both hosts do."""
-        return cls(np.arange(tokens), world, "contiguous")
+        """Tokens stay in token order: rank r holds the r-th run of ceil(tokens / world)."""
+        return cls.from_streams([np.arange(tokens)], world)
 
     @classmethod
     def striped(cls, grid: BlockGrid, strategy: Strategy) -> HomeLayout:
         """Block b lives on ring rank b mod y (up to equal shards), so that profiles average out over the ring."""
-        axis = grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
-        stripe = axis.block_of % strategy.ring
-        return cls(np.argsort(stripe, kind="stable"), strategy.world, "striped")
+        return cls.named("striped", grid, strategy)
+
+    @classmethod
+    def named(cls, name: str, grid: BlockGrid, strategy: Strategy, *, split_text: bool = False) -> HomeLayout:
+        """A layout by its name in `HOME_ORDERS`.
+
+        split_text: whether text and video are sharded apart, as hosts with two streams do, text in token order
+        """
+        order = HOME_ORDERS[name]
+        video = np.arange(grid.text_tokens if split_text else 0, grid.tokens)
+        streams = [order(video, grid, strategy)]
+        if split_text:
+            streams.insert(0, np.arange(grid.text_tokens))
+        return cls.from_streams(streams, strategy.world)
 
     @property
     def tokens(self) -> int:
-        return len(self.order)
+        return len(self.rank)
 
     @property
-    def shard(self) -> int:
-        """Tokens per rank, padding included: ceil(tokens / world)."""
-        return -(-self.tokens // self.world)
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the host's own sequence order is kept."""
-        return bool(np.array_equal(self.order, np.arange(self.tokens)))
-
-    def local_order(self, rank: int) -> np.ndarray:
-        """int64[n]: token-order positions of the real tokens of `rank`, in the order in which it holds them."""
-        return self.order[rank * self.shard : (rank + 1) * self.shard]
-
-    @cached_property
     def _place(self) -> np.ndarray:
-        """int64[tokens]: where each token stands in the sharded sequence."""
-        place = np.empty(self.tokens, dtype=np.int64)
-        place[self.order] = np.arange(self.tokens)
-        return place
+        """int64[tokens]: each token's place among those of all ranks."""
+        return self.rank * self.shard + self.local
+
+    @property
+    def order(self) -> np.ndarray:
+        """int64[tokens]: token-order positions as they stand rank after rank, padding left out."""
+        return np.argsort(self._place)
+
+    def tokens_at(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """(token-order position, place) of the tokens that `rank` holds, int64[n] each, by place."""
+        here = np.flatnonzero(self.rank == rank)
+        here = here[np.argsort(self.local[here])]
+        return here, self.local[here]
 
     def fragments(self, axis: BlockAxis) -> Fragments:
         """The runs that this layout and the blocks of `axis` cut the tokens into."""
-        rank, local = np.divmod(self._place, self.shard)
-        block = axis.block_of
+        rank, local, block = self.rank, self.local, axis.block_of
         breaks = (np.diff(block) != 0) | (np.diff(rank) != 0) | (np.diff(local) != 1)
         first = np.concatenate([[0], np.flatnonzero(breaks) + 1])
         length = np.diff(first, append=self.tokens)
         return Fragments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
 
 
-HOME_LAYOUTS = {
-    "contiguous": lambda grid, strategy: HomeLayout.contiguous(grid.tokens, strategy.world),
-    "striped": HomeLayout.striped,
+def _in_token_order(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy) -> np.ndarray:
+    return tokens
+
+
+def _in_stripes(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy) -> np.ndarray:
+    axis = grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
+    return tokens[np.argsort(axis.block_of[tokens] % strategy.ring, kind="stable")]
+
+
+HOME_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy], np.ndarray]] = {
+    "contiguous": _in_token_order,
+    "striped": _in_stripes,
 }
+"""By the name of the layout: the order in which a stream's tokens are sharded."""

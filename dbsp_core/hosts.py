@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["Attachment", "patch_tokens", "unpatch_tokens"]
+__all__ = ["Attachment", "Attend", "intercept_self_attention", "patch_tokens", "unpatch_tokens"]
+
+Attend = Callable[..., torch.Tensor]
+"""attend(q, k, v, scale=…) with q, k, v [B, H, n, D]; returns [B, H, n, D]"""
 
 _MISSING = object()
 
@@ -42,6 +49,51 @@ class Attachment:
         """Leaves the host as it was."""
         while self._undo:
             self._undo.pop()()
+
+
+class _Intercept(TorchFunctionMode):
+    """Within it, torch's scaled_dot_product_attention is answered by another function."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self._attend = attend
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        call = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        if call.get("attn_mask") is not None or call.get("is_causal"):
+            raise ValueError("db-SP replaces self-attention without a mask of its own; this model passes one")
+        self.calls += 1
+        return self._attend(call["query"], call["key"], call["value"], scale=call.get("scale"))
+
+
+def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: Attachment) -> None:
+    """Lets `attend` compute the attention inside one self-attention module, whose projections and norms stay.
+
+    attend: called with q, k, v [B, H, n, D] and scale=…
+    The module raises RuntimeError when its attention is not reached: another backend would silently attend to this
+    rank's tokens alone.
+    """
+    forward = attention.forward
+
+    @functools.wraps(forward)
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
+        mode = _Intercept(attend)
+        with mode:
+            output = forward(*args, **kwargs)
+        if mode.calls != 1:
+            raise RuntimeError(
+                f"self-attention reached torch's scaled_dot_product_attention {mode.calls} times, expected once; set "
+                "the transformer's attention backend to 'native'"
+            )
+        return output
+
+    attachment.set_attribute(attention, "forward", intercepted)
 
 
 def patch_tokens(sample: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:

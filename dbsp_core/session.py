@@ -10,7 +10,7 @@ from dbsp_core.attention import DualBalancedAttention
 from dbsp_core.config import DbspConfig
 from dbsp_core.grid import BlockGrid
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.home import HOME_LAYOUTS, HomeLayout
+from dbsp_core.home import HomeLayout
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, make_plan, require_slots
 from dbsp_core.reuse import PlanCache
@@ -66,12 +66,13 @@ class AttentionSession:
     def begin(self, thw: tuple[int, int, int], text_tokens: int = 0) -> HomeLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
-        A new video size drops what was made for the last one. Raises ValueError for a size the mask source refuses.
+        Text, where the model has it in the same sequence, is sharded apart from video. A new video size drops what was
+        made for the last one. Raises ValueError for a size the mask source refuses.
         """
         if self._shape is None or (self._shape.thw, self._shape.text_tokens) != (thw, text_tokens):
             grid = self.config.mask.grid(MaskRequest(0, self.heads, thw, text_tokens))
             require_slots(self.strategy, grid)
-            home = HOME_LAYOUTS[self.config.home](grid, self.strategy)
+            home = HomeLayout.named(self.config.home, grid, self.strategy, split_text=text_tokens > 0)
             self._shape = _Shape(thw, text_tokens, grid, home)
             self._plans = PlanCache(self.config.replan_threshold)
             self._executors.clear()

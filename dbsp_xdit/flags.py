@@ -78,7 +78,7 @@ def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> 
         return host
     if config.strategy.world != host.world:
         raise ValueError(
-            f"strategy {config.strategy} needs {config.strategy.world} GPUs, but --ulysses_degree {ulysses_degree} and "
-            f"--ring_degree {ring_degree} make {host.world}; change one of them"
+            f"strategy {config.strategy} needs {config.strategy.world} GPUs, but --ulysses_degree {ulysses_degree} "
+            f"and --ring_degree {ring_degree} make {host.world}; change one of them"
         )
     return config.strategy

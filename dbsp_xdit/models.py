@@ -70,7 +70,7 @@ def _local_wan(folder: str, dtype: torch.dtype) -> type:
     """A runner model for one local folder: xfuser's own for Wan2.1, told where its weights are."""
     from xfuser.model_executor.models.runner_models.wan import xFuserWan21T2VModel
 
-    class LocalWanModel(xFuserWan21T2VModel):  # type: ignore[misc]
+    class LocalWanModel(xFuserWan21T2VModel):
         def _customize_settings(self, config: Any) -> None:
             super()._customize_settings(config)
             self.settings.model_name = folder

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, HomeLayout, SequenceGroup, Strategy, make_plan
-from dbsp_core.home import HOME_LAYOUTS
 from oracle import dense_attention
+
+RUBBISH = 1e4  # fills padding, which must not be seen
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Case:
     home: str = "contiguous"
     reward: float = 1.0
     head_cap: bool = False
+    split_text: bool = False
     padded: bool = False
     kernel: str = "auto"
     seed: int = 0
@@ -53,30 +55,36 @@ def run_case(rank: int, world: int, case: Case) -> float:
     grid = BlockGrid.uniform(case.tokens, text_tokens=case.text_tokens, block_q=case.block_q, block_k=case.block_k)
     mask = random_mask(case, grid)
     strategy = Strategy.parse(case.strategy)
-    home = HOME_LAYOUTS[case.home](grid, strategy)
+    home = HomeLayout.named(case.home, grid, strategy, split_text=case.split_text)
     generator = torch.Generator().manual_seed(case.seed)
     full = [torch.randn(case.batch, case.heads, case.tokens, case.width, generator=generator) for _ in range(3)]
-    mine = torch.from_numpy(home.local_order(rank))
-    local = [t[:, :, mine] for t in full]
-    if case.padded:  # padding holds rubbish, which must not be seen
-        rubbish = torch.full((case.batch, case.heads, home.shard - len(mine), case.width), 1e4)
-        local = [torch.cat([t, rubbish], dim=2) for t in local]
+    mine, places = (torch.from_numpy(a) for a in home.tokens_at(rank))
+    n_local = home.shard if case.padded else int(home.tokens_at(rank)[1].max(initial=-1)) + 1
+    local = [torch.full((case.batch, case.heads, n_local, case.width), RUBBISH) for _ in full]
+    for here, everywhere in zip(local, full, strict=True):
+        here[:, :, places] = everywhere[:, :, mine]
 
     expected = dense_attention(full[0][:, :, mine], full[1], full[2], mask, queries=mine)
     if case.sabotage == "local tokens only":
-        out = dense_attention(local[0], local[1], local[2], mask, queries=mine, keys=mine)
-    else:
-        out = _attend(case, mask, strategy, home, local)
+        keys, values = (t[:, :, mine] for t in full[1:])
+        return _difference(dense_attention(full[0][:, :, mine], keys, values, mask, mine, keys=mine), expected)
+    out = _attend(case, mask, strategy, home, local)
     assert out.shape == local[0].shape
-    assert not out[:, :, len(mine) :].any(), "padding must come back as zeros"
-    return float((out[:, :, : len(mine)] - expected).abs().max()) if len(mine) else 0.0
+    padding = torch.ones(n_local, dtype=torch.bool)
+    padding[places] = False
+    assert not out[:, :, padding].any(), "padding must come back as zeros"
+    return _difference(out[:, :, places], expected)
+
+
+def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out - expected).abs().max()) if out.numel() else 0.0
 
 
 def _attend(
     case: Case, mask: BlockMask, strategy: Strategy, home: HomeLayout, local: list[torch.Tensor]
 ) -> torch.Tensor:
     if case.sabotage == "token order off by one":
-        home = HomeLayout(np.roll(home.order, 1), home.world)
+        home = replace(home, rank=np.roll(home.rank, 1), local=np.roll(home.local, 1))
     plan = make_plan(mask, strategy, case.planner, home=home, reward=case.reward, head_cap=case.head_cap)
     attend = DualBalancedAttention.prepare(
         plan, mask, home, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True

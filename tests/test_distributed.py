@@ -26,7 +26,7 @@ SETTINGS = (
     {"planner": "contiguous", "home": "striped"},
     {"planner": "paper"},
     {"planner": "paper", "reward": 0.0, "head_cap": True, "padded": True},
-    {"planner": "paper", "home": "striped", "padded": True},
+    {"planner": "paper", "home": "striped", "split_text": True, "padded": True},
 )
 
 

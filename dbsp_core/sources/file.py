@@ -34,8 +34,8 @@ class FileSource:
         if (grid.tokens, grid.text_tokens, self._file.heads) != (request.tokens, request.text_tokens, request.heads):
             raise ValueError(
                 f"mask file {self.path} is for {self._file.heads} heads and {grid.tokens} tokens ({grid.text_tokens} "
-                f"of text), the model runs {request.heads} heads and {request.tokens} tokens ({request.text_tokens} of "
-                "text); use a mask made for this model, resolution and number of frames"
+                f"of text), the model runs {request.heads} heads and {request.tokens} tokens ({request.text_tokens} "
+                "of text); use a mask made for this model, resolution and number of frames"
             )
         return grid
 

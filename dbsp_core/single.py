@@ -1,0 +1,54 @@
+"""The same block-sparse attention in one process, without plans, routes or kernels: what parallel runs must equal."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dbsp_core.architectures import architecture_of
+from dbsp_core.config import ConfigLike, DbspConfig
+from dbsp_core.hosts import Attachment, intercept_self_attention
+from dbsp_core.mask import BlockMask
+from dbsp_core.sources import MaskRequest
+
+__all__ = ["attach_single_process", "masked_attention"]
+
+
+def attach_single_process(transformer: nn.Module, config: ConfigLike = None) -> Attachment:
+    """Makes the self-attention of a stock diffusers transformer block-sparse, by a dense token mask.
+
+    Meant for comparison: it costs as much as dense attention, and more memory. Undone by the result's `detach`.
+    """
+    source = DbspConfig.load(config).mask
+    architecture = architecture_of(transformer)
+    attachment = Attachment()
+    grid: dict[str, Any] = {}
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        thw, text_tokens = architecture.token_grid(module, inputs)
+        grid.update(thw=thw, text_tokens=text_tokens)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
+        return masked_attention(q, k, v, source.mask(MaskRequest(layer, q.shape[1], **grid)), scale)
+
+    attachment.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
+    for layer, block in enumerate(architecture.blocks_of(transformer)):
+        intercept_self_attention(block.get_submodule("attn1"), functools.partial(attend, layer=layer), attachment)
+    return attachment
+
+
+def masked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float | None = None
+) -> torch.Tensor:
+    """torch's attention with the block mask spread over tokens. q, k, v: [B, H, tokens, D]; empty rows give zeros."""
+    q_lengths = torch.from_numpy(mask.grid.q_axis.lengths).to(q.device)
+    k_lengths = torch.from_numpy(mask.grid.k_axis.lengths).to(q.device)
+    allowed = mask.bits.to(q.device).repeat_interleave(q_lengths, 1).repeat_interleave(k_lengths, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
+    return out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
