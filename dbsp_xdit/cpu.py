@@ -3,7 +3,7 @@
 xfuser refuses to be imported on such a machine. Asked for by `--sp-backend dbsp` and active only where torch finds no
 accelerator, this answers the questions that xfuser puts to CUDA; attention itself is db-SP's own. What is stood in
 for is listed here in full:
-- xfuser.envs: no CUDA version; gloo as the backend; yunchang counts as installed, which it is
+- xfuser.envs: no CUDA, and no CUDA version; gloo as the backend; yunchang counts as installed, which it is
 - placement of the pipeline: nothing to move
 - torch.cuda.Event and torch.cuda.synchronize: the host's clock, and nothing to wait for
 """
@@ -37,6 +37,7 @@ def shim_actions(attachment: Attachment) -> dict[str, Callable[[ModuleType, Atta
 
 
 def _envs(module: ModuleType, attachment: Attachment) -> None:
+    attachment.set_attribute(module, "_is_cuda", lambda: False)  # it asks how torch was built, not what is there
     attachment.set_attribute(module, "get_device_version", lambda: None)
     attachment.set_attribute(module, "get_torch_distributed_backend", lambda: "gloo")
     packages = module.PACKAGES_CHECKER.get_packages_info()

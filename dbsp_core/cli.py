@@ -1,0 +1,138 @@
+"""The `dbsp` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dbsp_core.doctor import examine
+from dbsp_core.home import HOME_ORDERS, HomeLayout
+from dbsp_core.mask import BlockMask, MaskFile
+from dbsp_core.plan import PLANNERS, Plan, make_plan
+from dbsp_core.strategy import Strategy
+from dbsp_core.tiny import TINY_MODELS, make_tiny
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Dual-balanced sequence parallelism for block-sparse attention in video diffusion transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command()
+def tiny(
+    model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(TINY_MODELS)}.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write; an old checkpoint there is replaced.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Make a tiny checkpoint with random weights, for trying things out offline."""
+    try:
+        make_tiny(model, folder, seed)
+    except ImportError as error:
+        raise ValueError(f"{error.name} is needed to make checkpoints; pip install 'dbsp-attention[xdit]'") from error
+    Console(stderr=True).print(f"wrote a tiny {model} checkpoint to {folder}")
+
+
+@app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(help="Mask file (.safetensors).")],
+    gpus: Annotated[int, typer.Option(help="Number of GPUs.")],
+    strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}, or all.")] = "paper",
+    reward: Annotated[
+        float, typer.Option(help="R_b of planner paper: how strongly blocks stay where they are.")
+    ] = 1.0,
+    head_cap: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
+    home: Annotated[str, typer.Option(help=f"Home layout: {', '.join(HOME_ORDERS)}.")] = "contiguous",
+    layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Plan one attention of a mask file: how even the work is before and after, and what moves."""
+    source = MaskFile(file)
+    if source.per_layer and not as_json:
+        Console(stderr=True).print(f"{file}: layer {layer} of {source.layers}")
+    mask = source.layer(layer)
+    strategies = Strategy.all_for(gpus) if strategy == "all" else (Strategy.parse(strategy),)
+    for wanted in strategies:
+        wanted.require_world(gpus)
+    if home not in HOME_ORDERS:
+        raise ValueError(f"unknown home layout {home!r}; use one of {', '.join(HOME_ORDERS)}")
+    possible = [s for s in strategies if strategy != "all" or s.ring <= mask.grid.nk]
+    plans = [
+        make_plan(mask, s, name, home=HomeLayout.named(home, mask.grid, s), reward=reward, head_cap=head_cap)
+        for s in possible
+        for name in (PLANNERS if planner == "all" else (planner,))
+    ]
+    if as_json:
+        rows = [_plan_row(p) for p in plans]
+        print(json.dumps({"file": str(file), "gpus": gpus, "density": mask.density, "plans": rows}))
+    else:
+        Console().print(_plan_table(mask, gpus, plans))
+
+
+def _plan_row(plan: Plan) -> dict[str, str | float | int]:
+    return {
+        "strategy": str(plan.strategy),
+        "planner": plan.planner,
+        "rho_before": plan.rho_before,
+        "rho": plan.rho,
+        "rho_bound": plan.rho_bound,
+        "moved": plan.moved,
+        "split_heads": plan.split_heads,
+        "plan_ms": plan.plan_ms,
+    }
+
+
+def _plan_table(mask: BlockMask, gpus: int, plans: list[Plan]) -> Table:
+    grid = mask.grid
+    table = Table(
+        title=f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
+        caption="ρ_s: slowest over mean; bound: no plan of this kind can be better; moved: share of Q, K, V",
+    )
+    for name in ("strategy", "planner", "ρ_s before", "ρ_s", "bound", "moved", "split heads", "plan ms"):
+        table.add_column(name, justify="left" if name in ("strategy", "planner") else "right")
+    for p in plans:
+        numbers = (f"{p.rho_before:.4f}", f"{p.rho:.4f}", f"{p.rho_bound:.4f}", f"{p.moved:.2%}")
+        table.add_row(str(p.strategy), p.planner, *numbers, str(p.split_heads), f"{p.plan_ms:.2f}")
+    return table
+
+
+@app.command()
+def doctor(as_json: JsonFlag = False) -> None:
+    """Say what works on this machine, what is missing, and the fix."""
+    findings = examine()
+    if as_json:
+        print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
+        return
+    table = Table(title="db-SP on this machine")
+    for name in ("what", "state", "", "fix"):
+        table.add_column(name, overflow="fold")
+    for finding in findings:
+        table.add_row(finding.what, "ok" if finding.ok else "missing", finding.detail, finding.fix)
+    Console().print(table)
+
+
+def main() -> None:
+    """Runs the command. A user's mistake is one line on standard error and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except (ValueError, click.ClickException) as error:
+        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        print(f"dbsp: error: {' '.join(text.split())}", file=sys.stderr)
+        raise SystemExit(2) from error
+    except click.Abort:
+        raise SystemExit(130) from None
+    raise SystemExit(code if isinstance(code, int) else 0)

@@ -1,0 +1,94 @@
+"""What works on this machine, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+from dbsp_kernels import KERNELS, available
+
+__all__ = ["Finding", "examine"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `fix` says what to do where it is not ok."""
+
+    what: str
+    ok: bool
+    detail: str
+    fix: str = ""
+
+
+def examine() -> list[Finding]:
+    """Versions, devices, communication, kernels and hosts. Imports none of the hosts."""
+    return [
+        Finding("python", True, platform.python_version()),
+        *(_package(name, "needed by db-SP itself; pip install dbsp-attention") for name in ("torch", "numpy")),
+        _device(),
+        _communication(),
+        *_kernels(),
+        _package("triton", "pip install 'dbsp-attention[gpu]' on a machine with an NVIDIA GPU"),
+        _host("xDiT (dbsp-xdit, xdit --sp-backend dbsp)", ("xfuser", "diffusers", "transformers"), "xdit"),
+        _host("ParaAttention (dbsp_para)", ("para_attn", "diffusers", "transformers"), "para"),
+        _package("imageio-ffmpeg", "writes mp4 files; pip install 'dbsp-attention[xdit]'"),
+        _package("matplotlib", "draws balance.png; pip install 'dbsp-attention[xdit]'"),
+    ]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _package(name: str, fix: str) -> Finding:
+    found = _version(name)
+    return Finding(name, found is not None, found or "not installed", "" if found else fix)
+
+
+def _device() -> Finding:
+    if not torch.accelerator.is_available():
+        return Finding(
+            "accelerator", False, "none: gloo on the CPU, for trying out", "run on a machine with GPUs for speed"
+        )
+    count = torch.accelerator.device_count()
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else str(torch.accelerator.current_accelerator())
+    return Finding("accelerator", True, f"{count} × {name}")
+
+
+def _communication() -> Finding:
+    backends = [
+        name
+        for name, present in (("nccl", dist.is_nccl_available()), ("gloo", dist.is_gloo_available()))
+        if dist.is_available() and present
+    ]
+    return Finding(
+        "communication", bool(backends), ", ".join(backends) or "none", "" if backends else "reinstall torch"
+    )
+
+
+def _kernels() -> list[Finding]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    usable = available(device)
+    findings = []
+    for name, kernel in KERNELS.items():
+        reason = kernel.cannot_serve(device, torch.float32)
+        chosen = "serves this machine; chosen by auto" if usable[:1] == [name] else "serves this machine"
+        findings.append(
+            Finding(f"kernel {name}", reason is None, reason or chosen, "" if reason is None else "none needed")
+        )
+    return findings
+
+
+def _host(what: str, modules: tuple[str, ...], extra: str) -> Finding:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        return Finding(what, False, f"lacks {', '.join(missing)}", f"pip install 'dbsp-attention[{extra}]'")
+    return Finding(what, True, ", ".join(f"{name} {_version(name.replace('_', '-'))}" for name in modules))
