@@ -6,10 +6,10 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+UsageError: Any = typer.BadParameter.__base__  # click's, or the copy that newer typer carries
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -52,9 +54,7 @@ def plan(
     gpus: Annotated[int, typer.Option(help="Number of GPUs.")],
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}, or all.")] = "paper",
-    reward: Annotated[
-        float, typer.Option(help="R_b of planner paper: how strongly blocks stay where they are.")
-    ] = 1.0,
+    reward: Annotated[float, typer.Option(help="R_b of planner paper: how strongly blocks stay.")] = 1.0,
     head_cap: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
     home: Annotated[str, typer.Option(help=f"Home layout: {', '.join(HOME_ORDERS)}.")] = "contiguous",
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
@@ -100,10 +100,11 @@ def _plan_table(mask: BlockMask, gpus: int, plans: list[Plan]) -> Table:
     grid = mask.grid
     table = Table(
         title=f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
-        caption="ρ_s: slowest over mean; bound: no plan of this kind can be better; moved: share of Q, K, V",
+        caption="ρ_s: slowest rank over mean; bound: least possible for such plans; moved: of Q, K, V",
+        box=SIMPLE_HEAD,
     )
-    for name in ("strategy", "planner", "ρ_s before", "ρ_s", "bound", "moved", "split heads", "plan ms"):
-        table.add_column(name, justify="left" if name in ("strategy", "planner") else "right")
+    for name in ("strategy", "planner", "ρ_s before", "ρ_s", "bound", "moved", "split", "plan ms"):
+        table.add_column(name, justify="left" if name in ("strategy", "planner") else "right", no_wrap=True)
     for p in plans:
         numbers = (f"{p.rho_before:.4f}", f"{p.rho:.4f}", f"{p.rho_bound:.4f}", f"{p.moved:.2%}")
         table.add_row(str(p.strategy), p.planner, *numbers, str(p.split_heads), f"{p.plan_ms:.2f}")
@@ -129,10 +130,10 @@ def main() -> None:
     """Runs the command. A user's mistake is one line on standard error and exit code 2."""
     try:
         code = app(standalone_mode=False)
-    except (ValueError, click.ClickException) as error:
-        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    except (ValueError, UsageError) as error:
+        text = error.format_message() if isinstance(error, UsageError) else str(error)
         print(f"dbsp: error: {' '.join(text.split())}", file=sys.stderr)
         raise SystemExit(2) from error
-    except click.Abort:
+    except typer.Abort:
         raise SystemExit(130) from None
     raise SystemExit(code if isinstance(code, int) else 0)

@@ -56,22 +56,17 @@ def _package(name: str, fix: str) -> Finding:
 def _device() -> Finding:
     if not torch.accelerator.is_available():
         return Finding(
-            "accelerator", False, "none: gloo on the CPU, for trying out", "run on a machine with GPUs for speed"
+            "accelerator", False, "none: gloo on the CPU, for trying out", "for speed, run where there are GPUs"
         )
-    count = torch.accelerator.device_count()
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else str(torch.accelerator.current_accelerator())
-    return Finding("accelerator", True, f"{count} × {name}")
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else torch.accelerator.current_accelerator()
+    return Finding("accelerator", True, f"{torch.accelerator.device_count()} × {name}")
 
 
 def _communication() -> Finding:
-    backends = [
-        name
-        for name, present in (("nccl", dist.is_nccl_available()), ("gloo", dist.is_gloo_available()))
-        if dist.is_available() and present
-    ]
-    return Finding(
-        "communication", bool(backends), ", ".join(backends) or "none", "" if backends else "reinstall torch"
-    )
+    present = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available} if dist.is_available() else {}
+    backends = [name for name, is_there in present.items() if is_there()]
+    fix = "" if backends else "install a torch with gloo or NCCL"
+    return Finding("communication", bool(backends), ", ".join(backends) or "none", fix)
 
 
 def _kernels() -> list[Finding]:
@@ -80,10 +75,9 @@ def _kernels() -> list[Finding]:
     findings = []
     for name, kernel in KERNELS.items():
         reason = kernel.cannot_serve(device, torch.float32)
-        chosen = "serves this machine; chosen by auto" if usable[:1] == [name] else "serves this machine"
-        findings.append(
-            Finding(f"kernel {name}", reason is None, reason or chosen, "" if reason is None else "none needed")
-        )
+        serves = "serves this machine; chosen by auto" if usable[:1] == [name] else "serves this machine"
+        fix = "" if reason is None else f"use {' or '.join(usable)}"
+        findings.append(Finding(f"kernel {name}", reason is None, reason or serves, fix))
     return findings
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,6 +70,7 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
     with tempfile.TemporaryDirectory(dir=out, prefix=".run.") as temporary:
         work = Path(temporary)
         task = progress.add_task("making a tiny Wan2.1 checkpoint (random weights)", total=1)
+        _be_quiet()
         model = make_tiny("wan", work / "tiny-wan")
         (work / "dbsp.yaml").write_text(yaml.safe_dump(settings.config()))
         progress.advance(task)
@@ -122,8 +125,6 @@ def _xdit_command(model: Path, work: Path, ranks: int, settings: Settings) -> li
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -172,6 +173,16 @@ def single_process_latents(model: Path, settings: Settings, device: str) -> torc
     )
     latents: torch.Tensor = output.frames.float().cpu()
     return latents
+
+
+def _be_quiet() -> None:
+    """The libraries' own progress bars and deprecation notices would break the demonstration's."""
+    import diffusers
+    import transformers
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="diffusers")
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
 
 
 def _save_masks(settings: Settings, layers: int, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from dbsp_core.config import DbspConfig
 from dbsp_core.plan import PLANNERS
@@ -34,9 +34,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sp_report", help="Folder for report.json, balance.png and the final latents.")
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def parse_known(argv: Sequence[str]) -> dict[str, Any]:
-    """What db-SP needs to know of an xdit command line, before xfuser parses all of it. Exits as argparse does."""
-    parser = argparse.ArgumentParser(prog="xdit", add_help=False, allow_abbrev=False)
+    """What db-SP needs to know of an xdit command line, before xfuser parses all of it.
+
+    Raises ValueError for an argument that cannot be understood.
+    """
+    parser = _Parser(prog="xdit", add_help=False, allow_abbrev=False)
     add_flags(parser)
     parser.add_argument("--model")
     for degree in _DEGREES:

@@ -16,6 +16,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -63,9 +64,10 @@ def uninstall() -> None:
 
 
 def wants_dbsp(argv: Sequence[str]) -> bool:
-    """Whether a command line asks for the backend "dbsp"."""
-    text = " ".join(argv).replace("=", " ").replace("_", "-")
-    return "--sp-backend dbsp" in text
+    """Whether a command line names a backend other than "usp": "dbsp", or a misspelling to be told about."""
+    words = [word for argument in argv for word in argument.split("=", 1)]
+    backends = [value for name, value in pairwise(words) if name.replace("_", "-") == "--sp-backend"]
+    return bool(backends) and backends[-1] != "usp"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
