@@ -102,6 +102,8 @@ def _plan_table(mask: BlockMask, gpus: int, plans: list[Plan]) -> Table:
         title=f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
         caption="ρ_s: slowest rank over mean; bound: least possible for such plans; moved: of Q, K, V",
         box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
     )
     for name in ("strategy", "planner", "ρ_s before", "ρ_s", "bound", "moved", "split", "plan ms"):
         table.add_column(name, justify="left" if name in ("strategy", "planner") else "right", no_wrap=True)
