@@ -10,7 +10,7 @@ from dbsp_core.attention import DualBalancedAttention
 from dbsp_core.config import DbspConfig
 from dbsp_core.grid import BlockGrid
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.home import HomeLayout
+from dbsp_core.home import HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, make_plan, require_slots
 from dbsp_core.reuse import PlanCache
@@ -45,6 +45,7 @@ class AttentionSession:
 
     strategy: how the group's ranks are used
     heads:    attention heads of every layer
+    layers:   number of layers
     Raises ValueError at construction when strategy and group don't fit.
     """
 
@@ -52,6 +53,7 @@ class AttentionSession:
     group: SequenceGroup
     strategy: Strategy
     heads: int
+    layers: int
     records: dict[int, LayerRecord] = field(default_factory=dict)
     _shape: _Shape | None = None
     _plans: PlanCache = field(init=False)
@@ -72,7 +74,8 @@ class AttentionSession:
         if self._shape is None or (self._shape.thw, self._shape.text_tokens) != (thw, text_tokens):
             grid = self.config.mask.grid(MaskRequest(0, self.heads, thw, text_tokens))
             require_slots(self.strategy, grid)
-            home = HomeLayout.named(self.config.home, grid, self.strategy, split_text=text_tokens > 0)
+            profile = self._profile(thw, text_tokens) if self.config.home == "learned" else None
+            home = HomeLayout.named(self.config.home, grid, self.strategy, split_text=text_tokens > 0, profile=profile)
             self._shape = _Shape(thw, text_tokens, grid, home)
             self._plans = PlanCache(self.config.replan_threshold)
             self._executors.clear()
@@ -102,6 +105,14 @@ class AttentionSession:
         self._calls[layer] = self._calls.get(layer, 0) + 1
         self._reached.add(layer)
         return executor(q, k, v, scale=scale)
+
+    def _profile(self, thw: tuple[int, int, int], text_tokens: int) -> MaskProfile | None:
+        """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
+        source = self.config.mask
+        if not source.static:
+            return None
+        requests = (MaskRequest(layer, self.heads, thw, text_tokens) for layer in range(self.layers))
+        return MaskProfile.of(source.mask(request) for request in requests)
 
     def _require_shape(self) -> _Shape:
         if self._shape is None:

@@ -52,9 +52,8 @@ def parallelize_transformer(transformer: Any, *, mesh: Any = None, config: Confi
         raise ValueError("this transformer is parallelized already; undo that first (dbsp_para.unparallelize)")
     config = DbspConfig.load(config)
     group, strategy = _ranks(mesh)
-    session = AttentionSession(
-        config, group, config.strategy or strategy, heads=transformer.config.num_attention_heads
-    )
+    heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
+    session = AttentionSession(config, group, config.strategy or strategy, heads, layers)
     attachment = Attachment()
     _Sharding(transformer, architecture, session).attach(attachment)
     attachment.set_attribute(transformer, "_is_parallelized", True)  # para-attn looks for it
