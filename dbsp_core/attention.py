@@ -71,6 +71,11 @@ class DualBalancedAttention:
         tables = build_tables(plan, mask, group.rank, device)
         return cls(plan, route, tables, group, n_local, kernel, debug)
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tables are."""
+        return self.tables[0].kv_len.device
+
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:

@@ -16,7 +16,6 @@ from dbsp_core.plan import Plan, make_plan, require_slots
 from dbsp_core.reuse import PlanCache
 from dbsp_core.sources import MaskRequest
 from dbsp_core.strategy import Strategy
-from dbsp_kernels import choose_kernel
 
 __all__ = ["AttentionSession", "LayerRecord"]
 
@@ -57,6 +56,7 @@ class AttentionSession:
     records: dict[int, LayerRecord] = field(default_factory=dict)
     _shape: _Shape | None = None
     _plans: PlanCache = field(init=False)
+    _latest: tuple[BlockMask, DualBalancedAttention] | None = None
     _executors: dict[tuple[int, torch.device], DualBalancedAttention] = field(default_factory=dict)
     _calls: dict[int, int] = field(default_factory=dict)
     _reached: set[int] = field(default_factory=set)
@@ -78,6 +78,7 @@ class AttentionSession:
             home = HomeLayout.named(self.config.home, grid, self.strategy, split_text=text_tokens > 0, profile=profile)
             self._shape = _Shape(thw, text_tokens, grid, home)
             self._plans = PlanCache(self.config.replan_threshold)
+            self._latest = None
             self._executors.clear()
             self.records.clear()
         self._reached.clear()
@@ -124,10 +125,13 @@ class AttentionSession:
         return self.config.mask.mask(request)
 
     def _executor(self, layer: int, mask: BlockMask, shape: _Shape, q: torch.Tensor) -> DualBalancedAttention:
-        choose_kernel(self.config.kernel, q.device.type, q.dtype)
+        if self._latest is not None and self._latest[0] is mask and self._latest[1].device == q.device:
+            executor = self._latest[1]  # layers that share a mask share its plan and tables
+            self.records[layer] = LayerRecord(executor.plan, mask.density)
+            return executor
         plan = self._plans.plan_for(layer, mask, lambda m: self._make_plan(m, shape.home))
         self.records[layer] = LayerRecord(plan, mask.density)
-        return DualBalancedAttention.prepare(
+        executor = DualBalancedAttention.prepare(
             plan,
             mask,
             shape.home,
@@ -136,6 +140,8 @@ class AttentionSession:
             kernel=self.config.kernel,
             debug=self.config.debug,
         )
+        self._latest = mask, executor
+        return executor
 
     def _make_plan(self, mask: BlockMask, home: HomeLayout) -> Plan:
         config = self.config
