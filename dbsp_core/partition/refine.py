@@ -6,7 +6,7 @@ import numpy as np
 
 __all__ = ["refine_heads"]
 
-PAIR_HEADS = 12  # most heads of two columns together that are shared anew by trying every subset
+PAIR_HEADS = 14  # most heads of two columns together that are shared anew by trying every subset
 
 
 def refine_heads(work: np.ndarray, column: np.ndarray, columns: int, limit: int) -> np.ndarray:
