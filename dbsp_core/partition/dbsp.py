@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import numpy as np
 
+from dbsp_core.imbalance import imbalance_ratio
 from dbsp_core.partition.columns import match_columns
-from dbsp_core.partition.items import balance_items
+from dbsp_core.partition.items import balance_items, trade_rows
 from dbsp_core.partition.periods import Periods, head_parts
 from dbsp_core.partition.slots import balance_slots
 from dbsp_core.partition.split import balance_heads
 
 __all__ = ["plan_rows"]
+
+TURNS = 4  # most turns of whole heads and rows of split heads making way for each other
 
 
 def plan_rows(
@@ -46,19 +49,19 @@ def plan_rows(
     slots = balance_slots(columns, k_home, _main_column(column, ulysses), ring)
     cells = count_cells(slots)
     periods = Periods(ulysses, ring)
-    parts = head_parts(cells, column, q_home, periods)
-    if ulysses > 1:
+    for _ in range(TURNS if ulysses > 1 else 1):
+        parts = head_parts(cells, column, q_home, periods)
         matched = match_columns(parts, ulysses)
         changed = matched != parts.column  # whole heads only
         column[parts.head[changed]] = matched[changed][:, None]
-    else:
-        matched = parts.column
-    work = parts.work_by_rank(matched, ulysses)
+        column, work = trade_rows(cells, column, q_home, parts.work_by_rank(matched, ulysses), periods)
+        if imbalance_ratio(work) <= tolerance or parts.whole.all():
+            break
     return balance_items(cells, column, q_home, work, periods, tolerance, exchange_cost), slots
 
 
 def _interleaved(q_home: np.ndarray, ring: int) -> np.ndarray:
-    """int64[nq]: query blocks in an order that visits the ring ranks in turn, so that a run takes equally from each."""
+    """int64[nq]: query blocks in an order that visits the ring ranks in turn: a run takes equally from each."""
     turn = np.empty(len(q_home), dtype=np.int64)
     for rank in range(ring):
         mine = q_home == rank

@@ -17,14 +17,28 @@ import numpy as np
 from dbsp_core.partition.order import largest
 from dbsp_core.partition.periods import Periods
 
-__all__ = ["balance_items"]
+__all__ = ["balance_items", "trade_rows"]
 
 SAMPLE = 4096  # rows looked at in a round
 BATCH = 96  # most rows moved in a round
 ROUNDS = 24
 FREE_ROUNDS = 8
-IDLE = 3  # rounds without a move that end the search
+PATIENCE, PROGRESS = 4, 0.8  # the search ends when this many rounds leave more than this much of the gap to its goal
 EXACT = 17  # bits to which deviations are rounded: their squares then add up exactly in float64
+
+
+def trade_rows(
+    cells: np.ndarray, column: np.ndarray, q_home: np.ndarray, work: np.ndarray, periods: Periods
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of split heads change column within their ring row, which is free, while that balances work.
+
+    Arguments as in `balance_items`;  returns: int64[H, nq] column, int64[y, P] work
+    """
+    search = _Search.start(cells, column, q_home, work, periods)
+    split = np.flatnonzero(search.needed[:, : periods.ulysses].sum(axis=1) > 1)
+    rows = split[:, None] * len(q_home) + np.arange(len(q_home))
+    search.run(rows.reshape(-1), True, -(-int(work.sum()) // periods.world), FREE_ROUNDS)
+    return search.owner.reshape(column.shape) % periods.ulysses, search.work
 
 
 def balance_items(
@@ -36,10 +50,9 @@ def balance_items(
     tolerance: float = 1.005,
     move_cost: float = 0.0,
 ) -> np.ndarray:
-    """The owner of every row: its home ring rank and its head's column, but for the few rows that balance the rest.
+    """The owner of every row: its home ring rank and its column, but for the few rows that bring ρ_s to `tolerance`.
 
-    Rows of split heads first change column within their ring row, which is free; then rows change ring rank, into
-    any column in which their head is needed anyway, until ρ_s is at most `tolerance`.
+    A row may go to any ring rank, in any column in which its head is needed anyway.
     cells:     int[H, nq, y], dense blocks of each row by the slot their keys travel in
     column:    int[H, nq], Ulysses column of each row
     q_home:    int[nq], ring rank where each query block lives
@@ -47,23 +60,11 @@ def balance_items(
     move_cost: what moving all of Q, K and V would cost, in units of ρ_s
     returns:   int64[H, nq]
     """
-    heads, blocks, ring = cells.shape
-    needed = np.zeros((heads, periods.ulysses), dtype=bool)
-    needed[np.arange(heads)[:, None], column] = True
     total = int(work.sum())
-    search = _Search(
-        cells=cells.reshape(-1, ring),
-        home=np.tile(q_home, heads),
-        needed=np.tile(needed, (1, ring)),
-        periods=periods,
-        price=move_cost * total / (3 * heads * blocks * periods.world),
-        owner=(q_home * periods.ulysses + column).reshape(-1),
-        work=work,
-    )
-    split = np.flatnonzero(needed.sum(axis=1) > 1)
-    search.run((split[:, None] * blocks + np.arange(blocks)).reshape(-1), True, 0, FREE_ROUNDS)
-    search.run(np.arange(heads * blocks), False, int(total * tolerance) // periods.world, ROUNDS)
-    return search.owner.reshape(heads, blocks)
+    price = move_cost * total / (3 * column.size * periods.world)
+    search = _Search.start(cells, column, q_home, work, periods, price)
+    search.run(np.arange(column.size), False, int(total * tolerance) // periods.world, ROUNDS)
+    return search.owner.reshape(column.shape)
 
 
 @dataclass(eq=False)
@@ -84,46 +85,64 @@ class _Search:
     work: np.ndarray
     undo: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
+    @classmethod
+    def start(
+        cls,
+        cells: np.ndarray,
+        column: np.ndarray,
+        q_home: np.ndarray,
+        work: np.ndarray,
+        periods: Periods,
+        price: float = 0.0,
+    ) -> _Search:
+        """Every row at its home ring rank, in its column."""
+        heads, _, ring = cells.shape
+        needed = np.zeros((heads, periods.ulysses), dtype=bool)
+        needed[np.arange(heads)[:, None], column] = True
+        owner = (q_home * periods.ulysses + column).reshape(-1)
+        home = np.tile(q_home, heads)
+        return cls(cells.reshape(-1, ring), home, np.tile(needed, (1, ring)), periods, price, owner, work)
+
     @property
     def slowest(self) -> int:
         return int(self.work.max(axis=1).sum())
 
-    def run(self, rows: np.ndarray, free: bool, target: int, rounds: int) -> None:
-        """Rounds until the slowest work is at most `target`, then back to the cheapest state on the way.
+    def run(self, rows: np.ndarray, free: bool, goal: int, rounds: int) -> None:
+        """Rounds until the slowest work is at most `goal` or gets no closer; then back to the cheapest state seen.
 
         rows: int64[k], the rows to look at;  free: whether rows must stay at their ring rank
         """
         stride = _stride(len(rows), len(self.cells) // len(self.needed))
         states = [(float(self.slowest), self.work)]
-        self.undo, idle, moved = [], 0, 0
-        for turn in range(rounds):
-            if self.slowest <= target or idle == min(IDLE, stride) or len(rows) == 0:
+        self.undo, moved, gaps = [], 0, []
+        for turn in range(rounds if len(rows) else 0):
+            gaps.append(self.slowest - goal)
+            if gaps[-1] <= 0 or (turn >= PATIENCE and gaps[-1] > PROGRESS * gaps[-1 - PATIENCE]):
                 break
-            changed = self._round(rows[turn % stride :: stride], free, target)
-            idle = 0 if changed else idle + 1
-            moved += changed
+            changed = self._round(rows[turn % stride :: stride], free, goal)
             if changed:
+                moved += changed
                 states.append((self.slowest + self.price * moved * (not free), self.work))
+            elif turn + 1 >= stride:
+                break
         best = min(range(len(states)), key=lambda state: states[state][0])
         self.work = states[best][1]
         for chosen, before in reversed(self.undo[best:]):
             self.owner[chosen] = before
 
-    def _round(self, sample: np.ndarray, free: bool, target: int) -> int:
-        """Moves the best few rows of `sample` (int64[k]); returns how many."""
+    def _round(self, sample: np.ndarray, free: bool, goal: int) -> int:
+        """Moves the rows of `sample` (int64[k]) that lower Φ most; returns how many."""
         source, cells = self.owner[sample], self.cells[sample]
-        target_rank, gain = self._score(sample, source, cells, free)
+        target, gain = self._score(sample, source, cells, free)
         best = largest(gain, BATCH)
         best = best[gain[best] > 0]
         if len(best) == 0:
             return 0
-        count, work = self._best_prefix(cells[best], source[best], target_rank[best], target)
-        chosen = sample[best[:count]]
-        if count:
-            self.undo.append((chosen, self.owner[chosen]))
-            self.owner[chosen] = target_rank[best[:count]]
-            self.work = work
-        return count
+        kept, self.work = self._accept(cells[best].astype(np.int64), source[best], target[best], goal)
+        best = best[kept]
+        self.undo.append((sample[best], source[best]))
+        self.owner[sample[best]] = target[best]
+        return len(best)
 
     def _deviation(self, work: np.ndarray) -> np.ndarray:
         """P · work minus the period's sum over ranks, of the same shape [..., y, P]."""
@@ -156,21 +175,36 @@ class _Search:
         square = np.einsum("ks,ks->k", floats, floats) * (world / (1 << self._shift))
         return target, here - cost[every, target] - square
 
-    def _best_prefix(
+    def _accept(
         self, cells: np.ndarray, source: np.ndarray, target: np.ndarray, goal: int
-    ) -> tuple[int, np.ndarray]:
-        """How many of the moves, in order, to make: the first that reach the goal, else as many as lower Φ most."""
-        move = np.arange(len(cells))[:, None]
-        change = np.zeros((len(cells) + 1, *self.work.shape), dtype=np.int64)
+    ) -> tuple[list[int], np.ndarray]:
+        """Which of the moves to make, and the work after them: in turn, each that still lowers Φ, until the goal.
+
+        Moving a row that adds c to its periods in rank a and d to those in rank b changes P · Φ by
+        2·(d · deviation of b − c · deviation of a) + P · (|c|² + |d|²) − |d − c|².
+        """
+        period = self.periods.period
+        leaves = np.take_along_axis(cells, self.periods.slot[source // self.periods.ulysses], axis=1)
+        joins = np.take_along_axis(cells, self.periods.slot[target // self.periods.ulysses], axis=1)
+        world, shift = self.periods.world, joins - leaves
+        fixed = (2 * world * (cells * cells).sum(axis=1) - (shift * shift).sum(axis=1)).tolist()
+        deviation = np.ascontiguousarray(self._deviation(self.work).T)  # [P, y]
+        kept = []
+        for move, (a, b) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
+            if 2 * int(joins[move] @ deviation[b] - leaves[move] @ deviation[a]) + fixed[move] < 0:
+                deviation[a] -= world * leaves[move]
+                deviation[b] += world * joins[move]
+                deviation -= shift[move]
+                kept.append(move)
+        step = np.arange(1, len(kept) + 1)[:, None]
+        change = np.zeros((len(kept) + 1, *self.work.shape), dtype=np.int64)
         change[0] = self.work
-        change[move + 1, self.periods.period[:, source].T, source[:, None]] -= cells
-        change[move + 1, self.periods.period[:, target].T, target[:, None]] += cells
+        change[step, np.arange(len(period)), source[kept, None]] -= leaves[kept]
+        change[step, np.arange(len(period)), target[kept, None]] += joins[kept]
         work = change.cumsum(axis=0)
-        deviation = (self._deviation(work) >> self._shift).astype(np.float64)
-        count = int((deviation * deviation).sum(axis=(1, 2)).argmin())
-        reached = np.flatnonzero(work[: count + 1].max(axis=2).sum(axis=1) <= goal)
-        count = int(reached[0]) if len(reached) else count
-        return count, work[count]
+        reached = np.flatnonzero(work.max(axis=2).sum(axis=1) <= goal)
+        count = int(reached[0]) if len(reached) else len(kept)
+        return kept[:count], work[count]
 
 
 def _stride(rows: int, blocks: int) -> int:
