@@ -54,8 +54,11 @@ def plan_rows(
         matched = match_columns(parts, ulysses)
         changed = matched != parts.column  # whole heads only
         column[parts.head[changed]] = matched[changed][:, None]
-        column, work = trade_rows(cells, column, q_home, parts.work_by_rank(matched, ulysses), periods)
-        if imbalance_ratio(work) <= tolerance or parts.whole.all():
+        work = parts.work_by_rank(matched, ulysses)
+        if parts.whole.all():
+            break
+        column, work = trade_rows(cells, column, q_home, work, periods)
+        if imbalance_ratio(work) <= tolerance:
             break
     return balance_items(cells, column, q_home, work, periods, tolerance, exchange_cost), slots
 

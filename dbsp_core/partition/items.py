@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import gcd
+from operator import mul
 
 import numpy as np
 
-from dbsp_core.partition.order import largest
 from dbsp_core.partition.periods import Periods
 
 __all__ = ["balance_items", "trade_rows"]
@@ -134,7 +134,7 @@ class _Search:
         """Moves the rows of `sample` (int64[k]) that lower Φ most; returns how many."""
         source, cells = self.owner[sample], self.cells[sample]
         target, gain = self._score(sample, source, cells, free)
-        best = largest(gain, BATCH)
+        best = np.argsort(-gain, kind="stable")[:BATCH]  # stable: ties go to the lower index on any processor
         best = best[gain[best] > 0]
         if len(best) == 0:
             return 0
@@ -178,33 +178,46 @@ class _Search:
     def _accept(
         self, cells: np.ndarray, source: np.ndarray, target: np.ndarray, goal: int
     ) -> tuple[list[int], np.ndarray]:
-        """Which of the moves to make, and the work after them: in turn, each that still lowers Φ, until the goal.
-
-        Moving a row that adds c to its periods in rank a and d to those in rank b changes P · Φ by
-        2·(d · deviation of b − c · deviation of a) + P · (|c|² + |d|²) − |d − c|².
-        """
-        period = self.periods.period
-        leaves = np.take_along_axis(cells, self.periods.slot[source // self.periods.ulysses], axis=1)
-        joins = np.take_along_axis(cells, self.periods.slot[target // self.periods.ulysses], axis=1)
-        world, shift = self.periods.world, joins - leaves
-        fixed = (2 * world * (cells * cells).sum(axis=1) - (shift * shift).sum(axis=1)).tolist()
-        deviation = np.ascontiguousarray(self._deviation(self.work).T)  # [P, y]
-        kept = []
-        for move, (a, b) in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
-            if 2 * int(joins[move] @ deviation[b] - leaves[move] @ deviation[a]) + fixed[move] < 0:
-                deviation[a] -= world * leaves[move]
-                deviation[b] += world * joins[move]
-                deviation -= shift[move]
-                kept.append(move)
-        step = np.arange(1, len(kept) + 1)[:, None]
+        """Which of the moves to make, and the work after them: each that still lowers Φ, until the goal is reached."""
+        slot, ulysses = self.periods.slot, self.periods.ulysses
+        leaves = np.take_along_axis(cells, slot[source // ulysses], axis=1)
+        joins = np.take_along_axis(cells, slot[target // ulysses], axis=1)
+        kept = _lowering(self._deviation(self.work).T.tolist(), leaves, joins, source.tolist(), target.tolist())
+        step, period = np.arange(1, len(kept) + 1)[:, None], np.arange(len(self.work))
         change = np.zeros((len(kept) + 1, *self.work.shape), dtype=np.int64)
         change[0] = self.work
-        change[step, np.arange(len(period)), source[kept, None]] -= leaves[kept]
-        change[step, np.arange(len(period)), target[kept, None]] += joins[kept]
+        change[step, period, source[kept, None]] -= leaves[kept]
+        change[step, period, target[kept, None]] += joins[kept]
         work = change.cumsum(axis=0)
         reached = np.flatnonzero(work.max(axis=2).sum(axis=1) <= goal)
         count = int(reached[0]) if len(reached) else len(kept)
         return kept[:count], work[count]
+
+
+def _lowering(
+    deviation: list[list[int]], leaves: np.ndarray, joins: np.ndarray, source: list[int], target: list[int]
+) -> list[int]:
+    """The moves, tried in turn, that lower Φ after those before them.
+
+    Moving a row that adds c to the periods of rank a and d to those of rank b changes P · Φ by
+    2·(d · deviation of b − c · deviation of a) + P · (|c|² + |d|²) − |d − c|². Plain lists: numpy is slower on a few
+    numbers at a time.
+    deviation: [P][y], P · work − the period's sum, changed as moves are made;  leaves, joins: int64[k, y], c and d
+    """
+    world = len(deviation)
+    shift = joins - leaves
+    fixed = (world * (leaves**2 + joins**2) - shift**2).sum(axis=1).tolist()
+    drift = [0] * len(deviation[0])  # what the periods' sums have grown by
+    kept = []
+    moves = zip(leaves.tolist(), joins.tolist(), shift.tolist(), source, target, fixed, strict=True)
+    for move, (out, into, change, a, b, square) in enumerate(moves):
+        slope = sum(map(mul, into, deviation[b])) - sum(map(mul, out, deviation[a])) - sum(map(mul, change, drift))
+        if 2 * slope + square < 0:
+            deviation[a] = [old - world * c for old, c in zip(deviation[a], out, strict=True)]
+            deviation[b] = [old + world * c for old, c in zip(deviation[b], into, strict=True)]
+            drift = [old + c for old, c in zip(drift, change, strict=True)]
+            kept.append(move)
+    return kept
 
 
 def _stride(rows: int, blocks: int) -> int:

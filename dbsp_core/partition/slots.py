@@ -11,8 +11,6 @@ from bisect import bisect_left, bisect_right
 
 import numpy as np
 
-from dbsp_core.partition.order import largest
-
 __all__ = ["balance_slots"]
 
 
@@ -50,7 +48,7 @@ def _shed(weight: np.ndarray, source: int, loads: list[int], limit: int) -> list
     """
     surplus = loads[source] - limit
     some = min(len(weight), 64 + 4 * int(surplus * len(weight) // max(1, weight.sum())))
-    heaviest = largest(weight, some)[::-1]  # lightest first, as bisect needs them
+    heaviest = np.argsort(-weight, kind="stable")[:some][::-1]  # lightest first, as bisect needs them
     piece, size = heaviest.tolist(), weight[heaviest].tolist()
     moves = []
     while loads[source] > limit and piece:
