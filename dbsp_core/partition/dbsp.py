@@ -15,6 +15,7 @@ from dbsp_core.partition.split import balance_heads
 
 __all__ = ["plan_rows"]
 
+HEAD_SHARE = 0.6  # of a hybrid's tolerance, what its columns may take
 TURNS = 4  # most turns of whole heads and rows of split heads making way for each other
 
 
@@ -45,7 +46,9 @@ def plan_rows(
     split_cost = exchange_cost * 2 / (3 * heads)  # one more column for a head: its K and V once more
     if ring == 1:
         return balance_heads(rows, ulysses, head_tolerance, split_cost), np.zeros(columns.shape, dtype=np.int64)
-    column = balance_heads(rows, ulysses, head_tolerance, split_cost, _interleaved(q_home, ring))
+    # moved rows are much cheaper than split heads, but cannot level columns: leave them a part of the tolerance
+    whole = 1 + HEAD_SHARE * (tolerance - 1)
+    column = balance_heads(rows, ulysses, whole, split_cost, _interleaved(q_home, ring))
     slots = balance_slots(columns, k_home, _main_column(column, ulysses), ring)
     cells = count_cells(slots)
     periods = Periods(ulysses, ring)

@@ -23,7 +23,7 @@ SAMPLE = 4096  # rows looked at in a round
 BATCH = 96  # most rows moved in a round
 ROUNDS = 24
 FREE_ROUNDS = 8
-PATIENCE, PROGRESS = 4, 0.8  # the search ends when this many rounds leave more than this much of the gap to its goal
+PATIENCE, PROGRESS = 6, 0.85  # the search ends when this many rounds leave more than this much of the gap to its goal
 EXACT = 17  # bits to which deviations are rounded: their squares then add up exactly in float64
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from dbsp_core.partition.heads import greedy_heads
 from dbsp_core.partition.refine import refine_heads
+from dbsp_core.partition.trade import trade_single_rows
 
 __all__ = ["balance_heads"]
 
@@ -47,11 +48,13 @@ def balance_heads(
     column = refine_heads(work, greedy_heads(work, columns), columns, limit)
     inside = np.zeros((len(work), columns), dtype=np.int64)
     inside[np.arange(len(work)), column] = work
-    cuts = _choose_cuts(inside.sum(axis=0).tolist(), limit, split_cost * columns / max(total, 1))
+    cuts = _choose_cuts(inside.sum(axis=0).tolist(), limit, split_cost * total / columns)
     owner = np.repeat(column, rows.shape[1]).reshape(rows.shape)
     order = np.arange(rows.shape[1]) if order is None else order
     for cut in cuts:
         _apply_cut(rows, owner, inside, cut, order)
+    if split_cost <= 0:
+        trade_single_rows(rows, owner, inside, limit)
     return owner
 
 
