@@ -52,15 +52,15 @@ def plan_rows(
     slots = balance_slots(columns, k_home, _main_column(column, ulysses), ring)
     cells = count_cells(slots)
     periods = Periods(ulysses, ring)
-    for _ in range(TURNS if ulysses > 1 else 1):
+    for turn in range(TURNS):
         parts = head_parts(cells, column, q_home, periods)
         matched = match_columns(parts, ulysses)
         changed = matched != parts.column  # whole heads only
         column[parts.head[changed]] = matched[changed][:, None]
         work = parts.work_by_rank(matched, ulysses)
-        if parts.whole.all():
+        if parts.whole.all() or imbalance_ratio(work) <= tolerance or (turn > 0 and not changed.any()):
             break
-        column, work = trade_rows(cells, column, q_home, work, periods)
+        column, work = trade_rows(cells, column, q_home, work, periods, (1 + tolerance) / 2)
         if imbalance_ratio(work) <= tolerance:
             break
     return balance_items(cells, column, q_home, work, periods, tolerance, exchange_cost), slots

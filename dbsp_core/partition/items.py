@@ -28,16 +28,16 @@ EXACT = 17  # bits to which deviations are rounded: their squares then add up ex
 
 
 def trade_rows(
-    cells: np.ndarray, column: np.ndarray, q_home: np.ndarray, work: np.ndarray, periods: Periods
+    cells: np.ndarray, column: np.ndarray, q_home: np.ndarray, work: np.ndarray, periods: Periods, tolerance: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of split heads change column within their ring row, which is free, while that balances work.
+    """Rows of split heads change column within their ring row, which is free, until ρ_s is at most `tolerance`.
 
     Arguments as in `balance_items`;  returns: int64[H, nq] column, int64[y, P] work
     """
     search = _Search.start(cells, column, q_home, work, periods)
     split = np.flatnonzero(search.needed[:, : periods.ulysses].sum(axis=1) > 1)
     rows = split[:, None] * len(q_home) + np.arange(len(q_home))
-    search.run(rows.reshape(-1), True, -(-int(work.sum()) // periods.world), FREE_ROUNDS)
+    search.run(rows.reshape(-1), True, int(work.sum() * tolerance) // periods.world, FREE_ROUNDS)
     return search.owner.reshape(column.shape) % periods.ulysses, search.work
 
 
