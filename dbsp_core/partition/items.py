@@ -20,7 +20,8 @@ from dbsp_core.partition.periods import Periods
 __all__ = ["balance_items", "trade_rows"]
 
 SAMPLE = 4096  # rows looked at in a round
-BATCH = 96  # most rows moved in a round
+BATCH = 96  # most rows moved in a round, unless far more work than that is in the wrong place
+MEMORY = 1 << 21  # most numbers (moves × periods × ranks) held for a larger batch
 ROUNDS = 24
 FREE_ROUNDS = 8
 PATIENCE, PROGRESS = 6, 0.85  # the search ends when this many rounds leave more than this much of the gap to its goal
@@ -112,14 +113,17 @@ class _Search:
 
         rows: int64[k], the rows to look at;  free: whether rows must stay at their ring rank
         """
-        stride = _stride(len(rows), len(self.cells) // len(self.needed))
+        over = np.maximum(self._deviation(self.work), 0).sum() // self.periods.world
+        batch = int(over * len(self.cells) // max(1, self.work.sum())) // 2
+        batch = max(BATCH, min(batch, MEMORY // self.work.size))
+        stride = _stride(len(rows), max(SAMPLE, 8 * batch), len(self.cells) // len(self.needed))
         states = [(float(self.slowest), self.work)]
         self.undo, moved, gaps = [], 0, []
         for turn in range(rounds if len(rows) else 0):
             gaps.append(self.slowest - goal)
             if gaps[-1] <= 0 or (turn >= PATIENCE and gaps[-1] > PROGRESS * gaps[-1 - PATIENCE]):
                 break
-            changed = self._round(rows[turn % stride :: stride], free, goal)
+            changed = self._round(rows[turn % stride :: stride], batch, free, goal)
             if changed:
                 moved += changed
                 states.append((self.slowest + self.price * moved * (not free), self.work))
@@ -130,11 +134,11 @@ class _Search:
         for chosen, before in reversed(self.undo[best:]):
             self.owner[chosen] = before
 
-    def _round(self, sample: np.ndarray, free: bool, goal: int) -> int:
-        """Moves the rows of `sample` (int64[k]) that lower Φ most; returns how many."""
+    def _round(self, sample: np.ndarray, batch: int, free: bool, goal: int) -> int:
+        """Moves at most `batch` rows of `sample` (int64[k]), those that lower Φ most; returns how many."""
         source, cells = self.owner[sample], self.cells[sample]
         target, gain = self._score(sample, source, cells, free)
-        best = np.argsort(-gain, kind="stable")[:BATCH]  # stable: ties go to the lower index on any processor
+        best = np.argsort(-gain, kind="stable")[:batch]  # stable: ties go to the lower index on any processor
         best = best[gain[best] > 0]
         if len(best) == 0:
             return 0
@@ -220,9 +224,9 @@ def _lowering(
     return kept
 
 
-def _stride(rows: int, blocks: int) -> int:
-    """How far apart sampled rows lie, so that about SAMPLE are, from every head and every place in a stripe."""
-    stride = max(1, rows // SAMPLE)
+def _stride(rows: int, sample: int, blocks: int) -> int:
+    """How far apart sampled rows lie, so that about `sample` are, from every head and every place in a stripe."""
+    stride = max(1, rows // sample)
     while stride > 1 and any(gcd(stride, other) > 1 for other in (2, 3, 5, 7, blocks)):
         stride += 1
     return stride
