@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["bins_bound", "whole_block_bound"]
+__all__ = ["bins_bound", "whole_block_bound", "whole_row_bound"]
 
 
 def bins_bound(items: np.ndarray, bins: int) -> int:
@@ -21,10 +21,8 @@ def bins_bound(items: np.ndarray, bins: int) -> int:
     items = np.sort(items)[::-1]
     bound = -(-int(items.sum()) // bins)
     prefix = np.concatenate([[0], np.cumsum(items)])
-    for last in range(0, len(items), bins):  # the k·bins + 1 largest are items[: last + 1]
-        k = last // bins
-        bound = max(bound, int(prefix[last + 1] - prefix[last - k]))
-    return bound
+    last = np.arange(0, len(items), bins)  # the k·bins + 1 largest are items[: last + 1]
+    return max(bound, int((prefix[last + 1] - prefix[last - last // bins]).max(initial=0)))
 
 
 def whole_block_bound(rows: np.ndarray, columns: np.ndarray, ulysses: int, ring: int) -> float:
@@ -45,3 +43,28 @@ def whole_block_bound(rows: np.ndarray, columns: np.ndarray, ulysses: int, ring:
         int(rows.max()),  # one row has one owner
     )
     return max(1.0, slowest * ulysses * ring / total)
+
+
+def whole_row_bound(rows: np.ndarray, columns: np.ndarray, ulysses: int, ring: int, slot: np.ndarray | None) -> float:
+    """Bound on ρ_s for plans that give each (head, query block) row to any one rank: split heads, moved rows.
+
+    M is a whole number, and
+    - M ≥ the work of any rank, which is a sum of whole rows: so M ≥ `bins_bound` of all rows in P bins, that is the
+      mean rounded up, the largest row, and what two, three, … rows must share by the pigeonhole principle;
+    - M ≥ S/x for the work S of any slot. With the slots given, S is known, and with each (head, KV block) free to
+      travel in any slot, the fullest slot has at least `bins_bound` of all of them in y bins.
+    rows:    int[H, nq], dense blocks per (head, query block)
+    columns: int[H, nk], dense blocks per (head, KV block)
+    slot:    int[nk] or int[H, nk], the slot of each KV block, or None where plans may choose it
+    returns: a float ≥ 1
+    """
+    total = int(rows.sum())
+    if total == 0:
+        return 1.0
+    if slot is None:
+        fullest_slot = bins_bound(columns.reshape(-1), ring)
+    else:
+        slots = np.broadcast_to(slot, columns.shape)
+        fullest_slot = int(np.bincount(slots.reshape(-1), weights=columns.reshape(-1)).max())
+    slowest = max(bins_bound(rows.reshape(-1), ulysses * ring), -(-fullest_slot // ulysses))
+    return slowest * ulysses * ring / total

@@ -1,0 +1,80 @@
+"""Planner "dbsp": the stages in order. Arrays in, owners and slots out. numpy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dbsp_core.imbalance import imbalance_ratio
+from dbsp_core.partition.columns import match_columns
+from dbsp_core.partition.items import balance_items, trade_rows
+from dbsp_core.partition.periods import Periods, head_parts
+from dbsp_core.partition.slots import balance_slots
+from dbsp_core.partition.split import balance_heads
+
+__all__ = ["plan_rows"]
+
+HEAD_SHARE = 0.6  # of a hybrid's tolerance, what its columns may take
+TURNS = 4  # most turns of whole heads and rows of split heads making way for each other
+
+
+def plan_rows(
+    rows: np.ndarray,
+    columns: np.ndarray,
+    q_home: np.ndarray,
+    k_home: np.ndarray,
+    ulysses: int,
+    ring: int,
+    count_cells: Callable[[np.ndarray], np.ndarray],
+    *,
+    tolerance: float = 1.005,
+    head_tolerance: float = 1.002,
+    exchange_cost: float = 0.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The owner of every row and the slot of every (head, KV block): heads, then slots, then single rows.
+
+    rows:           int[H, nq], dense blocks per (head, query block);  columns: int[H, nk], per (head, KV block)
+    q_home, k_home: int[nq], int[nk], ring rank where each block lives
+    count_cells:    slots int64[H, nk] -> int[H, nq, y], dense blocks of each row by slot; not called when y = 1
+    tolerance:      ρ_s that is good enough for a ring or hybrid; `head_tolerance` for Ulysses alone
+    exchange_cost:  what exchanging all of Q, K and V once costs, in units of ρ_s (time of the exchange over time of
+                    perfectly balanced attention). 0: balance first, and move only what that needs
+    returns:        int64[H, nq], int64[H, nk]
+    """
+    heads = len(rows)
+    split_cost = exchange_cost * 2 / (3 * heads)  # one more column for a head: its K and V once more
+    if ring == 1:
+        return balance_heads(rows, ulysses, head_tolerance, split_cost), np.zeros(columns.shape, dtype=np.int64)
+    # moved rows are much cheaper than split heads, but cannot level columns: leave them a part of the tolerance
+    whole = 1 + HEAD_SHARE * (tolerance - 1)
+    column = balance_heads(rows, ulysses, whole, split_cost, _interleaved(q_home, ring))
+    slots = balance_slots(columns, k_home, _main_column(column, ulysses), ring)
+    cells = count_cells(slots)
+    periods = Periods(ulysses, ring)
+    for turn in range(TURNS):
+        parts = head_parts(cells, column, q_home, periods)
+        matched = match_columns(parts, ulysses)
+        changed = matched != parts.column  # whole heads only
+        column[parts.head[changed]] = matched[changed][:, None]
+        work = parts.work_by_rank(matched, ulysses)
+        if parts.whole.all() or imbalance_ratio(work) <= tolerance or (turn > 0 and not changed.any()):
+            break
+        column, work = trade_rows(cells, column, q_home, work, periods, (1 + tolerance) / 2)
+        if imbalance_ratio(work) <= tolerance:
+            break
+    return balance_items(cells, column, q_home, work, periods, tolerance, exchange_cost), slots
+
+
+def _interleaved(q_home: np.ndarray, ring: int) -> np.ndarray:
+    """int64[nq]: query blocks in an order that visits the ring ranks in turn: a run takes equally from each."""
+    turn = np.empty(len(q_home), dtype=np.int64)
+    for rank in range(ring):
+        mine = q_home == rank
+        turn[mine] = np.arange(mine.sum())
+    return np.argsort(turn, kind="stable")
+
+
+def _main_column(column: np.ndarray, ulysses: int) -> np.ndarray:
+    """int64[H]: the column with most rows of each head; ties go to the lower index. column: int[H, nq]"""
+    return np.stack([(column == u).sum(axis=1) for u in range(ulysses)]).argmax(axis=0)

@@ -1,0 +1,199 @@
+"""Planner "dbsp": valid and equal plans for any mask, never below the bound, near it where that can be checked."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts
+from dbsp_core.partition.bounds import bins_bound, whole_row_bound
+from dbsp_core.partition.columns import match_columns
+from dbsp_core.partition.dbsp import plan_rows
+from dbsp_core.partition.heads import greedy_heads
+from dbsp_core.partition.items import balance_items
+from dbsp_core.partition.periods import Periods, head_parts
+from dbsp_core.partition.refine import refine_heads
+from dbsp_core.partition.slots import balance_slots
+from dbsp_core.partition.split import balance_heads
+
+
+def count_cells(bits: np.ndarray, slots: np.ndarray, ring: int) -> np.ndarray:
+    """int64[H, nq, y]: dense blocks of each row by slot."""
+    one_hot = (slots[:, :, None] == np.arange(ring)).astype(np.int64)
+    return bits.astype(np.int64) @ one_hot
+
+
+def plan(bits: np.ndarray, ulysses: int, ring: int, **options: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(owner, slots, work) of a mask whose blocks live in stripes."""
+    q_home, k_home = np.arange(bits.shape[1]) % ring, np.arange(bits.shape[2]) % ring
+    rows, columns = bits.sum(axis=2), bits.sum(axis=1)
+    owner, slots = plan_rows(
+        rows, columns, q_home, k_home, ulysses, ring, lambda s: count_cells(bits, s, ring), **options
+    )
+    work = period_counts(cell_counts(bits, owner, slots, ulysses * ring, ring), ulysses)
+    return owner, slots, work
+
+
+@st.composite
+def masks(draw: st.DrawFn, heads: int = 6, blocks: int = 14) -> np.ndarray:
+    """bool[H, nq, nk] with heads, rows and columns of any density, empty and full ones too."""
+    shape = draw(st.integers(1, heads)), draw(st.integers(1, blocks)), draw(st.integers(1, blocks))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    levels = draw(st.sampled_from([(0.0,), (1.0,), (0.0, 1.0), (0.02, 0.9), (0.1, 0.4, 1.0)]))
+    density = rng.choice(levels, shape[0])[:, None, None] * rng.choice((0.3, 1.0), shape[1])[:, None]
+    return rng.random(shape) < density
+
+
+degrees = st.integers(1, 5)
+
+
+@given(bits=masks(), ulysses=degrees, ring=degrees, cost=st.sampled_from([0.0, 0.1]))
+@settings(max_examples=150, deadline=None)
+def test_any_mask_gets_a_valid_plan_the_same_every_time_and_not_below_its_bound(bits, ulysses, ring, cost):
+    owner, slots, work = plan(bits, ulysses, ring, exchange_cost=cost)
+    again = plan(bits, ulysses, ring, exchange_cost=cost)
+    assert np.array_equal(owner, again[0])
+    assert np.array_equal(slots, again[1])
+    assert owner.shape == bits.shape[:2]
+    assert owner.min() >= 0
+    assert owner.max() < ulysses * ring
+    assert slots.shape == (bits.shape[0], bits.shape[2])
+    assert slots.min() >= 0
+    assert slots.max() < ring
+    rows, columns = bits.sum(axis=2), bits.sum(axis=1)
+    free, given_slots = (whole_row_bound(rows, columns, ulysses, ring, s) for s in (None, slots))
+    assert 1 <= free <= imbalance_ratio(work) + 1e-12
+    assert 1 <= given_slots <= imbalance_ratio(work) + 1e-12
+
+
+@given(bits=masks(heads=8), columns=st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_heads_are_split_at_most_x_minus_1_times_and_columns_stay_within_a_row_of_the_mean(bits, columns):
+    rows = bits.sum(axis=2)
+    owner = balance_heads(rows, columns)
+    load = np.bincount(owner.ravel(), weights=rows.ravel(), minlength=columns)
+    pieces = sum(len(np.unique(owner[head])) for head in range(len(owner)))
+    assert pieces - len(owner) <= columns - 1
+    assert load.max() <= max(-(-rows.sum() // columns), int(rows.sum() * 1.002) // columns) + rows.max()
+
+
+@given(work=st.lists(st.integers(0, 50), min_size=1, max_size=12), columns=st.integers(1, 5))
+def test_refinement_never_fills_the_fullest_column_more(work, columns):
+    work = np.array(work)
+    before = greedy_heads(work, columns)
+    after = refine_heads(work, before, columns, 0)
+    loads = [np.bincount(column, weights=work, minlength=columns) for column in (before, after)]
+    assert loads[1].sum() == loads[0].sum()
+    assert loads[1].max() <= loads[0].max()
+
+
+def test_heads_that_fit_whole_are_not_split():
+    rows = np.random.default_rng(0).integers(100, 900, (40, 300)) // np.arange(1, 41)[:, None]
+    owner = balance_heads(rows, 4)
+    assert (owner == owner[:, :1]).all()
+
+
+@pytest.mark.parametrize(("heads", "columns"), [(12, 8), (5, 6), (5, 8), (3, 8), (1, 4), (40, 7)])
+def test_any_number_of_heads_is_level_on_any_number_of_columns(heads, columns):
+    rng = np.random.default_rng(heads)
+    rows = rng.binomial(1182, rng.beta(1, 2, heads)[:, None] * np.linspace(1, 0.4, 1182))
+    owner = balance_heads(rows, columns)
+    load = np.bincount(owner.ravel(), weights=rows.ravel(), minlength=columns)
+    assert load.max() * columns <= 1.002 * load.sum()
+
+
+@given(seed=st.integers(0, 1000), columns=st.integers(2, 3), heads=st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_small_cases_of_heads_are_within_one_row_of_the_best_of_all_assignments(seed, columns, heads):
+    rows = np.random.default_rng(seed).integers(0, 9, (heads, 6 // heads))
+    best = min(
+        np.bincount(owners, weights=rows.ravel(), minlength=columns).max()
+        for owners in map(list, itertools.product(range(columns), repeat=rows.size))
+    )
+    owner = balance_heads(rows, columns, tolerance=1.0)
+    ours = np.bincount(owner.ravel(), weights=rows.ravel(), minlength=columns).max()
+    assert bins_bound(rows.ravel(), columns) <= best <= ours <= best + rows.max()
+
+
+@given(seed=st.integers(0, 1000), shape=st.sampled_from([(1, 2), (1, 3), (2, 2)]))
+@settings(max_examples=25, deadline=None)
+def test_small_rings_and_hybrids_are_within_two_rows_of_the_best_of_all_owners(seed, shape):
+    ulysses, ring = shape
+    rng = np.random.default_rng(seed)
+    bits = rng.random((2, 3, 6)) < rng.choice([0.2, 0.5, 0.9], (2, 3, 1))
+    _, slots, work = plan(bits, ulysses, ring, tolerance=1.0)
+    cells, periods = count_cells(bits, slots, ring).reshape(6, ring), Periods(ulysses, ring)
+    owners = np.array(list(itertools.product(range(ulysses * ring), repeat=6)))
+    every = np.zeros((len(owners), ring, ulysses * ring), dtype=np.int64)
+    for row in range(6):
+        period = periods.period[:, owners[:, row]]  # [y, candidates]
+        every[np.arange(len(owners)), period, owners[:, row]] += cells[row][:, None]
+    best, ours = int(every.max(axis=2).sum(axis=1).min()), int(work.max(axis=1).sum())
+    bound = whole_row_bound(bits.sum(axis=2), bits.sum(axis=1), ulysses, ring, slots)
+    assert bound * bits.sum() <= best * ulysses * ring + 1e-9
+    assert best <= ours <= best + 2 * bits.sum(axis=2).max()
+
+
+@given(seed=st.integers(0, 1000), ring=st.integers(2, 6))
+@settings(max_examples=40, deadline=None)
+def test_slots_become_level_and_pieces_stay_in_their_group(seed, ring):
+    rng = np.random.default_rng(seed)
+    columns = rng.integers(0, 200, (6, 60))
+    columns[:, 0] = 900  # a sink in every head
+    group = np.arange(6) // 3
+    slots = balance_slots(columns, np.arange(60) % ring, group, ring, tolerance=1.01)
+    for one in range(2):
+        load = np.bincount(slots[group == one].ravel(), weights=columns[group == one].ravel(), minlength=ring)
+        assert load.max() <= 1.01 * load.mean() + 1
+    assert (slots != np.arange(60) % ring).mean() < 0.2
+
+
+@given(seed=st.integers(0, 1000), ulysses=st.integers(1, 3), ring=st.integers(2, 4))
+@settings(max_examples=40, deadline=None)
+def test_single_rows_only_make_a_plan_better_and_a_dear_exchange_moves_none(seed, ulysses, ring):
+    rng = np.random.default_rng(seed)
+    cells = rng.binomial(30, rng.random((7, 20, 1)), (7, 20, ring))
+    column = np.repeat(greedy_heads(cells.sum(axis=(1, 2)), ulysses), 20).reshape(7, 20)
+    q_home, periods = np.arange(20) * ring // 20, Periods(ulysses, ring)
+    parts = head_parts(cells, column, q_home, periods)
+    work = parts.work_by_rank(parts.column, ulysses)
+    assert np.array_equal(work, _work(cells, q_home * ulysses + column, periods))
+    matched = parts.work_by_rank(match_columns(parts, ulysses), ulysses)
+    assert matched.max(axis=1).sum() <= work.max(axis=1).sum()
+    owner = balance_items(cells, column, q_home, work, periods, tolerance=1.0)
+    assert _work(cells, owner, periods).max(axis=1).sum() <= work.max(axis=1).sum()
+    dear = balance_items(cells, column, q_home, work, periods, tolerance=1.0, move_cost=1e6)
+    assert np.array_equal(dear, q_home * ulysses + column)
+
+
+def _work(cells: np.ndarray, owner: np.ndarray, periods: Periods) -> np.ndarray:
+    """int64[y, P] from scratch."""
+    by_slot = np.zeros((periods.world, periods.ring), dtype=np.int64)
+    np.add.at(by_slot, owner, cells)
+    return period_counts(by_slot, periods.ulysses)
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 8), (2, 4), (4, 2), (1, 6), (3, 2)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_stripes_need_few_moved_rows_to_reach_the_tolerance(ulysses, ring, seed):
+    rng = np.random.default_rng(seed)
+    wave = np.interp(np.linspace(0, 4, 384), np.arange(5), rng.uniform(0.4, 1, 5))
+    density = rng.beta(2, 3, 12)[:, None, None] * wave[:, None] * wave[::-1]
+    bits = rng.random((12, 384, 384)) < density
+    owner, slots, work = plan(bits, ulysses, ring)
+    home = np.arange(384) % ring
+    moved = ((owner // ulysses != home).mean() + 2 * (slots != home).mean()) / 3
+    assert imbalance_ratio(work) <= 1.005
+    assert moved <= 0.02
+
+
+def test_a_head_is_not_split_when_the_exchange_costs_more_than_the_wait():
+    rows = np.array([[10] * 10, [10] * 10, [10] * 10])
+    assert len(np.unique(balance_heads(rows, 2)[:, 0])) == 2
+    assert (balance_heads(rows, 2) != balance_heads(rows, 2)[:, :1]).any()
+    dear = balance_heads(rows, 2, split_cost=1.0)
+    assert (dear == dear[:, :1]).all()
