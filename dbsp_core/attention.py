@@ -146,7 +146,7 @@ def dual_balanced_attention(
     mask: BlockMask,
     strategy: Strategy | str,
     *,
-    planner: str = "paper",
+    planner: str = "dbsp",
     home: HomeLayout | None = None,
     reward: float = 1.0,
     group: SequenceGroup | None = None,

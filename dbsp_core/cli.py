@@ -54,7 +54,7 @@ def plan(
     file: Annotated[Path, typer.Argument(help="Mask file (.safetensors).")],
     gpus: Annotated[int, typer.Option(help="Number of GPUs.")],
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}, or all.")] = "paper",
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}, or all.")] = "dbsp",
     reward: Annotated[float, typer.Option(help="R_b of planner paper: how strongly blocks stay.")] = 1.0,
     head_cap: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
     home: Annotated[str, typer.Option(help=f"Home layout: {', '.join(HOME_ORDERS)}.")] = "contiguous",
@@ -99,6 +99,7 @@ def _plan_row(plan: Plan) -> dict[str, str | float | int]:
         "rho_bound": plan.rho_bound,
         "moved": plan.moved,
         "split_heads": plan.split_heads,
+        "extra_kv": plan.extra_kv,
         "plan_ms": plan.plan_ms,
     }
 

@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from dbsp_core.home import HOME_ORDERS
-from dbsp_core.planners import require_planner
+from dbsp_core.planners import PlannerSettings, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.strategy import Strategy
 from dbsp_kernels import KERNELS
@@ -30,10 +30,12 @@ class DbspConfig:
 
     mask:             where masks come from, a mapping such as {source: window, window: [5, 9, 9]}
     strategy:         "UxRy", or None for the host's own degrees
-    planner:          "contiguous" (what USP does) or "paper" (Alg. 1)
-    home:             how tokens are laid out between attentions: "contiguous" or "striped"
+    planner:          a name from dbsp_core.planners.PLANNERS: "dbsp" (ours), "paper" (Alg. 1), "contiguous" (USP's) …
+    home:             how tokens are laid out between attentions: "contiguous", "striped" or "learned"
     reward:           R_b of the paper's biased greedy: how strongly blocks are held where they are
     head_cap:         whether the paper's planner keeps head counts per Ulysses column equal (up to one)
+    tolerance:        ρ_s at which planner "dbsp" is content; None: 1.002 for Ulysses alone, 1.005 with a ring
+    exchange_cost:    what exchanging all of Q, K, V once costs in units of ρ_s, for planner "dbsp" to weigh
     replan_threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this
     kernel:           "auto" or a kernel's name
     dtype:            in which a local checkpoint is loaded; auto is bfloat16 on an accelerator, float32 without
@@ -43,10 +45,12 @@ class DbspConfig:
 
     mask: MaskSource = field(default_factory=DenseSource)
     strategy: Strategy | None = None
-    planner: str = "paper"
+    planner: str = "dbsp"
     home: str = "contiguous"
     reward: float = 1.0
     head_cap: bool = False
+    tolerance: float | None = None
+    exchange_cost: float = 0.0
     replan_threshold: float = 1.10
     kernel: str = "auto"
     dtype: str = "auto"
@@ -62,8 +66,7 @@ class DbspConfig:
         _require("home", self.home, tuple(HOME_ORDERS))
         _require("kernel", self.kernel, ("auto", *KERNELS))
         _require("dtype", self.dtype, DTYPES)
-        if self.reward < 0:
-            raise ValueError(f"reward={self.reward} must not be negative")
+        PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost)
         if self.replan_threshold < 1:
             raise ValueError(f"replan_threshold={self.replan_threshold} must be at least 1, the least ρ_s there is")
 

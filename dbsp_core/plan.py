@@ -119,25 +119,24 @@ def require_slots(strategy: Strategy, grid: BlockGrid) -> None:
 def make_plan(
     mask: BlockMask,
     strategy: Strategy | str,
-    planner: str = "paper",
+    planner: str = "dbsp",
     *,
     home: HomeLayout | None = None,
     reward: float = 1.0,
     head_cap: bool = False,
     tolerance: float | None = None,
+    exchange_cost: float = 0.0,
 ) -> Plan:
     """Plans one attention.
 
-    home:      where tokens live before and after (default: contiguous)
-    reward:    R_b ≥ 0 of planner "paper": how strongly blocks are held where they are (§4.2.2)
-    head_cap:  whether planner "paper" gives no Ulysses column more than ceil(H / x) heads
-    tolerance: the ρ_s at which planner "dbsp" is content
+    home: where tokens live before and after (default: contiguous)
+    reward, head_cap, tolerance, exchange_cost: see `dbsp_core.planners.PlannerSettings`
     Deterministic: equal arguments give equal plans on every rank. Raises ValueError for an unknown planner, more ring
     ranks than KV blocks, or a home layout of another size.
     """
     strategy = Strategy.parse(strategy)
     chosen = require_planner(planner)
-    settings = PlannerSettings(reward, head_cap, tolerance)
+    settings = PlannerSettings(reward, head_cap, tolerance, exchange_cost)
     require_slots(strategy, mask.grid)
     home = home or HomeLayout.contiguous(mask.grid.tokens, strategy.world)
     if (home.tokens, home.world) != (mask.grid.tokens, strategy.world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,11 +10,14 @@ import numpy as np
 
 from dbsp_core.partition.baselines import contiguous_heads, dealt_heads
 from dbsp_core.partition.blocks import biased_greedy
-from dbsp_core.partition.bounds import whole_block_bound
+from dbsp_core.partition.bounds import whole_block_bound, whole_row_bound
+from dbsp_core.partition.dbsp import plan_rows
 from dbsp_core.partition.heads import greedy_heads
 from dbsp_core.strategy import Strategy
 
 __all__ = ["PLANNERS", "Assignment", "Planner", "PlannerInput", "PlannerSettings", "require_planner"]
+
+RING_TOLERANCE, HEAD_TOLERANCE = 1.005, 1.002
 
 Assignment = tuple[np.ndarray, np.ndarray]
 """(int64[H, nq] owner of each row, int64[H, nk] slot of each KV block)"""
@@ -21,18 +25,27 @@ Assignment = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """reward: R_b ≥ 0 and head_cap, of planner "paper"; tolerance: the ρ_s at which planner "dbsp" is content, or None
-    for its own choice. Raises ValueError for values out of range."""
+    """What planners can be told. Raises ValueError for values out of range.
+
+    reward:        R_b ≥ 0 of planner "paper"
+    head_cap:      whether planner "paper" gives no Ulysses column more than ceil(H / x) heads
+    tolerance:     the ρ_s at which planner "dbsp" is content; None: 1.002 for Ulysses alone, 1.005 with a ring
+    exchange_cost: what exchanging all of Q, K and V once would cost, in units of ρ_s (its time over that of perfectly
+                   balanced attention): planner "dbsp" then trades balance against bytes; 0: balance comes first
+    """
 
     reward: float = 1.0
     head_cap: bool = False
     tolerance: float | None = None
+    exchange_cost: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.reward >= 0:
             raise ValueError(f"reward R_b={self.reward} must not be negative; 0 balances without regard to homes")
         if self.tolerance is not None and not self.tolerance >= 1:
             raise ValueError(f"tolerance={self.tolerance} must be at least 1, the least ρ_s there is")
+        if not self.exchange_cost >= 0:
+            raise ValueError(f"exchange_cost={self.exchange_cost} must not be negative; 0 puts balance first")
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +131,25 @@ def paper(given: PlannerInput) -> Assignment:
     return whole(column, q_ring, slot, given.strategy)
 
 
+def dbsp(given: PlannerInput) -> Assignment:
+    """Ours: whole heads and the fewest splits, level slots, single rows moved; see `dbsp_core.partition.dbsp`."""
+    settings = given.settings
+    return plan_rows(
+        given.rows,
+        given.columns,
+        given.q_home,
+        given.k_home,
+        given.strategy.ulysses,
+        given.strategy.ring,
+        given.count_cells,
+        tolerance=settings.tolerance or RING_TOLERANCE,
+        head_tolerance=settings.tolerance or HEAD_TOLERANCE,
+        exchange_cost=settings.exchange_cost,
+    )
+
+
 PLANNERS = {
+    "dbsp": Planner(dbsp, bound=functools.partial(whole_row_bound, slot=None)),
     "contiguous": Planner(contiguous),
     "snake": Planner(snake),
     "knapsack": Planner(knapsack),

@@ -146,5 +146,12 @@ class AttentionSession:
     def _make_plan(self, mask: BlockMask, home: HomeLayout) -> Plan:
         config = self.config
         return make_plan(
-            mask, self.strategy, config.planner, home=home, reward=config.reward, head_cap=config.head_cap
+            mask,
+            self.strategy,
+            config.planner,
+            home=home,
+            reward=config.reward,
+            head_cap=config.head_cap,
+            tolerance=config.tolerance,
+            exchange_cost=config.exchange_cost,
         )

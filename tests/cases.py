@@ -22,7 +22,7 @@ class Case:
     """
 
     strategy: str
-    planner: str = "paper"
+    planner: str = "dbsp"
     heads: int = 3
     tokens: int = 203
     text_tokens: int = 0

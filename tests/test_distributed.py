@@ -27,6 +27,8 @@ SETTINGS = (
     {"planner": "paper"},
     {"planner": "paper", "reward": 0.0, "head_cap": True, "padded": True},
     {"planner": "paper", "home": "striped", "split_text": True, "padded": True},
+    {"planner": "dbsp", "padded": True},
+    {"planner": "dbsp", "home": "learned"},
     {"planner": "random", "home": "learned", "padded": True},
 )
 
