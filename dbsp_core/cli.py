@@ -68,8 +68,6 @@ def plan(
     strategies = Strategy.all_for(gpus) if strategy == "all" else (Strategy.parse(strategy),)
     for wanted in strategies:
         wanted.require_world(gpus)
-    if home not in HOME_ORDERS:
-        raise ValueError(f"unknown home layout {home!r}; use one of {', '.join(HOME_ORDERS)}")
     possible = [s for s in strategies if strategy != "all" or s.ring <= mask.grid.nk]
     plans = [
         make_plan(mask, s, name, home=HomeLayout.named(home, mask.grid, s), reward=reward, head_cap=head_cap)

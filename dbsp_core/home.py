@@ -51,8 +51,6 @@ class HomeLayout:
     shard: int
 
     def __post_init__(self) -> None:
-        if self.world < 1:
-            raise ValueError(f"a home layout needs at least one rank, got {self.world}")
         place = self._place
         inside = (self.rank >= 0) & (self.rank < self.world) & (self.local >= 0) & (self.local < self.shard)
         if not inside.all() or len(np.unique(place)) != len(place):
@@ -64,7 +62,11 @@ class HomeLayout:
 
         streams: int64 token positions, in the order in which each stream is sharded; together every token once
         """
+        if world < 1:
+            raise ValueError(f"a home layout needs at least one rank, got {world}")
         tokens = sum(len(stream) for stream in streams)
+        if not np.array_equal(np.sort(np.concatenate(streams)), np.arange(tokens)):
+            raise ValueError(f"the streams of a home layout must hold each of their {tokens} tokens once")
         rank, local = np.full(tokens, -1), np.full(tokens, -1)
         first = 0
         for stream in streams:
@@ -91,6 +93,8 @@ class HomeLayout:
 
         split_text: whether text and video are sharded apart, as hosts with two streams do, text in token order
         """
+        if name not in HOME_ORDERS:
+            raise ValueError(f"unknown home layout {name!r}; use one of {', '.join(HOME_ORDERS)}")
         order = HOME_ORDERS[name]
         video = np.arange(grid.text_tokens if split_text else 0, grid.tokens)
         streams = [order(video, grid, strategy)]
