@@ -62,9 +62,9 @@ class DbspConfig:
         _require("home", self.home, tuple(HOME_ORDERS))
         _require("kernel", self.kernel, ("auto", *KERNELS))
         _require("dtype", self.dtype, DTYPES)
-        if self.reward < 0:
+        if not self.reward >= 0:
             raise ValueError(f"reward={self.reward} must not be negative")
-        if self.replan_threshold < 1:
+        if not self.replan_threshold >= 1:
             raise ValueError(f"replan_threshold={self.replan_threshold} must be at least 1, the least ρ_s there is")
 
     @classmethod

@@ -186,7 +186,7 @@ def make_plan(
     grid = mask.grid
     require_planner(planner)
     require_slots(strategy, grid)
-    if reward < 0:
+    if not reward >= 0:
         raise ValueError(f"reward R_b={reward} must not be negative; 0 balances without regard to where blocks are")
     home = home or HomeLayout.contiguous(grid.tokens, strategy.world)
     if (home.tokens, home.world) != (grid.tokens, strategy.world):

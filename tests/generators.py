@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from dbsp_core import BlockGrid, BlockMask, HomeLayout, Strategy
+from dbsp_core import BlockGrid, BlockMask, HomeLayout, Plan, Strategy, make_plan
 from dbsp_core.home import HOME_ORDERS
+from dbsp_core.plan import PLANNERS
 
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCK_SIZES = st.integers(1, 24)
@@ -28,31 +29,16 @@ def grids(draw: st.DrawFn, least_key_blocks: int = 1) -> BlockGrid:
     return BlockGrid(tokens, draw(st.integers(0, tokens)), draw(BLOCK_SIZES), block_k)
 
 
-def strategies(most_ranks: int = 8) -> st.SearchStrategy[Strategy]:
-    """Every UxRy."""
-    return st.sampled_from([s for world in range(1, most_ranks + 1) for s in Strategy.all_for(world)])
+EVERY_STRATEGY = tuple(s for world in range(1, 9) for s in Strategy.all_for(world))
+"""Every UxRy on up to 8 ranks."""
 
 
 def random_bits(heads: int, grid: BlockGrid, seed: int) -> np.ndarray:
-    """bool[heads, nq, nk]: uneven over heads, rows and columns, asymmetric, sometimes with nothing in it."""
+    """bool[heads, nq, nk]: uneven over heads, rows and columns, asymmetric, now and then with nothing in it."""
     rng = np.random.default_rng(seed)
     head, row, column = (rng.uniform(0, 2, n) for n in (heads, grid.nq, grid.nk))
-    wanted = rng.choice([0.0, 0.2, 0.5, 1.0]) * head[:, None, None] * row[None, :, None] * column[None, None, :]
-    return rng.random(wanted.shape) < wanted
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a planner is asked."""
-
-    mask: BlockMask
-    strategy: Strategy
-    home: HomeLayout
-    reward: float
-    head_cap: bool
-
-    def __repr__(self) -> str:
-        return f"{self.strategy} {self.mask.grid} heads={self.mask.heads} reward={self.reward} cap={self.head_cap}"
+    level = rng.choice([0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0])
+    return rng.random((heads, grid.nq, grid.nk)) < level * head[:, None, None] * row[:, None] * column
 
 
 @st.composite
@@ -61,10 +47,40 @@ def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> HomeLayout:
     return HomeLayout.named(draw(st.sampled_from(list(HOME_ORDERS))), grid, strategy, split_text=draw(st.booleans()))
 
 
+@dataclass(frozen=True)
+class Problem:
+    """What `make_plan` is asked."""
+
+    mask: BlockMask
+    strategy: Strategy
+    planner: str
+    home: HomeLayout
+    reward: float
+    head_cap: bool
+
+    def plan(self) -> Plan:
+        return make_plan(
+            self.mask,
+            self.strategy,
+            self.planner,
+            home=self.home,
+            reward=self.reward,
+            head_cap=self.head_cap,
+        )
+
+    def __repr__(self) -> str:
+        settings = f"planner={self.planner} reward={self.reward} head_cap={self.head_cap}"
+        return f"{self.strategy} {settings} heads={self.mask.heads} {self.mask.grid}"
+
+
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    strategy = draw(strategies())
+def problems(draw: st.DrawFn, strategy: Strategy) -> Problem:
     grid = draw(grids(least_key_blocks=strategy.ring))
-    mask = BlockMask(random_bits(draw(st.integers(1, 9)), grid, draw(SEEDS)), grid)
-    reward = draw(st.sampled_from([0.0, 0.3, 1.0, 50.0]))
-    return Problem(mask, strategy, draw(layouts(grid, strategy)), reward, draw(st.booleans()))
+    return Problem(
+        mask=BlockMask(random_bits(draw(st.integers(1, 9)), grid, draw(SEEDS)), grid),
+        strategy=strategy,
+        planner=draw(st.sampled_from(list(PLANNERS))),
+        home=draw(layouts(grid, strategy)),
+        reward=draw(st.sampled_from([0.0, 0.3, 1.0, 50.0])),
+        head_cap=draw(st.booleans()),
+    )

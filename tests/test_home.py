@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, HomeLayout, Strategy
-from generators import examples, grids, layouts
-from generators import strategies as any_strategy
+from generators import EVERY_STRATEGY, examples, grids, layouts
 
 
 @st.composite
 def placed(draw):
     """(grid, strategy, layout)"""
-    grid, strategy = draw(grids()), draw(any_strategy())
+    grid, strategy = draw(grids()), draw(st.sampled_from(EVERY_STRATEGY))
     return grid, strategy, draw(layouts(grid, strategy))
 
 
