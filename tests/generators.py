@@ -42,8 +42,12 @@ def random_bits(heads: int, grid: BlockGrid, seed: int, level: float = 0.5) -> n
 
 @st.composite
 def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> HomeLayout:
-    """Every named layout, with text among the video or apart from it."""
-    return HomeLayout.named(draw(st.sampled_from(list(HOME_ORDERS))), grid, strategy, split_text=draw(st.booleans()))
+    """Every named layout, with text among the video or apart from it, and tokens in no order at all."""
+    name = draw(st.sampled_from([*HOME_ORDERS, "shuffled"]))
+    if name == "shuffled":
+        order = np.random.default_rng(draw(SEEDS)).permutation(grid.tokens)
+        return HomeLayout.from_streams([order], strategy.world)
+    return HomeLayout.named(name, grid, strategy, split_text=draw(st.booleans()))
 
 
 @dataclass(frozen=True)

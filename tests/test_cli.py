@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
@@ -76,6 +77,15 @@ class TestPlan:
 
         assert moved("--planner", "contiguous") < moved("--reward", 1) < moved("--reward", 0)
         assert moved("--reward", 0, "--home", "striped") != moved("--reward", 0)
+
+    def test_the_head_cap_reaches_the_planner(self, dbsp, tmp_path):
+        # Heads of 91, 1, 1 and 1 blocks: one column takes the large one alone, unless heads must be two and two.
+        bits = np.zeros((4, GRID.nq, GRID.nk), dtype=bool)
+        bits[0], bits[1:, 0, 0] = True, True
+        save_mask(tmp_path / "mask.safetensors", BlockMask(bits, GRID))
+        ask = ("plan", tmp_path / "mask.safetensors", "--gpus", 2, "--strategy", "U2R1", "--json")
+        free, capped = (json.loads(dbsp(*ask, *flag)[1])["plans"][0]["rho"] for flag in ([], ["--head-cap"]))
+        assert (free, capped) == (91 / 47, 92 / 47)
 
     def test_each_layer_has_its_own_plan(self, dbsp, mask_file):
         densities = [

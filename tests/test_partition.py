@@ -34,6 +34,8 @@ class TestGreedyHeads:
 
     def test_equal_heads_are_taken_in_order_and_ties_go_to_the_lower_column(self):
         assert greedy_heads(np.array([4, 4, 4, 4, 4]), 3).tolist() == [0, 1, 2, 0, 1]
+        # 64 heads of 2 and 1 in turn: those of 2 are dealt out first, then those of 1, each in order.
+        assert greedy_heads(np.tile([2, 1], 64), 2).tolist() == [0, 0, 1, 1] * 32
 
     def test_a_cap_sends_heads_past_the_least_loaded_column(self):
         # Uncapped: 9 → column 0, then every 1 → column 1. With at most two each, the last one must go to column 0.
@@ -66,17 +68,17 @@ class TestGreedyHeads:
 
 
 class TestBiasedGreedy:
-    WORK = np.array([6, 4, 3, 3])
+    WORK = np.array([3, 4, 6, 3])
     INITIAL = np.array([0, 0, 0, 1])
 
     def test_without_reward_by_hand(self):
-        # 6 → part 0: 6 | 0    4 → part 1: 6 | 4    3 → part 1: 6 | 7    3 → part 0: 9 | 7
-        assert biased_greedy(self.WORK, 2, self.INITIAL, 0.0).tolist() == [0, 1, 1, 0]
+        # Largest first. 6 → part 0: 6 | 0    4 → part 1: 6 | 4    first 3 → part 1: 6 | 7    second 3 → part 0: 9 | 7
+        assert biased_greedy(self.WORK, 2, self.INITIAL, 0.0).tolist() == [1, 1, 0, 0]
 
     def test_with_reward_by_hand(self):
         # R_b = 1 takes the block's own work off its initial part:
         # 6 at 0: −6 < 0, stays:       6 | 0        4 at 0: 6 − 4 = 2 > 0, moves:    6 | 4
-        # 3 at 0: 6 − 3 = 3 < 4 stays: 9 | 4        3 at 1: 4 − 3 = 1 < 9, stays:    9 | 7
+        # 3 at 0: 6 − 3 = 3 < 4, stays: 9 | 4       3 at 1: 4 − 3 = 1 < 9, stays:    9 | 7
         # The same balance as without reward, with one block moved and not three.
         assert biased_greedy(self.WORK, 2, self.INITIAL, 1.0).tolist() == [0, 1, 0, 1]
 
@@ -153,6 +155,10 @@ class TestBounds:
         # U1R2: KV block 0 makes 6 of 8 dense blocks, and whoever has its slot is waited for: 6, where the mean is 4.
         rows, columns = np.array([[2, 2, 1, 1, 1, 1]]), np.array([[6, 2]])
         assert whole_block_bound(rows, columns, ulysses=1, ring=2) == 1.5
+
+    def test_whole_block_bound_sees_one_row_that_has_one_owner(self):
+        # U2R2 and a single row of 6 blocks: one of four ranks does it all.
+        assert whole_block_bound(np.array([[6]]), np.array([[1, 1, 1, 1, 1, 1]]), ulysses=2, ring=2) == 4.0
 
     def test_whole_block_bound_of_no_work_is_one(self):
         assert whole_block_bound(np.zeros((2, 3), dtype=int), np.zeros((2, 3), dtype=int), 2, 2) == 1.0

@@ -54,13 +54,6 @@ def test_above_the_threshold_a_new_plan_is_made_and_kept_from_then_on(cache):
     assert (cache.calls, cache.replans) == (3, 2)
 
 
-def test_a_mask_that_was_kept_for_does_not_become_the_yardstick(cache):
-    # The plan stays FIRST's, whatever masks it served in between.
-    cache.plan_for(0, AT_THRESHOLD, plan_u2)
-    assert cache.plan_for(0, FIRST, plan_u2).rho == 1.0
-    assert cache.replans == 1
-
-
 def test_every_layer_has_a_plan_of_its_own(cache):
     cache.plan_for(1, AT_THRESHOLD, plan_u2)
     assert cache.plan_for(0, FIRST, plan_u2).fingerprint == plan_u2(FIRST).fingerprint
