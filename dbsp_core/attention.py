@@ -56,8 +56,9 @@ class DualBalancedAttention:
         Raises ValueError when plan, mask, home layout and group don't fit each other.
         """
         plan.strategy.require_world(group.size)
-        if plan.grid != mask.grid or plan.heads != mask.heads:
-            raise ValueError("the plan was made for a mask of another grid or number of heads; make one for this mask")
+        if plan.heads != mask.heads:
+            raise ValueError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
+        mask = mask.refined(plan.grid)
         n_local = home.shard if n_local is None else n_local
         least = int(home.tokens_at(group.rank)[1].max(initial=-1)) + 1
         if not least <= n_local <= home.shard:
@@ -69,6 +70,11 @@ class DualBalancedAttention:
         route = build_route(plan, home, group.rank, n_local, device)
         tables = build_tables(plan, mask, group.rank, device)
         return cls(plan, route, tables, group, n_local, kernel, debug)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tables are."""
+        return self.tables[0].kv_len.device
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None

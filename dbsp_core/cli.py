@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core.doctor import examine
-from dbsp_core.home import HOME_ORDERS, HomeLayout
+from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask, MaskFile
-from dbsp_core.plan import PLANNERS, Plan, make_plan
+from dbsp_core.plan import Plan, make_plan
+from dbsp_core.planners import PLANNERS
 from dbsp_core.strategy import Strategy
 from dbsp_core.tiny import TINY_MODELS, make_tiny
 
@@ -66,8 +67,16 @@ def plan(
     for wanted in strategies:
         wanted.require_world(gpus)
     possible = [s for s in strategies if strategy != "all" or s.ring <= mask.grid.nk]
+    profile = MaskProfile.of(map(source.layer, range(source.layers))) if home == "learned" else None
     plans = [
-        make_plan(mask, s, name, home=HomeLayout.named(home, mask.grid, s), reward=reward, head_cap=head_cap)
+        make_plan(
+            mask,
+            s,
+            name,
+            home=HomeLayout.named(home, mask.grid, s, profile=profile),
+            reward=reward,
+            head_cap=head_cap,
+        )
         for s in possible
         for name in (PLANNERS if planner == "all" else (planner,))
     ]

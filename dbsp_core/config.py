@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from dbsp_core.home import HOME_ORDERS
-from dbsp_core.plan import require_planner
+from dbsp_core.planners import require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.strategy import Strategy
 from dbsp_kernels import KERNELS

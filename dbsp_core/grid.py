@@ -86,6 +86,11 @@ class BlockGrid:
         """Number of key blocks."""
         return len(self.k_axis)
 
+    def refines(self, other: BlockGrid) -> bool:
+        """Whether this grid's blocks are the other's, or parts of them."""
+        same_tokens = (self.tokens, self.text_tokens) == (other.tokens, other.text_tokens)
+        return same_tokens and other.block_q % self.block_q == 0 and other.block_k % self.block_k == 0
+
     def _axis(self, block: int) -> BlockAxis:
         starts, first = [], 0
         for segment in (self.text_tokens, self.tokens - self.text_tokens):

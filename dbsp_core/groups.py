@@ -71,11 +71,16 @@ class SequenceGroup:
         works = dist.batch_isend_irecv(operations) if operations else []
         return PendingShift(received, sent, tuple(works))
 
-    def gather_integers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Every rank's integers (below 2^63), by rank: for checks that all ranks must decide alike."""
+    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, by rank; all of one shape."""
         if self.size == 1:
-            return [list(values)]
-        mine = torch.tensor(values, dtype=torch.int64, device=device)
+            return [mine]
+        mine = mine.contiguous()
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(everyone, mine, group=self.group)
-        return [rank_values.tolist() for rank_values in everyone]
+        return everyone
+
+    def gather_integers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Every rank's integers (below 2^63), by rank: for checks that all ranks must decide alike."""
+        mine = torch.tensor(values, dtype=torch.int64, device=device)
+        return [rank_values.tolist() for rank_values in self.all_gather(mine)]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dbsp_core.grid import BlockAxis, BlockGrid
+from dbsp_core.mask import BlockMask
+from dbsp_core.partition.layout import balanced_layout
 from dbsp_core.strategy import Strategy
 
-__all__ = ["HOME_ORDERS", "Fragments", "HomeLayout"]
+__all__ = ["HOME_ORDERS", "Fragments", "HomeLayout", "MaskProfile"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +38,20 @@ class Fragments:
         tokens = np.zeros((blocks, strategy.ring), dtype=np.int64)
         np.add.at(tokens, (self.block, self.rank // strategy.ulysses), self.length)
         return tokens
+
+
+@dataclass(frozen=True, eq=False)
+class MaskProfile:
+    """Dense blocks per query block, rows int64[nq], and per key block, columns int64[nk], summed over many masks."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+
+    @classmethod
+    def of(cls, masks: Iterable[BlockMask]) -> MaskProfile:
+        """The profile of masks on one grid."""
+        sums = [(mask.row_counts().sum(axis=0), mask.column_counts().sum(axis=0)) for mask in masks]
+        return cls(*(np.sum(side, axis=0) for side in zip(*sums, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,16 +104,25 @@ class HomeLayout:
         return cls.named("striped", grid, strategy)
 
     @classmethod
-    def named(cls, name: str, grid: BlockGrid, strategy: Strategy, *, split_text: bool = False) -> HomeLayout:
+    def named(
+        cls,
+        name: str,
+        grid: BlockGrid,
+        strategy: Strategy,
+        *,
+        split_text: bool = False,
+        profile: MaskProfile | None = None,
+    ) -> HomeLayout:
         """A layout by its name in `HOME_ORDERS`.
 
         split_text: whether text and video are sharded apart, as hosts with two streams do, text in token order
+        profile:    what "learned" learns from
+        Raises ValueError for an unknown name, or "learned" without a profile.
         """
         if name not in HOME_ORDERS:
             raise ValueError(f"unknown home layout {name!r}; use one of {', '.join(HOME_ORDERS)}")
-        order = HOME_ORDERS[name]
         video = np.arange(grid.text_tokens if split_text else 0, grid.tokens)
-        streams = [order(video, grid, strategy)]
+        streams = [HOME_ORDERS[name](video, grid, strategy, profile)]
         if split_text:
             streams.insert(0, np.arange(grid.text_tokens))
         return cls.from_streams(streams, strategy.world)
@@ -131,17 +156,39 @@ class HomeLayout:
         return Fragments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
 
 
-def _in_token_order(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy) -> np.ndarray:
+def _in_token_order(
+    tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None
+) -> np.ndarray:
     return tokens
 
 
-def _in_stripes(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy) -> np.ndarray:
-    axis = grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
-    return tokens[np.argsort(axis.block_of[tokens] % strategy.ring, kind="stable")]
+def _in_stripes(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
+    stripe = _larger_axis(grid).block_of % strategy.ring
+    return tokens[np.argsort(stripe[tokens], kind="stable")]
 
 
-HOME_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy], np.ndarray]] = {
+def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
+    if profile is None:
+        raise ValueError("home layout 'learned' needs masks that are known beforehand; use striped for others")
+    block = _larger_axis(grid).block_of
+    per_token = np.stack(
+        [np.repeat(profile.rows / grid.q_axis.lengths, grid.q_axis.lengths),
+         np.repeat(profile.columns / grid.k_axis.lengths, grid.k_axis.lengths)], axis=1,
+    )  # fmt: skip
+    per_block = np.stack([np.bincount(block[tokens], per_token[tokens, d]) for d in range(2)], axis=1)
+    present = np.unique(block[tokens])
+    part = np.zeros(len(per_block), dtype=np.int64)
+    part[present] = balanced_layout(per_block[present], strategy.ring)
+    return tokens[np.argsort(part[block[tokens]], kind="stable")]
+
+
+def _larger_axis(grid: BlockGrid) -> BlockAxis:
+    return grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
+
+
+HOME_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy, MaskProfile | None], np.ndarray]] = {
     "contiguous": _in_token_order,
     "striped": _in_stripes,
+    "learned": _as_learned,
 }
 """By the name of the layout: the order in which a stream's tokens are sharded."""

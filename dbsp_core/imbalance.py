@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["cell_counts", "imbalance_ratio", "period_counts"]
+__all__ = ["cell_counts", "imbalance_ratio", "period_counts", "row_cells"]
+
+
+def row_cells(bits: np.ndarray, kv_slot: np.ndarray, ring: int) -> np.ndarray:
+    """Dense blocks of each row by the ring slot their keys travel in.
+
+    bits:    bool[H, nq, nk]
+    kv_slot: int[H, nk], slot of each KV block
+    returns: int64[H, nq, ring]
+    """
+    cells = np.empty((*bits.shape[:2], ring), dtype=np.int64)
+    for head, (head_bits, slot) in enumerate(zip(bits, kv_slot, strict=True)):
+        one_hot = (slot[:, None] == np.arange(ring)).astype(np.float32)
+        cells[head] = head_bits.astype(np.float32) @ one_hot  # exact: counts stay below 2**24
+    return cells
 
 
 def cell_counts(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, world: int, ring: int) -> np.ndarray:
@@ -16,11 +30,7 @@ def cell_counts(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, worl
     returns: int64[world, ring]
     """
     cells = np.zeros((world, ring), dtype=np.int64)
-    for head_bits, owner, slot in zip(bits, q_owner, kv_slot, strict=True):
-        one_hot = np.zeros((len(slot), ring), dtype=np.float32)
-        one_hot[np.arange(len(slot)), slot] = 1
-        row_slots = head_bits.astype(np.float32) @ one_hot  # exact: counts stay below 2**24
-        np.add.at(cells, owner, row_slots.astype(np.int64))
+    np.add.at(cells, q_owner, row_cells(bits, kv_slot, ring))
     return cells
 
 

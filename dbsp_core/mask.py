@@ -54,6 +54,17 @@ class BlockMask:
         """Share of blocks that are dense."""
         return int(self.bits.sum()) / self.bits.numel()
 
+    def refined(self, grid: BlockGrid) -> BlockMask:
+        """The same mask on a grid whose blocks are parts of this one's. Raises ValueError when they are not."""
+        old, new = self.grid, grid
+        if old == new:
+            return self
+        if not new.refines(old):
+            raise ValueError(f"the blocks of {new} are not parts of those of {old}")
+        rows = torch.from_numpy(old.q_axis.block_of[new.q_axis.starts]).to(self.bits.device)
+        columns = torch.from_numpy(old.k_axis.block_of[new.k_axis.starts]).to(self.bits.device)
+        return BlockMask(self.bits[:, rows][:, :, columns], grid)
+
     def row_counts(self) -> np.ndarray:
         """int64[H, nq]: dense blocks per (head, query block), the work of each row."""
         return self.bits.sum(dim=2).cpu().numpy()

@@ -12,34 +12,13 @@ import numpy as np
 
 from dbsp_core.grid import BlockGrid
 from dbsp_core.home import Fragments, HomeLayout
-from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts
+from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts, row_cells
 from dbsp_core.mask import BlockMask
 from dbsp_core.partition.baselines import contiguous_heads, resident_parts
-from dbsp_core.partition.blocks import biased_greedy
-from dbsp_core.partition.bounds import whole_block_bound
-from dbsp_core.partition.heads import greedy_heads
+from dbsp_core.planners import Assignment, PlannerInput, PlannerSettings, require_planner, whole
 from dbsp_core.strategy import Strategy
 
-__all__ = ["PLANNERS", "Counts", "Plan", "make_plan", "require_planner", "require_slots"]
-
-
-@dataclass(frozen=True, eq=False)
-class Counts:
-    """What a planner may look at: sums of the mask, and where blocks live before the exchange.
-
-    rows:    int64[H, nq], dense blocks per (head, query block)
-    columns: int64[H, nk], dense blocks per (head, KV block)
-    q_home:  int64[nq], k_home: int64[nk]: ring rank that holds most of each block at home
-    """
-
-    rows: np.ndarray
-    columns: np.ndarray
-    q_home: np.ndarray
-    k_home: np.ndarray
-
-    @property
-    def heads(self) -> int:
-        return len(self.rows)
+__all__ = ["Plan", "make_plan", "require_slots"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +31,8 @@ class Plan:
     rho, rho_before: ρ_s of this plan, and of the contiguous plan on the contiguous home layout
     rho_bound:       ρ_s that no plan of this granularity can beat
     moved:           share of Q, K, V elements whose owner's ring rank is not their home's
-    plan_ms:         time from counts to owners and slots, milliseconds
+    plan_ms:         time from counts to owners and slots, milliseconds; counting blocks is not in it
+    grid:            the mask's, or for planner "burst" one whose blocks are parts of the mask's
     """
 
     strategy: Strategy
@@ -90,6 +70,11 @@ class Plan:
         """Heads whose rows are in more than one Ulysses column."""
         return int((self.head_columns.sum(axis=1) > 1).sum())
 
+    @property
+    def extra_kv(self) -> float:
+        """K and V elements sent more than once, to further columns of split heads, as a share of all Q, K, V."""
+        return int((self.head_columns.sum(axis=1) - 1).clip(min=0).sum()) * 2 / (3 * self.heads)
+
     @cached_property
     def fingerprint(self) -> int:
         """63 bits that differ between plans: equal on all ranks or the job would hang or be wrong."""
@@ -110,50 +95,16 @@ class Plan:
 
     def reused_for(self, mask: BlockMask) -> Plan:
         """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0."""
-        bits, rows, columns = mask.bits.cpu().numpy(), mask.row_counts(), mask.column_counts()
+        x, y = self.strategy.ulysses, self.strategy.ring
+        before = _baseline(mask, self.strategy)
+        mask = mask.refined(self.grid)
         return replace(
             self,
-            work=_work(bits, self.q_owner, self.kv_slot, self.strategy),
-            work_before=_work(bits, *_baseline(self.grid, self.heads, self.strategy), self.strategy),
-            rho_bound=whole_block_bound(rows, columns, self.strategy.ulysses, self.strategy.ring),
+            work=_work(mask, (self.q_owner, self.kv_slot), self.strategy),
+            work_before=before,
+            rho_bound=require_planner(self.planner).bound(mask.row_counts(), mask.column_counts(), x, y),
             plan_ms=0.0,
         )
-
-
-Assignment = tuple[np.ndarray, np.ndarray]
-"""(int64[H, nq] owner of each row, int64[H, nk] slot of each KV block)"""
-
-
-def _assign(column: np.ndarray, q_ring: np.ndarray, slot: np.ndarray, strategy: Strategy) -> Assignment:
-    """Whole heads to Ulysses columns and whole blocks to ring ranks and slots: owner = ring rank · x + column."""
-    owner = q_ring[None, :] * strategy.ulysses + column[:, None]
-    return owner, np.tile(slot, (len(column), 1))
-
-
-def plan_contiguous(counts: Counts, strategy: Strategy, reward: float, head_cap: bool) -> Assignment:
-    """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live."""
-    return _assign(contiguous_heads(counts.heads, strategy.ulysses), counts.q_home, counts.k_home, strategy)
-
-
-def plan_paper(counts: Counts, strategy: Strategy, reward: float, head_cap: bool) -> Assignment:
-    """Alg. 1: greedy heads, then biased greedy blocks for Q and for K, V on counts summed over heads."""
-    cap = -(-counts.heads // strategy.ulysses) if head_cap else None
-    column = greedy_heads(counts.rows.sum(axis=1), strategy.ulysses, cap)
-    q_ring = biased_greedy(counts.rows.sum(axis=0), strategy.ring, counts.q_home, reward)
-    slot = biased_greedy(counts.columns.sum(axis=0), strategy.ring, counts.k_home, reward)
-    return _assign(column, q_ring, slot, strategy)
-
-
-PLANNERS: dict[str, Callable[[Counts, Strategy, float, bool], Assignment]] = {
-    "contiguous": plan_contiguous,
-    "paper": plan_paper,
-}
-
-
-def require_planner(name: str) -> None:
-    """Raises ValueError unless `name` is a planner."""
-    if name not in PLANNERS:
-        raise ValueError(f"unknown planner {name!r}; use one of {', '.join(PLANNERS)}")
 
 
 def require_slots(strategy: Strategy, grid: BlockGrid) -> None:
@@ -173,61 +124,97 @@ def make_plan(
     home: HomeLayout | None = None,
     reward: float = 1.0,
     head_cap: bool = False,
+    tolerance: float | None = None,
 ) -> Plan:
     """Plans one attention.
 
-    home:     where tokens live before and after (default: contiguous)
-    reward:   R_b ≥ 0 of planner "paper": how strongly blocks are held where they are (§4.2.2)
-    head_cap: whether planner "paper" gives no Ulysses column more than ceil(H / x) heads
+    home:      where tokens live before and after (default: contiguous)
+    reward:    R_b ≥ 0 of planner "paper": how strongly blocks are held where they are (§4.2.2)
+    head_cap:  whether planner "paper" gives no Ulysses column more than ceil(H / x) heads
+    tolerance: the ρ_s at which planner "dbsp" is content
     Deterministic: equal arguments give equal plans on every rank. Raises ValueError for an unknown planner, more ring
     ranks than KV blocks, or a home layout of another size.
     """
     strategy = Strategy.parse(strategy)
-    grid = mask.grid
-    require_planner(planner)
-    require_slots(strategy, grid)
-    if not reward >= 0:
-        raise ValueError(f"reward R_b={reward} must not be negative; 0 balances without regard to where blocks are")
-    home = home or HomeLayout.contiguous(grid.tokens, strategy.world)
-    if (home.tokens, home.world) != (grid.tokens, strategy.world):
+    chosen = require_planner(planner)
+    settings = PlannerSettings(reward, head_cap, tolerance)
+    require_slots(strategy, mask.grid)
+    home = home or HomeLayout.contiguous(mask.grid.tokens, strategy.world)
+    if (home.tokens, home.world) != (mask.grid.tokens, strategy.world):
         raise ValueError(
-            f"home layout of {home.tokens} tokens on {home.world} ranks does not fit {grid.tokens} tokens on "
+            f"home layout of {home.tokens} tokens on {home.world} ranks does not fit {mask.grid.tokens} tokens on "
             f"{strategy.world}; build it from the same grid and strategy"
         )
-    bits = mask.bits.cpu().numpy()
-    rows, columns = mask.row_counts(), mask.column_counts()
-
+    before = _baseline(mask, strategy)
+    if chosen.refines:
+        mask = mask.refined(_cut(mask.grid, strategy.ring))
+    grid, rows, columns = mask.grid, mask.row_counts(), mask.column_counts()
     q_fragments, k_fragments = home.fragments(grid.q_axis), home.fragments(grid.k_axis)
-    q_home = resident_parts(q_fragments.tokens_by_ring(grid.nq, strategy))
-    k_home = resident_parts(k_fragments.tokens_by_ring(grid.nk, strategy))
-    counts = Counts(rows, columns, q_home, k_home)
+    count_cells = _Stopwatch(lambda slots: row_cells(mask.bits.cpu().numpy(), slots, strategy.ring))
+    given = PlannerInput(
+        strategy=strategy,
+        rows=rows,
+        columns=columns,
+        q_home=resident_parts(q_fragments.tokens_by_ring(grid.nq, strategy)),
+        k_home=resident_parts(k_fragments.tokens_by_ring(grid.nk, strategy)),
+        count_cells=count_cells,
+        settings=settings,
+    )
     start = time.perf_counter()
-    q_owner, kv_slot = PLANNERS[planner](counts, strategy, reward, head_cap)
-    plan_ms = (time.perf_counter() - start) * 1e3
+    q_owner, kv_slot = chosen.assign(given)
+    seconds = time.perf_counter() - start - count_cells.seconds
     return Plan(
         strategy=strategy,
         planner=planner,
         grid=grid,
         q_owner=q_owner,
         kv_slot=kv_slot,
-        work=_work(bits, q_owner, kv_slot, strategy),
-        work_before=_work(bits, *_baseline(grid, mask.heads, strategy), strategy),
-        rho_bound=whole_block_bound(rows, columns, strategy.ulysses, strategy.ring),
+        work=_work(mask, (q_owner, kv_slot), strategy),
+        work_before=before,
+        rho_bound=chosen.bound(rows, columns, strategy.ulysses, strategy.ring),
         moved=_moved(q_owner, kv_slot, strategy, q_fragments, k_fragments),
-        plan_ms=plan_ms,
+        plan_ms=seconds * 1e3,
     )
 
 
-def _baseline(grid: BlockGrid, heads: int, strategy: Strategy) -> Assignment:
-    """The contiguous plan on the contiguous home layout: what runs without db-SP, whatever the mask."""
+class _Stopwatch:
+    """A function, and the seconds spent in it."""
+
+    def __init__(self, function: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._function = function
+        self.seconds = 0.0
+
+    def __call__(self, slots: np.ndarray) -> np.ndarray:
+        start = time.perf_counter()
+        try:
+            return self._function(slots)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def _baseline(mask: BlockMask, strategy: Strategy) -> np.ndarray:
+    """int64[y, P]: the work of the contiguous plan on the contiguous home layout, which is what runs without db-SP."""
+    grid = mask.grid
     home = HomeLayout.contiguous(grid.tokens, strategy.world)
     q_home = resident_parts(home.fragments(grid.q_axis).tokens_by_ring(grid.nq, strategy))
     k_home = resident_parts(home.fragments(grid.k_axis).tokens_by_ring(grid.nk, strategy))
-    return _assign(contiguous_heads(heads, strategy.ulysses), q_home, k_home, strategy)
+    return _work(mask, whole(contiguous_heads(mask.heads, strategy.ulysses), q_home, k_home, strategy), strategy)
 
 
-def _work(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy) -> np.ndarray:
-    return period_counts(cell_counts(bits, q_owner, kv_slot, strategy.world, strategy.ring), strategy.ulysses)
+def _cut(grid: BlockGrid, parts: int) -> BlockGrid:
+    """The grid whose blocks are `parts` of the given one's. Raises ValueError when they cannot be cut evenly."""
+    if grid.block_q % parts or grid.block_k % parts:
+        raise ValueError(
+            f"planner 'burst' cuts every block over {parts} ring ranks, but blocks of {grid.block_q}×{grid.block_k} "
+            "cannot be cut so evenly; use another block size or strategy"
+        )
+    return BlockGrid(grid.tokens, grid.text_tokens, grid.block_q // parts, grid.block_k // parts)
+
+
+def _work(mask: BlockMask, assignment: Assignment, strategy: Strategy) -> np.ndarray:
+    """int64[y, P]: b(i, g) of Eq. 1."""
+    bits = mask.bits.cpu().numpy()
+    return period_counts(cell_counts(bits, *assignment, strategy.world, strategy.ring), strategy.ulysses)
 
 
 def _moved(q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy, q: Fragments, k: Fragments) -> float:

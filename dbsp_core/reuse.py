@@ -28,7 +28,7 @@ class PlanCache:
         """The kept plan if it still serves, else make(mask)."""
         self.calls += 1
         kept = self._plans.get(layer)
-        if kept is not None and kept.grid == mask.grid and kept.heads == mask.heads:
+        if kept is not None and kept.heads == mask.heads and kept.grid.refines(mask.grid):
             reused = kept.reused_for(mask)
             if reused.rho <= self.threshold:
                 return reused

@@ -10,13 +10,12 @@ from dbsp_core.attention import DualBalancedAttention
 from dbsp_core.config import DbspConfig
 from dbsp_core.grid import BlockGrid
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.home import HomeLayout
+from dbsp_core.home import HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, make_plan, require_slots
 from dbsp_core.reuse import PlanCache
 from dbsp_core.sources import MaskRequest
 from dbsp_core.strategy import Strategy
-from dbsp_kernels import choose_kernel
 
 __all__ = ["AttentionSession", "LayerRecord"]
 
@@ -45,6 +44,7 @@ class AttentionSession:
 
     strategy: how the group's ranks are used
     heads:    attention heads of every layer
+    layers:   number of layers
     Raises ValueError at construction when strategy and group don't fit.
     """
 
@@ -52,9 +52,11 @@ class AttentionSession:
     group: SequenceGroup
     strategy: Strategy
     heads: int
+    layers: int
     records: dict[int, LayerRecord] = field(default_factory=dict)
     _shape: _Shape | None = None
     _plans: PlanCache = field(init=False)
+    _latest: tuple[BlockMask, DualBalancedAttention] | None = None
     _executors: dict[tuple[int, torch.device], DualBalancedAttention] = field(default_factory=dict)
     _calls: dict[int, int] = field(default_factory=dict)
     _reached: set[int] = field(default_factory=set)
@@ -72,9 +74,11 @@ class AttentionSession:
         if self._shape is None or (self._shape.thw, self._shape.text_tokens) != (thw, text_tokens):
             grid = self.config.mask.grid(MaskRequest(0, self.heads, thw, text_tokens))
             require_slots(self.strategy, grid)
-            home = HomeLayout.named(self.config.home, grid, self.strategy, split_text=text_tokens > 0)
+            profile = self._profile(thw, text_tokens) if self.config.home == "learned" else None
+            home = HomeLayout.named(self.config.home, grid, self.strategy, split_text=text_tokens > 0, profile=profile)
             self._shape = _Shape(thw, text_tokens, grid, home)
             self._plans = PlanCache(self.config.replan_threshold)
+            self._latest = None
             self._executors.clear()
             self.records.clear()
         self._reached.clear()
@@ -103,6 +107,14 @@ class AttentionSession:
         self._reached.add(layer)
         return executor(q, k, v, scale=scale)
 
+    def _profile(self, thw: tuple[int, int, int], text_tokens: int) -> MaskProfile | None:
+        """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
+        source = self.config.mask
+        if not source.static:
+            return None
+        requests = (MaskRequest(layer, self.heads, thw, text_tokens) for layer in range(self.layers))
+        return MaskProfile.of(source.mask(request) for request in requests)
+
     def _require_shape(self) -> _Shape:
         if self._shape is None:
             raise RuntimeError("attention was reached before the forward pass began; attach db-SP to the transformer")
@@ -113,10 +125,13 @@ class AttentionSession:
         return self.config.mask.mask(request)
 
     def _executor(self, layer: int, mask: BlockMask, shape: _Shape, q: torch.Tensor) -> DualBalancedAttention:
-        choose_kernel(self.config.kernel, q.device.type, q.dtype)
+        if self._latest is not None and self._latest[0] is mask and self._latest[1].device == q.device:
+            executor = self._latest[1]  # layers that share a mask share its plan and tables
+            self.records[layer] = LayerRecord(executor.plan, mask.density)
+            return executor
         plan = self._plans.plan_for(layer, mask, lambda m: self._make_plan(m, shape.home))
         self.records[layer] = LayerRecord(plan, mask.density)
-        return DualBalancedAttention.prepare(
+        executor = DualBalancedAttention.prepare(
             plan,
             mask,
             shape.home,
@@ -125,6 +140,8 @@ class AttentionSession:
             kernel=self.config.kernel,
             debug=self.config.debug,
         )
+        self._latest = mask, executor
+        return executor
 
     def _make_plan(self, mask: BlockMask, home: HomeLayout) -> Plan:
         config = self.config

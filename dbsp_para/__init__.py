@@ -1,0 +1,17 @@
+"""db-SP for diffusers pipelines, in the manner of ParaAttention.
+
+import dbsp_para
+dbsp_para.parallelize_pipe(pipe, config={"mask": {"source": "window"}})    # patches nothing
+# or, through para-attn's own functions, which `import dbsp_para` teaches one argument:
+from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
+parallelize_pipe(pipe, mesh=mesh, attn="dbsp", config=...)
+
+dbsp_para.unparallelize(pipe)                                             # as it was
+"""
+
+from dbsp_para.para_attn_seam import install, uninstall
+from dbsp_para.parallelize import parallelize_pipe, parallelize_transformer, unparallelize
+
+__all__ = ["install", "parallelize_pipe", "parallelize_transformer", "uninstall", "unparallelize"]
+
+install()

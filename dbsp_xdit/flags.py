@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from dbsp_core.config import DbspConfig
-from dbsp_core.plan import PLANNERS
+from dbsp_core.planners import PLANNERS
 from dbsp_core.sources import SOURCES
 from dbsp_core.strategy import Strategy
 

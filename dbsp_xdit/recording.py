@@ -16,7 +16,7 @@ from dbsp_core.files import write_atomically
 from dbsp_core.hosts import Attachment
 from dbsp_core.report import RunReport, balance_picture, layer_reports
 from dbsp_core.session import AttentionSession
-from dbsp_xdit.attach import session_of
+from dbsp_xdit.attaching import session_of
 
 __all__ = ["recorded"]
 

@@ -147,7 +147,7 @@ def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
 
     @functools.wraps(post_load)
     def post_load_then_attach(self: Any, input_args: dict[str, Any]) -> None:
-        from dbsp_xdit.attach import attach
+        from dbsp_xdit.attaching import attach
         from dbsp_xdit.flags import config_from
 
         post_load(self, input_args)

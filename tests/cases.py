@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, HomeLayout, SequenceGroup, Strategy, make_plan
+from dbsp_core.home import MaskProfile
 from oracle import dense_attention
 
 RUBBISH = 1e4  # fills padding, which must not be seen
@@ -15,7 +16,10 @@ RUBBISH = 1e4  # fills padding, which must not be seen
 
 @dataclass(frozen=True)
 class Case:
-    """One attention. Everything random comes from `seed`; `sabotage` names a negative control."""
+    """One attention. Everything random comes from `seed`; `sabotage` names a negative control.
+
+    planner: a planner's name, or "random" for any owner and any slot, per head
+    """
 
     strategy: str
     planner: str = "paper"
@@ -55,7 +59,8 @@ def run_case(rank: int, world: int, case: Case) -> float:
     grid = BlockGrid.uniform(case.tokens, text_tokens=case.text_tokens, block_q=case.block_q, block_k=case.block_k)
     mask = random_mask(case, grid)
     strategy = Strategy.parse(case.strategy)
-    home = HomeLayout.named(case.home, grid, strategy, split_text=case.split_text)
+    profile = MaskProfile.of([mask])
+    home = HomeLayout.named(case.home, grid, strategy, split_text=case.split_text, profile=profile)
     generator = torch.Generator().manual_seed(case.seed)
     full = [torch.randn(case.batch, case.heads, case.tokens, case.width, generator=generator) for _ in range(3)]
     mine, places = (torch.from_numpy(a) for a in home.tokens_at(rank))
@@ -85,7 +90,15 @@ def _attend(
 ) -> torch.Tensor:
     if case.sabotage == "token order off by one":
         home = replace(home, rank=np.roll(home.rank, 1), local=np.roll(home.local, 1))
-    plan = make_plan(mask, strategy, case.planner, home=home, reward=case.reward, head_cap=case.head_cap)
+    planner = "contiguous" if case.planner == "random" else case.planner
+    plan = make_plan(mask, strategy, planner, home=home, reward=case.reward, head_cap=case.head_cap)
+    if case.planner == "random":
+        rng = np.random.default_rng(case.seed)
+        plan = replace(
+            plan,
+            q_owner=rng.integers(strategy.world, size=plan.q_owner.shape),
+            kv_slot=rng.integers(strategy.ring, size=plan.kv_slot.shape),
+        )
     attend = DualBalancedAttention.prepare(
         plan, mask, home, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )

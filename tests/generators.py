@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, HomeLayout, Plan, Strategy, make_plan
-from dbsp_core.home import HOME_ORDERS
-from dbsp_core.plan import PLANNERS
+from dbsp_core.home import HOME_ORDERS, MaskProfile
+from dbsp_core.planners import PLANNERS
 
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCK_SIZES = st.integers(1, 24)
@@ -22,11 +22,11 @@ def examples(count: int) -> settings:
 
 
 @st.composite
-def grids(draw: st.DrawFn, least_key_blocks: int = 1) -> BlockGrid:
-    """Any text length and any two block sizes, with at least so many KV blocks."""
-    block_k = draw(BLOCK_SIZES)
+def grids(draw: st.DrawFn, least_key_blocks: int = 1, parts: int = 1) -> BlockGrid:
+    """Any text length and any two block sizes that are multiples of `parts`, with at least so many KV blocks."""
+    block_q, block_k = (draw(st.integers(1, max(1, 24 // parts))) * parts for _ in range(2))
     tokens = draw(st.integers((least_key_blocks - 1) * block_k + 1, least_key_blocks * block_k + 100))
-    return BlockGrid(tokens, draw(st.integers(0, tokens)), draw(BLOCK_SIZES), block_k)
+    return BlockGrid(tokens, draw(st.integers(0, tokens)), block_q, block_k)
 
 
 EVERY_STRATEGY = tuple(s for world in range(1, 9) for s in Strategy.all_for(world))
@@ -47,7 +47,10 @@ def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> HomeLayout:
     if name == "shuffled":
         order = np.random.default_rng(draw(SEEDS)).permutation(grid.tokens)
         return HomeLayout.from_streams([order], strategy.world)
-    return HomeLayout.named(name, grid, strategy, split_text=draw(st.booleans()))
+    weights = np.random.default_rng(draw(SEEDS)).integers(100, size=grid.nq + grid.nk)
+    profile = MaskProfile(weights[: grid.nq], weights[grid.nq :])
+    split_text = draw(st.booleans()) and grid.text_tokens < grid.tokens
+    return HomeLayout.named(name, grid, strategy, split_text=split_text, profile=profile)
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,13 @@ class Problem:
 
 @st.composite
 def problems(draw: st.DrawFn, strategy: Strategy) -> Problem:
-    grid = draw(grids(least_key_blocks=strategy.ring))
+    planner = draw(st.sampled_from(list(PLANNERS)))
+    grid = draw(grids(strategy.ring, parts=strategy.ring if PLANNERS[planner].refines else 1))
     level = draw(st.sampled_from([0.5, 0.1, 1.0, 0.0]))
     return Problem(
         mask=BlockMask(random_bits(draw(st.integers(1, 9)), grid, draw(SEEDS), level), grid),
         strategy=strategy,
-        planner=draw(st.sampled_from(list(PLANNERS))),
+        planner=planner,
         home=draw(layouts(grid, strategy)),
         reward=draw(st.sampled_from([0.0, 0.3, 1.0, 50.0])),
         head_cap=draw(st.booleans()),

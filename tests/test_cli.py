@@ -11,7 +11,8 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.cli import main
-from dbsp_core.plan import PLANNERS
+from dbsp_core.home import HOME_ORDERS
+from dbsp_core.planners import PLANNERS
 from dbsp_core.tiny import TINY_MODELS
 from generators import random_bits
 
@@ -107,8 +108,8 @@ MISTAKES = [
     (["plan", "MASK", "--gpus", "4", "--strategy", "U2R3"], "use one of U4R1, U2R2, U1R4"),
     (["plan", "MASK", "--gpus", "4", "--strategy", "4x1"], "not of the form UxRy"),
     (["plan", "MASK", "--gpus", "14", "--strategy", "U1R14"], "only 13 KV blocks"),
-    (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], "use one of contiguous, paper"),
-    (["plan", "MASK", "--gpus", "4", "--home", "random"], "use one of contiguous, striped"),
+    (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
+    (["plan", "MASK", "--gpus", "4", "--home", "random"], f"use one of {', '.join(HOME_ORDERS)}"),
     (["plan", "MASK", "--gpus", "4", "--reward", "-1"], "must not be negative"),
     (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),
     (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),

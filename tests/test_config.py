@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, DbspConfig, Strategy, save_mask
+from dbsp_core.planners import PLANNERS
 from dbsp_core.sources import DenseSource, FileSource, SyntheticSource, WindowSource
+from dbsp_kernels import KERNELS
 
 
 def test_nothing_gives_the_defaults():
@@ -124,9 +126,9 @@ MISTAKES = {
     "a density above 1": ({"mask": {"source": "synthetic", "density": 1.5}}, "density=1.5 must lie between 0 and 1"),
     "a block of nothing": ({"mask": {"source": "dense", "block_q": 0}}, "block_q=0"),
     "a block that is no number": ({"mask": {"source": "dense", "block_q": "64"}}, "must be int, got '64'"),
-    "an unknown planner": ({"planner": "greedy"}, "unknown planner 'greedy'; use one of contiguous, paper"),
-    "an unknown kernel": ({"kernel": "cuda"}, "unknown kernel 'cuda'; use one of auto, cpu, reference"),
-    "an unknown home": ({"home": "random"}, "unknown home 'random'; use one of contiguous, striped"),
+    "an unknown planner": ({"planner": "greedy"}, f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"),
+    "an unknown kernel": ({"kernel": "cuda"}, f"unknown kernel 'cuda'; use one of auto, {', '.join(KERNELS)}"),
+    "an unknown home": ({"home": "random"}, "unknown home 'random'; use one of contiguous, striped, learned"),
     "an unknown dtype": ({"dtype": "int8"}, "unknown dtype 'int8'"),
     "a strategy of another form": ({"strategy": "4x2"}, "not of the form UxRy"),
     "a strategy that is no text": (

@@ -27,6 +27,7 @@ SETTINGS = (
     {"planner": "paper"},
     {"planner": "paper", "reward": 0.0, "head_cap": True, "padded": True},
     {"planner": "paper", "home": "striped", "split_text": True, "padded": True},
+    {"planner": "random", "home": "learned", "padded": True},
 )
 
 
@@ -42,6 +43,15 @@ def cases_for(strategy: Strategy) -> list[Case]:
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
 def test_equals_dense_attention(pool, world, strategy):
     for case in cases_for(strategy):
+        errors = pool(world).run(run_case, case)
+        assert all(error <= TOLERANCE for error in errors), (case, errors)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(4, "U2R2"), (6, "U2R3"), (8, "U1R8")])
+def test_peers_equal_dense_attention(pool, world, strategy):
+    for seed, planner in enumerate(("snake", "knapsack", "burst")):
+        block = 48 if planner == "burst" and "R3" in strategy else 32
+        case = Case(strategy, planner, heads=5, tokens=700, text_tokens=21, block_q=block, block_k=block, seed=seed)
         errors = pool(world).run(run_case, case)
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 

@@ -254,8 +254,10 @@ class TestMerge:
 
 class TestRegistry:
     @pytest.fixture(autouse=True)
-    def no_preference(self, monkeypatch):
+    def the_two_that_work_anywhere(self, monkeypatch):
         monkeypatch.delenv("DBSP_KERNEL", raising=False)
+        for name in KERNELS.keys() - {"cpu", "reference"}:
+            monkeypatch.delitem(KERNELS, name)
 
     def test_available_lists_what_can_serve_best_first(self):
         assert available("cpu") == ["cpu", "reference"]

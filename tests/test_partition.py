@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from dbsp_core import Strategy
 from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts
-from dbsp_core.partition.baselines import contiguous_heads, resident_parts
+from dbsp_core.partition.baselines import contiguous_heads, dealt_heads, resident_parts
 from dbsp_core.partition.blocks import biased_greedy
 from dbsp_core.partition.bounds import bins_bound, whole_block_bound
 from dbsp_core.partition.heads import greedy_heads
+from dbsp_core.partition.layout import balanced_layout
 from generators import SEEDS, examples
 
 WORKS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(np.array)
@@ -119,8 +120,31 @@ class TestBaselines:
         assert contiguous_heads(5, 2).tolist() == [0, 0, 0, 1, 1]
         assert contiguous_heads(4, 4).tolist() == [0, 1, 2, 3]
 
+    def test_dealt_heads_go_to_and_fro_by_falling_work(self):
+        # Heads 0, 2, 4, 3, 1 by falling work, dealt to columns 0 1 1 0 0.
+        assert dealt_heads(np.array([5, 1, 4, 2, 3]), 2).tolist() == [0, 0, 1, 0, 1]
+
     def test_resident_parts_hold_most_of_a_block_and_ties_go_to_the_lower(self):
         assert resident_parts(np.array([[0, 16], [9, 7], [8, 8], [0, 3]])).tolist() == [1, 0, 0, 1]
+
+
+class TestLearnedLayout:
+    def test_by_hand(self):
+        # Rounds of two, heaviest first: 4 → part 0, 3 → part 1; then 2 → part 1, which has less, 1 → part 0: 5 | 5.
+        assert balanced_layout(np.array([[4.0], [3.0], [2.0], [1.0]]), 2).tolist() == [0, 1, 1, 0]
+
+    def test_a_swap_evens_out_what_the_sum_of_profiles_hides(self):
+        # All blocks weigh the same in sum; dealt out in order, part 0 would have all the work as queries.
+        part = balanced_layout(np.array([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0], [0.0, 2.0]]), 2)
+        assert sorted(part[[0, 2]]) == sorted(part[[1, 3]]) == [0, 1]
+
+    @given(st.integers(1, 30), PARTS, SEEDS)
+    @examples(40)
+    def test_every_part_has_as_many_blocks_up_to_one(self, blocks, parts, seed):
+        part = balanced_layout(np.random.default_rng(seed).random((blocks, 2)), parts)
+        counts = np.bincount(part, minlength=parts)
+        assert len(counts) == parts
+        assert counts.max() - counts.min() <= 1
 
 
 class TestBounds:

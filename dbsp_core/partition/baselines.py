@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["contiguous_heads", "resident_parts"]
+__all__ = ["contiguous_heads", "dealt_heads", "resident_parts"]
 
 
 def contiguous_heads(heads: int, columns: int) -> np.ndarray:
     """Heads in order, in runs as equal as they come (Ulysses). returns: int64[H], the column of each head."""
     return np.arange(heads, dtype=np.int64) * columns // heads
+
+
+def dealt_heads(work: np.ndarray, columns: int) -> np.ndarray:
+    """Heads by falling work, dealt out to and fro: 0 1 2 2 1 0 0 1 2 …
+
+    work: int[H], dense blocks per head;  returns: int64[H], the column of each head
+    """
+    turn, place = np.divmod(np.arange(len(work)), columns)
+    column = np.empty(len(work), dtype=np.int64)
+    column[np.argsort(-work, kind="stable")] = np.where(turn % 2 == 0, place, columns - 1 - place)
+    return column
 
 
 def resident_parts(tokens_by_part: np.ndarray) -> np.ndarray:

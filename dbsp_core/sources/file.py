@@ -41,4 +41,9 @@ class FileSource:
 
     def mask(self, request: MaskRequest) -> BlockMask:
         self.grid(request)
-        return self._file.layer(request.layer)
+        return self._shared if not self._file.per_layer else self._file.layer(request.layer)
+
+    @cached_property
+    def _shared(self) -> BlockMask:
+        """The one mask of all layers: one object, hence one plan."""
+        return self._file.layer(0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from dbsp_core.grid import BlockAxis
+from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.blocks import BlockSizes
@@ -32,19 +33,23 @@ class WindowSource(BlockSizes):
             raise ValueError(f"window={self.window} needs three sizes of at least 1: frames, rows, columns")
 
     def mask(self, request: MaskRequest) -> BlockMask:
-        grid = self.grid(request)
-        q_low, q_high = _boxes(grid.q_axis, request)
-        k_low, k_high = _boxes(grid.k_axis, request)
-        reach = np.array(self.window) // 2
-        near = (q_low[:, None] <= k_high[None] + reach) & (k_low[None] <= q_high[:, None] + reach)
-        dense = near.all(axis=2)
-        dense[grid.q_axis.starts < request.text_tokens] = True
-        dense[:, grid.k_axis.starts < request.text_tokens] = True
-        return BlockMask(torch.from_numpy(np.tile(dense, (request.heads, 1, 1))), grid)
+        return _mask(self.window, request.heads, request.thw, self.grid(request))
 
 
-def _boxes(axis: BlockAxis, request: MaskRequest) -> tuple[np.ndarray, np.ndarray]:
+@functools.lru_cache(maxsize=1)  # all layers share one mask, hence one plan
+def _mask(window: tuple[int, int, int], heads: int, thw: tuple[int, int, int], grid: BlockGrid) -> BlockMask:
+    q_low, q_high = _boxes(grid.q_axis, thw, grid.text_tokens)
+    k_low, k_high = _boxes(grid.k_axis, thw, grid.text_tokens)
+    reach = np.array(window) // 2
+    near = (q_low[:, None] <= k_high[None] + reach) & (k_low[None] <= q_high[:, None] + reach)
+    dense = near.all(axis=2)
+    dense[grid.q_axis.starts < grid.text_tokens] = True
+    dense[:, grid.k_axis.starts < grid.text_tokens] = True
+    return BlockMask(torch.from_numpy(np.tile(dense, (heads, 1, 1))), grid)
+
+
+def _boxes(axis: BlockAxis, thw: tuple[int, int, int], text_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Least and greatest (t, h, w) of each block's tokens, int64[n, 3] each. Text counts as the first video token."""
-    video = np.maximum(np.arange(request.tokens) - request.text_tokens, 0)
-    place = np.stack(np.unravel_index(video, request.thw), axis=1)
+    video = np.maximum(np.arange(axis.lengths.sum()) - text_tokens, 0)
+    place = np.stack(np.unravel_index(video, thw), axis=1)
     return np.minimum.reduceat(place, axis.starts), np.maximum.reduceat(place, axis.starts)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,10 +47,31 @@ class Kernel:
         return self.missing()
 
 
+def _run_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from dbsp_kernels.triton_forward import triton_attention  # here: triton need not be installed
+
+    return triton_attention(*args)
+
+
+def _triton_missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install 'dbsp-attention[gpu]'"
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return "there is no GPU, and TRITON_INTERPRET=1 is not set"
+    return None
+
+
 KERNELS = {
     kernel.name: kernel
     for kernel in (
         Kernel("cpu", cpu.cpu_attention, frozenset({"cpu"}), missing=cpu.missing),
+        Kernel(
+            "triton",
+            _run_triton,
+            frozenset({"cuda", "cpu"}) if os.environ.get("TRITON_INTERPRET") == "1" else frozenset({"cuda"}),
+            _FLOATS - {torch.float64},
+            missing=_triton_missing,
+        ),
         Kernel("reference", reference_attention, frozenset({"cpu", "cuda"})),
     )
 }

@@ -38,7 +38,8 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         raise ValueError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
     strategy = strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
     group = SequenceGroup.of(get_sp_group().device_group)
-    session = AttentionSession(config, group, strategy, heads=transformer.config.num_attention_heads)
+    heads, layers = transformer.config.num_attention_heads, len(transformer.blocks)
+    session = AttentionSession(config, group, strategy, heads, layers)
     attachment = Attachment()
     attachment.hook(transformer.register_forward_pre_hook, _Begin(session), with_kwargs=True)
     for layer, block in enumerate(transformer.blocks):

@@ -1,0 +1,134 @@
+"""The planners: ours, the paper's, plain sequence parallelism, and peers written from their published descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsp_core.partition.baselines import contiguous_heads, dealt_heads
+from dbsp_core.partition.blocks import biased_greedy
+from dbsp_core.partition.bounds import whole_block_bound
+from dbsp_core.partition.heads import greedy_heads
+from dbsp_core.strategy import Strategy
+
+__all__ = ["PLANNERS", "Assignment", "Planner", "PlannerInput", "PlannerSettings", "require_planner"]
+
+Assignment = tuple[np.ndarray, np.ndarray]
+"""(int64[H, nq] owner of each row, int64[H, nk] slot of each KV block)"""
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """reward: R_b ≥ 0 and head_cap, of planner "paper"; tolerance: the ρ_s at which planner "dbsp" is content, or None
+    for its own choice. Raises ValueError for values out of range."""
+
+    reward: float = 1.0
+    head_cap: bool = False
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.reward >= 0:
+            raise ValueError(f"reward R_b={self.reward} must not be negative; 0 balances without regard to homes")
+        if self.tolerance is not None and not self.tolerance >= 1:
+            raise ValueError(f"tolerance={self.tolerance} must be at least 1, the least ρ_s there is")
+
+
+@dataclass(frozen=True, eq=False)
+class PlannerInput:
+    """What a planner may look at: sums of the mask, and where blocks live before the exchange.
+
+    rows:    int64[H, nq], dense blocks per (head, query block)
+    columns: int64[H, nk], dense blocks per (head, KV block)
+    q_home:  int64[nq], k_home: int64[nk]: ring rank that holds most of each block at home
+    count_cells: slots int64[H, nk] → int64[H, nq, y], dense blocks of each row by the slot their keys travel in
+    """
+
+    strategy: Strategy
+    rows: np.ndarray
+    columns: np.ndarray
+    q_home: np.ndarray
+    k_home: np.ndarray
+    count_cells: Callable[[np.ndarray], np.ndarray]
+    settings: PlannerSettings
+
+    @property
+    def heads(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """How work is assigned, and what bounds it.
+
+    bound:   (rows, columns, x, y) → ρ_s that no plan of this granularity can beat
+    refines: whether it plans on blocks cut into y parts
+    """
+
+    assign: Callable[[PlannerInput], Assignment]
+    bound: Callable[[np.ndarray, np.ndarray, int, int], float] = whole_block_bound
+    refines: bool = False
+
+
+def whole(column: np.ndarray, q_ring: np.ndarray, slot: np.ndarray, strategy: Strategy) -> Assignment:
+    """Whole heads to Ulysses columns and whole blocks to ring ranks and slots: owner = ring rank · x + column."""
+    owner = q_ring[None, :] * strategy.ulysses + column[:, None]
+    return owner, np.tile(slot, (len(column), 1))
+
+
+def contiguous(given: PlannerInput) -> Assignment:
+    """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live."""
+    return whole(contiguous_heads(given.heads, given.strategy.ulysses), given.q_home, given.k_home, given.strategy)
+
+
+def snake(given: PlannerInput) -> Assignment:
+    """xDiT's head balancing: heads, densest first, dealt to and fro in equal numbers; blocks where they live."""
+    column = dealt_heads(given.rows.sum(axis=1), given.strategy.ulysses)
+    return whole(column, given.q_home, given.k_home, given.strategy)
+
+
+def knapsack(given: PlannerInput) -> Assignment:
+    """KnapFormer's balancer (§3.3), with heads for sequences and Ulysses columns for bags of y GPUs.
+
+    The largest head goes to the least occupied bag (bags being equal, the one with most room), and is cut into even
+    runs within it.
+    """
+    column = greedy_heads(given.rows.sum(axis=1), given.strategy.ulysses)
+    return whole(column, given.q_home, given.k_home, given.strategy)
+
+
+def burst(given: PlannerInput) -> Assignment:
+    """BurstEngine's block-sparse balancing: every block is cut evenly over the ring.
+
+    The rows are the parts: the kernel works on tiles of block / y, which is what it costs.
+    """
+    y = given.strategy.ring
+    q_ring, slot = (np.arange(counts.shape[1]) % y for counts in (given.rows, given.columns))
+    return whole(contiguous_heads(given.heads, given.strategy.ulysses), q_ring, slot, given.strategy)
+
+
+def paper(given: PlannerInput) -> Assignment:
+    """Alg. 1: greedy heads, then biased greedy blocks for Q and for K, V on counts summed over heads."""
+    x, y = given.strategy.ulysses, given.strategy.ring
+    cap = -(-given.heads // x) if given.settings.head_cap else None
+    column = greedy_heads(given.rows.sum(axis=1), x, cap)
+    q_ring = biased_greedy(given.rows.sum(axis=0), y, given.q_home, given.settings.reward)
+    slot = biased_greedy(given.columns.sum(axis=0), y, given.k_home, given.settings.reward)
+    return whole(column, q_ring, slot, given.strategy)
+
+
+PLANNERS = {
+    "contiguous": Planner(contiguous),
+    "snake": Planner(snake),
+    "knapsack": Planner(knapsack),
+    "burst": Planner(burst, refines=True),
+    "paper": Planner(paper),
+}
+
+
+def require_planner(name: str) -> Planner:
+    """The planner of that name. Raises ValueError when there is none."""
+    if name not in PLANNERS:
+        raise ValueError(f"unknown planner {name!r}; use one of {', '.join(PLANNERS)}")
+    return PLANNERS[name]

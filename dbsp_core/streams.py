@@ -1,0 +1,42 @@
+"""Sharding a transformer's sequence by a home layout, and putting it together again."""
+
+from __future__ import annotations
+
+import torch
+
+from dbsp_core.groups import SequenceGroup
+from dbsp_core.home import HomeLayout
+
+__all__ = ["StreamShards"]
+
+
+class StreamShards:
+    """One stream (text, or video) of a sequence: the tokens `first` to `last`, exclusive, in token order.
+
+    Made from a layout that shards the stream into equal runs of places, as `HomeLayout.from_streams` does.
+    """
+
+    def __init__(self, home: HomeLayout, group: SequenceGroup, first: int, last: int) -> None:
+        self._group = group
+        self.tokens = last - first
+        self.shard = -(-self.tokens // home.world)
+        local = torch.from_numpy(home.local[first:last])
+        rank = torch.from_numpy(home.rank[first:last])
+        start = int(local.min()) if self.tokens else 0
+        self._place = rank * self.shard + local - start
+        self._mine = rank == group.rank
+
+    def take(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's shard of a tensor that has all tokens along `dim`; padding is zero."""
+        dim = dim % whole.ndim
+        if whole.shape[dim] != self.tokens:
+            raise ValueError(f"expected {self.tokens} tokens along dimension {dim}, got shape {tuple(whole.shape)}")
+        tokens = self._mine.nonzero().squeeze(1).to(whole.device)
+        places = (self._place[self._mine] - self._group.rank * self.shard).to(whole.device)
+        shard = whole.new_zeros(*whole.shape[:dim], self.shard, *whole.shape[dim + 1 :])
+        return shard.index_copy_(dim, places, whole.index_select(dim, tokens))
+
+    def gather(self, shard: torch.Tensor, dim: int) -> torch.Tensor:
+        """All tokens along `dim`, in token order, from every rank's shard. Collective."""
+        whole = torch.cat(self._group.all_gather(shard), dim=dim)
+        return whole.index_select(dim, self._place.to(whole.device))

@@ -1,0 +1,62 @@
+"""The demonstration, whole, on 2 and on 4 ranks: xfuser's own command, real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+from rich.progress import Progress
+
+from dbsp_core.cli import main
+from dbsp_xdit.demo import TOLERANCE, Settings, run_demo
+
+REPORT_KEYS = {"model", "host", "world_size", "strategy", "planner", "max_abs_diff", "layers", "seconds"}
+LAYER_KEYS = {"layer", "density", "rho_before", "rho", "rho_bound", "moved"}
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "U1R2"), (4, "U2R2")])
+def test_demo(tmp_path, monkeypatch, capsys, ranks, strategy):
+    with Progress(disable=True) as progress:
+        run_demo(tmp_path, ranks, progress, Settings(steps=3))
+
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert set(report) == REPORT_KEYS
+    assert (report["host"], report["world_size"], report["strategy"]) == ("xdit", ranks, strategy)
+    assert 0 <= report["max_abs_diff"] <= TOLERANCE
+    assert [layer["layer"] for layer in report["layers"]] == [0, 1, 2, 3]
+    for layer in report["layers"]:
+        assert set(layer) == LAYER_KEYS
+        assert 1 <= layer["rho_bound"] <= layer["rho"]
+        assert 0.3 < layer["density"] < 0.5
+
+    assert sum(layer["rho"] for layer in report["layers"]) < sum(layer["rho_before"] for layer in report["layers"])
+    assert max(layer["rho_before"] for layer in report["layers"]) > 1.1, "there must be something to balance"
+
+    assert _frames(tmp_path / "demo.mp4") == 33
+    assert _png_size(tmp_path / "balance.png") > (600, 400)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "demo.mp4", "balance.png", "report.json", "masks.safetensors", "xdit.log",
+    }  # fmt: skip
+
+    monkeypatch.setattr("sys.argv", ["dbsp", "plan", str(tmp_path / "masks.safetensors"), "--gpus", "8", "--json"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    assert exit_info.value.code == 0
+    assert len(json.loads(capsys.readouterr().out)["plans"]) == 4
+
+
+def _frames(path) -> int:
+    import imageio_ffmpeg
+
+    reader = imageio_ffmpeg.read_frames(str(path))
+    size = next(reader)["size"]
+    assert size == (208, 112)
+    return sum(1 for _ in reader)
+
+
+def _png_size(path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", header[16:24])

@@ -1,0 +1,41 @@
+"""dbsp_para: stock diffusers transformers over 2 to 4 ranks equal one process, and come back unchanged."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from dbsp_core import Strategy
+from para_cases import ParaCase, run_para_case
+
+TOLERANCE = 1e-5
+MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
+
+
+@pytest.mark.parametrize("model", ["wan", "cogvideox"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_equals_one_process(pool, model, world):
+    for strategy in Strategy.all_for(world):
+        for home in ("contiguous", "striped"):
+            config = {"mask": MASK, "strategy": str(strategy), "home": home, "debug": True}
+            case = ParaCase(model, thw=(3, 5, 7), config=config, batch=2)
+            for difference, from_dense in pool(world).run(run_para_case, case):
+                assert difference <= TOLERANCE, case
+                assert from_dense > 100 * TOLERANCE, "the mask must matter"
+
+
+def test_para_attn_learns_the_argument_and_forgets_it():
+    pytest.importorskip("para_attn")
+    dbsp_para = importlib.import_module("dbsp_para")
+    adapters = [
+        importlib.import_module(f"para_attn.context_parallel.diffusers_adapters.{name}")
+        for name in ("wan", "cogvideox")
+    ]
+    assert dbsp_para.install()
+    wrapped = [adapter.parallelize_transformer for adapter in adapters]
+    with pytest.raises(ValueError, match='pass attn="dbsp"'):
+        wrapped[0](object(), attn="flash")
+    dbsp_para.uninstall()
+    assert all(a.parallelize_transformer is not w for a, w in zip(adapters, wrapped, strict=True))
+    assert dbsp_para.install()

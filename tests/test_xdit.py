@@ -1,0 +1,141 @@
+"""dbsp_xdit: xfuser's own wrapper over 1 to 4 ranks equals one process; its command line, models and autoloading."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dbsp_core import Strategy
+from dbsp_xdit.autoload import is_xfuser_run
+from dbsp_xdit.flags import config_from, parse_known
+from dbsp_xdit.models import require_model
+from dbsp_xdit.preflight import preflight
+from dbsp_xdit.seams import wants_dbsp
+from xdit_cases import XditCase, run_xdit_case, start_xfuser
+
+TOLERANCE = 1e-5
+MASKS = (
+    {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},
+    {"source": "window", "window": [1, 3, 3], "block_q": 8, "block_k": 16},
+)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_equals_one_process(pool, world):
+    workers = pool(world)
+    workers.run(start_xfuser)
+    for strategy in Strategy.all_for(world):
+        for home, mask in (("contiguous", MASKS[0]), ("striped", MASKS[0]), ("striped", MASKS[1])):
+            config = {"mask": mask, "strategy": str(strategy), "home": home, "debug": True}
+            # 3·5·7 = 105 tokens: xfuser pads them on 2 and 4 ranks
+            for difference, from_dense in workers.run(run_xdit_case, XditCase((3, 5, 7), config, batch=2)):
+                assert difference <= TOLERANCE, (strategy, config)
+                assert from_dense > 100 * TOLERANCE, "the mask must matter"
+    for difference, _ in workers.run(run_xdit_case, XditCase((3, 5, 7), {"mask": {"source": "dense"}})):
+        assert difference <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["python", "/venv/bin/xdit", "--model", "m"], True),
+        (["python", "-u", "-m", "xfuser.runner", "--model", "m"], True),
+        (["python", "-m", "xfuser.cli"], True),
+        (["python", "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "xfuser.runner"], False),
+        (["python", "-c", "import torch"], False),
+        (["python", "train.py", "xdit"], False),
+        (["python"], False),
+    ],
+)
+def test_autoload_knows_an_xfuser_run(command, expected):
+    assert is_xfuser_run(command) is expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--sp-backend", "dbsp"], True),
+        (["--sp_backend=dbsp"], True),
+        (["--sp-backend", "dpsb"], True),
+        (["--sp-backend", "usp"], False),
+        (["--prompt", "dbsp"], False),
+    ],
+)
+def test_only_a_backend_of_ours_makes_a_run_active(arguments, expected):
+    assert wants_dbsp(["xdit", "--model", "m", *arguments]) is expected
+
+
+def test_importing_torch_elsewhere_loads_nothing_of_ours():
+    check = "import torch, sys; print([m for m in sys.modules if m.startswith(('dbsp_core', 'dbsp_xdit.seams'))])"
+    out = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_flags_override_the_file(tmp_path):
+    file = tmp_path / "dbsp.yaml"
+    file.write_text("mask: {source: window}\nplanner: contiguous\nreward: 2\n")
+    line = ["--sp-backend=dbsp", "--sp-config", str(file), "--sp-planner", "paper", "--sp-strategy", "u2r2"]
+    config = config_from(parse_known([*line, "--ulysses-degree", "4", "--prompt", "a", "b"]))
+    assert config is not None
+    assert (config.planner, config.reward, config.strategy) == ("paper", 2.0, Strategy(2, 2))
+    assert type(config.mask).__name__ == "WindowSource"
+
+
+def test_usp_asks_for_nothing():
+    assert config_from(parse_known(["--model", "m", "--ulysses_degree", "2"])) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sp-backend", "nonsense"], "invalid choice: 'nonsense'"),
+        (["--sp-strategy", "U2R1"], "no effect without --sp-backend dbsp"),
+        (["--sp-backend", "dbsp", "--sp-strategy", "U3R1", "--ulysses_degree", "2"], "needs 3 GPUs"),
+        (["--sp-backend", "dbsp", "--sp-strategy", "4x2"], "not of the form UxRy"),
+        (["--sp-backend", "dbsp", "--sp-planner", "magic"], "unknown planner 'magic'"),
+        (["--sp-backend", "dbsp", "--sp-mask", "/nowhere.safetensors"], "does not exist"),
+        (["--sp-backend", "dbsp", "--sp-config", "/nowhere.yaml"], "does not exist"),
+        (["--sp-backend", "dbsp", "--pipefusion_parallel_degree", "2"], "leave it at 1"),
+        (["--sp-backend", "dbsp", "--model", "./nowhere"], "that folder does not exist"),
+        (["--sp-backend", "dbsp", "--model", "black-forest-labs/FLUX.1-dev"], "does not know that name"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_launched(arguments, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        preflight(["--prompt", "x", *arguments])
+    assert "\n" not in str(caught.value)
+
+
+def test_local_folders_must_be_wan_pipelines(tmp_path):
+    with pytest.raises(ValueError, match=r"no model_index\.json"):
+        require_model(str(tmp_path))
+    index = tmp_path / "model_index.json"
+    index.write_text("{")
+    with pytest.raises(ValueError, match="not a pipeline index"):
+        require_model(str(tmp_path))
+    index.write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    with pytest.raises(ValueError, match="this is FluxPipeline"):
+        require_model(str(tmp_path))
+    index.write_text(
+        json.dumps({"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]})
+    )
+    with pytest.raises(ValueError, match="with two"):
+        require_model(str(tmp_path))
+    index.write_text(json.dumps({"_class_name": "WanPipeline", "transformer_2": [None, None]}))
+    require_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("command", ["xdit", "dbsp-xdit"])
+def test_commands_exit_2_with_one_line(command):
+    bin_folder = os.path.dirname(sys.executable)
+    arguments = ["--sp-backend", "dbsp", "--model", "./nowhere", "--ulysses_degree", "2", "--prompt", "x"]
+    run = subprocess.run([os.path.join(bin_folder, command), *arguments], capture_output=True, text=True)
+    assert run.returncode == 2
+    ours = [line for line in run.stderr.splitlines() if "error:" in line]
+    assert len(ours) == 1
+    assert "--model ./nowhere: that folder does not exist" in ours[0]
+    assert "Traceback" not in run.stderr
