@@ -25,7 +25,6 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     help="Dual-balanced sequence parallelism for block-sparse attention in video diffusion transformers.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -46,7 +45,7 @@ def tiny(
         make_tiny(model, folder, seed)
     except ImportError as error:
         raise ValueError(f"{error.name} is needed to make checkpoints; pip install 'dbsp-attention[xdit]'") from error
-    Console(stderr=True).print(f"wrote a tiny {model} checkpoint to {folder}")
+    print(f"wrote a tiny {model} checkpoint to {folder}", file=sys.stderr)
 
 
 @app.command()
@@ -63,8 +62,6 @@ def plan(
 ) -> None:
     """Plan one attention of a mask file: how even the work is before and after, and what moves."""
     source = MaskFile(file)
-    if source.per_layer and not as_json:
-        Console(stderr=True).print(f"{file}: layer {layer} of {source.layers}")
     mask = source.layer(layer)
     strategies = Strategy.all_for(gpus) if strategy == "all" else (Strategy.parse(strategy),)
     for wanted in strategies:
@@ -87,6 +84,8 @@ def plan(
         rows = [_plan_row(p) for p in plans]
         print(json.dumps({"file": str(file), "gpus": gpus, "density": mask.density, "plans": rows}))
     else:
+        if source.per_layer:
+            print(f"{file}: layer {layer} of {source.layers}", file=sys.stderr)
         Console().print(_plan_table(mask, gpus, plans))
 
 
@@ -139,8 +138,8 @@ def doctor(as_json: JsonFlag = False) -> None:
 def main() -> None:
     """Runs the command. A user's mistake is one line on standard error and exit code 2."""
     try:
-        code = app(standalone_mode=False)
-    except (ValueError, UsageError) as error:
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except (ValueError, OSError, UsageError) as error:
         text = error.format_message() if isinstance(error, UsageError) else str(error)
         print(f"dbsp: error: {' '.join(text.split())}", file=sys.stderr)
         raise SystemExit(2) from error

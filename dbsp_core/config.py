@@ -67,7 +67,7 @@ class DbspConfig:
         _require("kernel", self.kernel, ("auto", *KERNELS))
         _require("dtype", self.dtype, DTYPES)
         PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost)
-        if self.replan_threshold < 1:
+        if not self.replan_threshold >= 1:
             raise ValueError(f"replan_threshold={self.replan_threshold} must be at least 1, the least ρ_s there is")
 
     @classmethod
@@ -99,7 +99,7 @@ class DbspConfig:
 def _source_from(settings: Mapping[str, Any]) -> MaskSource:
     values = dict(settings)
     name = values.pop("source", None)
-    if name not in SOURCES:
+    if not isinstance(name, str) or name not in SOURCES:
         raise ValueError(f"unknown mask source {name!r}; set mask.source to one of {', '.join(SOURCES)}")
     source: MaskSource = _build(SOURCES[name], values, f"mask source {name!r}")
     return source
@@ -117,6 +117,9 @@ def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
             raise ValueError(f"unknown key {key!r} in {where}; {hint}")
         converted[key] = _convert(value, hints[key], f"{key!r} in {where}")
     return cls(**converted)
+
+
+_IN_WORDS = {MaskSource: "a mapping such as {source: dense}", Strategy: "a strategy such as U4R2"}
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
@@ -139,7 +142,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             return value
         if get_origin(option) is tuple and isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
             return tuple(value)
-    wanted = " or ".join(getattr(o, "__name__", str(o)) for o in options if o is not type(None))
+    wanted = " or ".join(_IN_WORDS.get(o, getattr(o, "__name__", str(o))) for o in options if o is not type(None))
     raise ValueError(f"{where} must be {wanted}, got {value!r}")
 
 

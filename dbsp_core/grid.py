@@ -65,7 +65,8 @@ class BlockGrid:
         block_k: int | None = None,
     ) -> BlockGrid:
         """A grid of equal blocks; `tokens` counts text and video together. `block_q`, `block_k` override `block`."""
-        return cls(tokens, text_tokens, block_q or block, block_k or block)
+        sizes = (block if size is None else size for size in (block_q, block_k))
+        return cls(tokens, text_tokens, *sizes)
 
     @cached_property
     def q_axis(self) -> BlockAxis:

@@ -67,8 +67,6 @@ class HomeLayout:
     shard: int
 
     def __post_init__(self) -> None:
-        if self.world < 1:
-            raise ValueError(f"a home layout needs at least one rank, got {self.world}")
         place = self._place
         inside = (self.rank >= 0) & (self.rank < self.world) & (self.local >= 0) & (self.local < self.shard)
         if not inside.all() or len(np.unique(place)) != len(place):
@@ -80,7 +78,11 @@ class HomeLayout:
 
         streams: int64 token positions, in the order in which each stream is sharded; together every token once
         """
+        if world < 1:
+            raise ValueError(f"a home layout needs at least one rank, got {world}")
         tokens = sum(len(stream) for stream in streams)
+        if not np.array_equal(np.sort(np.concatenate(streams)), np.arange(tokens)):
+            raise ValueError(f"the streams of a home layout must hold each of their {tokens} tokens once")
         rank, local = np.full(tokens, -1), np.full(tokens, -1)
         first = 0
         for stream in streams:

@@ -98,10 +98,10 @@ class MaskFile:
             ) from error
         if tensor is None:
             raise ValueError(f"mask file {self.path} has no tensor 'mask' (it has {names}); name the tensor 'mask'")
-        if dtype != "U8" or len(shape) not in (3, 4):
+        if dtype != "U8" or len(shape) not in (3, 4) or 0 in shape:
             raise ValueError(
                 f"mask file {self.path}: tensor 'mask' is {dtype} of shape {list(shape)}, expected uint8 (U8) of "
-                "shape [heads, nq, nk] or [layers, heads, nq, nk]"
+                "shape [heads, nq, nk] or [layers, heads, nq, nk], none of them 0"
             )
         self.grid = self._grid(metadata)
         if shape[-2:] != (self.grid.nq, self.grid.nk):

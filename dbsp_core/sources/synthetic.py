@@ -39,7 +39,10 @@ class SyntheticSource(BlockSizes):
         row = self._profile(grid.nq, rng)
         column = self._profile(grid.nk, rng)
         wanted = self.density * head[:, None, None] * row[None, :, None] * column[None, None, :]
-        wanted *= self.density / max(wanted.mean(), 1e-12)
+        for _ in range(20):  # shares end at 1: what that cuts off goes to the others
+            wanted = np.minimum(wanted * (self.density / max(wanted.mean(), 1e-12)), 1.0)
+            if wanted.mean() >= 0.995 * self.density:
+                break
         bits = rng.random(wanted.shape) < wanted
         diagonal = np.arange(grid.nq) * grid.nk // grid.nq
         bits[:, np.arange(grid.nq), diagonal] = True

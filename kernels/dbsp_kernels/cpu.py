@@ -26,6 +26,7 @@ def cpu_attention(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The contract of `dbsp_kernels.block_attention`."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # the operator reads D as if its stride were 1
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32)
     block = k.shape[1]

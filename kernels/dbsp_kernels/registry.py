@@ -89,7 +89,7 @@ def choose_kernel(name: str, device: str, dtype: torch.dtype) -> Kernel:
     Raises ValueError, naming one that can, when the kernel is unknown or cannot serve.
     """
     usable = available(device, dtype)
-    wanted = os.environ.get("DBSP_KERNEL", "auto") if name == "auto" else name
+    wanted = (os.environ.get("DBSP_KERNEL") or "auto") if name == "auto" else name
     if wanted == "auto":
         if not usable:
             raise ValueError(f"no attention kernel serves {dtype} on {device}; use float32, float16 or bfloat16")

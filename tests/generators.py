@@ -1,0 +1,94 @@
+"""Random grids, masks and layouts for property tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from dbsp_core import BlockGrid, BlockMask, HomeLayout, Plan, Strategy, make_plan
+from dbsp_core.home import HOME_ORDERS, MaskProfile
+from dbsp_core.planners import PLANNERS
+
+SEEDS = st.integers(0, 2**32 - 1)
+BLOCK_SIZES = st.integers(1, 24)
+
+
+def examples(count: int) -> settings:
+    """Decorator: that many examples, each as slow as it likes."""
+    return settings(max_examples=count, deadline=None)
+
+
+@st.composite
+def grids(draw: st.DrawFn, least_key_blocks: int = 1, parts: int = 1) -> BlockGrid:
+    """Any text length and any two block sizes that are multiples of `parts`, with at least so many KV blocks."""
+    block_q, block_k = (draw(st.integers(1, max(1, 24 // parts))) * parts for _ in range(2))
+    tokens = draw(st.integers((least_key_blocks - 1) * block_k + 1, least_key_blocks * block_k + 100))
+    return BlockGrid(tokens, draw(st.integers(0, tokens)), block_q, block_k)
+
+
+EVERY_STRATEGY = tuple(s for world in range(1, 9) for s in Strategy.all_for(world))
+"""Every UxRy on up to 8 ranks."""
+
+
+def random_bits(heads: int, grid: BlockGrid, seed: int, level: float = 0.5) -> np.ndarray:
+    """bool[heads, nq, nk] with about `level` of it dense: uneven over heads, rows and columns, asymmetric."""
+    rng = np.random.default_rng(seed)
+    head, row, column = (rng.uniform(0, 2, n) for n in (heads, grid.nq, grid.nk))
+    return rng.random((heads, grid.nq, grid.nk)) < level * head[:, None, None] * row[:, None] * column
+
+
+@st.composite
+def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> HomeLayout:
+    """Every named layout, with text among the video or apart from it, and tokens in no order at all."""
+    name = draw(st.sampled_from([*HOME_ORDERS, "shuffled"]))
+    if name == "shuffled":
+        order = np.random.default_rng(draw(SEEDS)).permutation(grid.tokens)
+        return HomeLayout.from_streams([order], strategy.world)
+    weights = np.random.default_rng(draw(SEEDS)).integers(100, size=grid.nq + grid.nk)
+    profile = MaskProfile(weights[: grid.nq], weights[grid.nq :])
+    split_text = draw(st.booleans()) and grid.text_tokens < grid.tokens
+    return HomeLayout.named(name, grid, strategy, split_text=split_text, profile=profile)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What `make_plan` is asked."""
+
+    mask: BlockMask
+    strategy: Strategy
+    planner: str
+    home: HomeLayout
+    reward: float
+    head_cap: bool
+
+    def plan(self) -> Plan:
+        return make_plan(
+            self.mask,
+            self.strategy,
+            self.planner,
+            home=self.home,
+            reward=self.reward,
+            head_cap=self.head_cap,
+        )
+
+    def __repr__(self) -> str:
+        settings = f"planner={self.planner} reward={self.reward} head_cap={self.head_cap}"
+        return f"{self.strategy} {settings} heads={self.mask.heads} {self.mask.grid}"
+
+
+@st.composite
+def problems(draw: st.DrawFn, strategy: Strategy) -> Problem:
+    planner = draw(st.sampled_from(list(PLANNERS)))
+    grid = draw(grids(strategy.ring, parts=strategy.ring if PLANNERS[planner].refines else 1))
+    level = draw(st.sampled_from([0.5, 0.1, 1.0, 0.0]))
+    return Problem(
+        mask=BlockMask(random_bits(draw(st.integers(1, 9)), grid, draw(SEEDS), level), grid),
+        strategy=strategy,
+        planner=planner,
+        home=draw(layouts(grid, strategy)),
+        reward=draw(st.sampled_from([0.0, 0.3, 1.0, 50.0])),
+        head_cap=draw(st.booleans()),
+    )

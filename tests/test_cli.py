@@ -1,0 +1,210 @@
+"""The `dbsp` command: what it prints, and that every mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
+from dbsp_core.cli import main
+from dbsp_core.home import HOME_ORDERS
+from dbsp_core.planners import PLANNERS
+from dbsp_core.tiny import TINY_MODELS
+from generators import random_bits
+
+GRID = BlockGrid(tokens=203, text_tokens=11, block_q=32, block_k=16)
+
+
+@pytest.fixture
+def dbsp(monkeypatch, capsys):
+    """dbsp(*args) runs the command. returns: exit code, standard output, standard error."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["dbsp", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return stopped.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def mask_file(tmp_path):
+    """Two layers of five heads."""
+    path = tmp_path / "masks.safetensors"
+    save_mask(path, [BlockMask(random_bits(5, GRID, seed), GRID) for seed in (1, 2)])
+    return path
+
+
+class TestPlan:
+    def test_json_is_one_object_with_the_documented_keys(self, dbsp, mask_file):
+        code, out, err = dbsp("plan", mask_file, "--gpus", 6, "--strategy", "U3R2", "--json")
+        report = json.loads(out)
+        assert (code, err) == (0, "")
+        assert list(report) == ["file", "gpus", "density", "plans"]
+        assert (report["file"], report["gpus"]) == (str(mask_file), 6)
+        (plan,) = report["plans"]
+        names = ["strategy", "planner", "rho_before", "rho", "rho_bound", "moved", "split_heads", "plan_ms"]
+        assert list(plan) == names
+        assert (plan["strategy"], plan["planner"], plan["split_heads"]) == ("U3R2", "paper", 0)
+        assert plan["rho"] >= plan["rho_bound"] >= 1
+        assert 0 <= plan["moved"] <= 1
+
+    @pytest.mark.parametrize("gpus", [1, 6, 8])
+    def test_all_strategies_are_planned_by_default(self, dbsp, mask_file, gpus):
+        plans = json.loads(dbsp("plan", mask_file, "--gpus", gpus, "--json")[1])["plans"]
+        assert [plan["strategy"] for plan in plans] == [str(s) for s in Strategy.all_for(gpus)]
+
+    def test_all_strategies_leave_out_rings_longer_than_the_mask_has_kv_blocks(self, dbsp, mask_file):
+        plans = json.loads(dbsp("plan", mask_file, "--gpus", 26, "--strategy", "all", "--json")[1])["plans"]
+        assert GRID.nk == 13
+        assert [plan["strategy"] for plan in plans] == ["U26R1", "U13R2", "U2R13"]
+
+    def test_all_planners_are_compared(self, dbsp, mask_file):
+        out = dbsp("plan", mask_file, "--gpus", 4, "--strategy", "U2R2", "--planner", "all", "--json")[1]
+        plans = {plan["planner"]: plan for plan in json.loads(out)["plans"]}
+        assert list(plans) == list(PLANNERS)
+        assert plans["contiguous"]["rho"] == plans["paper"]["rho_before"]
+
+    def test_options_reach_the_planner(self, dbsp, mask_file):
+        def moved(*options):
+            out = dbsp("plan", mask_file, "--gpus", 4, "--strategy", "U1R4", "--json", *options)[1]
+            return json.loads(out)["plans"][0]["moved"]
+
+        assert moved("--planner", "contiguous") < moved("--reward", 1) < moved("--reward", 0)
+        assert moved("--reward", 0, "--home", "striped") != moved("--reward", 0)
+
+    def test_the_head_cap_reaches_the_planner(self, dbsp, tmp_path):
+        # Heads of 91, 1, 1 and 1 blocks: one column takes the large one alone, unless heads must be two and two.
+        bits = np.zeros((4, GRID.nq, GRID.nk), dtype=bool)
+        bits[0], bits[1:, 0, 0] = True, True
+        save_mask(tmp_path / "mask.safetensors", BlockMask(bits, GRID))
+        ask = ("plan", tmp_path / "mask.safetensors", "--gpus", 2, "--strategy", "U2R1", "--json")
+        free, capped = (json.loads(dbsp(*ask, *flag)[1])["plans"][0]["rho"] for flag in ([], ["--head-cap"]))
+        assert (free, capped) == (91 / 47, 92 / 47)
+
+    def test_each_layer_has_its_own_plan(self, dbsp, mask_file):
+        densities = [
+            json.loads(dbsp("plan", mask_file, "--gpus", 2, "--layer", i, "--json")[1])["density"] for i in (0, 1)
+        ]
+        assert densities == [float(random_bits(5, GRID, seed).mean()) for seed in (1, 2)]
+
+    def test_the_table_has_a_row_for_each_plan(self, dbsp, mask_file):
+        code, out, _ = dbsp("plan", mask_file, "--gpus", 6)
+        assert code == 0
+        rows = [line.split() for line in out.splitlines() if line.lstrip().startswith("U")]
+        assert [row[:2] for row in rows] == [[str(s), "paper"] for s in Strategy.all_for(6)]
+
+
+MISTAKES = [
+    (["plan", "MASK"], "--gpus"),
+    (["plan", "MASK", "--gpus", "many"], "--gpus"),
+    (["plan", "MASK", "--gpus", "0"], "at least 1, got 0"),
+    (["plan", "MASK", "--gpus", "4", "--strategy", "U2R3"], "use one of U4R1, U2R2, U1R4"),
+    (["plan", "MASK", "--gpus", "4", "--strategy", "4x1"], "not of the form UxRy"),
+    (["plan", "MASK", "--gpus", "14", "--strategy", "U1R14"], "only 13 KV blocks"),
+    (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
+    (["plan", "MASK", "--gpus", "4", "--home", "random"], f"use one of {', '.join(HOME_ORDERS)}"),
+    (["plan", "MASK", "--gpus", "4", "--reward", "-1"], "must not be negative"),
+    (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),
+    (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),
+    (["plan", "notes.txt", "--gpus", "4"], "not a readable safetensors file"),
+    (["plan", "MASK", "--gpus", "4", "--ring", "2"], "--ring"),
+    (["plam"], "plam"),
+    (["tiny", "sora", "new"], "use one of wan, cogvideox"),
+    (["tiny", "wan", "notes.txt"], "is not a checkpoint folder"),
+    (["tiny", "wan", "notes.txt/new"], "notes.txt"),
+    (["tiny", "wan", "."], "is not a checkpoint folder"),
+]
+MISTAKES += [([*args, "--json"], complaint) for args, complaint in MISTAKES if args[0] == "plan"]
+
+
+@pytest.mark.parametrize(("args", "complaint"), MISTAKES, ids=[" ".join(args) for args, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(dbsp, mask_file, monkeypatch, args, complaint):
+    monkeypatch.chdir(mask_file.parent)
+    Path("notes.txt").write_text("this is no mask, and no checkpoint either")
+    before = sorted(mask_file.parent.iterdir())
+    code, out, err = dbsp(*(mask_file if arg == "MASK" else arg for arg in args))
+    assert (code, out) == (2, "")
+    assert err.startswith("dbsp: error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert complaint in err
+    assert sorted(mask_file.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("args", [[], ["--help"]])
+def test_without_arguments_it_shows_its_help(dbsp, args):
+    code, out, err = dbsp(*args)
+    assert (code, err) == (0, "")
+    assert all(command in out for command in ("tiny", "plan", "doctor"))
+    assert out.count("\n") > 5
+
+
+class TestDoctor:
+    def test_json_is_one_object_that_gives_a_fix_for_whatever_is_missing(self, dbsp):
+        code, out, err = dbsp("doctor", "--json")
+        findings = {finding.pop("what"): finding for finding in json.loads(out)["findings"]}
+        assert (code, err) == (0, "")
+        assert {"python", "torch", "accelerator", "communication", "kernel cpu", "kernel reference"} <= set(findings)
+        assert findings["torch"]["ok"]
+        assert all(list(finding) == ["ok", "detail", "fix"] for finding in findings.values())
+        assert all(bool(finding["fix"]) != finding["ok"] for finding in findings.values())
+
+    def test_the_table_says_the_same(self, dbsp):
+        code, out, _ = dbsp("doctor")
+        assert code == 0
+        assert "kernel reference" in out
+
+
+class HalfWritten:
+    """A pipeline whose disk is full."""
+
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        (folder / "model_index.json").write_text("{}")
+        raise OSError("No space left on device")
+
+
+class TestTiny:
+    def test_wan_is_a_pipeline_that_loads_and_replaces_an_older_one(self, dbsp, tmp_path):
+        diffusers = pytest.importorskip("diffusers")
+        pytest.importorskip("transformers")
+        folder = tmp_path / "new" / "wan"
+        folder.mkdir(parents=True)
+        for name in ("model_index.json", "left-over.txt"):
+            (folder / name).write_text("{}")
+        code, out, err = dbsp("tiny", "wan", folder)
+        assert (code, out) == (0, "")
+        assert err.endswith(f"wrote a tiny wan checkpoint to {folder}\n")
+        assert not (folder / "left-over.txt").exists()
+        assert list(folder.parent.iterdir()) == [folder]
+        pipe = diffusers.WanPipeline.from_pretrained(folder)
+        assert pipe.transformer.config.num_attention_heads == 12
+        assert len(pipe.transformer.blocks) == 4
+        assert pipe.tokenizer("a red ball").input_ids
+
+    def test_a_failure_leaves_the_older_checkpoint_and_nothing_else(self, dbsp, tmp_path, monkeypatch):
+        monkeypatch.setitem(TINY_MODELS, "wan", HalfWritten)
+        folder = tmp_path / "wan"
+        folder.mkdir()
+        (folder / "model_index.json").write_text('{"older": true}')
+        code, out, err = dbsp("tiny", "wan", folder)
+        assert (code, out, err) == (2, "", "dbsp: error: No space left on device\n")
+        assert (folder / "model_index.json").read_text() == '{"older": true}'
+        assert list(tmp_path.iterdir()) == [folder]
+
+    def test_a_missing_host_is_named_with_the_fix(self, dbsp, tmp_path, monkeypatch):
+        def needs_diffusers():
+            raise ImportError("No module named 'diffusers'", name="diffusers")
+
+        monkeypatch.setitem(TINY_MODELS, "wan", needs_diffusers)
+        code, out, err = dbsp("tiny", "wan", tmp_path / "wan")
+        assert (code, out) == (2, "")
+        assert "diffusers is needed to make checkpoints; pip install 'dbsp-attention[xdit]'" in err
+        assert list(tmp_path.iterdir()) == []

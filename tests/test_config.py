@@ -1,0 +1,180 @@
+"""DbspConfig: settings from YAML, a dict or flags, and every mistake said in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dbsp_core import BlockGrid, BlockMask, DbspConfig, Strategy, save_mask
+from dbsp_core.planners import PLANNERS
+from dbsp_core.sources import DenseSource, FileSource, SyntheticSource, WindowSource
+from dbsp_kernels import KERNELS
+
+
+def test_nothing_gives_the_defaults():
+    config = DbspConfig.load(None)
+    assert config == DbspConfig() == DbspConfig.load({})
+    assert (config.strategy, config.planner, config.home, config.mask) == (None, "paper", "contiguous", DenseSource())
+
+
+def test_yaml_and_dict_say_the_same(tmp_path):
+    path = tmp_path / "dbsp.yaml"
+    path.write_text(
+        """
+        mask: {source: window, window: [3, 5, 7], block_q: 32}
+        strategy: u2r3
+        planner: contiguous
+        home: striped
+        reward: 2
+        head_cap: true
+        replan_threshold: 1.5
+        kernel: reference
+        dtype: bfloat16
+        report: out
+        debug: true
+        """
+    )
+    expected = DbspConfig(
+        mask=WindowSource(window=(3, 5, 7), block_q=32),
+        strategy=Strategy(2, 3),
+        planner="contiguous",
+        home="striped",
+        reward=2.0,
+        head_cap=True,
+        replan_threshold=1.5,
+        kernel="reference",
+        dtype="bfloat16",
+        report="out",
+        debug=True,
+    )
+    settings = {
+        "mask": {"source": "window", "window": [3, 5, 7], "block_q": 32},
+        "strategy": "U2R3",
+        "planner": "contiguous",
+        "home": "striped",
+        "reward": 2,
+        "head_cap": True,
+        "replan_threshold": 1.5,
+        "kernel": "reference",
+        "dtype": "bfloat16",
+        "report": Path("out"),
+        "debug": True,
+    }
+    assert DbspConfig.load(path) == DbspConfig.load(str(path)) == expected
+    assert DbspConfig.load(settings) == expected
+    assert DbspConfig.load(expected) is expected
+
+
+def test_an_empty_yaml_file_gives_the_defaults(tmp_path):
+    path = tmp_path / "dbsp.yaml"
+    path.write_text("# nothing set\n")
+    assert DbspConfig.load(path) == DbspConfig()
+
+
+def test_null_unsets_what_may_be_unset():
+    assert DbspConfig.load({"strategy": None, "report": None}) == DbspConfig()
+
+
+def test_every_source_can_be_named(tmp_path):
+    path = tmp_path / "mask.safetensors"
+    save_mask(path, BlockMask.dense(2, BlockGrid.uniform(64, 16)))
+    for settings, expected in (
+        ({"source": "dense", "block_k": 128}, DenseSource(block_k=128)),
+        ({"source": "file", "path": str(path)}, FileSource(str(path))),
+        ({"source": "window"}, WindowSource()),
+        ({"source": "synthetic", "density": 1, "seed": 3}, SyntheticSource(density=1.0, seed=3)),
+    ):
+        assert DbspConfig.load({"mask": settings}).mask == expected
+
+
+class TestOverrides:
+    def test_given_values_replace_and_none_keeps(self):
+        config = DbspConfig(planner="contiguous", reward=3.0)
+        changed = config.with_overrides(planner=None, reward=0.0, strategy="U2R2", mask={"source": "window"})
+        assert changed == DbspConfig(WindowSource(), Strategy(2, 2), planner="contiguous", reward=0.0)
+
+    def test_false_is_a_value(self):
+        assert DbspConfig(debug=True).with_overrides(debug=False).debug is False
+
+    def test_nothing_given_changes_nothing(self):
+        config = DbspConfig()
+        assert config.with_overrides(planner=None) is config
+
+    def test_overrides_are_checked_too(self):
+        with pytest.raises(ValueError, match="unknown planner 'x'"):
+            DbspConfig().with_overrides(planner="x")
+
+
+MISTAKES = {
+    "an unknown key": ({"planer": "paper"}, "unknown key 'planer' in the configuration; did you mean 'planner'?"),
+    "a key unlike any": ({"zzz": 1}, "known keys: mask, strategy, planner"),
+    "a key that is no text": ({3: 1}, "unknown key 3"),
+    "an unknown key of a source": (
+        {"mask": {"source": "window", "windw": [1, 1, 1]}},
+        "unknown key 'windw' in mask source 'window'; did you mean 'window'?",
+    ),
+    "an unknown source": ({"mask": {"source": "dens"}}, "unknown mask source 'dens'; set mask.source to one of dense"),
+    "no source": ({"mask": {}}, "unknown mask source None; set mask.source to one of dense, file"),
+    "a source that is no text": ({"mask": {"source": ["dense"]}}, "unknown mask source"),
+    "a mask that is no mapping": ({"mask": "dense"}, "must be a mapping such as {source: dense}, got 'dense'"),
+    "a source without its path": ({"mask": {"source": "file"}}, "needs a path"),
+    "a mask file that is not there": ({"mask": {"source": "file", "path": "/no/such"}}, "/no/such does not exist"),
+    "a window of two sizes": ({"mask": {"source": "window", "window": [3, 3]}}, "needs three sizes"),
+    "a window of none": ({"mask": {"source": "window", "window": [3, 3, 0]}}, "at least 1"),
+    "a window of fractions": ({"mask": {"source": "window", "window": [3, 3, 0.5]}}, "'window' in mask source"),
+    "a density above 1": ({"mask": {"source": "synthetic", "density": 1.5}}, "density=1.5 must lie between 0 and 1"),
+    "a block of nothing": ({"mask": {"source": "dense", "block_q": 0}}, "block_q=0"),
+    "a block that is no number": ({"mask": {"source": "dense", "block_q": "64"}}, "must be int, got '64'"),
+    "an unknown planner": ({"planner": "greedy"}, f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"),
+    "an unknown kernel": ({"kernel": "cuda"}, f"unknown kernel 'cuda'; use one of auto, {', '.join(KERNELS)}"),
+    "an unknown home": ({"home": "random"}, "unknown home 'random'; use one of contiguous, striped, learned"),
+    "an unknown dtype": ({"dtype": "int8"}, "unknown dtype 'int8'"),
+    "a strategy of another form": ({"strategy": "4x2"}, "not of the form UxRy"),
+    "a strategy that is no text": (
+        {"strategy": 42},
+        "'strategy' in the configuration must be a strategy such as U4R2, got 42",
+    ),
+    "a negative reward": ({"reward": -1}, "must not be negative"),
+    "a reward that is no number": ({"reward": "a lot"}, "must be float, got 'a lot'"),
+    "a reward that is not a number": ({"reward": float("nan")}, "must not be negative"),
+    "a threshold below 1": ({"replan_threshold": 0.9}, "must be at least 1"),
+    "text for a switch": ({"debug": "yes"}, "must be bool, got 'yes'"),
+    "a number for a switch": ({"debug": 1}, "must be bool, got 1"),
+    "a switch for a number": ({"reward": True}, "must be float, got True"),
+    "null where there must be a value": ({"planner": None}, "must be str, got None"),
+}
+
+
+@pytest.mark.parametrize(("settings", "complaint"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_raises_one_line(settings, complaint):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        DbspConfig.load(settings)
+    assert complaint in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+BAD_FILES = {
+    "not YAML": (b"mask: [1, 2\nplanner: }", "is not YAML"),
+    "not text": (b"\xff\xfe\x00\x01", "is not YAML"),
+    "a list": (b"- planner\n- paper\n", "must be a mapping, not a list"),
+    "text": (b"U4R2", "must be a mapping, not a str"),
+    "with an unknown key": (b"stratgy: U4R2", "did you mean 'strategy'?"),
+    "with a wrong type": (b"debug: 3", "must be bool, got 3"),
+}
+
+
+@pytest.mark.parametrize(("content", "complaint"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
+    path = tmp_path / "dbsp.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        DbspConfig.load(path)
+    assert complaint in str(raised.value)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there_raises(tmp_path):
+    with pytest.raises(ValueError, match="does not exist; give the path of a YAML file"):
+        DbspConfig.load(tmp_path / "none.yaml")

@@ -1,0 +1,144 @@
+"""Home layouts: which rank holds which tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_core import BlockGrid, HomeLayout, Strategy
+from generators import EVERY_STRATEGY, examples, grids, layouts
+
+
+@st.composite
+def placed(draw):
+    """(grid, strategy, layout)"""
+    grid, strategy = draw(grids()), draw(st.sampled_from(EVERY_STRATEGY))
+    return grid, strategy, draw(layouts(grid, strategy))
+
+
+@given(placed())
+@examples(80)
+def test_every_token_is_at_exactly_one_place(problem):
+    grid, strategy, home = problem
+    held = [
+        (token, rank, place) for rank in range(home.world) for token, place in zip(*home.tokens_at(rank), strict=True)
+    ]
+    assert sorted(token for token, _, _ in held) == list(range(grid.tokens))
+    assert len({(rank, place) for _, rank, place in held}) == grid.tokens
+    assert all(0 <= place < home.shard for _, _, place in held)
+    assert home.world == strategy.world
+    assert home.tokens == grid.tokens
+
+
+@given(placed())
+@examples(80)
+def test_order_reads_rank_after_rank_and_place_after_place(problem):
+    home = problem[2]
+    assert home.order.tolist() == [token for rank in range(home.world) for token in home.tokens_at(rank)[0]]
+
+
+@given(placed())
+@examples(80)
+def test_fragments_tile_every_block_with_runs_that_lie_together(problem):
+    grid, _, home = problem
+    for axis in (grid.q_axis, grid.k_axis):
+        f = home.fragments(axis)
+        tokens, ranks, places = [], [], []
+        for block, offset, rank, local, length in zip(f.block, f.offset, f.rank, f.local, f.length, strict=True):
+            assert length >= 1
+            assert offset + length <= axis.lengths[block]
+            tokens += range(axis.starts[block] + offset, axis.starts[block] + offset + length)
+            ranks += [rank] * length
+            places += range(local, local + length)
+        assert tokens == list(range(grid.tokens))
+        assert ranks == home.rank.tolist()
+        assert places == home.local.tolist()
+
+
+@given(placed())
+@examples(50)
+def test_tokens_by_ring_counts_each_blocks_tokens(problem):
+    grid, strategy, home = problem
+    for axis in (grid.q_axis, grid.k_axis):
+        counted = Counter((axis.block_of[t], home.rank[t] // strategy.ulysses) for t in range(grid.tokens))
+        table = home.fragments(axis).tokens_by_ring(len(axis), strategy)
+        assert table.tolist() == [
+            [counted[block, ring] for ring in range(strategy.ring)] for block in range(len(axis))
+        ]
+
+
+def test_contiguous_keeps_token_order_and_pads_the_last_ranks():
+    # 10 tokens on 4 ranks: shards of 3, the last rank has one token and two places of padding.
+    home = HomeLayout.contiguous(10, 4)
+    assert home.shard == 3
+    assert home.rank.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+    assert home.local.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+
+
+def test_more_ranks_than_tokens_leave_some_empty():
+    home = HomeLayout.contiguous(2, 5)
+    assert [len(home.tokens_at(rank)[0]) for rank in range(5)] == [1, 1, 0, 0, 0]
+
+
+def test_striped_deals_blocks_out_over_the_ring():
+    # 8 blocks of 4 on U2R2: even blocks are ring rank 0's (ranks 0 and 1), odd blocks ring rank 1's (2 and 3).
+    grid = BlockGrid.uniform(32, 4)
+    home = HomeLayout.striped(grid, Strategy(2, 2))
+    assert (home.rank // 2).tolist() == (np.arange(32) // 4 % 2).tolist()
+    assert home.tokens_at(0)[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+def test_striped_deals_out_the_coarser_blocks_so_that_none_is_cut():
+    home = HomeLayout.striped(BlockGrid(32, 0, block_q=2, block_k=8), Strategy(1, 2))
+    assert home.rank.tolist() == (np.arange(32) // 8 % 2).tolist()
+
+
+def test_split_text_gives_every_rank_its_share_of_text_before_its_share_of_video():
+    # 5 text tokens on 2 ranks: 3 + 2 and one of padding; 6 video tokens: 3 + 3.
+    home = HomeLayout.named("contiguous", BlockGrid(11, 5, 4, 4), Strategy(2, 1), split_text=True)
+    assert [a.tolist() for a in home.tokens_at(0)] == [[0, 1, 2, 5, 6, 7], [0, 1, 2, 3, 4, 5]]
+    assert [a.tolist() for a in home.tokens_at(1)] == [[3, 4, 8, 9, 10], [0, 1, 3, 4, 5]]
+    assert home.shard == 6
+
+
+def test_split_text_without_text_changes_nothing():
+    grid, strategy = BlockGrid(37, 0, 4, 4), Strategy(1, 3)
+    split, joint = (HomeLayout.named("striped", grid, strategy, split_text=s) for s in (True, False))
+    assert split.rank.tolist() == joint.rank.tolist()
+    assert split.local.tolist() == joint.local.tolist()
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "world"),
+    [
+        ([0, 0, 1], [0, 0, 0], 2),  # two tokens at one place
+        ([0, 1, 2], [0, 0, 0], 2),  # a rank that is not there
+        ([0, -1, 1], [0, 0, 0], 2),
+        ([0, 0, 1], [0, 2, 0], 2),  # a place beyond the shard
+        ([0, 0, 1], [0, -1, 0], 2),
+        ([0, 0, 1], [0, 1, 0], 0),  # no ranks at all
+    ],
+)
+def test_bad_layouts_raise(rank, local, world):
+    with pytest.raises(ValueError, match="home layout"):
+        HomeLayout(np.array(rank), np.array(local), world, shard=2)
+
+
+@pytest.mark.parametrize("streams", [[[0, 1, 1]], [[0, 1], [1, 2]], [[0, 1, 3]]])
+def test_streams_that_do_not_hold_every_token_once_raise(streams):
+    with pytest.raises(ValueError, match="home layout"):
+        HomeLayout.from_streams([np.array(stream) for stream in streams], 2)
+
+
+def test_a_layout_for_no_ranks_raises():
+    with pytest.raises(ValueError, match="at least one rank, got 0"):
+        HomeLayout.contiguous(10, 0)
+
+
+def test_an_unknown_layout_raises_and_names_those_there_are():
+    with pytest.raises(ValueError, match="'diagonal'; use one of contiguous, striped, learned"):
+        HomeLayout.named("diagonal", BlockGrid.uniform(8, 4), Strategy(1, 1))

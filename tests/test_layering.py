@@ -1,0 +1,95 @@
+"""Who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dbsp_core
+import dbsp_kernels
+
+CORE, KERNELS = (Path(package.__file__).parent for package in (dbsp_core, dbsp_kernels))
+HOSTS = {"xfuser", "para_attn", "diffusers", "transformers"}
+ADAPTERS = {"dbsp_xdit", "dbsp_para"}
+OPTIONAL = {*HOSTS, "matplotlib", "tokenizers", "accelerate", "imageio", "imageio_ffmpeg", "ftfy", "yunchang"}
+
+
+def nodes(tree: ast.AST, inside_functions: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(tree):
+        if inside_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield child
+            yield from nodes(child, inside_functions)
+
+
+def imports(path: Path, inside_functions: bool = True) -> set[str]:
+    """Full names of the modules a file imports."""
+    found = set()
+    for node in nodes(ast.parse(path.read_text()), inside_functions):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module)
+    return found
+
+
+def tops(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+def files(folder: Path) -> list:
+    paths = sorted(folder.rglob("*.py"))
+    return [pytest.param(path, id=str(path.relative_to(folder.parent))) for path in paths]
+
+
+@pytest.mark.parametrize("path", [*files(CORE / "partition"), CORE / "imbalance.py"])
+def test_the_pure_planning_functions_need_numpy_alone(path):
+    names = imports(path)
+    assert tops(names) <= {"__future__", "collections", "numpy", "dbsp_core"}
+    assert all(name.startswith("dbsp_core.partition") for name in names if name.startswith("dbsp_core"))
+
+
+@pytest.mark.parametrize("path", files(KERNELS))
+def test_kernels_know_nothing_of_the_core(path):
+    assert not tops(imports(path)) & ({"dbsp_core"} | ADAPTERS | HOSTS)
+
+
+@pytest.mark.parametrize("path", files(CORE))
+def test_the_core_knows_nothing_of_adapters_and_imports_no_host_with_itself(path):
+    assert not tops(imports(path)) & ADAPTERS
+    assert not tops(imports(path, inside_functions=False)) & OPTIONAL
+
+
+def python(code: str) -> subprocess.CompletedProcess:
+    """Runs code where everything optional is missing."""
+    blocked = f"import sys\nfor name in {sorted(OPTIONAL)}: sys.modules[name] = None\n"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.run(
+        [sys.executable, "-c", blocked + code], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_everything_imports_without_hosts():
+    done = python("import dbsp_core, dbsp_core.cli, dbsp_core.report, dbsp_kernels, dbsp_xdit, dbsp_para")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_blocked_imports_are_blocked():
+    for name in ("xfuser", "diffusers.models"):
+        assert "ModuleNotFoundError" in python(f"import {name}").stderr
+
+
+def test_doctor_names_the_missing_hosts_and_the_fix():
+    done = python("from dbsp_core.cli import main; sys.argv = ['dbsp', 'doctor', '--json']; main()")
+    assert done.returncode == 0, done.stderr
+    findings = {finding["what"]: finding for finding in json.loads(done.stdout)["findings"]}
+    xdit = next(finding for what, finding in findings.items() if what.startswith("xDiT"))
+    assert (xdit["ok"], xdit["detail"]) == (False, "lacks xfuser, diffusers, transformers")
+    assert xdit["fix"] == "pip install 'dbsp-attention[xdit]'"

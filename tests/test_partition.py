@@ -1,0 +1,205 @@
+"""Alg. 1 by hand, its properties, and bounds against exhaustive search."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_core import Strategy
+from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts
+from dbsp_core.partition.baselines import contiguous_heads, dealt_heads, resident_parts
+from dbsp_core.partition.blocks import biased_greedy
+from dbsp_core.partition.bounds import bins_bound, whole_block_bound
+from dbsp_core.partition.heads import greedy_heads
+from dbsp_core.partition.layout import balanced_layout
+from generators import SEEDS, examples
+
+WORKS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(np.array)
+PARTS = st.integers(1, 6)
+
+
+def loads(work: np.ndarray, part: np.ndarray, parts: int) -> np.ndarray:
+    return np.bincount(part, weights=work, minlength=parts)
+
+
+class TestGreedyHeads:
+    def test_by_hand(self):
+        # Work 5, 3, 7, 2, 5 on two columns, largest first:
+        # head 2 (7) → column 0: 7 | 0      head 0 (5) → column 1: 7 | 5      head 4 (5) → column 1:  7 | 10
+        # head 1 (3) → column 0: 10 | 10    head 3 (2) → a tie, so column 0: 12 | 10
+        assert greedy_heads(np.array([5, 3, 7, 2, 5]), 2).tolist() == [1, 0, 0, 0, 1]
+
+    def test_equal_heads_are_taken_in_order_and_ties_go_to_the_lower_column(self):
+        assert greedy_heads(np.array([4, 4, 4, 4, 4]), 3).tolist() == [0, 1, 2, 0, 1]
+        # 64 heads of 2 and 1 in turn: those of 2 are dealt out first, then those of 1, each in order.
+        assert greedy_heads(np.tile([2, 1], 64), 2).tolist() == [0, 0, 1, 1] * 32
+
+    def test_a_cap_sends_heads_past_the_least_loaded_column(self):
+        # Uncapped: 9 → column 0, then every 1 → column 1. With at most two each, the last one must go to column 0.
+        work = np.array([9, 1, 1, 1])
+        assert greedy_heads(work, 2).tolist() == [0, 1, 1, 1]
+        assert greedy_heads(work, 2, cap=2).tolist() == [0, 1, 1, 0]
+
+    def test_fewer_heads_than_columns_leave_columns_empty(self):
+        assert greedy_heads(np.array([1, 5]), 4).tolist() == [1, 0]
+
+    def test_a_cap_that_cannot_hold_all_heads_raises_and_names_one_that_can(self):
+        with pytest.raises(ValueError, match="5 heads do not fit 2 columns of at most 2; use cap ≥ 3"):
+            greedy_heads(np.ones(5, dtype=int), 2, cap=2)
+
+    @given(WORKS, PARTS)
+    @examples(80)
+    def test_every_head_has_a_column_and_none_is_more_than_one_head_above_the_mean(self, work, columns):
+        column = greedy_heads(work, columns)
+        assert column.shape == work.shape
+        assert set(column.tolist()) <= set(range(columns))
+        assert loads(work, column, columns).max() <= work.sum() / columns + work.max() * (1 - 1 / columns) + 1e-9
+
+    @given(WORKS, PARTS)
+    @examples(80)
+    def test_the_cap_holds(self, work, columns):
+        cap = -(-len(work) // columns)
+        column = greedy_heads(work, columns, cap)
+        assert np.bincount(column, minlength=columns).max() <= cap
+        assert set(column.tolist()) <= set(range(columns))
+
+
+class TestBiasedGreedy:
+    WORK = np.array([3, 4, 6, 3])
+    INITIAL = np.array([0, 0, 0, 1])
+
+    def test_without_reward_by_hand(self):
+        # Largest first. 6 → part 0: 6 | 0    4 → part 1: 6 | 4    first 3 → part 1: 6 | 7    second 3 → part 0: 9 | 7
+        assert biased_greedy(self.WORK, 2, self.INITIAL, 0.0).tolist() == [1, 1, 0, 0]
+
+    def test_with_reward_by_hand(self):
+        # R_b = 1 takes the block's own work off its initial part:
+        # 6 at 0: −6 < 0, stays:       6 | 0        4 at 0: 6 − 4 = 2 > 0, moves:    6 | 4
+        # 3 at 0: 6 − 3 = 3 < 4, stays: 9 | 4       3 at 1: 4 − 3 = 1 < 9, stays:    9 | 7
+        # The same balance as without reward, with one block moved and not three.
+        assert biased_greedy(self.WORK, 2, self.INITIAL, 1.0).tolist() == [0, 1, 0, 1]
+
+    def test_a_large_reward_moves_nothing(self):
+        assert biased_greedy(self.WORK, 2, self.INITIAL, 100.0).tolist() == self.INITIAL.tolist()
+
+    def test_ties_go_to_the_lower_part(self):
+        # 2 at 1: −2 < 0, stays: 0 | 2. Then 2 at 1: 2 − 2 = 0 ties with part 0, which takes it.
+        assert biased_greedy(np.array([2, 2]), 2, np.array([1, 1]), 1.0).tolist() == [1, 0]
+
+    @given(WORKS, PARTS)
+    @examples(80)
+    def test_without_reward_no_part_is_more_than_one_block_above_the_mean(self, work, parts):
+        part = biased_greedy(work, parts, np.zeros(len(work), dtype=int), 0.0)
+        assert loads(work, part, parts).max() <= work.sum() / parts + work.max() * (1 - 1 / parts) + 1e-9
+
+    @given(WORKS, PARTS, st.floats(0, 5), SEEDS)
+    @examples(80)
+    def test_a_reward_costs_at_most_its_share_of_one_block(self, work, parts, reward, seed):
+        # A block stays only where load − reward·work is least, hence at most reward·work above the least load.
+        initial = np.random.default_rng(seed).integers(parts, size=len(work))
+        part = biased_greedy(work, parts, initial, reward)
+        assert set(part.tolist()) <= set(range(parts))
+        assert loads(work, part, parts).max() <= work.sum() / parts + (1 + reward) * work.max() + 1e-6
+
+
+class TestBaselines:
+    @given(st.integers(1, 40), st.integers(1, 12))
+    @examples(60)
+    def test_contiguous_heads_are_runs_as_equal_as_they_come(self, heads, columns):
+        column = contiguous_heads(heads, columns)
+        counts = np.bincount(column, minlength=columns)
+        assert (np.diff(column) >= 0).all()
+        assert len(counts) == columns
+        assert counts.max() - counts.min() <= 1
+
+    def test_contiguous_heads_by_hand(self):
+        assert contiguous_heads(5, 2).tolist() == [0, 0, 0, 1, 1]
+        assert contiguous_heads(4, 4).tolist() == [0, 1, 2, 3]
+
+    def test_dealt_heads_go_to_and_fro_by_falling_work(self):
+        # Heads 0, 2, 4, 3, 1 by falling work, dealt to columns 0 1 1 0 0.
+        assert dealt_heads(np.array([5, 1, 4, 2, 3]), 2).tolist() == [0, 0, 1, 0, 1]
+
+    def test_resident_parts_hold_most_of_a_block_and_ties_go_to_the_lower(self):
+        assert resident_parts(np.array([[0, 16], [9, 7], [8, 8], [0, 3]])).tolist() == [1, 0, 0, 1]
+
+
+class TestLearnedLayout:
+    def test_by_hand(self):
+        # Rounds of two, heaviest first: 4 → part 0, 3 → part 1; then 2 → part 1, which has less, 1 → part 0: 5 | 5.
+        assert balanced_layout(np.array([[4.0], [3.0], [2.0], [1.0]]), 2).tolist() == [0, 1, 1, 0]
+
+    def test_a_swap_evens_out_what_the_sum_of_profiles_hides(self):
+        # All blocks weigh the same in sum; dealt out in order, part 0 would have all the work as queries.
+        part = balanced_layout(np.array([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0], [0.0, 2.0]]), 2)
+        assert sorted(part[[0, 2]]) == sorted(part[[1, 3]]) == [0, 1]
+
+    @given(st.integers(1, 30), PARTS, SEEDS)
+    @examples(40)
+    def test_every_part_has_as_many_blocks_up_to_one(self, blocks, parts, seed):
+        part = balanced_layout(np.random.default_rng(seed).random((blocks, 2)), parts)
+        counts = np.bincount(part, minlength=parts)
+        assert len(counts) == parts
+        assert counts.max() - counts.min() <= 1
+
+
+class TestBounds:
+    @pytest.mark.parametrize(
+        ("items", "bins", "bound"),
+        [
+            ([5, 5, 5], 2, 10),  # three of five in two bins: two share one, though the mean is 7.5
+            ([10, 1, 1], 2, 10),  # the largest is somewhere
+            ([3, 3, 2, 2], 2, 5),  # the mean, and it can be had
+            ([3, 3, 1], 3, 3),
+            ([4, 3, 3, 3, 3], 2, 9),  # k = 2: of the five largest, three share a bin
+            ([1, 1, 1], 2, 2),  # the mean, 1.5, rounded up
+            ([0, 0], 2, 0),
+        ],
+    )
+    def test_bins_bound_by_hand(self, items, bins, bound):
+        assert bins_bound(np.array(items), bins) == bound
+
+    @given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 3))
+    @examples(80)
+    def test_bins_bound_is_never_above_the_best_packing(self, items, bins):
+        work = np.array(items)
+        packings = itertools.product(range(bins), repeat=len(items))
+        assert bins_bound(work, bins) <= min(loads(work, np.array(p), bins).max() for p in packings)
+
+    def test_whole_block_bound_sees_one_head_that_outweighs_the_others(self):
+        # U2R1, heads of 12 and 4 blocks: whoever has the first does 12, where the mean is 8.
+        rows, columns = np.array([[3, 3, 3, 3], [1, 1, 1, 1]]), np.array([[4, 4, 4], [4, 0, 0]])
+        assert whole_block_bound(rows, columns, ulysses=2, ring=1) == 1.5
+
+    def test_whole_block_bound_sees_one_slot_that_outweighs_the_others(self):
+        # U1R2: KV block 0 makes 6 of 8 dense blocks, and whoever has its slot is waited for: 6, where the mean is 4.
+        rows, columns = np.array([[2, 2, 1, 1, 1, 1]]), np.array([[6, 2]])
+        assert whole_block_bound(rows, columns, ulysses=1, ring=2) == 1.5
+
+    def test_whole_block_bound_sees_one_row_that_has_one_owner(self):
+        # U2R2 and a single row of 6 blocks: one of four ranks does it all.
+        assert whole_block_bound(np.array([[6]]), np.array([[1, 1, 1, 1, 1, 1]]), ulysses=2, ring=2) == 4.0
+
+    def test_whole_block_bound_of_no_work_is_one(self):
+        assert whole_block_bound(np.zeros((2, 3), dtype=int), np.zeros((2, 3), dtype=int), 2, 2) == 1.0
+
+    @pytest.mark.parametrize("name", ["U2R1", "U1R2", "U2R2", "U3R1", "U1R3", "U3R2"])
+    @given(heads=st.integers(1, 3), nq=st.integers(1, 3), nk=st.integers(1, 3), seed=SEEDS)
+    @examples(60)
+    def test_whole_block_bound_is_never_above_the_best_plan(self, name, heads, nq, nk, seed):
+        strategy = Strategy.parse(name)
+        x, y = strategy.ulysses, strategy.ring
+        rng = np.random.default_rng(seed)
+        bits = rng.random((heads, nq, nk)) < rng.uniform(0.2, 1)
+        best = np.inf
+        for column in itertools.product(range(x), repeat=heads):
+            for ring in itertools.product(range(y), repeat=nq):
+                for slot in itertools.product(range(y), repeat=nk):
+                    owner = np.array(ring)[None, :] * x + np.array(column)[:, None]
+                    cells = cell_counts(bits, owner, np.tile(slot, (heads, 1)), strategy.world, y)
+                    best = min(best, imbalance_ratio(period_counts(cells, x)))
+        assert 1 <= whole_block_bound(bits.sum(axis=2), bits.sum(axis=1), x, y) <= best

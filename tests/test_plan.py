@@ -1,0 +1,217 @@
+"""Plans: every row and block has its place, and the numbers are what plain counting gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_core import BlockGrid, BlockMask, HomeLayout, Plan, Strategy, make_plan
+from dbsp_core.planners import PLANNERS
+from generators import EVERY_STRATEGY, SEEDS, examples, problems, random_bits
+
+every_strategy = pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
+
+
+def eq_1(plan: Plan, mask: BlockMask) -> float:
+    """ρ_s, dense block by dense block."""
+    x, y, world = plan.strategy.ulysses, plan.strategy.ring, plan.strategy.world
+    rows = mask.grid.q_axis.block_of[plan.grid.q_axis.starts]  # some planners cut the mask's blocks
+    columns = mask.grid.k_axis.block_of[plan.grid.k_axis.starts]
+    b = Counter()
+    for h, i, j in mask.bits[:, rows][:, :, columns].nonzero().tolist():
+        rank, slot = int(plan.q_owner[h, i]), int(plan.kv_slot[h, j])
+        period = next(p for p in range(y) if (rank // x + p) % y == slot)
+        b[period, rank] += 1
+    slowest = sum(max(b[period, rank] for rank in range(world)) for period in range(y))
+    return slowest / (b.total() / world) if b else 1.0
+
+
+@every_strategy
+@given(data=st.data())
+@examples(12)
+def test_every_row_is_computed_by_exactly_one_rank(strategy, data):
+    problem = data.draw(problems(strategy))
+    plan = problem.plan()
+    rows = [row for rank in range(problem.strategy.world) for row in zip(*map(list, plan.rows_of(rank)), strict=True)]
+    assert sorted(rows) == list(np.ndindex(problem.mask.heads, plan.grid.nq))
+
+
+@every_strategy
+@given(data=st.data())
+@examples(12)
+def test_every_kv_block_travels_in_exactly_one_slot_along_the_columns_that_need_it(strategy, data):
+    problem = data.draw(problems(strategy))
+    plan, strategy = problem.plan(), problem.strategy
+    for column in range(strategy.ulysses):
+        heads = {h for rank in range(column, strategy.world, strategy.ulysses) for h in plan.rows_of(rank)[0].tolist()}
+        travelling = [
+            block
+            for slot in range(strategy.ring)
+            for block in zip(*(a.tolist() for a in plan.slot_blocks(slot, column)), strict=True)
+        ]
+        assert sorted(travelling) == [(h, j) for h in sorted(heads) for j in range(plan.grid.nk)]
+
+
+@every_strategy
+@given(data=st.data())
+@examples(12)
+def test_heads_stay_whole_within_a_column_and_blocks_within_a_ring_rank(strategy, data):
+    problem = data.draw(problems(strategy))
+    plan, x = problem.plan(), problem.strategy.ulysses
+    assert plan.split_heads == 0
+    assert (plan.q_owner % x == plan.q_owner[:, :1] % x).all()
+    assert (plan.q_owner // x == plan.q_owner[:1] // x).all()
+    assert (plan.kv_slot == plan.kv_slot[:1]).all()
+
+
+@every_strategy
+@given(data=st.data())
+@examples(12)
+def test_rho_is_eq_1_and_not_below_its_bound(strategy, data):
+    problem = data.draw(problems(strategy))
+    plan = problem.plan()
+    assert plan.rho == pytest.approx(eq_1(plan, problem.mask))
+    assert plan.rho >= plan.rho_bound >= 1.0
+
+
+@every_strategy
+@given(data=st.data())
+@examples(12)
+def test_moved_is_the_share_of_tokens_that_change_ring_rank(strategy, data):
+    problem = data.draw(problems(strategy))
+    plan, home, x = problem.plan(), problem.home, problem.strategy.ulysses
+    grid = plan.grid
+    moved = 0
+    for head in range(problem.mask.heads):
+        for token in range(grid.tokens):
+            ring = home.rank[token] // x
+            moved += plan.q_owner[head, grid.q_axis.block_of[token]] // x != ring
+            moved += 2 * (plan.kv_slot[head, grid.k_axis.block_of[token]] != ring)  # a key and a value
+    assert plan.moved == pytest.approx(moved / (3 * problem.mask.heads * grid.tokens))
+
+
+@every_strategy
+@given(data=st.data())
+@examples(12)
+def test_rho_before_is_what_runs_without_db_sp(strategy, data):
+    problem = data.draw(problems(strategy))
+    before = make_plan(problem.mask, problem.strategy, "contiguous")
+    assert problem.plan().rho_before == before.rho == before.rho_before
+
+
+@every_strategy
+@given(data=st.data())
+@examples(12)
+def test_equal_arguments_give_equal_plans(strategy, data):
+    problem = data.draw(problems(strategy))
+    copy = replace(problem, mask=BlockMask(problem.mask.bits.clone(), problem.mask.grid))
+    plan, again = problem.plan(), copy.plan()
+    assert (plan.q_owner == again.q_owner).all()
+    assert (plan.kv_slot == again.kv_slot).all()
+    assert plan.fingerprint == again.fingerprint
+    assert 0 <= plan.fingerprint < 2**63
+
+
+@given(st.data())
+@examples(40)
+def test_the_fingerprint_sees_one_row_or_block_elsewhere(data):
+    strategy = Strategy(ulysses=2, ring=3)
+    plan = data.draw(problems(strategy)).plan()
+    for name, parts in (("q_owner", strategy.world), ("kv_slot", strategy.ring)):
+        changed = getattr(plan, name).copy()
+        index = data.draw(st.integers(0, changed.size - 1))
+        changed.flat[index] = (changed.flat[index] + 1) % parts
+        assert replace(plan, **{name: changed}).fingerprint != plan.fingerprint
+
+
+@every_strategy
+@given(data=st.data())
+@examples(8)
+def test_the_head_cap_makes_head_counts_equal_up_to_one(strategy, data):
+    problem = replace(data.draw(problems(strategy)), planner="paper", head_cap=True)
+    assert problem.plan().head_columns.sum(axis=0).max() <= -(-problem.mask.heads // problem.strategy.ulysses)
+
+
+@every_strategy
+@given(data=st.data(), seed=SEEDS)
+@examples(8)
+def test_a_reused_plan_has_the_numbers_of_the_new_mask(strategy, data, seed):
+    problem = data.draw(problems(strategy))
+    plan = problem.plan()
+    mask = BlockMask(random_bits(problem.mask.heads, problem.mask.grid, seed), problem.mask.grid)
+    reused, fresh = plan.reused_for(mask), replace(problem, mask=mask).plan()
+    assert reused.fingerprint == plan.fingerprint
+    assert reused.rho == pytest.approx(eq_1(plan, mask))
+    assert (reused.rho_before, reused.rho_bound) == (fresh.rho_before, fresh.rho_bound)
+    assert (reused.moved, reused.plan_ms) == (plan.moved, 0.0)
+
+
+def test_a_contiguous_plan_by_hand():
+    # 8 tokens in blocks of 2 on U1R2 with a causal mask: rows need 1, 2, 3, 4 blocks.
+    # Rank 0 has rows 0, 1 and slot 0 has blocks 0, 1. Period 0: rank 0 does 3 (blocks 0; 0, 1), rank 1 does 3
+    # (2; 2, 3). Period 1: rank 0 with slot 1 does 0, rank 1 with slot 0 does 4. ρ_s = (3 + 4) / (10 / 2) = 1.4.
+    mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
+    plan = make_plan(mask, "U1R2", "contiguous")
+    assert plan.q_owner.tolist() == [[0, 0, 1, 1]]
+    assert plan.kv_slot.tolist() == [[0, 0, 1, 1]]
+    assert plan.work.tolist() == [[3, 3], [0, 4]]
+    assert plan.rho == 1.4
+    assert plan.moved == 0.0
+
+
+def test_a_paper_plan_by_hand():
+    # The same mask, R_b = 0. Rows, largest first: 4 → rank 0, 3 → rank 1, 2 → rank 1, 1 → rank 0: 5 | 5.
+    # Columns have 4, 3, 2, 1 rows: block 0 → slot 0, block 1 → slot 1, block 2 → slot 1, block 3 → slot 0.
+    # Rank 0 (rows 0, 3) does 3 in slot 0 (0; 0, 3) and 2 in slot 1 (1, 2); rank 1 (rows 1, 2) does 3 in slot 1
+    # (1; 1, 2) and 2 in slot 0 (0; 0). Period 0: 3, 3; period 1: 2, 2. ρ_s = 5 / 5 = 1.
+    # At home ring rank 0 has blocks 0, 1: query blocks 1 and 3, KV blocks 1 and 3 have moved, half of everything.
+    mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
+    plan = make_plan(mask, "U1R2", "paper", reward=0.0)
+    assert plan.q_owner.tolist() == [[0, 1, 1, 0]]
+    assert plan.kv_slot.tolist() == [[0, 1, 1, 0]]
+    assert plan.work.tolist() == [[3, 3], [2, 2]]
+    assert (plan.rho, plan.rho_before, plan.rho_bound) == (1.0, 1.4, 1.0)
+    assert plan.moved == 0.5
+
+
+class TestErrors:
+    GRID = BlockGrid.uniform(64, 16)
+    MASK = BlockMask.dense(2, GRID)
+
+    def test_blocks_that_a_planner_cannot_cut(self):
+        with pytest.raises(
+            ValueError, match="planner 'burst' cuts every block over 3 ring ranks, but blocks of 16×16"
+        ):
+            make_plan(self.MASK, "U1R3", "burst")
+
+    def test_an_unknown_planner_names_those_there_are(self):
+        with pytest.raises(ValueError, match=f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"):
+            make_plan(self.MASK, "U2R1", "greedy")
+
+    @pytest.mark.parametrize("planner", PLANNERS)
+    def test_more_ring_ranks_than_kv_blocks(self, planner):
+        with pytest.raises(ValueError, match="U1R5 has 5 ring ranks but the mask has only 4 KV blocks; use a"):
+            make_plan(self.MASK, "U1R5", planner)
+
+    @pytest.mark.parametrize("reward", [-0.1, float("nan")])
+    def test_a_reward_below_zero_or_none_at_all(self, reward):
+        with pytest.raises(ValueError, match=r"reward R_b=.* must not be negative"):
+            make_plan(self.MASK, "U2R1", reward=reward)
+
+    def test_a_strategy_of_another_form(self):
+        with pytest.raises(ValueError, match="not of the form UxRy"):
+            make_plan(self.MASK, "2x1")
+
+    @pytest.mark.parametrize(
+        "home", [HomeLayout.contiguous(63, 2), HomeLayout.contiguous(64, 4), HomeLayout.striped(GRID, Strategy(1, 3))]
+    )
+    def test_a_home_layout_of_another_size(self, home):
+        with pytest.raises(
+            ValueError, match=f"home layout of {home.tokens} tokens on {home.world} ranks does not fit"
+        ):
+            make_plan(self.MASK, "U2R1", home=home)

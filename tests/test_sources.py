@@ -1,0 +1,182 @@
+"""Mask sources: what each promises about its masks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_core import BlockGrid, BlockMask, save_mask
+from dbsp_core.sources import SOURCES, DenseSource, FileSource, MaskRequest, SyntheticSource, WindowSource
+from generators import BLOCK_SIZES, examples, random_bits
+
+REQUEST = MaskRequest(layer=0, heads=3, thw=(3, 4, 5), text_tokens=7)
+
+
+@pytest.mark.parametrize("source", [DenseSource(16, 8), WindowSource(16, 8), SyntheticSource(16, 8)], ids=repr)
+def test_the_mask_is_on_the_grid_that_was_announced(source):
+    grid = source.grid(REQUEST)
+    mask = source.mask(REQUEST)
+    assert grid == mask.grid == BlockGrid(tokens=67, text_tokens=7, block_q=16, block_k=8)
+    assert mask.heads == 3
+
+
+@pytest.mark.parametrize("name", ["dense", "window", "synthetic"])
+@pytest.mark.parametrize("key", ["block_q", "block_k"])
+def test_a_block_size_of_zero_raises(name, key):
+    with pytest.raises(ValueError, match=f"{key}=0"):
+        SOURCES[name](**{key: 0})
+
+
+def test_dense_has_every_block():
+    assert DenseSource(16, 8).mask(REQUEST).bits.all()
+
+
+class TestFile:
+    GRID = BlockGrid(tokens=67, text_tokens=7, block_q=16, block_k=8)
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        return str(tmp_path / "masks.safetensors")
+
+    def masks(self, count):
+        return [BlockMask(random_bits(3, self.GRID, seed), self.GRID) for seed in range(count)]
+
+    def test_each_layer_gets_its_own_mask(self, path):
+        masks = self.masks(2)
+        save_mask(path, masks)
+        for layer, mask in enumerate(masks):
+            assert torch.equal(FileSource(path).mask(replace(REQUEST, layer=layer)).bits, mask.bits)
+
+    def test_one_mask_serves_every_layer(self, path):
+        save_mask(path, self.masks(1)[0])
+        source = FileSource(path)
+        assert source.grid(REQUEST) == self.GRID
+        assert torch.equal(source.mask(replace(REQUEST, layer=9)).bits, source.mask(REQUEST).bits)
+
+    @pytest.mark.parametrize("change", [{"heads": 4}, {"thw": (3, 4, 6)}, {"text_tokens": 8}, {"text_tokens": 0}])
+    def test_a_request_it_was_not_made_for_raises_and_names_the_file(self, path, change):
+        save_mask(path, self.masks(1)[0])
+        for ask in (FileSource(path).grid, FileSource(path).mask):
+            with pytest.raises(
+                ValueError, match=r"is for 3 heads and 67 tokens \(7 of text\), the model runs"
+            ) as raised:
+                ask(replace(REQUEST, **change))
+            assert path in str(raised.value)
+
+    def test_a_layer_it_lacks_raises(self, path):
+        save_mask(path, self.masks(2))
+        with pytest.raises(ValueError, match="has 2 layers, there is no layer 2"):
+            FileSource(path).mask(replace(REQUEST, layer=2))
+
+    def test_a_bad_file_raises_at_once(self, path):
+        with pytest.raises(ValueError, match="does not exist"):
+            FileSource(path)
+
+
+@st.composite
+def windows(draw):
+    """(source, request) small enough to look at every pair of tokens."""
+    window = tuple(draw(st.tuples(*[st.integers(1, 5)] * 3)))
+    thw = tuple(draw(st.tuples(*[st.integers(1, 4)] * 3)))
+    source = WindowSource(draw(BLOCK_SIZES), draw(BLOCK_SIZES), window)
+    return source, MaskRequest(0, draw(st.integers(1, 2)), thw, draw(st.integers(0, 9)))
+
+
+def places_by_block(axis, request):
+    """Per block of video, the (t, h, w) of each of its tokens; None for a block of text."""
+    video = list(itertools.product(*map(range, request.thw)))
+    blocks = []
+    for start, length in zip(axis.starts, axis.lengths, strict=True):
+        first = start - request.text_tokens
+        blocks.append(None if first < 0 else np.array(video[first : first + length]))
+    return blocks
+
+
+class TestWindow:
+    @given(windows())
+    @examples(80)
+    def test_a_block_is_dense_iff_the_boxes_of_its_tokens_are_within_the_window(self, problem):
+        source, request = problem
+        mask = source.mask(request)
+        rows, columns = (places_by_block(axis, request) for axis in (mask.grid.q_axis, mask.grid.k_axis))
+        for i, j in np.ndindex(len(rows), len(columns)):
+            q, k = rows[i], columns[j]
+            dense = q is None or k is None
+            if not dense:
+                gap = np.maximum(k.min(axis=0) - q.max(axis=0), q.min(axis=0) - k.max(axis=0))
+                dense = all(2 * gap < np.array(source.window) + 1 - np.array(source.window) % 2)
+            assert (mask.bits[:, i, j] == bool(dense)).all()
+
+    @given(windows())
+    @examples(80)
+    def test_every_pair_of_tokens_within_the_window_is_in_a_dense_block(self, problem):
+        source, request = problem
+        mask = source.mask(request)
+        place = np.array(list(itertools.product(*map(range, request.thw))))
+        within = (2 * np.abs(place[:, None] - place[None]) < np.array(source.window)).all(axis=2)
+        q, k = np.nonzero(within)
+        q_block, k_block = mask.grid.q_axis.block_of, mask.grid.k_axis.block_of
+        assert mask.bits[:, q_block[q + request.text_tokens], k_block[k + request.text_tokens]].all()
+
+    def test_text_rows_and_columns_are_dense_and_nothing_else_far_away(self):
+        # Blocks of one video token, a window of one token: the diagonal, and the 2 blocks of text all over.
+        mask = WindowSource(1, 1, (1, 1, 1)).mask(MaskRequest(0, 1, (1, 1, 3), text_tokens=2))
+        expected = np.eye(5, dtype=bool)
+        expected[:2] = expected[:, :2] = True
+        assert mask.bits[0].tolist() == expected.tolist()
+
+    @pytest.mark.parametrize("window", [(3, 3), (3, 3, 3, 3), (3, 0, 3)])
+    def test_a_window_without_three_sizes_raises(self, window):
+        with pytest.raises(ValueError, match="needs three sizes of at least 1"):
+            WindowSource(window=window)
+
+
+class TestSynthetic:
+    REQUEST = MaskRequest(layer=2, heads=12, thw=(1, 1, 64 * 64))
+
+    def test_the_same_seed_gives_the_same_bits(self):
+        first, again = (SyntheticSource(seed=5).mask(self.REQUEST).bits for _ in range(2))
+        assert torch.equal(first, again)
+
+    def test_layers_and_seeds_differ(self):
+        bits = [
+            SyntheticSource(seed=seed).mask(replace(self.REQUEST, layer=layer)).bits
+            for seed, layer in ((0, 0), (0, 1), (1, 0))
+        ]
+        assert not any(torch.equal(a, b) for a, b in itertools.combinations(bits, 2))
+
+    @pytest.mark.parametrize("spread", [0.0, 0.6, 1.0])
+    @pytest.mark.parametrize("density", [0.1, 0.4, 0.8])
+    def test_the_density_is_about_what_was_asked(self, density, spread):
+        # The diagonal adds up to 1/64.
+        assert SyntheticSource(density=density, spread=spread).mask(self.REQUEST).density == pytest.approx(
+            density, abs=0.03
+        )
+
+    def test_the_diagonal_is_dense(self):
+        mask = SyntheticSource(block_q=64, block_k=32, density=0.0).mask(self.REQUEST)
+        assert mask.row_counts().tolist() == [[1] * 64] * 12
+        assert mask.bits[:, range(64), range(0, 128, 2)].all()
+
+    def test_heads_share_profiles_of_rows_and_columns(self):
+        def agreement(spread):
+            mask = SyntheticSource(spread=spread).mask(self.REQUEST)
+            return [
+                np.corrcoef(counts)[np.triu_indices(12, 1)].mean()
+                for counts in (mask.row_counts(), mask.column_counts())
+            ]
+
+        assert min(agreement(0.6)) > 0.5
+        assert max(agreement(0.0)) < 0.2
+
+    @pytest.mark.parametrize("key", ["density", "spread"])
+    @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
+    def test_shares_outside_0_to_1_raise(self, key, value):
+        with pytest.raises(ValueError, match=f"{key}=.* must lie between 0 and 1"):
+            SyntheticSource(**{key: value})
