@@ -93,7 +93,7 @@ class DbspConfig:
     def with_overrides(self, **values: Any) -> DbspConfig:
         """A copy in which every value that is not None replaces the setting of that name."""
         given = {key: value for key, value in values.items() if value is not None}
-        return replace(self, **given) if given else self
+        return replace(self, **_checked(DbspConfig, given, "the overrides")) if given else self
 
 
 def _source_from(settings: Mapping[str, Any]) -> MaskSource:
@@ -107,6 +107,11 @@ def _source_from(settings: Mapping[str, Any]) -> MaskSource:
 
 def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
     """cls(**values), once every key is known and every value of the right type."""
+    return cls(**_checked(cls, values, where))
+
+
+def _checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values of a dataclass's fields, converted to the fields' types. Raises ValueError for what does not fit."""
     hints = get_type_hints(cls)
     known = [f.name for f in fields(cls)]
     converted = {}
@@ -116,7 +121,7 @@ def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
             raise ValueError(f"unknown key {key!r} in {where}; {hint}")
         converted[key] = _convert(value, hints[key], f"{key!r} in {where}")
-    return cls(**converted)
+    return converted
 
 
 _IN_WORDS = {MaskSource: "a mapping such as {source: dense}", Strategy: "a strategy such as U4R2"}

@@ -170,6 +170,8 @@ def _in_stripes(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile
 def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
     if profile is None:
         raise ValueError("home layout 'learned' needs masks that are known beforehand; use striped for others")
+    if len(tokens) == 0:
+        return tokens
     block = _larger_axis(grid).block_of
     per_token = np.stack(
         [np.repeat(profile.rows / grid.q_axis.lengths, grid.q_axis.lengths),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,8 +81,8 @@ class Problem:
 
 
 @st.composite
-def problems(draw: st.DrawFn, strategy: Strategy) -> Problem:
-    planner = draw(st.sampled_from(list(PLANNERS)))
+def problems(draw: st.DrawFn, strategy: Strategy, planners: Sequence[str] = tuple(PLANNERS)) -> Problem:
+    planner = draw(st.sampled_from(planners))
     grid = draw(grids(strategy.ring, parts=strategy.ring if PLANNERS[planner].refines else 1))
     level = draw(st.sampled_from([0.5, 0.1, 1.0, 0.0]))
     return Problem(

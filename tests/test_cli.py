@@ -43,13 +43,23 @@ def mask_file(tmp_path):
 
 class TestPlan:
     def test_json_is_one_object_with_the_documented_keys(self, dbsp, mask_file):
-        code, out, err = dbsp("plan", mask_file, "--gpus", 6, "--strategy", "U3R2", "--json")
+        code, out, err = dbsp("plan", mask_file, "--gpus", 6, "--strategy", "U3R2", "--planner", "paper", "--json")
         report = json.loads(out)
         assert (code, err) == (0, "")
         assert list(report) == ["file", "gpus", "density", "plans"]
         assert (report["file"], report["gpus"]) == (str(mask_file), 6)
         (plan,) = report["plans"]
-        names = ["strategy", "planner", "rho_before", "rho", "rho_bound", "moved", "split_heads", "plan_ms"]
+        names = [
+            "strategy",
+            "planner",
+            "rho_before",
+            "rho",
+            "rho_bound",
+            "moved",
+            "split_heads",
+            "extra_kv",
+            "plan_ms",
+        ]
         assert list(plan) == names
         assert (plan["strategy"], plan["planner"], plan["split_heads"]) == ("U3R2", "paper", 0)
         assert plan["rho"] >= plan["rho_bound"] >= 1
@@ -76,15 +86,26 @@ class TestPlan:
             out = dbsp("plan", mask_file, "--gpus", 4, "--strategy", "U1R4", "--json", *options)[1]
             return json.loads(out)["plans"][0]["moved"]
 
-        assert moved("--planner", "contiguous") < moved("--reward", 1) < moved("--reward", 0)
-        assert moved("--reward", 0, "--home", "striped") != moved("--reward", 0)
+        paper = ("--planner", "paper", "--reward")
+        assert moved("--planner", "contiguous") < moved(*paper, 1) < moved(*paper, 0)
+        assert moved(*paper, 0, "--home", "striped") != moved(*paper, 0)
 
     def test_the_head_cap_reaches_the_planner(self, dbsp, tmp_path):
         # Heads of 91, 1, 1 and 1 blocks: one column takes the large one alone, unless heads must be two and two.
         bits = np.zeros((4, GRID.nq, GRID.nk), dtype=bool)
         bits[0], bits[1:, 0, 0] = True, True
         save_mask(tmp_path / "mask.safetensors", BlockMask(bits, GRID))
-        ask = ("plan", tmp_path / "mask.safetensors", "--gpus", 2, "--strategy", "U2R1", "--json")
+        ask = (
+            "plan",
+            tmp_path / "mask.safetensors",
+            "--gpus",
+            2,
+            "--strategy",
+            "U2R1",
+            "--planner",
+            "paper",
+            "--json",
+        )
         free, capped = (json.loads(dbsp(*ask, *flag)[1])["plans"][0]["rho"] for flag in ([], ["--head-cap"]))
         assert (free, capped) == (91 / 47, 92 / 47)
 
@@ -98,7 +119,7 @@ class TestPlan:
         code, out, _ = dbsp("plan", mask_file, "--gpus", 6)
         assert code == 0
         rows = [line.split() for line in out.splitlines() if line.lstrip().startswith("U")]
-        assert [row[:2] for row in rows] == [[str(s), "paper"] for s in Strategy.all_for(6)]
+        assert [row[:2] for row in rows] == [[str(s), "dbsp"] for s in Strategy.all_for(6)]
 
 
 MISTAKES = [

@@ -11,7 +11,8 @@ def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: flo
     """Largest block first, each to the part with the least work so far, its initial part favoured.
 
     The load of a block's initial part counts `reward` · (the block's own work) less: §4.2.2 multiplies R_b by the
-    block's count, where Alg. 1 prints a constant. Ties go to the lower index. reward 0 is the unbiased greedy.
+    block's count, where Alg. 1 prints a constant. Ties go to the lower index. reward 0 is the unbiased greedy. A block
+    without work stays where it is: to move it would cost bytes and gain nothing.
 
     work:    int[n], dense blocks that each block takes part in, summed over heads
     initial: int[n], the part that holds each block before the exchange
@@ -22,7 +23,7 @@ def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: flo
     for block in np.argsort(-work, kind="stable"):
         own = int(work[block])
         home = int(initial[block])
-        best = min(range(parts), key=lambda p: load[p] - (reward * own if p == home else 0))
+        best = home if own == 0 else min(range(parts), key=lambda p: load[p] - (reward * own if p == home else 0))
         part[block] = best
         load[best] += own
     return part

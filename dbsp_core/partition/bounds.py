@@ -2,7 +2,7 @@
 
 Write T for all dense blocks, P = x·y ranks, and M = Σ_i max_g b(i,g), so that ρ_s = M·P/T. Then
 M ≥ Σ_i b(i,g) = the work of any one rank, and M ≥ S/x for the work S of any one slot: in each period that slot is
-with x ranks, and the periods together cover it once. Every bound below follows from one of the two.
+with x ranks, and the periods together cover it once. M is a whole number. Every bound below follows from these.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def whole_block_bound(rows: np.ndarray, columns: np.ndarray, ulysses: int, ring:
         return 1.0
     slowest = max(
         -(-total // (ulysses * ring)),
-        bins_bound(rows.sum(axis=1), ulysses) / ring,  # a column's work is shared by its y ring ranks
-        bins_bound(rows.sum(axis=0), ring) / ulysses,  # a ring rank's work is shared by its x columns
-        bins_bound(columns.sum(axis=0), ring) / ulysses,  # S/x for the fullest slot
+        -(-bins_bound(rows.sum(axis=1), ulysses) // ring),  # a column's work is shared by its y ring ranks
+        -(-bins_bound(rows.sum(axis=0), ring) // ulysses),  # a ring rank's work is shared by its x columns
+        -(-bins_bound(columns.sum(axis=0), ring) // ulysses),  # S/x for the fullest slot
         int(rows.max()),  # one row has one owner
     )
     return max(1.0, slowest * ulysses * ring / total)
