@@ -121,7 +121,7 @@ def test_small_cases_of_heads_are_within_one_row_of_the_best_of_all_assignments(
 
 @given(seed=st.integers(0, 1000), shape=st.sampled_from([(1, 2), (1, 3), (2, 2)]))
 @settings(max_examples=25, deadline=None)
-def test_small_rings_and_hybrids_are_within_two_rows_of_the_best_of_all_owners(seed, shape):
+def test_small_rings_and_hybrids_are_within_one_row_of_the_best_of_all_owners(seed, shape):
     ulysses, ring = shape
     rng = np.random.default_rng(seed)
     bits = rng.random((2, 3, 6)) < rng.choice([0.2, 0.5, 0.9], (2, 3, 1))
@@ -135,7 +135,7 @@ def test_small_rings_and_hybrids_are_within_two_rows_of_the_best_of_all_owners(s
     best, ours = int(every.max(axis=2).sum(axis=1).min()), int(work.max(axis=1).sum())
     bound = whole_row_bound(bits.sum(axis=2), bits.sum(axis=1), ulysses, ring, slots)
     assert bound * bits.sum() <= best * ulysses * ring + 1e-9
-    assert best <= ours <= best + 2 * bits.sum(axis=2).max()
+    assert best <= ours <= best + bits.sum(axis=2).max()
 
 
 @given(seed=st.integers(0, 1000), ring=st.integers(2, 6))

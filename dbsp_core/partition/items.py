@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import gcd
-from operator import mul
 
 import numpy as np
 
+from dbsp_core.partition.descent import Moves, pair_up
 from dbsp_core.partition.periods import Periods
 
 __all__ = ["balance_items", "trade_rows"]
@@ -25,6 +25,7 @@ MEMORY = 1 << 21  # most numbers (moves × periods × ranks) held for a larger b
 ROUNDS = 24
 FREE_ROUNDS = 8
 PATIENCE, PROGRESS = 6, 0.85  # the search ends when this many rounds leave more than this much of the gap to its goal
+SLOW = 0.9  # after a round that leaves more of the gap than this, moves take turns with swaps
 EXACT = 17  # bits to which deviations are rounded: their squares then add up exactly in float64
 
 
@@ -118,12 +119,13 @@ class _Search:
         batch = max(BATCH, min(batch, MEMORY // self.work.size))
         stride = _stride(len(rows), max(SAMPLE, 8 * batch), len(self.cells) // len(self.needed))
         states = [(float(self.slowest), self.work)]
-        self.undo, moved, gaps = [], 0, []
+        self.undo, moved, gaps, swaps = [], 0, [], False
         for turn in range(rounds if len(rows) else 0):
             gaps.append(self.slowest - goal)
             if gaps[-1] <= 0 or (turn >= PATIENCE and gaps[-1] > PROGRESS * gaps[-1 - PATIENCE]):
                 break
-            changed = self._round(rows[turn % stride :: stride], batch, free, goal)
+            swaps ^= turn > 0 and gaps[-1] > SLOW * gaps[-2]
+            changed = self._round(rows[turn % stride :: stride], batch, swaps, free, goal)
             if changed:
                 moved += changed
                 states.append((self.slowest + self.price * moved * (not free), self.work))
@@ -134,94 +136,98 @@ class _Search:
         for chosen, before in reversed(self.undo[best:]):
             self.owner[chosen] = before
 
-    def _round(self, sample: np.ndarray, batch: int, free: bool, goal: int) -> int:
-        """Moves at most `batch` rows of `sample` (int64[k]), those that lower Φ most; returns how many."""
-        source, cells = self.owner[sample], self.cells[sample]
-        target, gain = self._score(sample, source, cells, free)
-        best = np.argsort(-gain, kind="stable")[:batch]  # stable: ties go to the lower index on any processor
-        best = best[gain[best] > 0]
-        if len(best) == 0:
-            return 0
-        kept, self.work = self._accept(cells[best].astype(np.int64), source[best], target[best], goal)
-        best = best[kept]
-        self.undo.append((sample[best], source[best]))
-        self.owner[sample[best]] = target[best]
-        return len(best)
+    def _round(self, sample: np.ndarray, batch: int, swaps: bool, free: bool, goal: int) -> int:
+        """Makes at most `batch` moves, or swaps, of rows in `sample` (int64[k]); returns how many rows it moved."""
+        deviation = self._deviation(self.work).T
+        moves = self._best_swaps(sample, free, batch) if swaps else self._best_moves(sample, free, batch)
+        moves = moves.take(moves.lowering(deviation.tolist()))
+        count, self.work = self._until(moves, goal)
+        row, leaves, joins = moves.take(np.arange(count)).rows()
+        if count:
+            self.undo.append((row, leaves))
+            self.owner[row] = joins
+        return len(row)
+
+    def _best_moves(self, sample: np.ndarray, free: bool, batch: int) -> Moves:
+        """Each row to the rank to which moving it lowers Φ most; the `batch` best of them.
+
+        Moving cells c from rank a to b changes Φ by 2·c·(deviation of b − deviation of a) + 2·|c|².
+        """
+        source, cells = self.owner[sample], self.cells[sample].astype(np.float64)
+        world, every = self.periods.world, np.arange(len(sample))
+        shift, toward = self._toward()
+        cost = cells @ toward
+        here = cost[every, source]
+        if self.periods.ulysses > 1:
+            cost[~self._needed(sample)] = np.inf
+        if free:
+            cost[np.arange(world) // self.periods.ulysses != self.home[sample, None]] = np.inf
+        cost[every, source] = np.inf
+        target = cost.argmin(axis=1)
+        gain = here - cost[every, target] - np.einsum("ks,ks->k", cells, cells) * (world / (1 << shift))
+        best = np.argsort(-gain, kind="stable")  # stable: ties go to the lower index on any processor
+        best = best[: min(batch, int((gain > 0).sum()))]
+        return self._moves(sample[best], source[best], target[best])
+
+    def _best_swaps(self, sample: np.ndarray, free: bool, batch: int) -> Moves:
+        """Rows of ranks that differ most exchanged, the best for one with the best for the other; the `batch` best."""
+        _, toward = self._toward()
+        target = _partners(toward, self.periods.ulysses, free)[self.owner[sample]]
+        fits = (target >= 0) & self._needed(sample)[np.arange(len(sample)), target]
+        sample, target = sample[fits], target[fits]
+        source = self.owner[sample]
+        gain = (self.cells[sample] * (toward.T[source] - toward.T[target])).sum(axis=1)
+        swaps = pair_up(self._moves(sample, source, target), gain)
+        change = swaps.change(self._deviation(self.work).T)
+        return swaps.take(np.argsort(change, kind="stable")[: min(batch, int((change < 0).sum()))])
+
+    def _needed(self, sample: np.ndarray) -> np.ndarray:
+        """bool[k, P]: ranks whose column has the row's head."""
+        return self.needed[sample // (len(self.cells) // len(self.needed))]
+
+    def _toward(self) -> tuple[int, np.ndarray]:
+        """Bits dropped so that `EXACT` are left, and float64[y, P]: deviation by (slot, rank) without them."""
+        deviation = self._deviation(self.work)
+        shift = max(0, int(np.abs(deviation).max()).bit_length() - EXACT)
+        return shift, (deviation >> shift)[self.periods.period, np.arange(self.periods.world)].astype(np.float64)
+
+    def _moves(self, row: np.ndarray, source: np.ndarray, target: np.ndarray) -> Moves:
+        slot, ulysses, cells = self.periods.slot, self.periods.ulysses, self.cells[row].astype(np.int64)
+        out = np.take_along_axis(cells, slot[source // ulysses], axis=1)
+        into = np.take_along_axis(cells, slot[target // ulysses], axis=1)
+        return Moves(row, None, source, target, out, into)
+
+    def _until(self, moves: Moves, goal: int) -> tuple[int, np.ndarray]:
+        """How many of the moves it takes to reach the goal, or all, and the work after them."""
+        step, period = np.arange(1, len(moves.first) + 1)[:, None], np.arange(len(self.work))
+        change = np.zeros((len(moves.first) + 1, *self.work.shape), dtype=np.int64)
+        change[0] = self.work
+        change[step, period, moves.source[:, None]] -= moves.out
+        change[step, period, moves.target[:, None]] += moves.into
+        work = change.cumsum(axis=0)
+        reached = np.flatnonzero(work.max(axis=2).sum(axis=1) <= goal)
+        count = int(reached[0]) if len(reached) else len(moves.first)
+        return count, work[count]
 
     def _deviation(self, work: np.ndarray) -> np.ndarray:
         """P · work minus the period's sum over ranks, of the same shape [..., y, P]."""
         return work * self.periods.world - work.sum(axis=-1, keepdims=True)
 
-    @property
-    def _shift(self) -> int:
-        """Bits of the deviation to drop so that `EXACT` are left."""
-        return max(0, int(np.abs(self._deviation(self.work)).max()).bit_length() - EXACT)
 
-    def _score(
-        self, sample: np.ndarray, source: np.ndarray, cells: np.ndarray, free: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """For each row the rank to which moving it lowers Φ most, and by how much (scaled); both [k].
+def _partners(toward: np.ndarray, ulysses: int, free: bool) -> np.ndarray:
+    """int64[P]: who exchanges rows with whom, those who differ most first; −1 for nobody. toward: float64[y, P]
 
-        Moving cells c from rank a to b changes Φ by 2·c·(deviation of b − deviation of a) + 2·|c|².
-        """
-        world, every = self.periods.world, np.arange(len(sample))
-        deviation = self._deviation(self.work) >> self._shift
-        toward = deviation[self.periods.period, np.arange(world)].astype(np.float64)  # [slot, rank]
-        floats = cells.astype(np.float64)
-        cost = floats @ toward
-        here = cost[every, source]
-        if self.periods.ulysses > 1:
-            cost[~self.needed[sample // (len(self.cells) // len(self.needed))]] = np.inf
-        if free:
-            cost[np.arange(world) // self.periods.ulysses != self.home[sample, None]] = np.inf
-        cost[every, source] = np.inf
-        target = cost.argmin(axis=1)
-        square = np.einsum("ks,ks->k", floats, floats) * (world / (1 << self._shift))
-        return target, here - cost[every, target] - square
-
-    def _accept(
-        self, cells: np.ndarray, source: np.ndarray, target: np.ndarray, goal: int
-    ) -> tuple[list[int], np.ndarray]:
-        """Which of the moves to make, and the work after them: each that still lowers Φ, until the goal is reached."""
-        slot, ulysses = self.periods.slot, self.periods.ulysses
-        leaves = np.take_along_axis(cells, slot[source // ulysses], axis=1)
-        joins = np.take_along_axis(cells, slot[target // ulysses], axis=1)
-        kept = _lowering(self._deviation(self.work).T.tolist(), leaves, joins, source.tolist(), target.tolist())
-        step, period = np.arange(1, len(kept) + 1)[:, None], np.arange(len(self.work))
-        change = np.zeros((len(kept) + 1, *self.work.shape), dtype=np.int64)
-        change[0] = self.work
-        change[step, period, source[kept, None]] -= leaves[kept]
-        change[step, period, target[kept, None]] += joins[kept]
-        work = change.cumsum(axis=0)
-        reached = np.flatnonzero(work.max(axis=2).sum(axis=1) <= goal)
-        count = int(reached[0]) if len(reached) else len(kept)
-        return kept[:count], work[count]
-
-
-def _lowering(
-    deviation: list[list[int]], leaves: np.ndarray, joins: np.ndarray, source: list[int], target: list[int]
-) -> list[int]:
-    """The moves, tried in turn, that lower Φ after those before them.
-
-    Moving a row that adds c to the periods of rank a and d to those of rank b changes P · Φ by
-    2·(d · deviation of b − c · deviation of a) + P · (|c|² + |d|²) − |d − c|². Plain lists: numpy is slower on a few
-    numbers at a time.
-    deviation: [P][y], P · work − the period's sum, changed as moves are made;  leaves, joins: int64[k, y], c and d
+    free: with ranks of the same ring row, else with ranks of the same column
     """
-    world = len(deviation)
-    shift = joins - leaves
-    fixed = (world * (leaves**2 + joins**2) - shift**2).sum(axis=1).tolist()
-    drift = [0] * len(deviation[0])  # what the periods' sums have grown by
-    kept = []
-    moves = zip(leaves.tolist(), joins.tolist(), shift.tolist(), source, target, fixed, strict=True)
-    for move, (out, into, change, a, b, square) in enumerate(moves):
-        slope = sum(map(mul, into, deviation[b])) - sum(map(mul, out, deviation[a])) - sum(map(mul, change, drift))
-        if 2 * slope + square < 0:
-            deviation[a] = [old - world * c for old, c in zip(deviation[a], out, strict=True)]
-            deviation[b] = [old + world * c for old, c in zip(deviation[b], into, strict=True)]
-            drift = [old + c for old, c in zip(drift, change, strict=True)]
-            kept.append(move)
-    return kept
+    world = toward.shape[1]
+    place = np.arange(world) // ulysses if free else np.arange(world) % ulysses
+    one, two = np.nonzero(np.triu(place[:, None] == place, k=1))
+    partner = np.full(world, -1)
+    for pair in np.argsort(-((toward[:, one] - toward[:, two]) ** 2).sum(axis=0), kind="stable"):
+        a, b = one[pair], two[pair]
+        if partner[a] < 0 and partner[b] < 0:
+            partner[a], partner[b] = b, a
+    return partner
 
 
 def _stride(rows: int, sample: int, blocks: int) -> int:

@@ -48,8 +48,9 @@ def _shed(weight: np.ndarray, source: int, loads: list[int], limit: int) -> list
     """
     surplus = loads[source] - limit
     some = min(len(weight), 64 + 4 * int(surplus * len(weight) // max(1, weight.sum())))
-    heaviest = np.argsort(-weight, kind="stable")[:some][::-1]  # lightest first, as bisect needs them
-    piece, size = heaviest.tolist(), weight[heaviest].tolist()
+    order = np.argsort(-weight, kind="stable")
+    shown = np.concatenate([order[:some], order[some :: max(1, len(order) // 128)]])[::-1]  # lightest first
+    piece, size = shown.tolist(), weight[shown].tolist()
     moves = []
     while loads[source] > limit and piece:
         target = min(range(len(loads)), key=loads.__getitem__)

@@ -55,6 +55,8 @@ def balance_heads(
         _apply_cut(rows, owner, inside, cut, order)
     if split_cost <= 0:
         trade_single_rows(rows, owner, inside, limit)
+    if cuts:  # a row without work must not be what keeps a head in a column
+        owner = np.where(rows == 0, inside.argmax(axis=1)[:, None], owner)
     return owner
 
 
@@ -122,8 +124,10 @@ def _apply_cut(rows: np.ndarray, owner: np.ndarray, inside: np.ndarray, cut: Cut
     error = np.abs(wish - taken[lengths, None] - extra)
     error[:, 1:][np.arange(len(work)) < lengths[:, None]] = abs(wish)  # already in the run
     length, one = divmod(int(error.argmin()), len(extra))
+    amount = int(taken[lengths[length]] + extra[one])
+    if inside[:, cut.target].sum() + amount >= inside[:, cut.source].sum():
+        return  # rows too large to help
     chosen = np.append(run[: lengths[length]], run[one - 1 : one] if one else run[:0])
     owner[head, chosen] = cut.target
-    amount = int(taken[lengths[length]] + extra[one])
     inside[head, cut.source] -= amount
     inside[head, cut.target] += amount

@@ -14,7 +14,7 @@ def trade_single_rows(rows: np.ndarray, owner: np.ndarray, inside: np.ndarray, l
 
     Only between columns that both have the head already, so that no K or V is sent once more; each trade makes the
     fullest column less full.
-    rows: int[H, nq];  owner: int64[H, nq], changed;  inside: int64[H, x], work of each head in each column
+    rows: int[H, nq];  owner: int64[H, nq], changed;  inside: int64[H, x], work of each head in each column, too
     """
     load = inside.sum(axis=0)
     shared = (inside > 0).sum(axis=1) > 1
@@ -23,7 +23,7 @@ def trade_single_rows(rows: np.ndarray, owner: np.ndarray, inside: np.ndarray, l
         heads = np.flatnonzero(shared & (inside[:, fullest] > 0))
         if load[fullest] <= limit or len(heads) == 0:
             return
-        lightest = np.where(inside[heads] > 0, load, load[fullest]).argmin(axis=1)
+        lightest = np.where(inside[heads] > 0, load, load.sum() + 1).argmin(axis=1)
         trades = [
             (*_best_trade(rows[h], owner[h], load, fullest, c), h, c)
             for h, c in zip(heads.tolist(), lightest.tolist(), strict=True)
@@ -37,6 +37,7 @@ def trade_single_rows(rows: np.ndarray, owner: np.ndarray, inside: np.ndarray, l
             owner[head, taken] = fullest
             work -= int(rows[head, taken])
         load[[fullest, other]] += [-work, work]
+        inside[head, [fullest, other]] += [-work, work]
 
 
 def _best_trade(
