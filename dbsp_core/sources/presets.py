@@ -67,7 +67,7 @@ _WAN = Preset(
     text_tokens=0,
     block_q=64,
     block_k=64,
-    style=MaskStyle(density=0.414, spread=0.6, head_concentration=3.0),
+    style=MaskStyle(density=0.414, spread=0.432, head_concentration=3.8),
 )
 _COGVIDEOX = Preset(
     layers=42,

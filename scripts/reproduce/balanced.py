@@ -29,7 +29,8 @@ class Row:
     bound: float
     moved: float
     plan_ms: float
-    paper_rho: str
+    paper: str
+    slides: str
     label: str
     layers: int
 
@@ -56,7 +57,8 @@ def _row(preset: str, strategy: str, planner: str, plans: list[Plan]) -> Row:
         bound=float(np.mean([plan.rho_bound for plan in plans])),
         moved=float(np.mean([plan.moved for plan in plans])),
         plan_ms=float(np.median([plan.plan_ms for plan in plans])),
-        paper_rho=BALANCED[strategy],
+        paper=BALANCED[strategy][0],
+        slides=BALANCED[strategy][1],
         label=MEASURED,
         layers=len(plans),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -55,12 +56,12 @@ TABLE_1 = (
 )
 
 BALANCED = {
-    "U8R1": "≤ 1.1 (§4.2.1); 1.025 mean, 1.05 max (slides)",
-    "U1R8": "≤ 1.05 (§4.2.2); < 1.01 mean (slides)",
-    "U4R2": "< 1.03 mean (slides)",
-    "U2R4": "< 1.03 mean (slides)",
+    "U8R1": ("≤ 1.1 (§4.2.1)", "1.025 mean, 1.05 max"),
+    "U1R8": ("≤ 1.05 (§4.2.2)", "< 1.01 mean"),
+    "U4R2": ("–", "< 1.03 mean"),
+    "U2R4": ("–", "< 1.03 mean"),
 }
-"""ρ_s after balancing, as the paper and its slides state it."""
+"""ρ_s after balancing, as the paper's text and its slides state it."""
 
 FIG_11 = {"threshold": 1.10, "steps": 50, "replans": 5}
 """§4.2.1: with P_s = 1.10, plans are made in 5 of 50 steps with Wan2.1-T2V-14B."""
@@ -102,7 +103,7 @@ def masks(name: str, options: argparse.Namespace, **style: Any) -> Iterator[Bloc
 def contiguous_rho(
     name: str, strategies: Iterable[str], options: argparse.Namespace, **style: Any
 ) -> list[list[float]]:
-    """ρ_s of the contiguous plan by strategy and layer. That plan asks for nothing in a mask: one serves all layers."""
+    """ρ_s of the contiguous plan by strategy and layer. It looks at nothing in a mask: one plan serves all layers."""
     plans: dict[str, Plan] = {}
     rho: dict[str, list[float]] = {strategy: [] for strategy in strategies}
     for mask in masks(name, options, **style):
@@ -140,13 +141,19 @@ def publish(name: str, title: str, rows: list[Any], figure: Figure, out: Path) -
         writer.writerows(records)
     figure.savefig(out / f"{name}.png", dpi=130)
     pyplot.close(figure)
-    shown = [key for key in records[0] if key != "label"]
-    caption = "; ".join(dict.fromkeys(record["label"] for record in records))
+    Console(width=None if sys.stdout.isatty() else 120).print(_table(title, records))
+    Console(stderr=True).print(f"wrote {out / name}.csv and {out / name}.png")
+
+
+def _table(title: str, records: list[dict[str, Any]]) -> Table:
+    """Columns for what differs between rows; what all rows share, their labels too, stands below."""
+    shared = {key for key in records[0] if len(records) > 1 and len({str(record[key]) for record in records}) == 1}
+    caption = "; ".join(f"{key}: {value}" for key, value in records[0].items() if key in shared)
+    shown = [key for key in records[0] if key not in shared]
     table = Table(*shown, title=title, caption=caption, box=SIMPLE_HEAD)
     for record in records:
         table.add_row(*(str(record[key]) for key in shown))
-    Console().print(table)
-    Console(stderr=True).print(f"wrote {out / name}.csv and {out / name}.png")
+    return table
 
 
 def _short(value: Any) -> Any:

@@ -76,8 +76,8 @@ def draw(rows: list[Row]) -> Figure:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for planner, here in by_planner(rows):
         thresholds = [row.threshold for row in here]
-        left.plot(thresholds, [row.replans for row in here], "o-", label=f"{planner}, {MEASURED}")
-        right.plot(thresholds, [row.rho for row in here], "o-", label=f"{planner}, mean over steps")
+        left.plot(thresholds, [row.replans for row in here], "o-", label=f"planner {planner}, {MEASURED}")
+        right.plot(thresholds, [row.rho for row in here], "o-", label=f"planner {planner}, mean over steps and layers")
     left.plot(FIG_11["threshold"], FIG_11["replans"], "k*", markersize=13, label="paper, §4.2.1 (drift fitted to it)")
     left.set(xlabel="threshold P_s", ylabel="plans made in 50 steps", ylim=(0, None))
     right.set(xlabel="threshold P_s", ylabel="ρ_s in use", ylim=(1, None))
