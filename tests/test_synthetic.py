@@ -150,9 +150,9 @@ def test_without_drift_masks_are_static():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_give_table_1(name):
-    """On a coarse grid, where ρ_s is within 0.01 of that at block 64 or so."""
-    source = SyntheticSource(preset=name, block_q=1024, block_k=1024)
-    layers = [source.mask(request_of(name, layer)) for layer in range(PRESETS[name].layers)]
+    """For every second layer, on a grid as coarse as ring shards allow: ρ_s is within 0.01 of that at block 64."""
+    source = SyntheticSource(preset=name, block_q=256, block_k=256)
+    layers = [source.mask(request_of(name, layer)) for layer in range(0, PRESETS[name].layers, 2)]
     for strategy, paper in PAPER[name].items():
         plan = make_plan(layers[0], strategy, "contiguous")  # asks for nothing in a mask: serves all layers
         rho = np.mean([rho_under(plan, mask.bits.numpy()) for mask in layers])

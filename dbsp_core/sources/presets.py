@@ -76,7 +76,7 @@ _COGVIDEOX = Preset(
     text_tokens=226,
     block_q=64,
     block_k=64,
-    style=MaskStyle(density=0.414, spread=0.6, head_concentration=1.5),
+    style=MaskStyle(density=0.414, spread=0.643, head_concentration=1.54),
 )
 
 
