@@ -28,7 +28,6 @@ class Row:
     rho_before: float
     bound: float
     moved: float
-    plan_ms: float
     paper: str
     slides: str
     label: str
@@ -56,7 +55,6 @@ def _row(preset: str, strategy: str, planner: str, plans: list[Plan]) -> Row:
         rho_before=float(np.mean([plan.rho_before for plan in plans])),
         bound=float(np.mean([plan.rho_bound for plan in plans])),
         moved=float(np.mean([plan.moved for plan in plans])),
-        plan_ms=float(np.median([plan.plan_ms for plan in plans])),
         paper=BALANCED[strategy][0],
         slides=BALANCED[strategy][1],
         label=MEASURED,
