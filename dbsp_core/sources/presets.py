@@ -89,7 +89,7 @@ def _sparge(preset: Preset, head_concentration: float, drift: float) -> Preset:
 PRESETS: dict[str, Preset] = {
     "wan2.1-t2v-14b": _WAN,
     "cogvideox1.5-5b": _COGVIDEOX,
-    "wan2.1-t2v-14b-sparge": _sparge(_WAN, head_concentration=2.0, drift=0.01),
-    "cogvideox1.5-5b-sparge": _sparge(_COGVIDEOX, head_concentration=1.0, drift=0.01),
+    "wan2.1-t2v-14b-sparge": _sparge(_WAN, head_concentration=2.18, drift=0.015),
+    "cogvideox1.5-5b-sparge": _sparge(_COGVIDEOX, head_concentration=0.78, drift=0.015),
 }
 """By the name that stands after `preset:` in a configuration. PAROAttention's static masks unless -sparge."""
