@@ -71,7 +71,7 @@ def draw(rows: list[Row]) -> Figure:
 
 
 def main() -> None:
-    options = arguments(__doc__, layers=8).parse_args()
+    options = arguments(__doc__, layers=0).parse_args()
     rows = [row for preset in dict.fromkeys(row.preset for row in TABLE_1) for row in measure(preset, options)]
     publish("table1", "ρ_s before balancing, 8 GPUs", rows, draw(rows), options.out)
 
