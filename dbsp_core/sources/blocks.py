@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from dbsp_core.grid import BlockGrid
 from dbsp_core.sources.base import MaskRequest
@@ -17,10 +16,13 @@ class BlockSizes:
 
     block_q: int = 64
     block_k: int = 64
-    static: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         BlockGrid(1, 0, self.block_q, self.block_k)  # raises for sizes below 1
+
+    @property
+    def static(self) -> bool:
+        return True
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         return BlockGrid(request.tokens, request.text_tokens, self.block_q, self.block_k)

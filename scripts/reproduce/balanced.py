@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""§4.2: ρ_s after balancing, for every planner and strategy on 8 GPUs, on synthetic masks, beside the paper's."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import numpy as np
+from common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+from dbsp_core import Plan, make_plan
+from dbsp_core.plan import PLANNERS
+from dbsp_core.sources.presets import PRESETS
+
+
+@dataclass(frozen=True)
+class Row:
+    """Means over layers, but for rho_max. moved: share of all ranks' Q, K and V that changes ring rank."""
+
+    preset: str
+    strategy: str
+    planner: str
+    rho: float
+    rho_max: float
+    rho_before: float
+    bound: float
+    moved: float
+    paper: str
+    slides: str
+    label: str
+    layers: int
+
+
+def measure(preset: str, options: argparse.Namespace) -> list[Row]:
+    """Every planner and strategy on the same masks."""
+    plans: dict[tuple[str, str], list[Plan]] = {}
+    for mask in masks(preset, options):
+        for strategy in STRATEGIES:
+            for planner in options.planners:
+                plan = make_plan(mask, strategy, planner, reward=options.reward)
+                plans.setdefault((strategy, planner), []).append(plan)
+    return [_row(preset, *key, here) for key, here in plans.items()]
+
+
+def _row(preset: str, strategy: str, planner: str, plans: list[Plan]) -> Row:
+    return Row(
+        preset,
+        strategy,
+        planner,
+        rho=float(np.mean([plan.rho for plan in plans])),
+        rho_max=max(plan.rho for plan in plans),
+        rho_before=float(np.mean([plan.rho_before for plan in plans])),
+        bound=float(np.mean([plan.rho_bound for plan in plans])),
+        moved=float(np.mean([plan.moved for plan in plans])),
+        paper=BALANCED[strategy][0],
+        slides=BALANCED[strategy][1],
+        label=MEASURED,
+        layers=len(plans),
+    )
+
+
+def draw(rows: list[Row]) -> Figure:
+    presets = list(dict.fromkeys(row.preset for row in rows))
+    planners = list(dict.fromkeys(row.planner for row in rows))
+    figure, panels = pyplot.subplots(1, len(presets), figsize=(5.5 * len(presets), 4.2), squeeze=False, sharey=True)
+    width = 0.8 / len(planners)
+    for axes, preset in zip(panels[0], presets, strict=True):
+        for number, planner in enumerate(planners):
+            here = [row for row in rows if (row.preset, row.planner) == (preset, planner)]
+            place = np.arange(len(here)) + (number - (len(planners) - 1) / 2) * width
+            axes.bar(place, [row.rho - 1 for row in here], width, bottom=1, label=planner)
+            axes.scatter(place, [row.rho_max for row in here], marker="_", color="k", s=40)
+        axes.set_xticks(range(len(STRATEGIES)), STRATEGIES)
+        for strategy, limit in (("U8R1", 1.1), ("U1R8", 1.05)):
+            middle = STRATEGIES.index(strategy)
+            axes.hlines(limit, middle - 0.45, middle + 0.45, color="r", linestyle="--")
+        axes.set_title(preset)
+    panels[0][0].set_ylabel("ρ_s (bars: mean, –: worst layer)")
+    panels[0][-1].plot([], [], "r--", label="paper's limit, §4.2")
+    panels[0][-1].legend(fontsize=8)
+    figure.suptitle(f"ρ_s by planner, 8 GPUs, {MEASURED}")
+    figure.tight_layout()
+    return figure
+
+
+def main() -> None:
+    parser = arguments(__doc__, layers=3)
+    parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS), help="planners to compare")
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["wan2.1-t2v-14b", "cogvideox1.5-5b"])
+    parser.add_argument("--reward", type=float, default=1.0, help="R_b of planners that have one")
+    options = parser.parse_args()
+    rows = [row for preset in options.presets for row in measure(preset, options)]
+    publish("balanced", "ρ_s after balancing, 8 GPUs", rows, draw(rows), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Fig. 11: the threshold P_s against the ρ_s in use and the plans made, over 50 denoising steps of drifting masks.
+
+Ulysses on 8 GPUs, Wan2.1 under SpargeAttn. Nothing but the heads' densities matters there, and masks meet them exactly
+at any size: so the video is smaller than the model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from common import FIG_11, MEASURED, arguments, layer_count, preset_source, publish
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+from dbsp_core import BlockMask, make_plan
+from dbsp_core.plan import PLANNERS
+from dbsp_core.reuse import PlanCache
+from dbsp_core.sources import MaskRequest
+from dbsp_core.sources.presets import PRESETS
+
+PRESET = "wan2.1-t2v-14b-sparge"
+STRATEGY = "U8R1"
+VIDEO = (21, 9, 16)
+LABEL = f"{MEASURED}, drift fitted to the paper's one point"
+THRESHOLDS = (1.03, 1.05, 1.07, 1.10, 1.15, 1.20, 1.30)
+
+
+@dataclass(frozen=True)
+class Row:
+    """replans: plans made in 50 steps, the first included, mean over layers; rho: of the plan in use, mean and max."""
+
+    planner: str
+    threshold: float
+    replans: float
+    paper: str
+    rho: float
+    rho_max: float
+    label: str
+    layers: int
+
+
+def steps_of(layer: int, options: argparse.Namespace, **style: Any) -> list[BlockMask]:
+    source, preset = preset_source(PRESET, options, **style), PRESETS[PRESET]
+    return [source.mask(MaskRequest(layer, preset.heads, VIDEO, call=call)) for call in range(FIG_11["steps"])]
+
+
+def replans_and_rho(
+    options: argparse.Namespace, planner: str, thresholds: tuple[float, ...], **style: Any
+) -> list[Row]:
+    """One row per threshold."""
+    caches = [PlanCache(threshold) for threshold in thresholds]
+    rho: list[list[float]] = [[] for _ in thresholds]
+    layers = layer_count(PRESET, options)
+    for layer in range(layers):
+        for mask in steps_of(layer, options, **style):
+            for cache, values in zip(caches, rho, strict=True):
+                values.append(cache.plan_for(layer, mask, lambda m: make_plan(m, STRATEGY, planner)).rho)
+    return [_row(planner, cache, values, layers) for cache, values in zip(caches, rho, strict=True)]
+
+
+def _row(planner: str, cache: PlanCache, rho: list[float], layers: int) -> Row:
+    published = f"{FIG_11['replans']} (fitted)" if cache.threshold == FIG_11["threshold"] else "–"
+    return Row(
+        planner, cache.threshold, cache.replans / layers, published, float(np.mean(rho)), max(rho), LABEL, layers
+    )
+
+
+def draw(rows: list[Row]) -> Figure:
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for planner, here in by_planner(rows):
+        thresholds = [row.threshold for row in here]
+        left.plot(thresholds, [row.replans for row in here], "o-", label=f"planner {planner}, {MEASURED}")
+        right.plot(thresholds, [row.rho for row in here], "o-", label=f"planner {planner}, mean over steps and layers")
+    left.plot(FIG_11["threshold"], FIG_11["replans"], "k*", markersize=13, label="paper, §4.2.1 (drift fitted to it)")
+    left.set(xlabel="threshold P_s", ylabel="plans made in 50 steps", yscale="log", ylim=(0.9, 60))
+    left.set_yticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    right.set(xlabel="threshold P_s", ylabel="ρ_s in use", ylim=(1, None))
+    left.legend(fontsize=8)
+    right.legend(fontsize=8)
+    figure.suptitle(f"Reuse of plans over denoising steps: {PRESET}, {STRATEGY}, synthetic masks")
+    return figure
+
+
+def by_planner(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    for planner in dict.fromkeys(row.planner for row in rows):
+        yield planner, [row for row in rows if row.planner == planner]
+
+
+def main() -> None:
+    parser = arguments(__doc__, layers=10)
+    parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS), help="planners to compare")
+    options = parser.parse_args()
+    rows = [row for planner in options.planners for row in replans_and_rho(options, planner, THRESHOLDS)]
+    publish("fig11", f"P_s against ρ_s and replans, {PRESET}, {STRATEGY}", rows, draw(rows), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Fig. 12: the reward R_b of the paper's planner against ρ_s and the bytes that all ranks move, Q, K and V counted.
+
+The paper shows the trade-off as a curve without numbers, and does not state the R_b it uses; its text has one limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import numpy as np
+from common import MEASURED, arguments, masks, publish
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+from dbsp_core import Plan, make_plan
+from dbsp_core.sources.presets import PRESETS
+
+STRATEGIES = ("U1R8", "U2R4", "U4R2")
+REWARDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+HEAD_DIM, BYTES_PER_ELEMENT = 128, 2  # Wan2.1-T2V-14B in bfloat16
+PAPER_LIMIT = 1.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """Means over layers. moved: share of all ranks' Q, K, V that changes ring rank; moved_mb: in 10⁶ bytes."""
+
+    preset: str
+    strategy: str
+    reward: float
+    rho: float
+    rho_before: float
+    moved: float
+    moved_mb: float
+    paper_rho: str
+    label: str
+    layers: int
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    plans: dict[tuple[str, float], list[Plan]] = {}
+    for mask in masks(options.preset, options):
+        for strategy in STRATEGIES:
+            for reward in REWARDS:
+                plan = make_plan(mask, strategy, "paper", reward=reward)
+                plans.setdefault((strategy, reward), []).append(plan)
+    return [_row(options.preset, *key, here) for key, here in plans.items()]
+
+
+def _row(preset: str, strategy: str, reward: float, plans: list[Plan]) -> Row:
+    moved = float(np.mean([plan.moved for plan in plans]))
+    elements = 3 * plans[0].heads * plans[0].grid.tokens * HEAD_DIM
+    return Row(
+        preset,
+        strategy,
+        reward,
+        rho=float(np.mean([plan.rho for plan in plans])),
+        rho_before=float(np.mean([plan.rho_before for plan in plans])),
+        moved=moved,
+        moved_mb=moved * elements * BYTES_PER_ELEMENT / 1e6,
+        paper_rho=f"≤ {PAPER_LIMIT} (§4.2.2)" if strategy == "U1R8" else "–",
+        label=f"ρ_s and share {MEASURED}; bytes modelled from the share",
+        layers=len(plans),
+    )
+
+
+def draw(rows: list[Row]) -> Figure:
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
+    for strategy in STRATEGIES:
+        here = [row for row in rows if row.strategy == strategy]
+        (line,) = left.plot([row.reward for row in here], [row.rho for row in here], "o-", label=strategy)
+        left.axhline(here[0].rho_before, color=line.get_color(), linestyle=":", linewidth=1)
+        right.plot([row.reward for row in here], [row.moved_mb for row in here], "o-", label=strategy)
+    left.axhline(PAPER_LIMIT, color="r", linestyle="--", label="paper, Ring: ≤ 1.05 (§4.2.2)")
+    left.plot([], [], "k:", linewidth=1, label="before balancing")
+    for axes, label in ((left, "ρ_s"), (right, "MB moved per attention, all ranks")):
+        axes.set_xscale("symlog", base=2, linthresh=0.25)
+        axes.set_xticks(REWARDS, [f"{reward:g}" for reward in REWARDS])
+        axes.set(xlabel="reward R_b", ylabel=label)
+        axes.legend(fontsize=8)
+    left.set_ylim(1, None)
+    right.set_ylim(0, None)
+    figure.suptitle(f"Balance against bytes, planner paper, {rows[0].preset}: {MEASURED}")
+    return figure
+
+
+def main() -> None:
+    parser = arguments(__doc__, layers=2)
+    parser.add_argument("--preset", choices=PRESETS, default="wan2.1-t2v-14b")
+    options = parser.parse_args()
+    rows = measure(options)
+    publish("fig12", "R_b against ρ_s and bytes moved, 8 GPUs", rows, draw(rows), options.out)
+
+
+if __name__ == "__main__":
+    main()
