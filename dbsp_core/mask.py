@@ -67,11 +67,15 @@ class BlockMask:
 
     def row_counts(self) -> np.ndarray:
         """int64[H, nq]: dense blocks per (head, query block), the work of each row."""
-        return self.bits.sum(dim=2).cpu().numpy()
+        return self._counts(along=1)
 
     def column_counts(self) -> np.ndarray:
         """int64[H, nk]: rows that need each (head, KV block)."""
-        return self.bits.sum(dim=1).cpu().numpy()
+        return self._counts(along=0)
+
+    def _counts(self, along: int) -> np.ndarray:
+        """Head by head: torch widens what it sums to int64 first, eight times the bits of all heads."""
+        return torch.stack([head.sum(dim=along) for head in self.bits]).cpu().numpy()
 
 
 class MaskFile:

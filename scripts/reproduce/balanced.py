@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +12,9 @@ from common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from dbsp_core import Plan, make_plan
-from dbsp_core.plan import PLANNERS
+from dbsp_core import Plan, Strategy, make_plan
+from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
+from dbsp_core.planners import PLANNERS
 from dbsp_core.sources.presets import PRESETS
 
 
@@ -23,6 +25,7 @@ class Row:
     preset: str
     strategy: str
     planner: str
+    home: str
     rho: float
     rho_max: float
     rho_before: float
@@ -35,21 +38,25 @@ class Row:
 
 
 def measure(preset: str, options: argparse.Namespace) -> list[Row]:
-    """Every planner and strategy on the same masks."""
-    plans: dict[tuple[str, str], list[Plan]] = {}
-    for mask in masks(preset, options):
-        for strategy in STRATEGIES:
-            for planner in options.planners:
-                plan = make_plan(mask, strategy, planner, reward=options.reward)
-                plans.setdefault((strategy, planner), []).append(plan)
+    """Every planner and strategy on the same masks; layout "learned" learns from the layers that are measured."""
+    layers = list(masks(preset, options))
+    profile = MaskProfile.of(layers)
+    plans: dict[tuple[str, str, str], list[Plan]] = {}
+    for strategy, way in itertools.product(STRATEGIES, options.ways):
+        planner, home = way.split("@")
+        layout = HomeLayout.named(home, layers[0].grid, Strategy.parse(strategy), profile=profile)
+        plans[strategy, planner, home] = [
+            make_plan(mask, strategy, planner, home=layout, reward=options.reward) for mask in layers
+        ]
     return [_row(preset, *key, here) for key, here in plans.items()]
 
 
-def _row(preset: str, strategy: str, planner: str, plans: list[Plan]) -> Row:
+def _row(preset: str, strategy: str, planner: str, home: str, plans: list[Plan]) -> Row:
     return Row(
         preset,
         strategy,
         planner,
+        home,
         rho=float(np.mean([plan.rho for plan in plans])),
         rho_max=max(plan.rho for plan in plans),
         rho_before=float(np.mean([plan.rho_before for plan in plans])),
@@ -64,14 +71,15 @@ def _row(preset: str, strategy: str, planner: str, plans: list[Plan]) -> Row:
 
 def draw(rows: list[Row]) -> Figure:
     presets = list(dict.fromkeys(row.preset for row in rows))
-    planners = list(dict.fromkeys(row.planner for row in rows))
+    ways = list(dict.fromkeys((row.planner, row.home) for row in rows))
     figure, panels = pyplot.subplots(1, len(presets), figsize=(5.5 * len(presets), 4.2), squeeze=False, sharey=True)
-    width = 0.8 / len(planners)
+    width = 0.8 / len(ways)
     for axes, preset in zip(panels[0], presets, strict=True):
-        for number, planner in enumerate(planners):
-            here = [row for row in rows if (row.preset, row.planner) == (preset, planner)]
-            place = np.arange(len(here)) + (number - (len(planners) - 1) / 2) * width
-            axes.bar(place, [row.rho - 1 for row in here], width, bottom=1, label=planner)
+        for number, (planner, home) in enumerate(ways):
+            here = [row for row in rows if (row.preset, row.planner, row.home) == (preset, planner, home)]
+            place = np.arange(len(here)) + (number - (len(ways) - 1) / 2) * width
+            name = planner if home == "contiguous" else f"{planner}, {home} home"
+            axes.bar(place, [row.rho - 1 for row in here], width, bottom=1, label=name)
             axes.scatter(place, [row.rho_max for row in here], marker="_", color="k", s=40)
         axes.set_xticks(range(len(STRATEGIES)), STRATEGIES)
         for strategy, limit in (("U8R1", 1.1), ("U1R8", 1.05)):
@@ -88,7 +96,10 @@ def draw(rows: list[Row]) -> Figure:
 
 def main() -> None:
     parser = arguments(__doc__, layers=3)
-    parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS), help="planners to compare")
+    choices = [f"{planner}@{home}" for planner in PLANNERS for home in HOME_ORDERS]
+    whole = [planner for planner in PLANNERS if not PLANNERS[planner].refines]  # a refined mask is y² times as large
+    default = [f"{planner}@contiguous" for planner in whole] + ["contiguous@striped", "dbsp@striped", "dbsp@learned"]
+    parser.add_argument("--ways", nargs="+", choices=choices, default=default, help="PLANNER@HOME to compare")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["wan2.1-t2v-14b", "cogvideox1.5-5b"])
     parser.add_argument("--reward", type=float, default=1.0, help="R_b of planners that have one")
     options = parser.parse_args()

@@ -18,7 +18,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, make_plan
-from dbsp_core.plan import PLANNERS
+from dbsp_core.planners import PLANNERS
 from dbsp_core.reuse import PlanCache
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.presets import PRESETS
