@@ -46,7 +46,7 @@ class DbspConfig:
     mask: MaskSource = field(default_factory=DenseSource)
     strategy: Strategy | None = None
     planner: str = "dbsp"
-    home: str = "contiguous"
+    home: str = "striped"
     reward: float = 1.0
     head_cap: bool = False
     tolerance: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -136,7 +137,7 @@ class HomeLayout:
         """int64[tokens]: each token's place among those of all ranks."""
         return self.rank * self.shard + self.local
 
-    @property
+    @cached_property
     def order(self) -> np.ndarray:
         """int64[tokens]: token-order positions as they stand rank after rank, padding left out."""
         return np.argsort(self._place)

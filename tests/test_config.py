@@ -15,7 +15,7 @@ from dbsp_kernels import KERNELS
 def test_nothing_gives_the_defaults():
     config = DbspConfig.load(None)
     assert config == DbspConfig() == DbspConfig.load({})
-    assert (config.strategy, config.planner, config.home, config.mask) == (None, "dbsp", "contiguous", DenseSource())
+    assert (config.strategy, config.planner, config.home, config.mask) == (None, "dbsp", "striped", DenseSource())
 
 
 def test_yaml_and_dict_say_the_same(tmp_path):

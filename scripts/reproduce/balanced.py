@@ -72,7 +72,9 @@ def _row(preset: str, strategy: str, planner: str, home: str, plans: list[Plan])
 def draw(rows: list[Row]) -> Figure:
     presets = list(dict.fromkeys(row.preset for row in rows))
     ways = list(dict.fromkeys((row.planner, row.home) for row in rows))
-    figure, panels = pyplot.subplots(1, len(presets), figsize=(5.5 * len(presets), 4.2), squeeze=False, sharey=True)
+    figure, panels = pyplot.subplots(
+        1, len(presets), figsize=(5.5 * len(presets), 4.2), squeeze=False, sharey=True, layout="constrained"
+    )
     width = 0.8 / len(ways)
     for axes, preset in zip(panels[0], presets, strict=True):
         for number, (planner, home) in enumerate(ways):
@@ -88,9 +90,9 @@ def draw(rows: list[Row]) -> Figure:
         axes.set_title(preset)
     panels[0][0].set_ylabel("ρ_s (bars: mean, –: worst layer)")
     panels[0][-1].plot([], [], "r--", label="paper's limit, §4.2")
-    panels[0][-1].legend(fontsize=8)
+    handles, labels = panels[0][-1].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, ncols=5, loc="outside lower center")
     figure.suptitle(f"ρ_s by planner, 8 GPUs, {MEASURED}")
-    figure.tight_layout()
     return figure
 
 
