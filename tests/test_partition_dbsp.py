@@ -6,9 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dbsp_core import BlockGrid, BlockMask, HomeLayout, Strategy, make_plan
 from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts
 from dbsp_core.partition.bounds import bins_bound, whole_row_bound
 from dbsp_core.partition.columns import match_columns
@@ -197,3 +199,17 @@ def test_a_head_is_not_split_when_the_exchange_costs_more_than_the_wait():
     assert (balance_heads(rows, 2) != balance_heads(rows, 2)[:, :1]).any()
     dear = balance_heads(rows, 2, split_cost=1.0)
     assert (dear == dear[:, :1]).all()
+
+
+def test_the_planner_is_never_worse_than_leaving_everything_where_it_is():
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        strategy = Strategy(int(rng.integers(1, 5)), int(rng.integers(1, 5)))
+        grid = BlockGrid.uniform(8 * int(rng.integers(strategy.ring, 24)) - 3, block=8)
+        shape = (int(rng.integers(1, 9)), grid.nq, grid.nk)
+        bits = rng.random(shape) < rng.random() * 2 * rng.random((shape[0], 1, 1)) * rng.random((1, grid.nq, 1))
+        mask = BlockMask(torch.from_numpy(bits), grid)
+        for name in ("contiguous", "striped"):
+            home = HomeLayout.named(name, grid, strategy)
+            plans = {planner: make_plan(mask, strategy, planner, home=home) for planner in ("dbsp", "contiguous")}
+            assert plans["dbsp"].rho <= plans["contiguous"].rho + 1e-12
