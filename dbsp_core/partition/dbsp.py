@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dbsp_core.imbalance import imbalance_ratio
+from dbsp_core.imbalance import imbalance_ratio, period_counts
+from dbsp_core.partition.baselines import contiguous_heads
 from dbsp_core.partition.columns import match_columns
 from dbsp_core.partition.items import balance_items, trade_rows
 from dbsp_core.partition.periods import Periods, head_parts
@@ -36,7 +37,8 @@ def plan_rows(
 
     rows:           int[H, nq], dense blocks per (head, query block);  columns: int[H, nk], per (head, KV block)
     q_home, k_home: int[nq], int[nk], ring rank where each block lives
-    count_cells:    slots int64[H, nk] -> int[H, nq, y], dense blocks of each row by slot; not called when y = 1
+    count_cells:    slots int64[H, nk] -> int[H, nq, y], dense blocks of each row by slot; not called when y = 1, once
+                    otherwise, and once more where the plan misses its tolerance
     tolerance:      ρ_s that is good enough for a ring or hybrid; `head_tolerance` for Ulysses alone
     exchange_cost:  what exchanging all of Q, K and V once costs, in units of ρ_s (time of the exchange over time of
                     perfectly balanced attention). 0: balance first, and move only what that needs
@@ -45,7 +47,9 @@ def plan_rows(
     heads = len(rows)
     split_cost = exchange_cost * 2 / (3 * heads)  # one more column for a head: its K and V once more
     if ring == 1:
-        return balance_heads(rows, ulysses, head_tolerance, split_cost), np.zeros(columns.shape, dtype=np.int64)
+        slots = np.zeros(columns.shape, dtype=np.int64)
+        owner = balance_heads(rows, ulysses, head_tolerance, split_cost)
+        return _unless_staying_is_better(owner, slots, rows[:, :, None], q_home, k_home, ulysses, None, head_tolerance)
     # moved rows are much cheaper than split heads, but cannot level columns: leave them a part of the tolerance
     whole = 1 + HEAD_SHARE * (tolerance - 1)
     column = balance_heads(rows, ulysses, whole, split_cost, _interleaved(q_home, ring))
@@ -63,7 +67,35 @@ def plan_rows(
         column, work = trade_rows(cells, column, q_home, work, periods, (1 + tolerance) / 2)
         if imbalance_ratio(work) <= tolerance:
             break
-    return balance_items(cells, column, q_home, work, periods, tolerance, exchange_cost), slots
+    owner = balance_items(cells, column, q_home, work, periods, tolerance, exchange_cost)
+    return _unless_staying_is_better(owner, slots, cells, q_home, k_home, ulysses, count_cells, tolerance)
+
+
+def _unless_staying_is_better(
+    owner: np.ndarray,
+    slots: np.ndarray,
+    cells: np.ndarray,
+    q_home: np.ndarray,
+    k_home: np.ndarray,
+    ulysses: int,
+    count_cells: Callable[[np.ndarray], np.ndarray] | None,
+    tolerance: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The plan, or heads in equal runs and blocks at home where a handful of rows is better left alone."""
+    rho = _rho(owner, cells, ulysses)
+    if rho > tolerance:
+        at_home = np.tile(k_home, (len(owner), 1))
+        stay = q_home[None, :] * ulysses + contiguous_heads(len(owner), ulysses)[:, None]
+        if _rho(stay, count_cells(at_home) if count_cells else cells, ulysses) < rho:
+            return stay, at_home
+    return owner, slots
+
+
+def _rho(owner: np.ndarray, cells: np.ndarray, ulysses: int) -> float:
+    """ρ_s of an assignment. owner: int64[H, nq];  cells: int[H, nq, y], dense blocks of each row by slot"""
+    world = ulysses * cells.shape[2]
+    work = np.stack([np.bincount(owner.ravel(), cells[..., s].ravel(), world) for s in range(cells.shape[2])], axis=1)
+    return imbalance_ratio(period_counts(work.astype(np.int64), ulysses))
 
 
 def _interleaved(q_home: np.ndarray, ring: int) -> np.ndarray:
