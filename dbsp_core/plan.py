@@ -95,14 +95,13 @@ class Plan:
 
     def reused_for(self, mask: BlockMask) -> Plan:
         """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0."""
-        x, y = self.strategy.ulysses, self.strategy.ring
         before = _baseline(mask, self.strategy)
         mask = mask.refined(self.grid)
         return replace(
             self,
             work=_work(mask, (self.q_owner, self.kv_slot), self.strategy),
             work_before=before,
-            rho_bound=require_planner(self.planner).bound(mask.row_counts(), mask.column_counts(), x, y),
+            rho_bound=require_planner(self.planner).bound(mask.row_counts(), mask.column_counts(), self.strategy),
             plan_ms=0.0,
         )
 
@@ -170,7 +169,7 @@ def make_plan(
         kv_slot=kv_slot,
         work=_work(mask, (q_owner, kv_slot), strategy),
         work_before=before,
-        rho_bound=chosen.bound(rows, columns, strategy.ulysses, strategy.ring),
+        rho_bound=chosen.bound(rows, columns, strategy, settings.head_cap),
         moved=_moved(q_owner, kv_slot, strategy, q_fragments, k_fragments),
         plan_ms=seconds * 1e3,
     )

@@ -75,13 +75,20 @@ class PlannerInput:
 class Planner:
     """How work is assigned, and what bounds it.
 
-    bound:   (rows, columns, x, y) → ρ_s that no plan of this granularity can beat
-    refines: whether it plans on blocks cut into y parts
+    granularity_bound: (rows, columns, x, y) → ρ_s that no plan of this granularity can beat
+    heeds_cap: whether `PlannerSettings.head_cap` binds it
+    refines:   whether it plans on blocks cut into y parts
     """
 
     assign: Callable[[PlannerInput], Assignment]
-    bound: Callable[[np.ndarray, np.ndarray, int, int], float] = whole_block_bound
+    granularity_bound: Callable[..., float] = whole_block_bound
+    heeds_cap: bool = False
     refines: bool = False
+
+    def bound(self, rows: np.ndarray, columns: np.ndarray, strategy: Strategy, head_cap: bool = False) -> float:
+        """ρ_s that no plan of this kind can beat; see `PlannerInput` for the arrays."""
+        capped = {"head_cap": True} if head_cap and self.heeds_cap else {}
+        return self.granularity_bound(rows, columns, strategy.ulysses, strategy.ring, **capped)
 
 
 def whole(column: np.ndarray, q_ring: np.ndarray, slot: np.ndarray, strategy: Strategy) -> Assignment:
@@ -149,12 +156,12 @@ def dbsp(given: PlannerInput) -> Assignment:
 
 
 PLANNERS = {
-    "dbsp": Planner(dbsp, bound=functools.partial(whole_row_bound, slot=None)),
+    "dbsp": Planner(dbsp, granularity_bound=functools.partial(whole_row_bound, slot=None)),
     "contiguous": Planner(contiguous),
     "snake": Planner(snake),
     "knapsack": Planner(knapsack),
     "burst": Planner(burst, refines=True),
-    "paper": Planner(paper),
+    "paper": Planner(paper, heeds_cap=True),
 }
 
 

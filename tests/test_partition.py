@@ -184,6 +184,13 @@ class TestBounds:
         # U2R2 and a single row of 6 blocks: one of four ranks does it all.
         assert whole_block_bound(np.array([[6]]), np.array([[1, 1, 1, 1, 1, 1]]), ulysses=2, ring=2) == 4.0
 
+    def test_a_cap_on_head_counts_raises_the_bound(self):
+        # Heads of 90, 1, 1 and 1 on two columns: alone, the large head bounds the column at 90; capped at two heads a
+        # column, one of the small ones is with it: 91 of 93, two ranks.
+        rows, columns = np.array([[90], [1], [1], [1]]), np.array([[90], [1], [1], [1]])
+        assert whole_block_bound(rows, columns, ulysses=2, ring=1) == 90 * 2 / 93
+        assert whole_block_bound(rows, columns, ulysses=2, ring=1, head_cap=True) == 91 * 2 / 93
+
     def test_whole_block_bound_of_no_work_is_one(self):
         assert whole_block_bound(np.zeros((2, 3), dtype=int), np.zeros((2, 3), dtype=int), 2, 2) == 1.0
 

@@ -25,19 +25,33 @@ def bins_bound(items: np.ndarray, bins: int) -> int:
     return max(bound, int((prefix[last + 1] - prefix[last - last // bins]).max(initial=0)))
 
 
-def whole_block_bound(rows: np.ndarray, columns: np.ndarray, ulysses: int, ring: int) -> float:
+def _capped_bound(items: np.ndarray, bins: int) -> int:
+    """Least possible load of the fullest of `bins` bins that hold at most ceil(n / bins) items each.
+
+    The other bins being full, a bin holds at least n − (bins − 1)·cap items: the largest item has that many, less
+    itself, beside it, at best the smallest.
+    """
+    items = np.sort(items)[::-1]
+    least = len(items) - (bins - 1) * -(-len(items) // bins)
+    return int(items[0] + items[len(items) - max(0, least - 1) :].sum())
+
+
+def whole_block_bound(rows: np.ndarray, columns: np.ndarray, ulysses: int, ring: int, head_cap: bool = False) -> float:
     """Bound on ρ_s for plans that give whole heads to Ulysses columns, and whole blocks to ring ranks and slots.
 
     rows:    int[H, nq], dense blocks per (head, query block)
     columns: int[H, nk], dense blocks per (head, KV block)
+    head_cap: whether no column may take more than ceil(H / x) heads
     returns: a float ≥ 1
     """
     total = int(rows.sum())
     if total == 0:
         return 1.0
+    heads = rows.sum(axis=1)
+    fullest_column = max(bins_bound(heads, ulysses), _capped_bound(heads, ulysses) if head_cap else 0)
     slowest = max(
         -(-total // (ulysses * ring)),
-        -(-bins_bound(rows.sum(axis=1), ulysses) // ring),  # a column's work is shared by its y ring ranks
+        -(-fullest_column // ring),  # a column's work is shared by its y ring ranks
         -(-bins_bound(rows.sum(axis=0), ring) // ulysses),  # a ring rank's work is shared by its x columns
         -(-bins_bound(columns.sum(axis=0), ring) // ulysses),  # S/x for the fullest slot
         int(rows.max()),  # one row has one owner
