@@ -42,6 +42,38 @@ def run_para_case(rank: int, world: int, case: ParaCase) -> tuple[float, float]:
     return float((out - expected).abs().max()), float((out - dense).abs().max())
 
 
+def run_pipeline_case(rank: int, world: int, model: str, folder: str, config: dict[str, Any]) -> tuple[float, float]:
+    """A whole tiny pipeline: (largest difference of the latents from one process, sum of unseeded latents)."""
+    import diffusers
+
+    cls = {"wan": diffusers.WanPipeline, "cogvideox": diffusers.CogVideoXPipeline}[model]
+    pipe = cls.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    # Guidance multiplies rounding by its scale: at 6, latents of 11.5 differ by 1.1e-5 (by nothing in float64).
+    size = {
+        "guidance_scale": 2.0,
+        "height": 64,
+        "width": 96,
+        "num_frames": 9,
+        "num_inference_steps": 2,
+        "output_type": "latent",
+    }
+
+    def latents(**options: Any) -> torch.Tensor:
+        return pipe(prompt="the sea at dusk", **size, **options).frames
+
+    single = attach_single_process(pipe.transformer, config)
+    expected = latents(generator=torch.Generator().manual_seed(3))
+    single.detach()
+    dbsp_para.parallelize_pipe(pipe, config=config)
+    out = latents(generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(rank)  # ranks would draw different noise
+    unseeded = latents()
+    dbsp_para.unparallelize(pipe)
+    assert type(pipe) is cls
+    return float((out - expected).abs().max()), float(unseeded.double().sum())
+
+
 def fingerprint(module: torch.nn.Module) -> list[Any]:
     """Classes, instance attributes and hooks of a module and all in it, to compare before and after."""
     state = []

@@ -7,7 +7,8 @@ import importlib
 import pytest
 
 from dbsp_core import Strategy
-from para_cases import ParaCase, run_para_case
+from dbsp_core.tiny import make_tiny
+from para_cases import ParaCase, run_para_case, run_pipeline_case
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
@@ -23,6 +24,14 @@ def test_equals_one_process(pool, model, world):
             for difference, from_dense in pool(world).run(run_para_case, case):
                 assert difference <= TOLERANCE, case
                 assert from_dense > 100 * TOLERANCE, "the mask must matter"
+
+
+@pytest.mark.parametrize("model", ["wan", "cogvideox"])
+def test_whole_pipelines_equal_one_process_and_share_their_noise(pool, tmp_path, model):
+    folder = str(make_tiny(model, tmp_path / model))
+    results = pool(3).run(run_pipeline_case, model, folder, {"mask": MASK, "strategy": "U1R3"})
+    assert all(difference <= TOLERANCE for difference, _ in results), results
+    assert len({total for _, total in results}) == 1
 
 
 def test_para_attn_learns_the_argument_and_forgets_it():
