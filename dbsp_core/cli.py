@@ -16,8 +16,8 @@ from rich.table import Table
 from dbsp_core.doctor import examine
 from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask, MaskFile
-from dbsp_core.plan import Plan, make_plan
-from dbsp_core.planners import PLANNERS
+from dbsp_core.plan import Plan, can_cut, make_plan
+from dbsp_core.planners import PLANNERS, require_planner
 from dbsp_core.strategy import Strategy
 from dbsp_core.tiny import TINY_MODELS, make_tiny
 
@@ -56,7 +56,10 @@ def plan(
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}, or all.")] = "dbsp",
     reward: Annotated[float, typer.Option(help="R_b of planner paper: how strongly blocks stay.")] = 1.0,
     head_cap: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
-    home: Annotated[str, typer.Option(help=f"Home layout: {', '.join(HOME_ORDERS)}.")] = "contiguous",
+    tolerance: Annotated[float | None, typer.Option(help="Planner dbsp: the ρ_s at which it is content.")] = None,
+    home: Annotated[
+        str | None, typer.Option(help=f"Home layout: {', '.join(HOME_ORDERS)}; default: the planner's own.")
+    ] = None,
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -73,12 +76,14 @@ def plan(
             mask,
             s,
             name,
-            home=HomeLayout.named(home, mask.grid, s, profile=profile),
+            home=HomeLayout.named(home or require_planner(name).home, mask.grid, s, profile=profile),
             reward=reward,
             head_cap=head_cap,
+            tolerance=tolerance,
         )
         for s in possible
         for name in (PLANNERS if planner == "all" else (planner,))
+        if planner != "all" or not PLANNERS[name].refines or can_cut(mask.grid, s.ring)
     ]
     if as_json:
         rows = [_plan_row(p) for p in plans]
@@ -118,7 +123,8 @@ def _plan_table(mask: BlockMask, gpus: int, plans: list[Plan]) -> Table:
     for p in plans:
         numbers = (f"{p.rho_before:.4f}", f"{p.rho:.4f}", f"{p.rho_bound:.4f}")
         shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.extra_kv:.0%}")
-        table.add_row(str(p.strategy), p.planner, *numbers, *shares, f"{p.plan_ms:.2f}")
+        tile = f" /{p.strategy.ring}" if p.grid != grid else ""  # works on blocks cut into so many parts
+        table.add_row(str(p.strategy), p.planner + tile, *numbers, *shares, f"{p.plan_ms:.2f}")
     return table
 
 

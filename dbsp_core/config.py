@@ -31,7 +31,8 @@ class DbspConfig:
     mask:             where masks come from, a mapping such as {source: window, window: [5, 9, 9]}
     strategy:         "UxRy", or None for the host's own degrees
     planner:          a name from dbsp_core.planners.PLANNERS: "dbsp" (ours), "paper" (Alg. 1), "contiguous" (USP's) …
-    home:             how tokens are laid out between attentions: "contiguous", "striped" or "learned"
+    home:             how tokens are laid out between attentions: "contiguous", "striped" or "learned"; None: as the
+                      planner is meant for
     reward:           R_b of the paper's biased greedy: how strongly blocks are held where they are
     head_cap:         whether the paper's planner keeps head counts per Ulysses column equal (up to one)
     tolerance:        ρ_s at which planner "dbsp" is content; None: 1.002 for Ulysses alone, 1.005 with a ring
@@ -46,7 +47,7 @@ class DbspConfig:
     mask: MaskSource = field(default_factory=DenseSource)
     strategy: Strategy | None = None
     planner: str = "dbsp"
-    home: str = "striped"
+    home: str | None = None
     reward: float = 1.0
     head_cap: bool = False
     tolerance: float | None = None
@@ -63,12 +64,18 @@ class DbspConfig:
         if isinstance(self.mask, Mapping):
             object.__setattr__(self, "mask", _source_from(self.mask))
         require_planner(self.planner)
-        _require("home", self.home, tuple(HOME_ORDERS))
+        if self.home is not None:
+            _require("home", self.home, tuple(HOME_ORDERS))
         _require("kernel", self.kernel, ("auto", *KERNELS))
         _require("dtype", self.dtype, DTYPES)
         PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost)
         if not self.replan_threshold >= 1:
             raise ValueError(f"replan_threshold={self.replan_threshold} must be at least 1, the least ρ_s there is")
+
+    @property
+    def home_layout(self) -> str:
+        """The name of the home layout in force."""
+        return self.home or require_planner(self.planner).home
 
     @classmethod
     def load(cls, source: ConfigLike) -> DbspConfig:

@@ -18,7 +18,7 @@ from dbsp_core.partition.baselines import contiguous_heads, resident_parts
 from dbsp_core.planners import Assignment, PlannerInput, PlannerSettings, require_planner, whole
 from dbsp_core.strategy import Strategy
 
-__all__ = ["Plan", "make_plan", "require_slots"]
+__all__ = ["Plan", "can_cut", "make_plan", "require_slots"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,9 +199,14 @@ def _baseline(mask: BlockMask, strategy: Strategy) -> np.ndarray:
     return _work(mask, whole(contiguous_heads(mask.heads, strategy.ulysses), q_home, k_home, strategy), strategy)
 
 
+def can_cut(grid: BlockGrid, parts: int) -> bool:
+    """Whether every full block can be cut into `parts` equal ones, as planner "burst" does."""
+    return grid.block_q % parts == 0 and grid.block_k % parts == 0
+
+
 def _cut(grid: BlockGrid, parts: int) -> BlockGrid:
     """The grid whose blocks are `parts` of the given one's. Raises ValueError when they cannot be cut evenly."""
-    if grid.block_q % parts or grid.block_k % parts:
+    if not can_cut(grid, parts):
         raise ValueError(
             f"planner 'burst' cuts every block over {parts} ring ranks, but blocks of {grid.block_q}×{grid.block_k} "
             "cannot be cut so evenly; use another block size or strategy"

@@ -76,12 +76,14 @@ class Planner:
     """How work is assigned, and what bounds it.
 
     granularity_bound: (rows, columns, x, y) → ρ_s that no plan of this granularity can beat
+    home:      the home layout it is meant for: where blocks live when nothing else is asked for
     heeds_cap: whether `PlannerSettings.head_cap` binds it
     refines:   whether it plans on blocks cut into y parts
     """
 
     assign: Callable[[PlannerInput], Assignment]
     granularity_bound: Callable[..., float] = whole_block_bound
+    home: str = "contiguous"
     heeds_cap: bool = False
     refines: bool = False
 
@@ -156,7 +158,7 @@ def dbsp(given: PlannerInput) -> Assignment:
 
 
 PLANNERS = {
-    "dbsp": Planner(dbsp, granularity_bound=functools.partial(whole_row_bound, slot=None)),
+    "dbsp": Planner(dbsp, granularity_bound=functools.partial(whole_row_bound, slot=None), home="striped"),
     "contiguous": Planner(contiguous),
     "snake": Planner(snake),
     "knapsack": Planner(knapsack),

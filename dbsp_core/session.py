@@ -74,8 +74,10 @@ class AttentionSession:
         if self._shape is None or (self._shape.thw, self._shape.text_tokens) != (thw, text_tokens):
             grid = self.config.mask.grid(MaskRequest(0, self.heads, thw, text_tokens))
             require_slots(self.strategy, grid)
-            profile = self._profile(thw, text_tokens) if self.config.home == "learned" else None
-            home = HomeLayout.named(self.config.home, grid, self.strategy, split_text=text_tokens > 0, profile=profile)
+            profile = self._profile(thw, text_tokens) if self.config.home_layout == "learned" else None
+            home = HomeLayout.named(
+                self.config.home_layout, grid, self.strategy, split_text=text_tokens > 0, profile=profile
+            )
             self._shape = _Shape(thw, text_tokens, grid, home)
             self._plans = PlanCache(self.config.replan_threshold)
             self._latest = None

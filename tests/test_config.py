@@ -15,7 +15,13 @@ from dbsp_kernels import KERNELS
 def test_nothing_gives_the_defaults():
     config = DbspConfig.load(None)
     assert config == DbspConfig() == DbspConfig.load({})
-    assert (config.strategy, config.planner, config.home, config.mask) == (None, "dbsp", "striped", DenseSource())
+    assert (config.strategy, config.planner, config.home, config.mask) == (None, "dbsp", None, DenseSource())
+
+
+def test_each_planner_has_the_home_layout_it_is_meant_for():
+    assert DbspConfig().home_layout == "striped"
+    assert DbspConfig(planner="paper").home_layout == "contiguous"
+    assert DbspConfig(planner="paper", home="learned").home_layout == "learned"
 
 
 def test_yaml_and_dict_say_the_same(tmp_path):
