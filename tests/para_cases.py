@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 import dbsp_para
@@ -40,6 +41,25 @@ def run_para_case(rank: int, world: int, case: ParaCase) -> tuple[float, float]:
         assert fingerprint(transformer) == before, "unparallelize left something behind"
         assert torch.equal(transformer(**inputs.arguments)[0], dense)
     return float((out - expected).abs().max()), float((out - dense).abs().max())
+
+
+def run_through_para_attn(rank: int, world: int, ring: int, config: dict[str, Any]) -> float:
+    """The same through para-attn's own function and device mesh, which also say the strategy."""
+    from para_attn.context_parallel import init_context_parallel_mesh
+    from para_attn.context_parallel.diffusers_adapters import parallelize_transformer
+
+    transformer = make_transformer("wan")
+    inputs = Inputs.random("wan", (3, 5, 7), 1, 7)
+    with torch.no_grad():
+        single = attach_single_process(transformer, config)
+        expected = transformer(**inputs.arguments)[0]
+        single.detach()
+        mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=ring)
+        parallelize_transformer(transformer, mesh=mesh, attn="dbsp", config=config)
+        with pytest.raises(ValueError, match="parallelized already"):
+            parallelize_transformer(transformer, mesh=mesh, attn="dbsp", config=config)
+        out = transformer(**inputs.arguments)[0]
+    return float((out - expected).abs().max())
 
 
 def run_pipeline_case(rank: int, world: int, model: str, folder: str, config: dict[str, Any]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ import pytest
 
 from dbsp_core import Strategy
 from dbsp_core.tiny import make_tiny
-from para_cases import ParaCase, run_para_case, run_pipeline_case
+from para_cases import ParaCase, run_para_case, run_pipeline_case, run_through_para_attn
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
@@ -32,6 +32,13 @@ def test_whole_pipelines_equal_one_process_and_share_their_noise(pool, tmp_path,
     results = pool(3).run(run_pipeline_case, model, folder, {"mask": MASK, "strategy": "U1R3"})
     assert all(difference <= TOLERANCE for difference, _ in results), results
     assert len({total for _, total in results}) == 1
+
+
+def test_through_para_attn_with_its_mesh(pool):
+    pytest.importorskip("para_attn")
+    for ring in (1, 2, 4):
+        differences = pool(4).run(run_through_para_attn, ring, {"mask": MASK, "debug": True})
+        assert all(difference <= TOLERANCE for difference in differences), (ring, differences)
 
 
 def test_para_attn_learns_the_argument_and_forgets_it():
