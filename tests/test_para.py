@@ -14,8 +14,9 @@ TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
 
 
-@pytest.mark.parametrize("model", ["wan", "cogvideox"])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("model", "world"), [("wan", 2), ("wan", 3), ("wan", 4), ("cogvideox", 2), ("cogvideox", 4), ("cogvideox1.0", 3)]
+)
 def test_equals_one_process(pool, model, world):
     for strategy in Strategy.all_for(world):
         for home in ("contiguous", "striped"):

@@ -12,10 +12,12 @@ WIDTH = 24
 
 
 def make_transformer(model: str, seed: int = 0, **options: Any) -> Any:
-    """`model` is "wan" or "cogvideox". The same weights for the same seed, on every rank."""
+    """`model` is "wan", "cogvideox" (1.5) or "cogvideox1.0". The same weights for the same seed, on every rank."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return (_wan if model == "wan" else _cogvideox)(**options).eval()
+        if model == "wan":
+            return _wan(**options).eval()
+        return _cogvideox(patch_size_t=None if model == "cogvideox1.0" else 2, **options).eval()
 
 
 def _wan(cls: type | None = None, **options: Any) -> Any:
@@ -35,7 +37,7 @@ def _wan(cls: type | None = None, **options: Any) -> Any:
     )
 
 
-def _cogvideox(**options: Any) -> Any:
+def _cogvideox(patch_size_t: int | None, **options: Any) -> Any:
     from diffusers import CogVideoXTransformer3DModel
 
     return CogVideoXTransformer3DModel(
@@ -50,8 +52,8 @@ def _cogvideox(**options: Any) -> Any:
         sample_height=16,
         sample_frames=9,
         patch_size=2,
-        patch_size_t=2,
-        patch_bias=False,
+        patch_size_t=patch_size_t,
+        patch_bias=patch_size_t is None,
         max_text_seq_length=32,
         use_rotary_positional_embeddings=True,
         **options,
@@ -74,7 +76,8 @@ class Inputs:
             arguments["hidden_states"] = torch.randn(batch, 4, frames, height * 2, width * 2, generator=generator)
             arguments["timestep"] = torch.full((batch,), 500)
         else:
-            arguments["hidden_states"] = torch.randn(batch, frames * 2, 4, height * 2, width * 2, generator=generator)
+            frames_in = frames * (1 if model == "cogvideox1.0" else 2)
+            arguments["hidden_states"] = torch.randn(batch, frames_in, 4, height * 2, width * 2, generator=generator)
             arguments["timestep"] = torch.full((batch,), 500)
             angles = torch.rand(frames * height * width, WIDTH // 2, generator=generator).repeat_interleave(2, dim=1)
             arguments["image_rotary_emb"] = (angles.cos(), angles.sin())
