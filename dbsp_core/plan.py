@@ -14,8 +14,8 @@ from dbsp_core.grid import BlockGrid
 from dbsp_core.home import Fragments, HomeLayout
 from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts, row_cells
 from dbsp_core.mask import BlockMask
-from dbsp_core.partition.baselines import contiguous_heads, resident_parts
-from dbsp_core.planners import Assignment, PlannerInput, PlannerSettings, require_planner, whole
+from dbsp_core.partition.baselines import resident_parts, stay_at_home
+from dbsp_core.planners import Assignment, PlannerInput, PlannerSettings, require_planner
 from dbsp_core.strategy import Strategy
 
 __all__ = ["Plan", "can_cut", "make_plan", "require_slots"]
@@ -148,13 +148,14 @@ def make_plan(
         mask = mask.refined(_cut(mask.grid, strategy.ring))
     grid, rows, columns = mask.grid, mask.row_counts(), mask.column_counts()
     q_fragments, k_fragments = home.fragments(grid.q_axis), home.fragments(grid.k_axis)
+    q_home, k_home = _resident_rings(q_fragments, k_fragments, grid, strategy)
     count_cells = _Stopwatch(lambda slots: row_cells(mask.bits.cpu().numpy(), slots, strategy.ring))
     given = PlannerInput(
         strategy=strategy,
         rows=rows,
         columns=columns,
-        q_home=resident_parts(q_fragments.tokens_by_ring(grid.nq, strategy)),
-        k_home=resident_parts(k_fragments.tokens_by_ring(grid.nk, strategy)),
+        q_home=q_home,
+        k_home=k_home,
         count_cells=count_cells,
         settings=settings,
     )
@@ -194,9 +195,13 @@ def _baseline(mask: BlockMask, strategy: Strategy) -> np.ndarray:
     """int64[y, P]: the work of the contiguous plan on the contiguous home layout, which is what runs without db-SP."""
     grid = mask.grid
     home = HomeLayout.contiguous(grid.tokens, strategy.world)
-    q_home = resident_parts(home.fragments(grid.q_axis).tokens_by_ring(grid.nq, strategy))
-    k_home = resident_parts(home.fragments(grid.k_axis).tokens_by_ring(grid.nk, strategy))
-    return _work(mask, whole(contiguous_heads(mask.heads, strategy.ulysses), q_home, k_home, strategy), strategy)
+    homes = _resident_rings(home.fragments(grid.q_axis), home.fragments(grid.k_axis), grid, strategy)
+    return _work(mask, stay_at_home(mask.heads, *homes, strategy.ulysses), strategy)
+
+
+def _resident_rings(q: Fragments, k: Fragments, grid: BlockGrid, strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
+    """int64[nq], int64[nk]: the ring rank that holds most of each query and KV block."""
+    return resident_parts(q.tokens_by_ring(grid.nq, strategy)), resident_parts(k.tokens_by_ring(grid.nk, strategy))
 
 
 def can_cut(grid: BlockGrid, parts: int) -> bool:

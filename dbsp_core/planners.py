@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.partition.baselines import contiguous_heads, dealt_heads
+from dbsp_core.partition.baselines import dealt_heads, stay_at_home, whole
 from dbsp_core.partition.blocks import biased_greedy
 from dbsp_core.partition.bounds import whole_block_bound, whole_row_bound
 from dbsp_core.partition.dbsp import plan_rows
@@ -93,21 +93,15 @@ class Planner:
         return self.granularity_bound(rows, columns, strategy.ulysses, strategy.ring, **capped)
 
 
-def whole(column: np.ndarray, q_ring: np.ndarray, slot: np.ndarray, strategy: Strategy) -> Assignment:
-    """Whole heads to Ulysses columns and whole blocks to ring ranks and slots: owner = ring rank · x + column."""
-    owner = q_ring[None, :] * strategy.ulysses + column[:, None]
-    return owner, np.tile(slot, (len(column), 1))
-
-
 def contiguous(given: PlannerInput) -> Assignment:
     """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live."""
-    return whole(contiguous_heads(given.heads, given.strategy.ulysses), given.q_home, given.k_home, given.strategy)
+    return stay_at_home(given.heads, given.q_home, given.k_home, given.strategy.ulysses)
 
 
 def snake(given: PlannerInput) -> Assignment:
     """xDiT's head balancing: heads, densest first, dealt to and fro in equal numbers; blocks where they live."""
     column = dealt_heads(given.rows.sum(axis=1), given.strategy.ulysses)
-    return whole(column, given.q_home, given.k_home, given.strategy)
+    return whole(column, given.q_home, given.k_home, given.strategy.ulysses)
 
 
 def knapsack(given: PlannerInput) -> Assignment:
@@ -117,7 +111,7 @@ def knapsack(given: PlannerInput) -> Assignment:
     runs within it.
     """
     column = greedy_heads(given.rows.sum(axis=1), given.strategy.ulysses)
-    return whole(column, given.q_home, given.k_home, given.strategy)
+    return whole(column, given.q_home, given.k_home, given.strategy.ulysses)
 
 
 def burst(given: PlannerInput) -> Assignment:
@@ -127,7 +121,7 @@ def burst(given: PlannerInput) -> Assignment:
     """
     y = given.strategy.ring
     q_ring, slot = (np.arange(counts.shape[1]) % y for counts in (given.rows, given.columns))
-    return whole(contiguous_heads(given.heads, given.strategy.ulysses), q_ring, slot, given.strategy)
+    return stay_at_home(given.heads, q_ring, slot, given.strategy.ulysses)
 
 
 def paper(given: PlannerInput) -> Assignment:
@@ -137,7 +131,7 @@ def paper(given: PlannerInput) -> Assignment:
     column = greedy_heads(given.rows.sum(axis=1), x, cap)
     q_ring = biased_greedy(given.rows.sum(axis=0), y, given.q_home, given.settings.reward)
     slot = biased_greedy(given.columns.sum(axis=0), y, given.k_home, given.settings.reward)
-    return whole(column, q_ring, slot, given.strategy)
+    return whole(column, q_ring, slot, x)
 
 
 def dbsp(given: PlannerInput) -> Assignment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["contiguous_heads", "dealt_heads", "resident_parts"]
+__all__ = ["contiguous_heads", "dealt_heads", "resident_parts", "stay_at_home", "whole"]
 
 
 def contiguous_heads(heads: int, columns: int) -> np.ndarray:
@@ -29,3 +29,17 @@ def resident_parts(tokens_by_part: np.ndarray) -> np.ndarray:
     tokens_by_part: int[n, parts];  returns: int64[n]
     """
     return tokens_by_part.argmax(axis=1).astype(np.int64)
+
+
+def whole(column: np.ndarray, q_ring: np.ndarray, slot: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Whole heads to Ulysses columns and whole blocks to ring ranks and slots: owner = ring rank · x + column.
+
+    column: int64[H];  q_ring: int64[nq];  slot: int64[nk];  columns: x
+    returns: int64[H, nq] owner of each row, int64[H, nk] slot of each KV block
+    """
+    return q_ring[None, :] * columns + column[:, None], np.tile(slot, (len(column), 1))
+
+
+def stay_at_home(heads: int, q_home: np.ndarray, k_home: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live. Arguments as for `whole`."""
+    return whole(contiguous_heads(heads, columns), q_home, k_home, columns)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dbsp_core.imbalance import imbalance_ratio, period_counts
-from dbsp_core.partition.baselines import contiguous_heads
+from dbsp_core.partition.baselines import stay_at_home
 from dbsp_core.partition.columns import match_columns
 from dbsp_core.partition.items import balance_items, trade_rows
 from dbsp_core.partition.periods import Periods, head_parts
@@ -84,8 +84,7 @@ def _unless_staying_is_better(
     """The plan, or heads in equal runs and blocks at home where a handful of rows is better left alone."""
     rho = _rho(owner, cells, ulysses)
     if rho > tolerance:
-        at_home = np.tile(k_home, (len(owner), 1))
-        stay = q_home[None, :] * ulysses + contiguous_heads(len(owner), ulysses)[:, None]
+        stay, at_home = stay_at_home(len(owner), q_home, k_home, ulysses)
         if _rho(stay, count_cells(at_home) if count_cells else cells, ulysses) < rho:
             return stay, at_home
     return owner, slots
