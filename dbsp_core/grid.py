@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+
+from dbsp_core.order import CANONICAL, require_order, video_order
 
 __all__ = ["BlockAxis", "BlockGrid"]
 
@@ -37,13 +40,19 @@ class BlockGrid:
     """Tokens in token order (text first, then video) cut into blocks of at most `block_q` queries or `block_k` keys.
 
     A text segment starts its own blocks: no block holds both text and video. The last block of a segment may be
-    short. Raises ValueError for sizes that make no grid.
+    short.
+    thw:    frames, rows and columns of the video; needed for orders other than "thw"
+    orders: the order of video tokens (see `dbsp_core.order`), one for all heads or one per head: where they differ, a
+            block holds other tokens in other heads
+    Raises ValueError for sizes that make no grid, or orders that do not fit.
     """
 
     tokens: int
     text_tokens: int
     block_q: int
     block_k: int
+    thw: tuple[int, int, int] | None = None
+    orders: tuple[str, ...] = (CANONICAL,)
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -53,6 +62,22 @@ class BlockGrid:
         for name, size in (("block_q", self.block_q), ("block_k", self.block_k)):
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1; 64 and 128 are usual")
+        self._check_orders()
+
+    def _check_orders(self) -> None:
+        if not self.orders:
+            raise ValueError(f"orders must not be empty; leave it out for {CANONICAL!r}")
+        for order in set(self.orders):
+            require_order(order)
+        if self.thw is None:
+            if set(self.orders) != {CANONICAL}:
+                raise ValueError(f"token orders other than {CANONICAL!r} need thw, the size of the video's token grid")
+        elif math.prod(self.thw) != self.tokens - self.text_tokens:
+            video = self.tokens - self.text_tokens
+            raise ValueError(
+                f"thw={self.thw} makes {math.prod(self.thw)} tokens, but the grid has {video} video tokens "
+                f"(tokens={self.tokens}, text_tokens={self.text_tokens})"
+            )
 
     @classmethod
     def uniform(
@@ -65,8 +90,7 @@ class BlockGrid:
         block_k: int | None = None,
     ) -> BlockGrid:
         """A grid of equal blocks; `tokens` counts text and video together. `block_q`, `block_k` override `block`."""
-        sizes = (block if size is None else size for size in (block_q, block_k))
-        return cls(tokens, text_tokens, *sizes)
+        return cls(tokens, text_tokens, block if block_q is None else block_q, block if block_k is None else block_k)
 
     @cached_property
     def q_axis(self) -> BlockAxis:
@@ -88,8 +112,30 @@ class BlockGrid:
 
     def refines(self, other: BlockGrid) -> bool:
         """Whether this grid's blocks are the other's, or parts of them."""
-        same_tokens = (self.tokens, self.text_tokens) == (other.tokens, other.text_tokens)
-        return same_tokens and other.block_q % self.block_q == 0 and other.block_k % self.block_k == 0
+        if self.resized(other.block_q, other.block_k) != other:
+            return False
+        return other.block_q % self.block_q == 0 and other.block_k % self.block_k == 0
+
+    def resized(self, block_q: int, block_k: int) -> BlockGrid:
+        """The same tokens in the same order, in blocks of other sizes."""
+        return replace(self, block_q=block_q, block_k=block_k)
+
+    @property
+    def common_order(self) -> str | None:
+        """The order of all heads, or None where they differ."""
+        return self.orders[0] if len(set(self.orders)) == 1 else None
+
+    def order_groups(self, heads: int) -> list[tuple[str, np.ndarray]]:
+        """(order, int64 heads that have it) for every order, by the first head that has it."""
+        if self.common_order is not None:
+            return [(self.common_order, np.arange(heads))]
+        return [(order, np.flatnonzero(np.array(self.orders) == order)) for order in dict.fromkeys(self.orders)]
+
+    def standing(self, order: str) -> np.ndarray:
+        """int64[tokens]: canonical positions (text, then video in (t, h, w)) of the tokens as they stand in `order`."""
+        if order == CANONICAL or self.thw is None:
+            return np.arange(self.tokens)
+        return np.concatenate([np.arange(self.text_tokens), self.text_tokens + video_order(order, self.thw)])
 
     def _axis(self, block: int) -> BlockAxis:
         starts, first = [], 0

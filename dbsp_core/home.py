@@ -10,6 +10,7 @@ import numpy as np
 
 from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.mask import BlockMask
+from dbsp_core.order import CANONICAL
 from dbsp_core.partition.layout import balanced_layout
 from dbsp_core.strategy import Strategy
 
@@ -43,23 +44,37 @@ class Fragments:
 
 @dataclass(frozen=True, eq=False)
 class MaskProfile:
-    """Dense blocks per query block, rows int64[nq], and per key block, columns int64[nk], summed over many masks."""
+    """Work per token summed over many masks: the dense blocks of its query block and of its key block, each divided by
+    the block's tokens. queries, keys: float64[tokens], by canonical position."""
 
-    rows: np.ndarray
-    columns: np.ndarray
+    queries: np.ndarray
+    keys: np.ndarray
 
     @classmethod
     def of(cls, masks: Iterable[BlockMask]) -> MaskProfile:
-        """The profile of masks on one grid."""
-        sums = [(mask.row_counts().sum(axis=0), mask.column_counts().sum(axis=0)) for mask in masks]
-        return cls(*(np.sum(side, axis=0) for side in zip(*sums, strict=True)))
+        """The profile of masks of the same tokens."""
+        queries: np.ndarray | float = 0.0
+        keys: np.ndarray | float = 0.0
+        for mask in masks:
+            queries = queries + _per_token(mask.grid.q_axis, mask.row_counts(), mask.grid)
+            keys = keys + _per_token(mask.grid.k_axis, mask.column_counts(), mask.grid)
+        return cls(np.asarray(queries), np.asarray(keys))
+
+
+def _per_token(axis: BlockAxis, counts: np.ndarray, grid: BlockGrid) -> np.ndarray:
+    """float64[tokens]: counts int64[H, n] of blocks, shared out over their tokens."""
+    tokens = np.zeros(grid.tokens)
+    for order, heads in grid.order_groups(len(counts)):
+        tokens[grid.standing(order)] += (counts[heads].sum(axis=0) / axis.lengths)[axis.block_of]
+    return tokens
 
 
 @dataclass(frozen=True, eq=False)
 class HomeLayout:
     """Every rank holds `shard` places; a token is at one place, and a place without a token is padding.
 
-    rank, local: int64[tokens], which rank holds each token (in token order), and at which of its places
+    rank, local: int64[tokens], which rank holds each token (by canonical position: text, then video in (t, h, w)), and
+                 at which of its places
     """
 
     rank: np.ndarray
@@ -148,9 +163,14 @@ class HomeLayout:
         here = here[np.argsort(self.local[here])]
         return here, self.local[here]
 
-    def fragments(self, axis: BlockAxis) -> Fragments:
-        """The runs that this layout and the blocks of `axis` cut the tokens into."""
+    def fragments(self, axis: BlockAxis, standing: np.ndarray | None = None) -> Fragments:
+        """The runs that this layout and the blocks of `axis` cut the tokens into.
+
+        standing: int64[tokens], the tokens as they stand in the blocks (`BlockGrid.standing`); None: as they are
+        """
         rank, local, block = self.rank, self.local, axis.block_of
+        if standing is not None:
+            rank, local = rank[standing], local[standing]
         breaks = (np.diff(block) != 0) | (np.diff(rank) != 0) | (np.diff(local) != 1)
         first = np.concatenate([[0], np.flatnonzero(breaks) + 1])
         length = np.diff(first, append=self.tokens)
@@ -164,8 +184,9 @@ def _in_token_order(
 
 
 def _in_stripes(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
+    standing = _standing(tokens, grid)
     stripe = _larger_axis(grid).block_of % strategy.ring
-    return tokens[np.argsort(stripe[tokens], kind="stable")]
+    return standing[np.argsort(_by_token(stripe, grid)[standing], kind="stable")]
 
 
 def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
@@ -173,16 +194,27 @@ def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile
         raise ValueError("home layout 'learned' needs masks that are known beforehand; use striped for others")
     if len(tokens) == 0:
         return tokens
-    block = _larger_axis(grid).block_of
-    per_token = np.stack(
-        [np.repeat(profile.rows / grid.q_axis.lengths, grid.q_axis.lengths),
-         np.repeat(profile.columns / grid.k_axis.lengths, grid.k_axis.lengths)], axis=1,
-    )  # fmt: skip
+    tokens = _standing(tokens, grid)
+    block = _by_token(_larger_axis(grid).block_of, grid)
+    per_token = np.stack([profile.queries, profile.keys], axis=1)
     per_block = np.stack([np.bincount(block[tokens], per_token[tokens, d]) for d in range(2)], axis=1)
     present = np.unique(block[tokens])
     part = np.zeros(len(per_block), dtype=np.int64)
     part[present] = balanced_layout(per_block[present], strategy.ring)
     return tokens[np.argsort(part[block[tokens]], kind="stable")]
+
+
+def _standing(tokens: np.ndarray, grid: BlockGrid) -> np.ndarray:
+    """The given tokens as they stand in the order that all heads share; as they are where heads differ."""
+    standing = grid.standing(grid.common_order or CANONICAL)
+    return standing[np.isin(standing, tokens)]
+
+
+def _by_token(values: np.ndarray, grid: BlockGrid) -> np.ndarray:
+    """Values of the tokens as they stand in the blocks, by canonical position."""
+    by_token = np.empty_like(values)
+    by_token[grid.standing(grid.common_order or CANONICAL)] = values
+    return by_token
 
 
 def _larger_axis(grid: BlockGrid) -> BlockAxis:

@@ -38,6 +38,10 @@ class BlockMask:
                 f"mask of shape {tuple(bits.shape)} does not fit {self.grid.tokens} tokens in blocks of "
                 f"{self.grid.block_q}×{self.grid.block_k}: expected [heads, {expected[0]}, {expected[1]}]"
             )
+        if len(self.grid.orders) not in (1, bits.shape[0]):
+            raise ValueError(
+                f"the grid has token orders for {len(self.grid.orders)} heads, the mask {bits.shape[0]} heads"
+            )
         object.__setattr__(self, "bits", bits)
 
     @classmethod
@@ -124,7 +128,8 @@ class MaskFile:
                 "and text_tokens as strings"
             )
         try:
-            return BlockGrid(*(int(metadata[key]) for key in keys))
+            tokens, text_tokens, block_q, block_k = (int(metadata[key]) for key in keys)
+            return BlockGrid(tokens, text_tokens, block_q, block_k)
         except ValueError as error:
             raise ValueError(f"mask file {self.path}: bad metadata: {error}") from error
 

@@ -10,11 +10,12 @@ from functools import cached_property
 
 import numpy as np
 
-from dbsp_core.grid import BlockGrid
-from dbsp_core.home import Fragments, HomeLayout
+from dbsp_core.grid import BlockAxis, BlockGrid
+from dbsp_core.home import HomeLayout
 from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts, row_cells
 from dbsp_core.mask import BlockMask
-from dbsp_core.partition.baselines import resident_parts, stay_at_home
+from dbsp_core.order import CANONICAL
+from dbsp_core.partition.baselines import level_residents, resident_parts, stay_at_home
 from dbsp_core.planners import Assignment, PlannerInput, PlannerSettings, require_planner
 from dbsp_core.strategy import Strategy
 
@@ -147,8 +148,7 @@ def make_plan(
     if chosen.refines:
         mask = mask.refined(_cut(mask.grid, strategy.ring))
     grid, rows, columns = mask.grid, mask.row_counts(), mask.column_counts()
-    q_fragments, k_fragments = home.fragments(grid.q_axis), home.fragments(grid.k_axis)
-    q_home, k_home = _resident_rings(q_fragments, k_fragments, grid, strategy)
+    q_home, k_home = _resident_rings(home, mask, strategy)
     count_cells = _Stopwatch(lambda slots: row_cells(mask.bits.cpu().numpy(), slots, strategy.ring))
     given = PlannerInput(
         strategy=strategy,
@@ -171,7 +171,7 @@ def make_plan(
         work=_work(mask, (q_owner, kv_slot), strategy),
         work_before=before,
         rho_bound=chosen.bound(rows, columns, strategy, settings.head_cap),
-        moved=_moved(q_owner, kv_slot, strategy, q_fragments, k_fragments),
+        moved=_moved(q_owner, kv_slot, strategy, grid, home),
         plan_ms=seconds * 1e3,
     )
 
@@ -195,13 +195,30 @@ def _baseline(mask: BlockMask, strategy: Strategy) -> np.ndarray:
     """int64[y, P]: the work of the contiguous plan on the contiguous home layout, which is what runs without db-SP."""
     grid = mask.grid
     home = HomeLayout.contiguous(grid.tokens, strategy.world)
-    homes = _resident_rings(home.fragments(grid.q_axis), home.fragments(grid.k_axis), grid, strategy)
+    homes = _resident_rings(home, mask, strategy)
     return _work(mask, stay_at_home(mask.heads, *homes, strategy.ulysses), strategy)
 
 
-def _resident_rings(q: Fragments, k: Fragments, grid: BlockGrid, strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
-    """int64[nq], int64[nk]: the ring rank that holds most of each query and KV block."""
-    return resident_parts(q.tokens_by_ring(grid.nq, strategy)), resident_parts(k.tokens_by_ring(grid.nk, strategy))
+def _resident_rings(home: HomeLayout, mask: BlockMask, strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
+    """int64[nq], int64[nk]: the ring rank that holds most of each query and KV block.
+
+    [H, nq], [H, nk] where heads have token orders of their own.
+    """
+    grid = mask.grid
+
+    def residents(axis: BlockAxis, order: str) -> np.ndarray:
+        tokens = home.fragments(axis, grid.standing(order)).tokens_by_ring(len(axis), strategy)
+        return resident_parts(tokens) if order == CANONICAL else level_residents(tokens)
+
+    def by_head(axis: BlockAxis) -> np.ndarray:
+        if grid.common_order is not None:
+            return residents(axis, grid.common_order)
+        ring = np.empty((mask.heads, len(axis)), dtype=np.int64)
+        for order, heads in grid.order_groups(mask.heads):
+            ring[heads] = residents(axis, order)
+        return ring
+
+    return by_head(grid.q_axis), by_head(grid.k_axis)
 
 
 def can_cut(grid: BlockGrid, parts: int) -> bool:
@@ -216,7 +233,7 @@ def _cut(grid: BlockGrid, parts: int) -> BlockGrid:
             f"planner 'burst' cuts every block over {parts} ring ranks, but blocks of {grid.block_q}×{grid.block_k} "
             "cannot be cut so evenly; use another block size or strategy"
         )
-    return BlockGrid(grid.tokens, grid.text_tokens, grid.block_q // parts, grid.block_k // parts)
+    return grid.resized(grid.block_q // parts, grid.block_k // parts)
 
 
 def _work(mask: BlockMask, assignment: Assignment, strategy: Strategy) -> np.ndarray:
@@ -225,9 +242,11 @@ def _work(mask: BlockMask, assignment: Assignment, strategy: Strategy) -> np.nda
     return period_counts(cell_counts(bits, *assignment, strategy.world, strategy.ring), strategy.ulysses)
 
 
-def _moved(q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy, q: Fragments, k: Fragments) -> float:
+def _moved(q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy, grid: BlockGrid, home: HomeLayout) -> float:
     """Share of Q, K, V elements (K and V each counted like Q) that change ring rank on their way to their owner."""
-    x = strategy.ulysses
-    q_moved = ((q_owner[:, q.block] // x != q.rank // x) * q.length).sum()
-    kv_moved = ((kv_slot[:, k.block] != k.rank // x) * k.length).sum()
-    return int(q_moved + 2 * kv_moved) / (3 * len(q_owner) * int(q.length.sum()))
+    x, moved = strategy.ulysses, 0
+    for order, heads in grid.order_groups(len(q_owner)):
+        q, k = (home.fragments(axis, grid.standing(order)) for axis in (grid.q_axis, grid.k_axis))
+        moved += int(((q_owner[heads][:, q.block] // x != q.rank // x) * q.length).sum())
+        moved += 2 * int(((kv_slot[heads][:, k.block] != k.rank // x) * k.length).sum())
+    return moved / (3 * len(q_owner) * grid.tokens)

@@ -54,7 +54,8 @@ class PlannerInput:
 
     rows:    int64[H, nq], dense blocks per (head, query block)
     columns: int64[H, nk], dense blocks per (head, KV block)
-    q_home:  int64[nq], k_home: int64[nk]: ring rank that holds most of each block at home
+    q_home:  int64[nq], k_home: int64[nk]: ring rank that holds most of each block at home; int64[H, nq], int64[H, nk]
+             where heads have token orders of their own
     count_cells: slots int64[H, nk] → int64[H, nq, y], dense blocks of each row by the slot their keys travel in
     """
 
@@ -129,9 +130,16 @@ def paper(given: PlannerInput) -> Assignment:
     x, y = given.strategy.ulysses, given.strategy.ring
     cap = -(-given.heads // x) if given.settings.head_cap else None
     column = greedy_heads(given.rows.sum(axis=1), x, cap)
-    q_ring = biased_greedy(given.rows.sum(axis=0), y, given.q_home, given.settings.reward)
-    slot = biased_greedy(given.columns.sum(axis=0), y, given.k_home, given.settings.reward)
+    q_ring = biased_greedy(given.rows.sum(axis=0), y, _of_most_heads(given.q_home), given.settings.reward)
+    slot = biased_greedy(given.columns.sum(axis=0), y, _of_most_heads(given.k_home), given.settings.reward)
     return whole(column, q_ring, slot, x)
+
+
+def _of_most_heads(home: np.ndarray) -> np.ndarray:
+    """int64[n]: one home per block, the most common where heads differ; ties go to the lower rank."""
+    if home.ndim == 1:
+        return home
+    return (home[:, :, None] == np.arange(home.max() + 1)).sum(axis=0).argmax(axis=1)
 
 
 def dbsp(given: PlannerInput) -> Assignment:

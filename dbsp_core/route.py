@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dbsp_core.grid import BlockAxis
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import Fragments, HomeLayout
 from dbsp_core.plan import Plan
@@ -73,38 +74,61 @@ class Route:
 def build_route(plan: Plan, home: HomeLayout, rank: int, n_local: int, device: torch.device) -> Route:
     """The route of one rank, which holds `n_local` tokens (padding included) at home."""
     ranks = range(plan.strategy.world)
-    q_fragments, kv_fragments = home.fragments(plan.grid.q_axis), home.fragments(plan.grid.k_axis)
+    q_pieces, kv_pieces = _Pieces.of(plan, home, plan.grid.q_axis), _Pieces.of(plan, home, plan.grid.k_axis)
     own_rows = plan.rows_of(rank)
     own_blocks = plan.slot_blocks(rank // plan.strategy.ulysses, rank % plan.strategy.ulysses)
-
-    def send(fragments: Fragments, wanted: np.ndarray) -> torch.Tensor:
-        """Home places of the pieces that live here; wanted: bool[H, blocks]."""
-        here = np.flatnonzero(fragments.rank == rank)
-        head, piece = np.nonzero(wanted[:, fragments.block[here]])
-        piece = here[piece]
-        return _expand(head * n_local + fragments.local[piece], fragments.length[piece], device)
-
-    def receive(
-        fragments: Fragments, packed: tuple[np.ndarray, np.ndarray], source: int, shape: tuple[int, int], block: int
-    ) -> torch.Tensor:
-        """Packed places of the pieces that come from `source`; packed: (head, block) of every packed block."""
-        place = np.full(shape, -1, dtype=np.int64)
-        place[packed] = np.arange(len(packed[0])) * block
-        there = np.flatnonzero(fragments.rank == source)
-        start = place[:, fragments.block[there]]
-        head, piece = np.nonzero(start >= 0)
-        starts = start[head, piece] + fragments.offset[there[piece]]
-        return _expand(starts, fragments.length[there[piece]], device)
-
     return Route(
-        q_send=tuple(send(q_fragments, plan.q_owner == owner) for owner in ranks),
-        kv_send=tuple(send(kv_fragments, _kv_wanted(plan, owner)) for owner in ranks),
-        q_receive=tuple(receive(q_fragments, own_rows, s, plan.q_owner.shape, plan.grid.block_q) for s in ranks),
-        kv_receive=tuple(receive(kv_fragments, own_blocks, s, plan.kv_slot.shape, plan.grid.block_k) for s in ranks),
+        q_send=tuple(q_pieces.at_home(rank, plan.q_owner == owner, n_local, device) for owner in ranks),
+        kv_send=tuple(kv_pieces.at_home(rank, _kv_wanted(plan, owner), n_local, device) for owner in ranks),
+        q_receive=tuple(q_pieces.packed(source, own_rows, device) for source in ranks),
+        kv_receive=tuple(kv_pieces.packed(source, own_blocks, device) for source in ranks),
         home_places=plan.heads * n_local,
         q_places=len(own_rows[0]) * plan.grid.block_q,
         kv_places=len(own_blocks[0]) * plan.grid.block_k,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    """The (head, fragment) pieces of one axis: heads with the same token order share fragments.
+
+    groups: (int64 heads, their fragments); every rank walks through them alike, so that what is sent in one order is
+            expected in the same
+    """
+
+    groups: tuple[tuple[np.ndarray, Fragments], ...]
+    heads: int
+    axis: BlockAxis
+
+    @classmethod
+    def of(cls, plan: Plan, home: HomeLayout, axis: BlockAxis) -> _Pieces:
+        groups = plan.grid.order_groups(plan.heads)
+        fragments = tuple((heads, home.fragments(axis, plan.grid.standing(order))) for order, heads in groups)
+        return cls(fragments, plan.heads, axis)
+
+    def at_home(self, rank: int, wanted: np.ndarray, n_local: int, device: torch.device) -> torch.Tensor:
+        """Home places of the wanted pieces that live on `rank`. wanted: bool[H, blocks]"""
+        starts, lengths = [], []
+        for heads, fragments in self.groups:
+            here = np.flatnonzero(fragments.rank == rank)
+            head, piece = np.nonzero(wanted[heads][:, fragments.block[here]])
+            piece = here[piece]
+            starts.append(heads[head] * n_local + fragments.local[piece])
+            lengths.append(fragments.length[piece])
+        return _expand(np.concatenate(starts), np.concatenate(lengths), device)
+
+    def packed(self, source: int, blocks: tuple[np.ndarray, np.ndarray], device: torch.device) -> torch.Tensor:
+        """Packed places of the pieces that come from `source`. blocks: (head, block) of every packed block"""
+        place = np.full((self.heads, len(self.axis)), -1, dtype=np.int64)
+        place[blocks] = np.arange(len(blocks[0])) * self.axis.block
+        starts, lengths = [], []
+        for heads, fragments in self.groups:
+            there = np.flatnonzero(fragments.rank == source)
+            start = place[heads][:, fragments.block[there]]
+            head, piece = np.nonzero(start >= 0)
+            starts.append(start[head, piece] + fragments.offset[there[piece]])
+            lengths.append(fragments.length[there[piece]])
+        return _expand(np.concatenate(starts), np.concatenate(lengths), device)
 
 
 def _kv_wanted(plan: Plan, rank: int) -> np.ndarray:

@@ -6,6 +6,7 @@ import functools
 import inspect
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,7 +17,7 @@ from dbsp_core.hosts import Attachment, intercept_self_attention
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources import MaskRequest
 
-__all__ = ["attach_single_process", "masked_attention"]
+__all__ = ["attach_single_process", "masked_attention", "token_mask"]
 
 
 def attach_single_process(transformer: nn.Module, config: ConfigLike = None) -> Attachment:
@@ -47,8 +48,18 @@ def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float | None = None
 ) -> torch.Tensor:
     """torch's attention with the block mask spread over tokens. q, k, v: [B, H, tokens, D]; empty rows give zeros."""
-    q_lengths = torch.from_numpy(mask.grid.q_axis.lengths).to(q.device)
-    k_lengths = torch.from_numpy(mask.grid.k_axis.lengths).to(q.device)
-    allowed = mask.bits.to(q.device).repeat_interleave(q_lengths, 1).repeat_interleave(k_lengths, 2)
+    allowed = token_mask(mask).to(q.device)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
     return out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
+
+
+def token_mask(mask: BlockMask) -> torch.Tensor:
+    """bool[H, tokens, tokens] by canonical position: each block's bit for all of its tokens."""
+    grid = mask.grid
+    q_block, k_block = (torch.from_numpy(axis.block_of) for axis in (grid.q_axis, grid.k_axis))
+    allowed = torch.empty(mask.heads, grid.tokens, grid.tokens, dtype=torch.bool, device=mask.bits.device)
+    for order, heads in grid.order_groups(mask.heads):
+        place = torch.from_numpy(np.argsort(grid.standing(order)))  # where each token stands
+        rows, columns = q_block[place].to(mask.bits.device), k_block[place].to(mask.bits.device)
+        allowed[heads] = mask.bits[heads][:, rows][:, :, columns]
+    return allowed

@@ -39,6 +39,12 @@ class Case:
     kernel: str = "auto"
     seed: int = 0
     sabotage: str | None = None
+    thw: tuple[int, int, int] | None = None
+    orders: tuple[str, ...] = ("thw",)
+
+    @property
+    def grid(self) -> BlockGrid:
+        return BlockGrid(self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders)
 
 
 def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
@@ -56,7 +62,7 @@ def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
 
 def run_case(rank: int, world: int, case: Case) -> float:
     """Largest absolute error on this rank's tokens."""
-    grid = BlockGrid.uniform(case.tokens, text_tokens=case.text_tokens, block_q=case.block_q, block_k=case.block_k)
+    grid = case.grid
     mask = random_mask(case, grid)
     strategy = Strategy.parse(case.strategy)
     profile = MaskProfile.of([mask])
@@ -90,6 +96,8 @@ def _attend(
 ) -> torch.Tensor:
     if case.sabotage == "token order off by one":
         home = replace(home, rank=np.roll(home.rank, 1), local=np.roll(home.local, 1))
+    if case.sabotage == "heads' orders mixed up":
+        mask = BlockMask(mask.bits, replace(mask.grid, orders=mask.grid.orders[::-1]))
     planner = "contiguous" if case.planner == "random" else case.planner
     plan = make_plan(mask, strategy, planner, home=home, reward=case.reward, head_cap=case.head_cap)
     if case.planner == "random":

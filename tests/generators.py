@@ -48,8 +48,7 @@ def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> HomeLayout:
     if name == "shuffled":
         order = np.random.default_rng(draw(SEEDS)).permutation(grid.tokens)
         return HomeLayout.from_streams([order], strategy.world)
-    weights = np.random.default_rng(draw(SEEDS)).integers(100, size=grid.nq + grid.nk)
-    profile = MaskProfile(weights[: grid.nq], weights[grid.nq :])
+    profile = MaskProfile(*np.random.default_rng(draw(SEEDS)).random((2, grid.tokens)))
     split_text = draw(st.booleans()) and grid.text_tokens < grid.tokens
     return HomeLayout.named(name, grid, strategy, split_text=split_text, profile=profile)
 

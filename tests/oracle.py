@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
-from dbsp_core import BlockMask
+from dbsp_core import BlockGrid, BlockMask
 
 
 def token_mask(mask: BlockMask) -> torch.Tensor:
-    """bool[H, N, N] from the block mask: each block's value, repeated over its tokens."""
+    """bool[H, N, N] from the block mask: each block's value, repeated over its tokens, then put where they belong."""
     q_lengths = torch.tensor(mask.grid.q_axis.lengths)
     k_lengths = torch.tensor(mask.grid.k_axis.lengths)
-    return mask.bits.repeat_interleave(q_lengths, 1).repeat_interleave(k_lengths, 2)
+    allowed = mask.bits.repeat_interleave(q_lengths, 1).repeat_interleave(k_lengths, 2)
+    for head in range(mask.heads):
+        place = standing_place(mask.grid, head)
+        allowed[head] = allowed[head][place][:, place]
+    return allowed
+
+
+def standing_place(grid: BlockGrid, head: int) -> torch.Tensor:
+    """int64[N]: where in a head's blocks each token stands, counted token by token."""
+    order = grid.orders[head if len(grid.orders) > 1 else 0]
+    if order == "thw" or grid.thw is None:
+        return torch.arange(grid.tokens)
+    coordinates = list(itertools.product(*(range(size) for size in grid.thw)))
+    if order.startswith("tile:"):
+        tile = [int(size) for size in order[5:].split("x")]
+        keys = [[*(c // s for c, s in zip(at, tile, strict=True)), *at] for at in coordinates]
+    else:
+        keys = [[at["thw".index(axis)] for axis in order] for at in coordinates]
+    standing = sorted(range(len(keys)), key=keys.__getitem__)
+    place = torch.empty(len(standing), dtype=torch.long)
+    place[torch.tensor(standing)] = torch.arange(len(standing))
+    return torch.cat([torch.arange(grid.text_tokens), grid.text_tokens + place])
 
 
 def dense_attention(

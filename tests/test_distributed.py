@@ -58,6 +58,33 @@ def test_peers_equal_dense_attention(pool, world, strategy):
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
+# Orders of all heads alike, and orders of their own: a block then holds other tokens in other heads.
+ORDERED = (
+    Case("-", heads=3, tokens=5 + 7 * 6 * 8, text_tokens=5, thw=(7, 6, 8), orders=("hwt",), block_k=32),
+    Case("-", heads=2, tokens=6 * 6 * 9, thw=(6, 6, 9), orders=("tile:2x4x4",), batch=2),
+    Case("-", heads=6, tokens=19 + 5 * 8 * 9, text_tokens=19, thw=(5, 8, 9), block_q=32,
+         orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_token_orders_equal_dense_attention(pool, world):
+    ways = itertools.product(Strategy.all_for(world), ORDERED, ("contiguous", "paper", "dbsp", "random"))
+    for seed, (strategy, shape, planner) in enumerate(ways):
+        home = ("contiguous", "striped", "learned")[seed % 3]
+        case = replace(
+            shape,
+            strategy=str(strategy),
+            planner=planner,
+            home=home,
+            split_text=bool(seed % 2),
+            padded=True,
+            seed=seed,
+        )
+        errors = pool(world).run(run_case, case)
+        assert all(error <= TOLERANCE for error in errors), (case, errors)
+
+
 @pytest.mark.parametrize(
     ("sabotage", "world", "strategy"),
     [
@@ -67,10 +94,14 @@ def test_peers_equal_dense_attention(pool, world, strategy):
         ("wrong scale", 4, "U2R2"),
         ("token order off by one", 4, "U4R1"),
         ("token order off by one", 4, "U1R4"),
+        ("heads' orders mixed up", 4, "U2R2"),
     ],
 )
 def test_negative_controls_fail(pool, sabotage, world, strategy):
     # Equal slots, so that a wrong order gives wrong numbers and not merely wrong shapes.
-    case = Case(strategy, "contiguous", heads=4, tokens=16 * 8 * world, sabotage=sabotage)
+    orders = ("thw", "hwt", "wht", "twh") if "orders" in sabotage else ("thw",)
+    case = Case(
+        strategy, "contiguous", heads=4, tokens=128 * world, thw=(2 * world, 8, 8), orders=orders, sabotage=sabotage
+    )
     assert all(e <= TOLERANCE for e in pool(world).run(run_case, replace(case, sabotage=None)))
     assert max(pool(world).run(run_case, case)) > 100 * TOLERANCE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["contiguous_heads", "dealt_heads", "resident_parts", "stay_at_home", "whole"]
+__all__ = ["contiguous_heads", "dealt_heads", "level_residents", "resident_parts", "stay_at_home", "whole"]
 
 
 def contiguous_heads(heads: int, columns: int) -> np.ndarray:
@@ -31,13 +31,30 @@ def resident_parts(tokens_by_part: np.ndarray) -> np.ndarray:
     return tokens_by_part.argmax(axis=1).astype(np.int64)
 
 
+def level_residents(tokens_by_part: np.ndarray) -> np.ndarray:
+    """As `resident_parts`, but no part gets more than its even share of blocks, rounded up.
+
+    For blocks whose tokens lie scattered over all parts: the most tokens would be an accident, and the same for most.
+    Blocks with most to lose choose first.
+    tokens_by_part: int[n, parts];  returns: int64[n]
+    """
+    blocks, parts = tokens_by_part.shape
+    room = [-(-blocks // parts)] * parts
+    wishes = np.argsort(-tokens_by_part, axis=1, kind="stable").tolist()
+    part = np.empty(blocks, dtype=np.int64)
+    for block in np.argsort(-tokens_by_part.max(axis=1), kind="stable").tolist():
+        part[block] = next(wish for wish in wishes[block] if room[wish])
+        room[part[block]] -= 1
+    return part
+
+
 def whole(column: np.ndarray, q_ring: np.ndarray, slot: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
     """Whole heads to Ulysses columns and whole blocks to ring ranks and slots: owner = ring rank · x + column.
 
-    column: int64[H];  q_ring: int64[nq];  slot: int64[nk];  columns: x
+    column: int64[H];  q_ring: int64[nq] or [H, nq];  slot: int64[nk] or [H, nk];  columns: x
     returns: int64[H, nq] owner of each row, int64[H, nk] slot of each KV block
     """
-    return q_ring[None, :] * columns + column[:, None], np.tile(slot, (len(column), 1))
+    return q_ring * columns + column[:, None], np.tile(slot, (len(column), 1)) if slot.ndim == 1 else slot.copy()
 
 
 def stay_at_home(heads: int, q_home: np.ndarray, k_home: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:

@@ -36,7 +36,7 @@ def plan_rows(
     """The owner of every row and the slot of every (head, KV block): heads, then slots, then single rows.
 
     rows:           int[H, nq], dense blocks per (head, query block);  columns: int[H, nk], per (head, KV block)
-    q_home, k_home: int[nq], int[nk], ring rank where each block lives
+    q_home, k_home: int[nq], int[nk], ring rank where each block lives; int[H, nq], int[H, nk] where heads differ
     count_cells:    slots int64[H, nk] -> int[H, nq, y], dense blocks of each row by slot; not called when y = 1, once
                     otherwise, and once more where the plan misses its tolerance
     tolerance:      ρ_s that is good enough for a ring or hybrid; `head_tolerance` for Ulysses alone
@@ -98,7 +98,11 @@ def _rho(owner: np.ndarray, cells: np.ndarray, ulysses: int) -> float:
 
 
 def _interleaved(q_home: np.ndarray, ring: int) -> np.ndarray:
-    """int64[nq]: query blocks in an order that visits the ring ranks in turn: a run takes equally from each."""
+    """int64[nq]: query blocks in an order that visits the ring ranks in turn: a run takes equally from each.
+
+    Where heads differ, in an order that does so for the first of them: it only decides how even the start is.
+    """
+    q_home = q_home if q_home.ndim == 1 else q_home[0]
     turn = np.empty(len(q_home), dtype=np.int64)
     for rank in range(ring):
         mine = q_home == rank

@@ -38,7 +38,7 @@ def trade_rows(
     """
     search = _Search.start(cells, column, q_home, work, periods)
     split = np.flatnonzero(search.needed[:, : periods.ulysses].sum(axis=1) > 1)
-    rows = split[:, None] * len(q_home) + np.arange(len(q_home))
+    rows = split[:, None] * column.shape[1] + np.arange(column.shape[1])
     search.run(rows.reshape(-1), True, int(work.sum() * tolerance) // periods.world, FREE_ROUNDS)
     return search.owner.reshape(column.shape) % periods.ulysses, search.work
 
@@ -57,7 +57,7 @@ def balance_items(
     A row may go to any ring rank, in any column in which its head is needed anyway.
     cells:     int[H, nq, y], dense blocks of each row by the slot their keys travel in
     column:    int[H, nq], Ulysses column of each row
-    q_home:    int[nq], ring rank where each query block lives
+    q_home:    int[nq] or [H, nq], ring rank where each query block lives
     work:      int64[y, P], dense blocks by (period, rank) with every row at its home ring rank
     move_cost: what moving all of Q, K and V would cost, in units of ρ_s
     returns:   int64[H, nq]
@@ -102,7 +102,7 @@ class _Search:
         needed = np.zeros((heads, periods.ulysses), dtype=bool)
         needed[np.arange(heads)[:, None], column] = True
         owner = (q_home * periods.ulysses + column).reshape(-1)
-        home = np.tile(q_home, heads)
+        home = np.broadcast_to(q_home, column.shape).reshape(-1)
         return cls(cells.reshape(-1, ring), home, np.tile(needed, (1, ring)), periods, price, owner, work)
 
     @property

@@ -63,15 +63,16 @@ class HeadParts:
 def head_parts(cells: np.ndarray, column: np.ndarray, q_home: np.ndarray, periods: Periods) -> HeadParts:
     """Sums rows that share a head, a column and a home ring rank.
 
-    cells: int[H, nq, y];  column: int[H, nq];  q_home: int[nq]
+    cells: int[H, nq, y];  column: int[H, nq];  q_home: int[nq] or [H, nq]
     """
     present = np.zeros((len(cells), periods.ulysses), dtype=bool)
     present[np.arange(len(cells))[:, None], column] = True
     head, part_column = np.nonzero(present)
-    at_home = (np.arange(periods.ring)[:, None] == q_home).astype(np.float64)
+    at_home = (np.arange(periods.ring)[:, None] == q_home[..., None, :]).astype(np.float64)
     by_slot = (at_home @ cells.astype(np.float64))[head]  # sums of integers below 2**53: exact
     for part in np.flatnonzero(present.sum(axis=1)[head] > 1):
         mine = column[head[part]] == part_column[part]
-        by_slot[part] = (at_home * mine) @ cells[head[part]].astype(np.float64)
+        here = at_home if at_home.ndim == 2 else at_home[head[part]]
+        by_slot[part] = (here * mine) @ cells[head[part]].astype(np.float64)
     by_period = np.take_along_axis(by_slot, periods.slot[None], axis=2)
     return HeadParts(head, part_column, by_period.astype(np.int64))

@@ -1,0 +1,66 @@
+"""Token orders against an order written out token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_core import BlockGrid
+from dbsp_core.order import AXIS_ORDERS, video_order
+from dbsp_core.partition.baselines import level_residents, resident_parts
+from generators import examples
+from oracle import standing_place
+
+SIZES = st.tuples(*[st.integers(1, 7)] * 3)
+ORDERS = st.sampled_from(AXIS_ORDERS) | SIZES.map(lambda tile: "tile:{}x{}x{}".format(*tile))
+
+
+@examples(150)
+@given(SIZES, st.integers(0, 9), ORDERS)
+def test_standing_is_the_order_written_out(thw, text_tokens, order):
+    grid = BlockGrid(text_tokens + int(np.prod(thw)), text_tokens, 4, 4, thw, (order,))
+    standing = torch.from_numpy(grid.standing(order).copy())
+    assert torch.equal(torch.argsort(standing), standing_place(grid, 0))
+
+
+def test_tiles_that_fit_are_blocks():
+    """Sliding Tile Attention's point: 64 tokens of a block are one 4×4×4 cube."""
+    t, h, w = np.unravel_index(video_order("tile:4x4x4", (8, 8, 12)).reshape(-1, 64), (8, 8, 12))
+    for axis in (t, h, w):
+        assert (np.ptp(axis, axis=1) == 3).all()
+
+
+def test_one_axis_order_is_a_transpose():
+    assert video_order("hwt", (2, 1, 3)).tolist() == [0, 3, 1, 4, 2, 5]
+
+
+@pytest.mark.parametrize("order", ["", "tthw", "thx", "tile:4x4", "tile:0x4x4", "tile:4x4x4 "])
+def test_unknown_orders_are_refused(order):
+    with pytest.raises(ValueError, match="unknown token order"):
+        BlockGrid(24, 0, 4, 4, (2, 3, 4), (order,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((24, 0, 4, 4, None, ("hwt",)), "need thw"),
+        ((25, 0, 4, 4, (2, 3, 4), ("hwt",)), "25 video tokens"),
+        ((24, 0, 4, 4, (2, 3, 4), ()), "must not be empty"),
+    ],
+)
+def test_orders_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        BlockGrid(*arguments)
+
+
+@examples(100)
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**32 - 1))
+def test_level_residents_share_blocks_evenly(blocks, parts, seed):
+    tokens = np.random.default_rng(seed).integers(0, 5, (blocks, parts))
+    level = level_residents(tokens)
+    assert np.bincount(level, minlength=parts).max() <= -(-blocks // parts)
+    whole = np.eye(parts, dtype=np.int64)[np.arange(blocks) * parts // blocks]  # blocks that lie whole, in even runs
+    assert np.array_equal(level_residents(whole), resident_parts(whole))
