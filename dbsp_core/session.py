@@ -109,7 +109,10 @@ class AttentionSession:
         ready = self._ready(layer, tokens)
         self.records[layer] = LayerRecord(ready.attend.plan, ready.density)
         self._reached.add(layer)
-        return ready.attend(q, k, v, scale=scale)
+        if ready.attend.plan.heads == q.shape[1]:
+            return ready.attend(q, k, v, scale=scale)
+        items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has masks of its own, as B·H heads
+        return ready.attend(*items, scale=scale).view(q.shape)
 
     def _ready(self, layer: int, tokens: HomeTokens) -> _Ready:
         """The executor for this layer's mask: made before, for this layer or another with the same mask, or now."""
