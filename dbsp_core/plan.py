@@ -59,6 +59,11 @@ class Plan:
     def rho_before(self) -> float:
         return imbalance_ratio(self.work_before)
 
+    @property
+    def density(self) -> float:
+        """Share of blocks that are dense."""
+        return int(self.work.sum()) / (self.heads * self.grid.nq * self.grid.nk)
+
     @cached_property
     def head_columns(self) -> np.ndarray:
         """bool[H, x]: the Ulysses columns in which each head has rows, hence needs its keys and values."""
