@@ -51,6 +51,7 @@ class AttentionSession:
         self._feed = MaskFeed(self.config.mask, self.config.dense, self.heads, self.layers, self.group, self.steps)
         self._plans = self._plan_cache()
 
+    @torch.compiler.disable
     def begin(
         self,
         thw: tuple[int, int, int],
@@ -90,6 +91,7 @@ class AttentionSession:
             raise RuntimeError("attention was reached before the forward pass began; attach db-SP to the transformer")
         return self._home
 
+    @torch.compiler.disable
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
