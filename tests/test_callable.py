@@ -40,8 +40,8 @@ def test_masks_depend_on_what_was_said_and_on_nothing_else(per, varies, asked):
     assert np.array_equal(mask.bits[0].numpy(), user_masks.band(mask.grid, seen))
 
 
-def test_the_function_may_go_on_with_its_own_bits(monkeypatch):
-    bits = np.ones((5, 9), dtype=bool)
+@pytest.mark.parametrize("bits", [np.ones((3, 5, 9), dtype=bool), torch.ones(3, 5, 9, dtype=torch.bool)], ids=type)
+def test_the_function_may_go_on_with_its_own_bits(monkeypatch, bits):
     monkeypatch.setattr(user_masks, "shared", lambda grid, request: bits, raising=False)
     mask = source("shared").mask(REQUEST)
     bits[:] = False
