@@ -122,6 +122,7 @@ class TestMasksOnACommandLine:
                 "window:tile=[3, 5, 8], window=[3,5,5],block_q=120",
                 {"source": "window", "tile": [3, 5, 8], "window": [3, 5, 5], "block_q": 120},
             ),
+            ("sparge:cdf=0.92", {"source": "sparge", "cdf": 0.92}),
             ("radial:width=0.5,decay=1", {"source": "radial", "width": 0.5, "decay": 1}),
             ("svg:temporal_heads=[]", {"source": "svg", "temporal_heads": []}),
             (
