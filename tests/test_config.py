@@ -9,6 +9,7 @@ import pytest
 from dbsp_core import BlockGrid, BlockMask, DbspConfig, Strategy, save_mask
 from dbsp_core.planners import PLANNERS
 from dbsp_core.sources import (
+    SOURCES,
     CallableSource,
     DenseSource,
     FileSource,
@@ -147,7 +148,7 @@ class TestMasksOnACommandLine:
         ("text", "complaint"),
         [
             ("windw:window=[1,1,1]", "neither a mask source nor a mask file that exists; did you mean 'window'?"),
-            ("zzz", "sources: dense, file, window"),
+            ("zzz", f"sources: {', '.join(SOURCES)}"),
             ("window:", "'' in 'window:' is no key=value; write NAME:key=value,key=value"),
             ("window:7", "'7' in 'window:7' is no key=value"),
             ("window:window=", "'window=' in 'window:window=' is no key=value"),
