@@ -58,5 +58,5 @@ def test_configurations_load(path):
 
 def test_the_window_for_wan_has_blocks_that_are_tiles():
     mask = DbspConfig.load(REPOSITORY / "configs" / "wan2.1-t2v-14b-window.yaml").mask.mask(WAN)
-    assert (mask.row_counts() == 3 * 5 * 5).all()
+    assert (mask.counts.rows == 3 * 5 * 5).all()
     assert round(mask.density, 3) == 0.119

@@ -45,7 +45,7 @@ class TestTiles:
         source = WindowSource(24, 24, window=(3, 1, 5), tile=(2, 3, 4))
         mask = source.mask(MaskRequest(0, 2, (8, 9, 28)))
         assert mask.grid.nq == 4 * 3 * 7
-        assert (mask.row_counts() == 3 * 1 * 5).all()
+        assert (mask.counts.rows == 3 * 1 * 5).all()
 
     def test_a_window_larger_than_the_video_is_dense(self):
         assert WindowSource(8, 8, (9, 9, 9), (2, 2, 2)).mask(MaskRequest(0, 1, (3, 4, 5))).bits.all()
