@@ -69,10 +69,11 @@ class AttentionSession:
         self._reached.clear()
         self._feed.begin(thw, text_tokens, timestep)
         if self._home is None or self._size != (thw, text_tokens):
-            grid = self._feed.grid(torch.device(device))
+            place = torch.device(device)
+            grid = self._feed.grid(place)
             require_slots(self.strategy, grid)
             self._home = HomeLayout.named(
-                self.config.home_layout, grid, self.strategy, split_text=text_tokens > 0, profile=self._profile()
+                self.config.home_layout, grid, self.strategy, split_text=text_tokens > 0, profile=self._profile(place)
             )
             self._size = thw, text_tokens
             self._plans = self._plan_cache()
@@ -159,11 +160,11 @@ class AttentionSession:
         threshold = self.config.replan_threshold
         return LaggedPlanCache(threshold, self.group) if planning == "lagged" else PlanCache(threshold)
 
-    def _profile(self) -> MaskProfile | None:
+    def _profile(self, device: torch.device) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
         if self.config.home_layout != "learned":
             return None
-        masks = self._feed.static_masks()
+        masks = self._feed.static_masks(device)
         return None if masks is None else MaskProfile.of(masks)
 
     def _make_plan(self, mask: BlockMask) -> Plan:
