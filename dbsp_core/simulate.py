@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dbsp_core.hardware import Hardware
@@ -14,7 +14,16 @@ from dbsp_core.planners import PLANNERS, require_planner
 from dbsp_core.strategy import Strategy
 from dbsp_core.zoo import ModelSpec
 
-__all__ = ["MODELLED", "Simulated", "Way", "possible_strategies", "simulate", "simulate_layer", "summarised"]
+__all__ = [
+    "MODELLED",
+    "LayerTime",
+    "Simulated",
+    "Way",
+    "possible_strategies",
+    "simulate",
+    "simulate_layer",
+    "summarised",
+]
 
 MODELLED = "modelled"
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -63,10 +72,9 @@ class Simulated:
         return self.attention_s + self.other_s
 
 
-def possible_strategies(gpus: int, mask: BlockMask, ulysses_only: bool = False) -> tuple[Strategy, ...]:
-    """Every UxRy of that many GPUs whose ring is no longer than the mask has KV blocks, which shards can fill."""
-    strategies = [s for s in Strategy.all_for(gpus) if s.ring <= mask.grid.nk]
-    return tuple(s for s in strategies if s.ring == 1 or not ulysses_only)
+def possible_strategies(gpus: int, mask: BlockMask) -> tuple[Strategy, ...]:
+    """Every UxRy of that many GPUs whose ring is no longer than the mask has KV blocks."""
+    return tuple(s for s in Strategy.all_for(gpus) if s.ring <= mask.grid.nk)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,18 +123,18 @@ def simulate(
     *,
     strategy: str = "all",
     node_size: int = 8,
-    ulysses_only: bool = False,
+    serves: Callable[[Strategy], bool] = lambda strategy: True,
 ) -> list[Simulated]:
     """Every strategy and planner for every number of GPUs.
 
-    masks:        of some of the model's layers
-    strategy:     "all", or one UxRy that fits every number of GPUs
-    ulysses_only: leave rings out, for kernels that return no log-sum-exp
+    masks:    of some of the model's layers
+    strategy: "all", or one UxRy that fits every number of GPUs
+    serves:   which of all strategies to keep, for kernels that cannot serve some
     """
     results = []
     for world in gpus:
         topology = Topology(world, node_size)
-        chosen = possible_strategies(world, masks[0], ulysses_only)
+        chosen = tuple(filter(serves, possible_strategies(world, masks[0])))
         if strategy != "all":
             chosen = (Strategy.parse(strategy),)
             chosen[0].require_world(world)

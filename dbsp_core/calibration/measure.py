@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dbsp_core.attention import DualBalancedAttention
+from dbsp_core.calibration.clock import Clock, Laps
 from dbsp_core.calibration.samples import Case, Sizes
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout
@@ -19,96 +20,79 @@ from dbsp_core.strategy import Strategy
 from dbsp_core.tables import build_tables
 from dbsp_kernels import block_attention, merge_states
 
-__all__ = ["attention_call", "measure_attentions", "measure_parts", "timed"]
-
-Times = list[float]
+__all__ = ["Setting", "attention_call", "measure_attentions", "measure_parts"]
 
 
-def timed(action: Callable[[], object], device: str, repeats: int, warm_up: int = 1) -> Times:
-    """Seconds of each repetition, on this rank; all ranks begin each together."""
-    times = []
-    for repetition in range(warm_up + repeats):
-        _synchronize(device)
-        if dist.is_initialized():
-            dist.barrier()
-        start = time.perf_counter()
-        action()
-        _synchronize(device)
-        if repetition >= warm_up:
-            times.append(time.perf_counter() - start)
-    return times
+@dataclass(frozen=True)
+class Setting:
+    """How to measure. dtype: of q, k and v; patience_s: see `Clock`"""
+
+    device: str
+    dtype: torch.dtype
+    kernel: str
+    repeats: int
+    patience_s: float = 0.0
+
+    @property
+    def where(self) -> dict[str, Any]:
+        return {"device": self.device, "dtype": self.dtype}
 
 
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def measure_parts(
-    rank: int, world: int, sizes: Sizes, device: str, dtype: torch.dtype, kernel: str
-) -> dict[str, list[Times]]:
-    """Times of every sample by part, in the order of `sizes`; communication and overlap with several ranks alone."""
-    group = SequenceGroup.of()
-    where = {"device": device, "dtype": dtype}
+def measure_parts(rank: int, world: int, sizes: Sizes, setting: Setting) -> dict[str, list[Laps]]:
+    """Laps of every sample by part, in the order of `sizes`; communication and overlap with several ranks alone."""
+    group, where, repeats = SequenceGroup.of(), setting.where, setting.repeats
+    clock = Clock(setting.device, setting.patience_s)
     found = {
-        "compute": [timed(_kernel_call(case, where, kernel), device, sizes.repeats) for case in sizes.compute],
-        "merge": [timed(_merge_call(elements, device), device, sizes.repeats) for elements in sizes.merges],
-        "linear": [timed(_product(rows, width, where), device, sizes.repeats) for rows, width in sizes.linear],
+        "compute": [clock.laps_alone(_kernel_call(case, setting), repeats) for case in sizes.compute],
+        "merge": [clock.laps_alone(_merge_call(n, setting.device), repeats) for n in sizes.merges],
+        "linear": [clock.laps_alone(_product(rows, width, where), repeats) for rows, width in sizes.linear],
     }
     if world > 1:
-        found["exchange"] = [timed(_exchange(size, group, device), device, sizes.repeats) for size in sizes.transfers]
-        found["p2p"] = [timed(_hand_over(size, group, device), device, sizes.repeats) for size in sizes.transfers]
-    strategies = [(Strategy(world, 1), sizes.call)]
-    if world > 1:
-        strategies.append((Strategy(1, world), sizes.overlap))
-    for name, (strategy, cases) in zip(("call", "overlap"), strategies, strict=False):
-        calls = (attention_call(case, case.mask(), strategy, "contiguous", group, where, kernel)[1] for case in cases)
-        found[name] = [timed(call, device, sizes.repeats) for call in calls]
+        found["exchange"] = [clock.laps(_exchange(n, group, setting.device), repeats) for n in sizes.transfers]
+        found["p2p"] = [clock.laps(_hand_over(n, group, setting.device), repeats) for n in sizes.transfers]
+    ways = [("call", Strategy(world, 1), sizes.call), ("overlap", Strategy(1, world), sizes.overlap)]
+    for part, strategy, cases in ways[: 1 + (world > 1)]:
+        calls = (attention_call(case, case.mask(), strategy, "contiguous", group, setting)[1] for case in cases)
+        found[part] = [clock.laps(call, repeats) for call in calls]
     return found
 
 
 def measure_attentions(
-    rank: int,
-    world: int,
-    cases: tuple[tuple[Case, str, str], ...],
-    repeats: int,
-    device: str,
-    dtype: torch.dtype,
-    kernel: str,
-) -> list[Times]:
-    """Times of whole attentions, (case, strategy, planner) each: one of each in turn, so that drift hits all alike."""
-    group, where = SequenceGroup.of(), {"device": device, "dtype": dtype}
+    rank: int, world: int, cases: tuple[tuple[Case, str, str], ...], setting: Setting
+) -> list[Laps]:
+    """Laps of whole attentions, (case, strategy, planner) each: one of each in turn, so that drift hits all alike."""
+    group, clock = SequenceGroup.of(), Clock(setting.device, setting.patience_s)
     calls = [
-        attention_call(case, case.mask(), Strategy.parse(strategy), planner, group, where, kernel)[1]
+        attention_call(case, case.mask(), Strategy.parse(strategy), planner, group, setting)[1]
         for case, strategy, planner in cases
     ]
-    times: list[Times] = [[] for _ in calls]
-    for turn in range(repeats):
-        for mine, call in zip(times, calls, strict=True):
-            mine += timed(call, device, 1, warm_up=int(turn == 0))
-    return times
+    laps: list[Laps] = [[] for _ in calls]
+    for turn in range(setting.repeats):
+        for mine, call in zip(laps, calls, strict=True):
+            mine += clock.laps(call, 1, warm_up=int(turn == 0))
+    return laps
 
 
 def attention_call(
-    case: Case, mask: BlockMask, strategy: Strategy, planner: str, group: SequenceGroup, where: dict, kernel: str
+    case: Case, mask: BlockMask, strategy: Strategy, planner: str, group: SequenceGroup, setting: Setting
 ) -> tuple[Plan, Callable[[], object]]:
     """The plan, and a call of the attention on random q, k, v of this rank."""
     home = HomeLayout.named(require_planner(planner).home, mask.grid, strategy)
     plan = make_plan(mask, strategy, planner, home=home)
-    attend = DualBalancedAttention.prepare(plan, mask, home, group, device=where["device"], kernel=kernel)
-    q, k, v = (torch.randn(1, case.heads, home.shard, case.head_dim, **where) for _ in range(3))
+    attend = DualBalancedAttention.prepare(plan, mask, home, group, device=setting.device, kernel=setting.kernel)
+    q, k, v = (torch.randn(1, case.heads, home.shard, case.head_dim, **setting.where) for _ in range(3))
     return plan, lambda: attend(q, k, v)
 
 
-def _kernel_call(case: Case, where: dict, kernel: str) -> Callable[[], object]:
+def _kernel_call(case: Case, setting: Setting) -> Callable[[], object]:
     """The kernel alone on all rows of the case, as one rank would see them."""
     mask = case.mask()
     plan = make_plan(mask, "U1R1", "contiguous")
-    table = build_tables(plan, mask, 0, torch.device(where["device"]))[0]
+    table = build_tables(plan, mask, 0, torch.device(setting.device))[0]
     grid = mask.grid
-    q = torch.randn(len(table.kv_count), grid.block_q, case.head_dim, **where)
-    k, v = (torch.randn(len(table.kv_len), grid.block_k, case.head_dim, **where) for _ in range(2))
-    return lambda: block_attention(q, k, v, table.kv_index, table.kv_count, table.kv_len, kernel=kernel)
+    q = torch.randn(len(table.kv_count), grid.block_q, case.head_dim, **setting.where)
+    k, v = (torch.randn(len(table.kv_len), grid.block_k, case.head_dim, **setting.where) for _ in range(2))
+    return lambda: block_attention(q, k, v, table.kv_index, table.kv_count, table.kv_len, kernel=setting.kernel)
 
 
 def _merge_call(elements: int, device: str) -> Callable[[], object]:

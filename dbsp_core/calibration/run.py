@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from dbsp_core.calibration.clock import settled
 from dbsp_core.calibration.fit import Fit, fit
-from dbsp_core.calibration.measure import Times, measure_attentions, measure_parts
+from dbsp_core.calibration.measure import Setting, measure_attentions, measure_parts
 from dbsp_core.calibration.ranks import run_ranks
 from dbsp_core.calibration.samples import Case, Sizes, held_out, sizes_for
 from dbsp_core.hardware import COMMUNICATION, Constants, Hardware, device_class, software_versions
@@ -21,7 +21,7 @@ from dbsp_core.planners import require_planner
 from dbsp_core.strategy import Strategy
 from dbsp_kernels import choose_kernel
 
-__all__ = ["Calibration", "Checked", "calibrate", "check", "constants_from", "predict_case", "slowest_rank"]
+__all__ = ["Calibration", "Checked", "calibrate", "check", "constants_from", "predict_case"]
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -50,17 +50,19 @@ class Checked:
         return self.predicted_s / self.measured_s - 1
 
 
-def slowest_rank(by_rank: Sequence[Sequence[Times]]) -> np.ndarray:
-    """float64[samples]: median over repetitions of the slowest rank's time. by_rank: [ranks][samples][repetitions]"""
-    return np.median(np.asarray(by_rank, dtype=np.float64).max(axis=0), axis=1)
-
-
 def calibrate(
-    name: str, ranks: int, *, quick: bool = False, kernel: str = "auto", communication: Hardware | None = None
+    name: str,
+    ranks: int,
+    *,
+    quick: bool = False,
+    kernel: str = "auto",
+    communication: Hardware | None = None,
+    patience_s: float = 0.0,
 ) -> Calibration:
     """Measures this machine on `ranks` ranks (GPUs where there are any, else CPU cores) and fits the constants.
 
     communication: another machine's constants for what one rank alone cannot measure
+    patience_s:    how long to wait, in all, for moments in which nothing else runs here
     Raises ValueError for a kernel that cannot serve here, more ranks than GPUs, or one rank without `communication`.
     """
     device, dtype = _device(ranks)
@@ -68,8 +70,9 @@ def calibrate(
         raise ValueError("one rank cannot measure communication; use --ranks 2 or more, or --communication h200")
     kernel = choose_kernel(kernel, device, getattr(torch, dtype)).name
     sizes = sizes_for(device, quick)
-    by_rank = run_ranks(measure_parts, ranks, device, sizes, device, getattr(torch, dtype), kernel)
-    seconds = {part: slowest_rank([one[part] for one in by_rank]) for part in by_rank[0]}
+    setting = Setting(device, getattr(torch, dtype), kernel, sizes.repeats, patience_s)
+    by_rank = run_ranks(measure_parts, ranks, device, sizes, setting)
+    seconds = {part: settled([one[part] for one in by_rank]) for part in by_rank[0]}
     constants, fits = constants_from(sizes, seconds, ranks, dtype, communication)
     labels = {key: "measured" for key, value in vars(constants).items() if value is not None}
     hardware = Hardware(
@@ -157,7 +160,7 @@ def _fit_call(cases: tuple[Case, ...], seconds: np.ndarray, strategy: Strategy, 
     predictions = [
         predict_case(case, strategy, "contiguous", replace(known, pack_bytes_per_s=1.0), dtype) for case in cases
     ]
-    columns = np.array([[p.pack_s, 1.0] for p in predictions])  # at a byte a second: bytes
+    columns = np.array([[p.pack_s, 1.0] for p in predictions])
     rest = seconds - np.array([p.total_s - p.pack_s for p in predictions])
     return fit(columns, np.maximum(rest, seconds * 0.05))  # noise may leave nothing
 
@@ -190,15 +193,15 @@ def predict_case(case: Case, strategy: Strategy, planner: str, known: Constants 
     return predict(plan, shape, known, home=home)
 
 
-def check(hardware: Hardware, ranks: int, *, quick: bool = False, kernel: str = "auto") -> list[Checked]:
+def check(
+    hardware: Hardware, ranks: int, *, quick: bool = False, kernel: str = "auto", patience_s: float = 0.0
+) -> list[Checked]:
     """Predicts whole attentions of shapes that no sample had, then measures them."""
     device, dtype = _device(ranks)
     ways = dict.fromkeys(((f"U{ranks}R1", "contiguous"), (f"U{ranks}R1", "dbsp"), (f"U1R{ranks}", "dbsp")))
     cases = [(case, *way) for case in held_out(device, quick) for way in ways]
-    repeats = 3 if quick else 9
-    by_rank = run_ranks(
-        measure_attentions, ranks, device, tuple(cases), repeats, device, getattr(torch, dtype), kernel
-    )
+    setting = Setting(device, getattr(torch, dtype), kernel, sizes_for(device, quick).repeats, patience_s)
+    by_rank = run_ranks(measure_attentions, ranks, device, tuple(cases), setting)
     return [
         Checked(
             case,
@@ -207,5 +210,5 @@ def check(hardware: Hardware, ranks: int, *, quick: bool = False, kernel: str = 
             seconds,
             predict_case(case, Strategy.parse(strategy), planner, hardware, dtype).total_s,
         )
-        for (case, strategy, planner), seconds in zip(cases, slowest_rank(by_rank).tolist(), strict=True)
+        for (case, strategy, planner), seconds in zip(cases, settled(by_rank).tolist(), strict=True)
     ]

@@ -68,7 +68,7 @@ def sizes_for(device: str, quick: bool) -> Sizes:
     overlap = tuple(Case(heads, t * scale, d, p) for t, d, p in ((2048, 64, 0.05), (3072, 128, 0.05), (4096, 64, 0.1)))
     transfers = (1 << 12, 1 << 18, 1 << 20, 1 << 22, 1 << 24) + ((1 << 26, 1 << 28) if device == "cuda" else ())
     merges = tuple(n * scale for n in (1 << 16, 1 << 18, 1 << 20))
-    return Sizes(compute, call, overlap, transfers, merges, ((1024 * scale, 1024), (2048 * scale, 1536)), 9)
+    return Sizes(compute, call, overlap, transfers, merges, ((1024 * scale, 1024), (2048 * scale, 1536)), 15)
 
 
 def held_out(device: str, quick: bool) -> tuple[Case, ...]:
