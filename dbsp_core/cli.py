@@ -13,6 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from dbsp_core.cli_calibrate import calibrate_command
+from dbsp_core.cli_simulate import simulate_command
 from dbsp_core.doctor import examine
 from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask, MaskFile
@@ -141,6 +143,10 @@ def doctor(as_json: JsonFlag = False) -> None:
     for finding in findings:
         table.add_row(finding.what, "ok" if finding.ok else "missing", finding.detail, finding.fix)
     Console().print(table)
+
+
+app.command("calibrate")(calibrate_command)
+app.command("simulate")(simulate_command)
 
 
 def main() -> None:

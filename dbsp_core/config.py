@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
-
-import yaml
 
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PlannerSettings, require_planner
+from dbsp_core.settings import read_mapping, require_known
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.steps import DenseSchedule
 from dbsp_core.strategy import Strategy
@@ -97,16 +94,7 @@ class DbspConfig:
             return source
         if isinstance(source, Mapping):
             return _build(cls, source, "the configuration")
-        path = Path(source)
-        if not path.is_file():
-            raise ValueError(f"configuration file {path} does not exist; give the path of a YAML file")
-        try:
-            content = yaml.safe_load(path.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"configuration file {path} is not YAML: {' '.join(str(error).split())}") from error
-        if content is not None and not isinstance(content, Mapping):
-            raise ValueError(f"configuration file {path} must be a mapping, not a {type(content).__name__}")
-        return _build(cls, content or {}, str(path))
+        return _build(cls, read_mapping(source, "configuration file"), str(source))
 
     def with_overrides(self, **values: Any) -> DbspConfig:
         """A copy in which every value that is not None replaces the setting of that name."""
@@ -134,10 +122,7 @@ def _checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]
     known = [f.name for f in fields(cls)]
     converted = {}
     for key, value in values.items():
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-            raise ValueError(f"unknown key {key!r} in {where}; {hint}")
+        require_known(key, known, where)
         converted[key] = _convert(value, hints[key], f"{key!r} in {where}")
     return converted
 

@@ -1,0 +1,103 @@
+"""Timing in step with other ranks, on machines that others use too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+__all__ = ["Clock", "Laps", "core_seconds", "quiet_laps", "settled"]
+
+Laps = list[tuple[float, float, float]]
+"""Of each repetition: seconds, those of them in which this thread was ready but another had its core, and seconds that
+this process ran on a core: unlike the first, they do not depend on what else runs here"""
+
+QUIET, LEAST = 0.05, 3
+_SCHEDULER = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds run, nanoseconds waited for a core, slices
+_MACHINE = Path("/proc/stat")
+
+
+class Clock:
+    """Takes the laps of one rank.
+
+    device:     "cpu" or "cuda"
+    patience_s: how long, over all laps, to wait for moments in which nothing else runs on this machine's CPU
+    """
+
+    def __init__(self, device: str, patience_s: float = 0.0) -> None:
+        self.device = device
+        self._patience_s = patience_s
+
+    def laps(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Laps:
+        """All ranks begin each repetition together."""
+        laps = []
+        for repetition in range(warm_up + repeats):
+            self._synchronize()
+            if repetition >= warm_up and (not dist.is_initialized() or dist.get_rank() == 0):
+                self._await_quiet()
+            if dist.is_initialized():
+                dist.barrier()
+            waited, ran, start = _waited(), time.process_time(), time.perf_counter()
+            action()
+            self._synchronize()
+            if repetition >= warm_up:
+                seconds = time.perf_counter() - start
+                laps.append((seconds, _waited() - waited, time.process_time() - ran))
+        return laps
+
+    def laps_alone(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Laps:
+        """Of an action that waits for no other rank: on a CPU, the time that it ran on a core, whoever else did."""
+        laps = self.laps(action, repeats, warm_up)
+        return laps if self.device == "cuda" else [(max(ran, 1e-9), 0.0, ran) for _, _, ran in laps]
+
+    def _await_quiet(self) -> None:
+        start, quiet = time.perf_counter(), 0
+        while quiet < 3 and time.perf_counter() - start < self._patience_s:
+            quiet = quiet + 1 if _running() <= 1 else 0
+            time.sleep(0.004)
+        self._patience_s -= time.perf_counter() - start
+
+    def _synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def settled(by_rank: Sequence[Sequence[Laps]]) -> np.ndarray:
+    """float64[samples]: the slowest rank's seconds, median over quiet repetitions. by_rank: [ranks][samples] laps"""
+    return np.array([float(np.median(quiet_laps(list(laps)))) for laps in zip(*by_rank, strict=True)])
+
+
+def quiet_laps(by_rank: Sequence[Laps]) -> np.ndarray:
+    """float64[n]: the slowest rank's seconds in quiet repetitions: no rank waited for its core for more than a
+    twentieth of them. The three most quiet ones where there are fewer. by_rank: laps of each rank
+    """
+    laps = np.asarray(by_rank, dtype=np.float64)  # [ranks, repetitions, 3]
+    seconds = laps[..., 0].max(axis=0)
+    waited = laps[..., 1].max(axis=0) / np.maximum(seconds, 1e-12)
+    enough = np.sort(waited)[: min(LEAST, len(waited))].max()
+    return seconds[waited <= max(QUIET, enough)]
+
+
+def core_seconds(by_rank: Sequence[Laps]) -> float:
+    """Seconds on a core of the busiest rank, median over repetitions. by_rank: laps of each rank"""
+    return float(np.median(np.asarray(by_rank, dtype=np.float64)[..., 2].max(axis=0)))
+
+
+def _waited() -> float:
+    try:
+        return int(_SCHEDULER.read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):  # not on Linux: every repetition counts as quiet
+        return 0.0
+
+
+def _running() -> int:
+    """Threads that run or are ready to, this one included; 1 where the system does not say."""
+    try:
+        lines = _MACHINE.read_text().splitlines()
+    except OSError:
+        return 1
+    return next((int(line.split()[1]) for line in lines if line.startswith("procs_running")), 1)

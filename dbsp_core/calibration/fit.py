@@ -1,0 +1,48 @@
+"""Least squares with coefficients that must not be negative, weighted so that relative errors count."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Fit", "fit"]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """coefficients: ≥ 0, one per column; errors: float64[samples], predicted over measured, less one."""
+
+    coefficients: tuple[float, ...]
+    errors: np.ndarray
+
+    @property
+    def residual(self) -> float:
+        """Root mean square of the relative errors."""
+        return float(np.sqrt(np.mean(self.errors**2)))
+
+
+def fit(columns: np.ndarray, seconds: np.ndarray) -> Fit:
+    """The coefficients ≥ 0 with the least sum of squared relative errors.
+
+    columns: float64[samples, n], n ≤ 6;  seconds: float64[samples] > 0
+    Tries every set of coefficients that are not zero: exact, and there are few.
+    Raises ValueError when there are fewer samples than columns.
+    """
+    columns, seconds = np.asarray(columns, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    samples, n = columns.shape
+    if samples < n or (seconds <= 0).any():
+        raise ValueError(f"{samples} samples cannot fix {n} constants, or a time is not positive; measure more sizes")
+    scaled = columns / seconds[:, None]
+    norms = np.linalg.norm(scaled, axis=0)
+    scaled = scaled / np.where(norms > 0, norms, 1)
+    best, least = np.zeros(n), np.inf
+    for size in range(1, n + 1):
+        for chosen in itertools.combinations(range(n), size):
+            found, *_ = np.linalg.lstsq(scaled[:, chosen], np.ones(samples), rcond=None)
+            loss = float(((scaled[:, chosen] @ found - 1) ** 2).sum())
+            if (found >= 0).all() and loss < least - 1e-12:
+                best, least = np.zeros(n), loss
+                best[list(chosen)] = found
+    return Fit(tuple((best / np.where(norms > 0, norms, 1)).tolist()), scaled @ best - 1)

@@ -1,0 +1,120 @@
+"""What each rank runs: one part of an attention at a time, in step with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dbsp_core.attention import DualBalancedAttention
+from dbsp_core.calibration.clock import Clock, Laps
+from dbsp_core.calibration.samples import Case, Sizes
+from dbsp_core.groups import SequenceGroup
+from dbsp_core.home import HomeLayout
+from dbsp_core.mask import BlockMask
+from dbsp_core.plan import Plan, make_plan
+from dbsp_core.planners import require_planner
+from dbsp_core.strategy import Strategy
+from dbsp_core.tables import build_tables
+from dbsp_kernels import block_attention, merge_states
+
+__all__ = ["Setting", "attention_call", "measure_attentions", "measure_parts"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How to measure. dtype: of q, k and v; patience_s: see `Clock`"""
+
+    device: str
+    dtype: torch.dtype
+    kernel: str
+    repeats: int
+    patience_s: float = 0.0
+
+    @property
+    def where(self) -> dict[str, Any]:
+        return {"device": self.device, "dtype": self.dtype}
+
+
+def measure_parts(rank: int, world: int, sizes: Sizes, setting: Setting) -> dict[str, list[Laps]]:
+    """Laps of every sample by part, in the order of `sizes`; communication and overlap with several ranks alone."""
+    group, where, repeats = SequenceGroup.of(), setting.where, setting.repeats
+    clock = Clock(setting.device, setting.patience_s)
+    found = {
+        "compute": [clock.laps_alone(_kernel_call(case, setting), repeats) for case in sizes.compute],
+        "merge": [clock.laps_alone(_merge_call(n, setting.device), repeats) for n in sizes.merges],
+        "linear": [clock.laps_alone(_product(rows, width, where), repeats) for rows, width in sizes.linear],
+    }
+    if world > 1:
+        found["exchange"] = [clock.laps(_exchange(n, group, setting.device), repeats) for n in sizes.transfers]
+        found["p2p"] = [clock.laps(_hand_over(n, group, setting.device), repeats) for n in sizes.transfers]
+    ways = [("call", Strategy(world, 1), sizes.call), ("overlap", Strategy(1, world), sizes.overlap)]
+    for part, strategy, cases in ways[: 1 + (world > 1)]:
+        calls = (attention_call(case, case.mask(), strategy, "contiguous", group, setting)[1] for case in cases)
+        found[part] = [clock.laps(call, repeats) for call in calls]
+    return found
+
+
+def measure_attentions(
+    rank: int, world: int, cases: tuple[tuple[Case, str, str], ...], setting: Setting
+) -> list[Laps]:
+    """Laps of whole attentions, (case, strategy, planner) each: one of each in turn, so that drift hits all alike."""
+    group, clock = SequenceGroup.of(), Clock(setting.device, setting.patience_s)
+    calls = [
+        attention_call(case, case.mask(), Strategy.parse(strategy), planner, group, setting)[1]
+        for case, strategy, planner in cases
+    ]
+    laps: list[Laps] = [[] for _ in calls]
+    for turn in range(setting.repeats):
+        for mine, call in zip(laps, calls, strict=True):
+            mine += clock.laps(call, 1, warm_up=int(turn == 0))
+    return laps
+
+
+def attention_call(
+    case: Case, mask: BlockMask, strategy: Strategy, planner: str, group: SequenceGroup, setting: Setting
+) -> tuple[Plan, Callable[[], object]]:
+    """The plan, and a call of the attention on random q, k, v of this rank."""
+    home = HomeLayout.named(require_planner(planner).home, mask.grid, strategy)
+    plan = make_plan(mask, strategy, planner, home=home)
+    attend = DualBalancedAttention.prepare(plan, mask, home, group, device=setting.device, kernel=setting.kernel)
+    q, k, v = (torch.randn(1, case.heads, home.shard, case.head_dim, **setting.where) for _ in range(3))
+    return plan, lambda: attend(q, k, v)
+
+
+def _kernel_call(case: Case, setting: Setting) -> Callable[[], object]:
+    """The kernel alone on all rows of the case, as one rank would see them."""
+    mask = case.mask()
+    plan = make_plan(mask, "U1R1", "contiguous")
+    table = build_tables(plan, mask, 0, torch.device(setting.device))[0]
+    grid = mask.grid
+    q = torch.randn(len(table.kv_count), grid.block_q, case.head_dim, **setting.where)
+    k, v = (torch.randn(len(table.kv_len), grid.block_k, case.head_dim, **setting.where) for _ in range(2))
+    return lambda: block_attention(q, k, v, table.kv_index, table.kv_count, table.kv_len, kernel=setting.kernel)
+
+
+def _merge_call(elements: int, device: str) -> Callable[[], object]:
+    out, part = (torch.randn(elements // 64 // 64, 64, 64, device=device) for _ in range(2))
+    lse, part_lse = (torch.randn(out.shape[:2], device=device) for _ in range(2))
+    return lambda: merge_states(out, lse, part, part_lse)
+
+
+def _product(rows: int, width: int, where: dict) -> Callable[[], object]:
+    left, right = torch.randn(rows, width, **where), torch.randn(width, width, **where)
+    return lambda: left @ right
+
+
+def _exchange(size: int, group: SequenceGroup, device: str) -> Callable[[], object]:
+    """All-to-all in which each rank sends `size` bytes to the others together, and nothing to itself."""
+    each = max(1, size // 4 // (group.size - 1))
+    splits = [0 if rank == group.rank else each for rank in range(group.size)]
+    sent = torch.zeros(sum(splits), device=device)
+    return lambda: group.all_to_all(sent, splits, splits)
+
+
+def _hand_over(size: int, group: SequenceGroup, device: str) -> Callable[[], object]:
+    sent = torch.zeros(max(1, size // 4), device=device)
+    previous, following = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+    return lambda: group.shift(sent, to=previous, received_shape=sent.shape, source=following).wait()

@@ -1,0 +1,214 @@
+"""From measurements to constants, and from constants to what they are worth on shapes held out."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dbsp_core.calibration.clock import settled
+from dbsp_core.calibration.fit import Fit, fit
+from dbsp_core.calibration.measure import Setting, measure_attentions, measure_parts
+from dbsp_core.calibration.ranks import run_ranks
+from dbsp_core.calibration.samples import Case, Sizes, held_out, sizes_for
+from dbsp_core.hardware import COMMUNICATION, Constants, Hardware, device_class, software_versions
+from dbsp_core.home import HomeLayout
+from dbsp_core.latency import MERGE_BYTES, AttentionShape, Prediction, predict
+from dbsp_core.plan import make_plan
+from dbsp_core.planners import require_planner
+from dbsp_core.strategy import Strategy
+from dbsp_kernels import choose_kernel
+
+__all__ = ["Calibration", "Checked", "calibrate", "check", "constants_from", "predict_case"]
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """hardware: ready to be saved; fits: by part of the model; seconds: the measured times they were fitted to"""
+
+    hardware: Hardware
+    fits: dict[str, Fit]
+    seconds: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A shape that was held out. error: predicted over measured, less one."""
+
+    case: Case
+    strategy: str
+    planner: str
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def calibrate(
+    name: str,
+    ranks: int,
+    *,
+    quick: bool = False,
+    kernel: str = "auto",
+    communication: Hardware | None = None,
+    patience_s: float = 0.0,
+) -> Calibration:
+    """Measures this machine on `ranks` ranks (GPUs where there are any, else CPU cores) and fits the constants.
+
+    communication: another machine's constants for what one rank alone cannot measure
+    patience_s:    how long to wait, in all, for moments in which nothing else runs here
+    Raises ValueError for a kernel that cannot serve here, more ranks than GPUs, or one rank without `communication`.
+    """
+    device, dtype = _device(ranks)
+    if ranks == 1 and communication is None:
+        raise ValueError("one rank cannot measure communication; use --ranks 2 or more, or --communication h200")
+    kernel = choose_kernel(kernel, device, getattr(torch, dtype)).name
+    sizes = sizes_for(device, quick)
+    setting = Setting(device, getattr(torch, dtype), kernel, sizes.repeats, patience_s)
+    by_rank = run_ranks(measure_parts, ranks, device, sizes, setting)
+    seconds = {part: settled([one[part] for one in by_rank]) for part in by_rank[0]}
+    constants, fits = constants_from(sizes, seconds, ranks, dtype, communication)
+    labels = {key: "measured" for key, value in vars(constants).items() if value is not None}
+    hardware = Hardware(
+        name=name,
+        device=device_class(device),
+        dtype=dtype,
+        constants=constants,
+        sources=labels | {"serial_s": "assumed"},
+        versions=software_versions(kernel),
+        residuals={part: round(one.residual, 4) for part, one in fits.items()},
+        date=datetime.date.today().isoformat(),
+        notes=f"dbsp calibrate, {ranks} ranks{', quick: rough' if quick else ''}.",
+    )
+    if ranks == 1 and communication is not None:
+        hardware = hardware.with_communication_of(communication)
+    return Calibration(hardware, fits, seconds)
+
+
+def _device(ranks: int) -> tuple[str, str]:
+    """("cuda" or "cpu", dtype). Raises ValueError when there are GPUs, but fewer than ranks."""
+    if ranks < 1:
+        raise ValueError(f"--ranks must be at least 1, got {ranks}")
+    if not torch.cuda.is_available():
+        return "cpu", "float32"
+    if ranks > torch.cuda.device_count():
+        raise ValueError(f"{ranks} ranks need {ranks} GPUs, there are {torch.cuda.device_count()}; use fewer --ranks")
+    return "cuda", "bfloat16"
+
+
+def constants_from(
+    sizes: Sizes, seconds: dict[str, np.ndarray], ranks: int, dtype: str, communication: Hardware | None = None
+) -> tuple[Constants, dict[str, Fit]]:
+    """The constants that explain the measured seconds best, part by part, and each part's fit.
+
+    seconds: by part, as `measure_parts` names them, in the order of `sizes`
+    """
+    fits = {
+        "compute": fit(np.array([_compute_columns(case) for case in sizes.compute]), seconds["compute"]),
+        "merge": fit(np.array([[n * MERGE_BYTES, 1.0] for n in sizes.merges]), seconds["merge"]),
+        "linear": fit(np.array([[2.0 * rows * width**2] for rows, width in sizes.linear]), seconds["linear"]),
+    }
+    per_flop, score_s, row_s, launch_s = fits["compute"].coefficients
+    if ranks > 1:
+        transfers = np.array([[1.0, size] for size in sizes.transfers])
+        fits |= {part: fit(transfers, seconds[part]) for part in ("exchange", "p2p")}
+        latencies = {part: fits[part].coefficients for part in ("exchange", "p2p")}
+        known = {f"{part}_latency_s": pair[0] for part, pair in latencies.items()}
+        known |= {f"{part}_bytes_per_s": _rate(pair[1]) for part, pair in latencies.items()}
+    else:
+        known = {key: getattr(communication.constants, key) for key in COMMUNICATION} if communication else {}
+    rough = Constants(
+        flops_per_s=_rate(per_flop),
+        score_s=score_s,
+        row_s=row_s,
+        launch_s=launch_s,
+        call_s=0.0,
+        pack_bytes_per_s=np.inf,
+        merge_bytes_per_s=_rate(fits["merge"].coefficients[0]),
+        overlap=1.0,
+        linear_flops_per_s=_rate(fits["linear"].coefficients[0]),
+        **known,
+    )
+    fits["call"] = _fit_call(sizes.call, seconds["call"], Strategy(ranks, 1), rough, dtype)
+    per_byte, call_s = fits["call"].coefficients
+    constants = replace(rough, pack_bytes_per_s=_rate(per_byte), call_s=call_s)
+    if ranks > 1:
+        overlap = _fit_overlap(sizes.overlap, seconds["overlap"], Strategy(1, ranks), constants, dtype)
+        constants = replace(constants, overlap=overlap)
+    return constants, fits
+
+
+def _rate(seconds_per_unit: float) -> float:
+    return 1 / seconds_per_unit if seconds_per_unit > 0 else float("inf")
+
+
+def _compute_columns(case: Case) -> list[float]:
+    """FLOP of the products, scores, rows and launches of a case."""
+    mask = case.mask()
+    scores = int(mask.bits.sum()) * mask.grid.block_q * mask.grid.block_k
+    return [4.0 * scores * case.head_dim, scores, case.heads * mask.grid.nq, 1]
+
+
+def _fit_call(cases: tuple[Case, ...], seconds: np.ndarray, strategy: Strategy, known: Constants, dtype: str) -> Fit:
+    """Packing and bookkeeping: what an attention without dense blocks takes beyond its exchange and its rows."""
+    predictions = [
+        predict_case(case, strategy, "contiguous", replace(known, pack_bytes_per_s=1.0), dtype) for case in cases
+    ]
+    columns = np.array([[p.pack_s, 1.0] for p in predictions])
+    rest = seconds - np.array([p.total_s - p.pack_s for p in predictions])
+    return fit(columns, np.maximum(rest, seconds * 0.05))  # noise may leave nothing
+
+
+def _fit_overlap(
+    cases: tuple[Case, ...], seconds: np.ndarray, strategy: Strategy, known: Constants, dtype: str
+) -> float:
+    """Where between max(compute, P2P) and their sum rings end up; 1 where it makes no difference."""
+    hidden, apart = (
+        np.array(
+            [predict_case(case, strategy, "contiguous", replace(known, overlap=o), dtype).total_s for case in cases]
+        )
+        for o in (1.0, 0.0)
+    )
+    gap = (apart - hidden) / seconds
+    if not gap.any():
+        return 1.0
+    return float(np.clip((gap * (apart - seconds) / seconds).sum() / (gap**2).sum(), 0, 1))
+
+
+def predict_case(case: Case, strategy: Strategy, planner: str, known: Constants | Hardware, dtype: str) -> Prediction:
+    """What a case is predicted to take on one node, under the home layout that the planner is meant for."""
+    mask = case.mask()
+    home = HomeLayout.named(require_planner(planner).home, mask.grid, strategy)
+    plan = make_plan(mask, strategy, planner, home=home)
+    shape = AttentionShape(1, case.heads, case.tokens, case.head_dim, ELEMENT_BYTES[dtype])
+    if isinstance(known, Constants):
+        labels = {key: "measured" for key, value in vars(known).items() if value is not None}
+        known = Hardware("being calibrated", "", dtype, known, labels)
+    return predict(plan, shape, known, home=home)
+
+
+def check(
+    hardware: Hardware, ranks: int, *, quick: bool = False, kernel: str = "auto", patience_s: float = 0.0
+) -> list[Checked]:
+    """Predicts whole attentions of shapes that no sample had, then measures them."""
+    device, dtype = _device(ranks)
+    ways = dict.fromkeys(((f"U{ranks}R1", "contiguous"), (f"U{ranks}R1", "dbsp"), (f"U1R{ranks}", "dbsp")))
+    cases = [(case, *way) for case in held_out(device, quick) for way in ways]
+    setting = Setting(device, getattr(torch, dtype), kernel, sizes_for(device, quick).repeats, patience_s)
+    by_rank = run_ranks(measure_attentions, ranks, device, tuple(cases), setting)
+    return [
+        Checked(
+            case,
+            strategy,
+            planner,
+            seconds,
+            predict_case(case, Strategy.parse(strategy), planner, hardware, dtype).total_s,
+        )
+        for (case, strategy, planner), seconds in zip(cases, settled(by_rank).tolist(), strict=True)
+    ]

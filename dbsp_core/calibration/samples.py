@@ -1,0 +1,85 @@
+"""What is measured: sizes of each part's samples, quick or thorough, and whole attentions that are held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dbsp_core.calibration.masks import uneven_mask
+from dbsp_core.grid import BlockGrid
+from dbsp_core.mask import BlockMask
+
+__all__ = ["Case", "Sizes", "held_out", "sizes_for"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention over `tokens` tokens under an uneven mask."""
+
+    heads: int
+    tokens: int
+    head_dim: int
+    density: float
+    block: int = 64
+    seed: int = 0
+    slope: float = 0.5
+
+    def mask(self) -> BlockMask:
+        return uneven_mask(self.heads, BlockGrid.uniform(self.tokens, self.block), self.density, self.seed, self.slope)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """compute: attentions that the kernel alone runs; call: attentions without a dense block, for packing
+    transfers: bytes a rank sends; merges: output elements; linear: (rows, width) of matrix products
+    """
+
+    compute: tuple[Case, ...]
+    call: tuple[Case, ...]
+    overlap: tuple[Case, ...]
+    transfers: tuple[int, ...]
+    merges: tuple[int, ...]
+    linear: tuple[tuple[int, int], ...]
+    repeats: int
+
+
+def sizes_for(device: str, quick: bool) -> Sizes:
+    """Thorough ones take about two minutes on two ranks of a CPU; quick ones a few seconds."""
+    if quick:
+        small = (Case(2, 512, 32, 0.3), Case(2, 512, 64, 0.6), Case(4, 768, 32, 0.4, seed=1), Case(2, 768, 64, 0.1))
+        return Sizes(small, small[:2], small[1:3], (1 << 14, 1 << 18), (1 << 12, 1 << 16), ((128, 128),), 3)
+    scale, heads = (16, 8) if device == "cuda" else (1, 4)
+    compute = tuple(
+        Case(heads, tokens * scale, head_dim, density, block, seed)
+        for seed, (tokens, head_dim, density, block) in enumerate(
+            (
+                (1024, 64, 0.2, 64),
+                (1024, 128, 0.6, 64),
+                (2048, 64, 0.1, 64),
+                (2048, 64, 0.4, 64),
+                (2048, 128, 0.2, 64),
+                (2048, 64, 0.5, 128),
+                (3072, 64, 0.3, 64),
+                (3072, 32, 0.3, 64),
+                (3072, 128, 0.05, 64),
+            )
+        )
+    )
+    call = tuple(Case(heads, t * scale, d, 0.0) for t, d in ((1024, 64), (3072, 64), (4096, 128), (8192, 128)))
+    overlap = tuple(Case(heads, t * scale, d, p) for t, d, p in ((2048, 64, 0.05), (3072, 128, 0.05), (4096, 64, 0.1)))
+    transfers = (1 << 12, 1 << 18, 1 << 20, 1 << 22, 1 << 24) + ((1 << 26, 1 << 28) if device == "cuda" else ())
+    merges = tuple(n * scale for n in (1 << 16, 1 << 18, 1 << 20))
+    return Sizes(compute, call, overlap, transfers, merges, ((1024 * scale, 1024), (2048 * scale, 1536)), 15)
+
+
+def held_out(device: str, quick: bool) -> tuple[Case, ...]:
+    """Shapes that no sample has, for --check."""
+    if quick:
+        return (Case(3, 640, 48, 0.35, seed=7),)
+    scale = 16 if device == "cuda" else 1
+    return (
+        Case(12, 1536 * scale, 64, 0.3, seed=11),
+        Case(6, 2560 * scale, 96, 0.25, seed=12),
+        Case(5, 4000 * scale, 64, 0.15, seed=13),
+        Case(12, 2560 * scale, 64, 0.5, seed=14, slope=0.3),
+        Case(8, 1984 * scale, 128, 0.35, seed=15),
+    )

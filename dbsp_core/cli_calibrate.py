@@ -1,0 +1,121 @@
+"""`dbsp calibrate`: measure this machine for the latency model, or check constants measured before."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from dbsp_core.calibration import Calibration, Checked, calibrate, check
+from dbsp_core.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
+from dbsp_kernels import choose_kernel
+
+__all__ = ["calibrate_command"]
+
+
+def calibrate_command(
+    out: Annotated[Path | None, typer.Option(help="YAML file to write.")] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks: one GPU each where there are any, else one core.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of a minute: rough.")] = False,
+    kernel: Annotated[str, typer.Option(help="Attention kernel to measure.")] = "auto",
+    communication: Annotated[
+        str | None, typer.Option(help="Hardware whose communication stands in where one rank cannot measure it.")
+    ] = None,
+    patience: Annotated[float, typer.Option(help="Seconds to wait, in all, for a quiet machine.")] = 0.0,
+    checking: Annotated[bool, typer.Option("--check", help="Measure shapes held out, and compare.")] = False,
+    hardware: Annotated[str | None, typer.Option(help="With --check: constants to check, not measured now.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Measure this machine for the latency model: dense blocks, all-to-all, P2P, launches; fit, print, write."""
+    if hardware is not None and not checking:
+        raise ValueError("--hardware names constants to check; add --check, or leave it out to measure")
+    if hardware is not None and out is not None:
+        raise ValueError("--hardware and --out exclude each other: nothing is measured that could be written")
+    if hardware is None and out is None and not checking:
+        raise ValueError("name the file to write with --out FILE, or add --check")
+    fitted = None
+    if hardware is not None:
+        known = load_hardware(hardware)
+        _warn(known, kernel)
+    else:
+        other = load_hardware(communication) if communication else None
+        name = out.stem if out else "this machine"
+        fitted = calibrate(name, ranks, quick=quick, kernel=kernel, communication=other, patience_s=patience)
+        known = fitted.hardware
+        if out is not None:
+            save_hardware(out, known)
+            print(f"wrote {out}", file=sys.stderr)
+    checked = check(known, ranks, quick=quick, kernel=kernel, patience_s=patience) if checking else []
+    if as_json:
+        print(json.dumps(_report(known, fitted, checked)))
+        return
+    console = Console()
+    if fitted is not None:
+        console.print(_fit_table(fitted))
+    if checked:
+        console.print(_check_table(checked))
+
+
+def _warn(known: Hardware, kernel: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    warn_if_elsewhere(known, device, choose_kernel(kernel, device, getattr(torch, known.dtype)).name)
+
+
+def _report(known: Hardware, fitted: Calibration | None, checked: list[Checked]) -> dict[str, object]:
+    report: dict[str, object] = {"hardware": asdict(known)}
+    if fitted is not None:
+        report["errors"] = {part: one.errors.round(4).tolist() for part, one in fitted.fits.items()}
+    if checked:
+        report["held_out"] = [asdict(one) | {"error": one.error} for one in checked]
+        report["worst_error"] = max(abs(one.error) for one in checked)
+    return report
+
+
+def _fit_table(fitted: Calibration) -> Table:
+    known = fitted.hardware
+    table = Table(
+        title=f"{known.name}: {known.device}, {known.dtype}, kernel {known.versions.get('kernel')}",
+        caption="errors: predicted over measured, less one, of the samples fitted to",
+        box=SIMPLE_HEAD,
+    )
+    for name in ("part", "constants", "rms error", "worst", "samples"):
+        table.add_column(name, overflow="fold")
+    for part, one in fitted.fits.items():
+        names = _CONSTANTS_OF[part]
+        constants = ", ".join(f"{name} {getattr(known.constants, name):.3g}" for name in names)
+        worst = f"{one.errors[np.abs(one.errors).argmax()]:+.1%}"
+        table.add_row(part, constants, f"{one.residual:.1%}", worst, str(len(one.errors)))
+    table.add_row("overlap", f"overlap {known.constants.overlap:.3g}", "", "", "")
+    return table
+
+
+_CONSTANTS_OF = {
+    "compute": ("flops_per_s", "score_s", "row_s", "launch_s"),
+    "merge": ("merge_bytes_per_s",),
+    "linear": ("linear_flops_per_s",),
+    "exchange": ("exchange_latency_s", "exchange_bytes_per_s"),
+    "p2p": ("p2p_latency_s", "p2p_bytes_per_s"),
+    "call": ("pack_bytes_per_s", "call_s"),
+}
+
+
+def _check_table(checked: list[Checked]) -> Table:
+    worst = max(abs(one.error) for one in checked)
+    table = Table(title=f"whole attentions, shapes held out: worst error {worst:.1%}", box=SIMPLE_HEAD)
+    for name in ("heads", "tokens", "D", "density", "strategy", "planner", "measured ms", "predicted ms", "error"):
+        table.add_column(name, justify="left" if name in ("strategy", "planner") else "right")
+    for one in checked:
+        case = one.case
+        sizes = (str(case.heads), f"{case.tokens:,}", str(case.head_dim), f"{case.density:g}")
+        times = (f"{one.measured_s * 1e3:.1f}", f"{one.predicted_s * 1e3:.1f}", f"{one.error:+.1%}")
+        table.add_row(*sizes, one.strategy, one.planner, *times)
+    return table

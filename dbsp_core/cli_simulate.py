@@ -1,0 +1,157 @@
+"""`dbsp simulate`: modelled time of attention and of a video, per number of GPUs, strategy and planner."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from dbsp_core.files import write_atomically
+from dbsp_core.hardware import Hardware, load_hardware
+from dbsp_core.mask import BlockMask, MaskFile
+from dbsp_core.planners import require_planner
+from dbsp_core.serving import require_served
+from dbsp_core.simulate import Simulated, simulate
+from dbsp_core.sources import MaskRequest, SyntheticSource
+from dbsp_core.sources.presets import PRESETS
+from dbsp_core.strategy import Strategy
+from dbsp_core.zoo import ZOO, ModelSpec, require_model
+
+__all__ = ["simulate_command"]
+
+
+def simulate_command(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(ZOO)}.")] = "wan2.1-t2v-14b",
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, for example 8,16,64.")] = "8",
+    hardware: Annotated[str, typer.Option(help="a800, h200, cpu-demo, or a file from dbsp calibrate.")] = "a800",
+    mask: Annotated[
+        str | None, typer.Option(help="A preset, a density such as 0.3, or a mask file; default: the model's preset.")
+    ] = None,
+    planner: Annotated[str, typer.Option(help="Planners to compare, with commas.")] = "contiguous,paper,dbsp",
+    strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
+    kernel: Annotated[str, typer.Option(help="Leave out strategies that this kernel cannot serve.")] = "auto",
+    layers: Annotated[int, typer.Option(help="How many layers' masks stand for all.")] = 1,
+    node_size: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
+    coarsen: Annotated[int, typer.Option(help="Multiply block sizes: quicker, ρ_s moves by about 0.01.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of synthetic masks.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="CSV file to write.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Predict attention and end-to-end time per strategy and planner. All times are modelled."""
+    spec, machine = require_model(model), load_hardware(hardware)
+    worlds = _numbers(gpus)
+    planners = planner.split(",")
+    for name in planners:
+        require_planner(name)
+    if strategy != "all":
+        require_served(Strategy.parse(strategy), kernel)
+    masks = masks_for(spec, mask, layers, coarsen, seed)
+    rows = simulate(
+        spec,
+        masks,
+        machine,
+        worlds,
+        planners,
+        strategy=strategy,
+        node_size=node_size,
+        serves=lambda one: _serves(one, kernel),
+    )
+    records = [asdict(row) | {"end_to_end_s": row.end_to_end_s} for row in rows]
+    if out is not None:
+        write_atomically(out, _csv(records))
+    if as_json:
+        about = {"model": model, "hardware": machine.name, "sources": dict(machine.sources), "node_size": node_size}
+        print(json.dumps({**about, "density": masks[0].density, "layers": len(masks), "rows": records}))
+        return
+    Console(width=max(100, Console().width)).print(_table(spec, machine, masks, rows))
+
+
+def _serves(strategy: Strategy, kernel: str) -> bool:
+    try:
+        require_served(strategy, kernel)
+    except ValueError:
+        return False
+    return True
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--gpus {text!r} must be numbers with commas, for example 8,16,64") from None
+    if min(numbers) < 1:
+        raise ValueError(f"--gpus {text!r}: the number of GPUs must be at least 1")
+    return numbers
+
+
+def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1, seed: int = 0) -> list[BlockMask]:
+    """Masks of the model's first layers: of a preset, of a density in the preset's style, or from a file.
+
+    Raises ValueError for a mask of another size, a density out of range or a number of layers there is not.
+    """
+    if not 1 <= layers <= model.layers:
+        raise ValueError(f"--layers {layers} must lie between 1 and {model.layers}, the layers of {model.name}")
+    if coarsen < 1:
+        raise ValueError(f"--coarsen {coarsen} must be at least 1")
+    chosen = mask or model.preset
+    density = _density(chosen)
+    if chosen not in PRESETS and density is None:
+        return _from_file(Path(chosen), model, layers)
+    preset = chosen if chosen in PRESETS else model.preset
+    sizes = {"block_q": PRESETS[preset].block_q * coarsen, "block_k": PRESETS[preset].block_k * coarsen}
+    source = SyntheticSource(preset=preset, density=density, seed=seed, **sizes)
+    return [source.mask(MaskRequest(layer, model.heads, model.thw, model.text_tokens)) for layer in range(layers)]
+
+
+def _density(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _from_file(path: Path, model: ModelSpec, layers: int) -> list[BlockMask]:
+    if not path.is_file():
+        raise ValueError(f"mask {str(path)!r} is no preset ({', '.join(PRESETS)}), no density and no file")
+    file = MaskFile(path)
+    if (file.heads, file.grid.tokens) != (model.heads, model.tokens):
+        raise ValueError(
+            f"mask file {path} has {file.heads} heads and {file.grid.tokens} tokens, {model.name} has {model.heads} "
+            f"and {model.tokens}; choose another --model or file"
+        )
+    return [file.layer(layer) for layer in range(min(layers, file.layers))]
+
+
+def _csv(records: list[dict[str, object]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, records[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Iterable[Simulated]) -> Table:
+    table = Table(
+        title=f"{model.name} on {machine.name}, density {masks[0].density:.3f}, {model.steps} steps: modelled times",
+        caption="seconds per video; exposed: P2P that compute does not hide; ×: speed-up over the contiguous planner\n"
+        f"on the same strategy. Constants {machine.labels_in_words()}",
+        box=SIMPLE_HEAD,
+    )
+    names = ("GPUs", "strategy", "planner", "ρ_s", "attention", "exchange", "exposed", "end to end", "attn ×", "e2e ×")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("strategy", "planner") else "right", no_wrap=True)
+    for row in rows:
+        times = (row.attention_s, row.exchange_s, row.exposed_p2p_s, row.end_to_end_s)
+        speedups = (f"{row.attention_speedup:.2f}", f"{row.speedup:.2f}")
+        seconds = (f"{t:.1f}" for t in times)
+        table.add_row(str(row.gpus), row.strategy, row.planner, f"{row.rho:.3f}", *seconds, *speedups)
+    return table

@@ -1,0 +1,170 @@
+"""Modelled time of attention and of whole videos, per strategy and planner, from plans alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from dbsp_core.hardware import Hardware
+from dbsp_core.home import HomeLayout
+from dbsp_core.latency import AttentionShape, Prediction, Topology, predict, predict_as_printed
+from dbsp_core.mask import BlockMask
+from dbsp_core.plan import Plan, can_cut, make_plan
+from dbsp_core.planners import PLANNERS, require_planner
+from dbsp_core.strategy import Strategy
+from dbsp_core.zoo import ModelSpec
+
+__all__ = [
+    "MODELLED",
+    "LayerTime",
+    "Simulated",
+    "Way",
+    "possible_strategies",
+    "simulate",
+    "simulate_layer",
+    "summarised",
+]
+
+MODELLED = "modelled"
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, order=True)
+class Way:
+    """How one attention is run: a strategy, a planner, and the home layout the planner is meant for."""
+
+    strategy: Strategy
+    planner: str
+
+    def home(self, mask: BlockMask) -> HomeLayout:
+        return HomeLayout.named(require_planner(self.planner).home, mask.grid, self.strategy)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One way of running a video's attention. All times modelled.
+
+    rho_before, rho:  means over layers, of the contiguous plan and of this one
+    attention_s:      of all self-attentions of a video
+    exchange_s, exposed_p2p_s, pack_s: parts of it
+    printed_s:        what Eq. 4 as printed predicts for attention_s
+    other_s:          linear layers and all else, shared out over the GPUs, and what one device does alone
+    speedup, attention_speedup: over the contiguous planner on the same strategy; 1 for itself
+    """
+
+    gpus: int
+    strategy: str
+    planner: str
+    rho_before: float
+    rho: float
+    attention_s: float
+    exchange_s: float
+    exposed_p2p_s: float
+    pack_s: float
+    printed_s: float
+    other_s: float
+    attention_speedup: float = 1.0
+    speedup: float = 1.0
+    label: str = MODELLED
+
+    @property
+    def end_to_end_s(self) -> float:
+        return self.attention_s + self.other_s
+
+
+def possible_strategies(gpus: int, mask: BlockMask) -> tuple[Strategy, ...]:
+    """Every UxRy of that many GPUs whose ring is no longer than the mask has KV blocks."""
+    return tuple(s for s in Strategy.all_for(gpus) if s.ring <= mask.grid.nk)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTime:
+    """One layer's plan and what it is predicted to take."""
+
+    plan: Plan
+    prediction: Prediction
+    printed_s: float
+
+
+def simulate_layer(way: Way, mask: BlockMask, model: ModelSpec, hardware: Hardware, topology: Topology) -> LayerTime:
+    """Plans one layer's mask and predicts one call of it, of one batch item."""
+    home = way.home(mask)
+    plan = make_plan(mask, way.strategy, way.planner, home=home)
+    shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
+    prediction = predict(plan, shape, hardware, topology, home)
+    return LayerTime(plan, prediction, predict_as_printed(plan, mask.density, shape, hardware, topology))
+
+
+def summarised(way: Way, times: Sequence[LayerTime], model: ModelSpec, hardware: Hardware) -> Simulated:
+    """A whole video, each of the given layers standing for an equal share of the model's."""
+    calls, count, world = model.calls * model.layers / len(times), len(times), way.strategy.world
+    known = hardware.constants
+    return Simulated(
+        gpus=world,
+        strategy=str(way.strategy),
+        planner=way.planner,
+        rho_before=sum(t.plan.rho_before for t in times) / count,
+        rho=sum(t.plan.rho for t in times) / count,
+        attention_s=calls * sum(t.prediction.total_s for t in times),
+        exchange_s=calls * sum(t.prediction.exchange_s for t in times),
+        exposed_p2p_s=calls * sum(t.prediction.exposed_s for t in times),
+        pack_s=calls * sum(t.prediction.pack_s for t in times),
+        printed_s=calls * sum(t.printed_s for t in times),
+        other_s=model.calls * model.linear_flops / known.linear_flops_per_s / world + known.serial_s,
+    )
+
+
+def simulate(
+    model: ModelSpec,
+    masks: Sequence[BlockMask],
+    hardware: Hardware,
+    gpus: Iterable[int],
+    planners: Sequence[str],
+    *,
+    strategy: str = "all",
+    node_size: int = 8,
+    serves: Callable[[Strategy], bool] = lambda strategy: True,
+) -> list[Simulated]:
+    """Every strategy and planner for every number of GPUs.
+
+    masks:    of some of the model's layers
+    strategy: "all", or one UxRy that fits every number of GPUs
+    serves:   which of all strategies to keep, for kernels that cannot serve some
+    """
+    results = []
+    for world in gpus:
+        topology = Topology(world, node_size)
+        chosen = tuple(filter(serves, possible_strategies(world, masks[0])))
+        if strategy != "all":
+            chosen = (Strategy.parse(strategy),)
+            chosen[0].require_world(world)
+        for one in chosen:
+            results += _compared(one, planners, model, masks, hardware, topology)
+    return results
+
+
+def _compared(
+    strategy: Strategy,
+    planners: Sequence[str],
+    model: ModelSpec,
+    masks: Sequence[BlockMask],
+    hardware: Hardware,
+    topology: Topology,
+) -> list[Simulated]:
+    """All planners on one strategy, with speed-ups over the contiguous one."""
+    able = [p for p in planners if not PLANNERS[p].refines or can_cut(masks[0].grid, strategy.ring)]
+    found = {}
+    for planner in dict.fromkeys(["contiguous", *able]):
+        way = Way(strategy, planner)
+        times = [simulate_layer(way, mask, model, hardware, topology) for mask in masks]
+        found[planner] = summarised(way, times, model, hardware)
+    base = found["contiguous"]
+    return [_against(found[planner], base) for planner in able]
+
+
+def _against(one: Simulated, base: Simulated) -> Simulated:
+    return replace(
+        one,
+        attention_speedup=base.attention_s / one.attention_s,
+        speedup=base.end_to_end_s / one.end_to_end_s,
+    )
