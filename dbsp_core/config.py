@@ -6,11 +6,12 @@ import os
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PlannerSettings, require_planner
 from dbsp_core.settings import read_mapping, require_known
+from dbsp_core.selection import AUTO
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.steps import DenseSchedule
 from dbsp_core.strategy import Strategy
@@ -30,7 +31,10 @@ class DbspConfig:
 
     mask:             where masks come from, a mapping such as {source: window, window: [5, 9, 9]}
     dense:            where attention stays dense, a mapping such as {first_steps: 10, first_layers: 1}
-    strategy:         "UxRy", or None for the host's own degrees
+    strategy:         "UxRy", "auto" for the one predicted to be fastest at each attention, or None for the host's own
+                      degrees
+    hardware:         whose constants predict it: a name or file for `dbsp_core.hardware.load_hardware`; None: shipped
+                      ones that come nearest
     planner:          a name from dbsp_core.planners.PLANNERS: "dbsp" (ours), "paper" (Alg. 1), "contiguous" (USP's) …
     home:             how tokens are laid out between attentions: "contiguous", "striped" or "learned"; None: as the
                       planner is meant for
@@ -49,7 +53,8 @@ class DbspConfig:
 
     mask: MaskSource = field(default_factory=DenseSource)
     dense: DenseSchedule = field(default_factory=DenseSchedule)
-    strategy: Strategy | None = None
+    strategy: Strategy | Literal["auto"] | None = None
+    hardware: str | None = None
     planner: str = "dbsp"
     home: str | None = None
     reward: float = 1.0
@@ -64,7 +69,7 @@ class DbspConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.strategy, str):
+        if isinstance(self.strategy, str) and self.strategy != AUTO:
             object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
         if isinstance(self.mask, Mapping):
             object.__setattr__(self, "mask", _source_from(self.mask))
@@ -79,6 +84,12 @@ class DbspConfig:
         PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost)
         if not self.replan_threshold >= 1:
             raise ValueError(f"replan_threshold={self.replan_threshold} must be at least 1, the least ρ_s there is")
+
+    def strategy_or(self, host: Strategy) -> Strategy | None:
+        """The strategy to use where the host has its own; None for "auto"."""
+        if isinstance(self.strategy, Strategy):
+            return self.strategy
+        return None if self.strategy == AUTO else host
 
     @property
     def home_layout(self) -> str:
@@ -139,6 +150,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
+    if any(get_origin(option) is Literal and value in get_args(option) for option in options):
+        return value
     for option in options:
         if option is bool and isinstance(value, bool):
             return value
@@ -172,6 +185,8 @@ def _in_words(option: Any) -> str:
         return f"a list of {get_args(option)[0].__name__}"
     if get_origin(option) is Mapping:
         return "a mapping"
+    if get_origin(option) is Literal:
+        return " or ".join(get_args(option))
     return _IN_WORDS.get(option, getattr(option, "__name__", str(option)))
 
 

@@ -61,7 +61,7 @@ def parallelize_transformer(
     config = DbspConfig.load(config)
     group, strategy = _ranks(mesh)
     heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
-    session = AttentionSession(config, group, config.strategy or strategy, heads, layers, steps)
+    session = AttentionSession(config, group, config.strategy_or(strategy), heads, layers, steps)
     attachment = Attachment()
     _Sharding(transformer, architecture, session).attach(attachment)
     attachment.set_attribute(transformer, "_is_parallelized", True)  # para-attn looks for it

@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Sequence parallelism of self-attention: xDiT's own (usp) or dual-balanced block-sparse (dbsp).",
     )
     group.add_argument("--sp_config", help="YAML file with db-SP's settings; the flags below override it.")
-    group.add_argument("--sp_strategy", help="UxRy, for example U4R2; default: --ulysses_degree and --ring_degree.")
+    group.add_argument("--sp_strategy", help="UxRy, for example U4R2, or auto; default: --ulysses_degree and --ring_degree.")
     group.add_argument("--sp_planner", help=f"How work is shared out: {', '.join(PLANNERS)}.")
     group.add_argument(
         "--sp_mask",
@@ -84,14 +84,16 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
     return config
 
 
-def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> Strategy:
-    """The configured strategy, else the host's degrees. Raises ValueError when they need different numbers of GPUs."""
+def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> Strategy | None:
+    """The configured strategy, else the host's degrees; None for "auto".
+
+    Raises ValueError when they need different numbers of GPUs.
+    """
     host = Strategy(ulysses_degree, ring_degree)
-    if config.strategy is None:
-        return host
-    if config.strategy.world != host.world:
+    strategy = config.strategy_or(host)
+    if strategy is not None and strategy.world != host.world:
         raise ValueError(
-            f"strategy {config.strategy} needs {config.strategy.world} GPUs, but --ulysses_degree {ulysses_degree} "
-            f"and --ring_degree {ring_degree} make {host.world}; change one of them"
+            f"strategy {strategy} needs {strategy.world} GPUs, but --ulysses_degree {ulysses_degree} and --ring_degree "
+            f"{ring_degree} make {host.world}; change one of them"
         )
-    return config.strategy
+    return strategy
