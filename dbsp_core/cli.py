@@ -15,7 +15,8 @@ from rich.table import Table
 
 from dbsp_core.doctor import examine
 from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
-from dbsp_core.mask import BlockMask, MaskFile
+from dbsp_core.mask import BlockMask
+from dbsp_core.mask_file import MaskFile
 from dbsp_core.plan import Plan, can_cut, make_plan
 from dbsp_core.planners import PLANNERS, require_planner
 from dbsp_core.strategy import Strategy

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from dbsp_core.grid import BlockGrid
-from dbsp_core.mask import BlockMask, MaskFile
+from dbsp_core.mask import BlockMask
+from dbsp_core.mask_file import MaskFile
 from dbsp_core.sources.base import HomeTokens, MaskRequest, Varies
 
 __all__ = ["FileSource"]
