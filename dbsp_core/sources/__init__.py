@@ -5,6 +5,7 @@ from __future__ import annotations
 from dbsp_core.sources.base import HomeTokens, MaskRequest, MaskSource
 from dbsp_core.sources.dense import DenseSource
 from dbsp_core.sources.file import FileSource
+from dbsp_core.sources.paro import ParoSource
 from dbsp_core.sources.synthetic import SyntheticSource
 from dbsp_core.sources.window import WindowSource
 
@@ -15,6 +16,7 @@ __all__ = [
     "HomeTokens",
     "MaskRequest",
     "MaskSource",
+    "ParoSource",
     "SyntheticSource",
     "WindowSource",
 ]
@@ -22,6 +24,7 @@ __all__ = [
 SOURCES: dict[str, type[MaskSource]] = {
     "dense": DenseSource,
     "file": FileSource,
+    "paro": ParoSource,
     "window": WindowSource,
     "synthetic": SyntheticSource,
 }
