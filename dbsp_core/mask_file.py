@@ -37,8 +37,8 @@ def unpack_bits(packed: np.ndarray, nk: int) -> torch.Tensor:
 class MaskFile:
     """A safetensors file with one tensor of masks; docs/mask-files.md describes it.
 
-    The tensor is `mask`, uint8 0/1 of shape [H, nq, nk] (one mask for every layer), [L, H, nq, nk] or, with step groups,
-    [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. Masks are read one layer at a time.
+    The tensor is `mask`, uint8 0/1 of shape [H, nq, nk] (one mask for every layer), [L, H, nq, nk] or, with step
+    groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. Masks are read one layer at a time.
     grid:   of every mask, apart from token orders
     groups: the step groups; None where masks hold for all steps
     Raises ValueError, naming the file and the fix, for a file that is not one.
@@ -94,9 +94,7 @@ class MaskFile:
     def _checked_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         usual = (5,) if self.groups else (3, 4)
         if dtype != "U8" or len(shape) not in usual or 0 in shape:
-            wanted = (
-                "[groups, layers, heads, nq, nk]" if self.groups else "[heads, nq, nk] or [layers, heads, nq, nk]"
-            )
+            wanted = "[groups, layers, heads, nq, nk]" if self.groups else "[heads, nq, nk] or [layers, heads, nq, nk]"
             raise ValueError(
                 f"mask file {self.path}: tensor {self._tensor!r} is {dtype} of shape {list(shape)}, expected uint8 "
                 f"(U8) of shape {wanted}, none of them 0"
@@ -244,7 +242,7 @@ def save_mask(
     The file appears whole or not at all. Raises ValueError when masks don't go together.
     """
     groups = StepGroups.parse(groups) if isinstance(groups, str) else groups
-    given = [masks] if isinstance(masks, BlockMask) else list(masks)
+    given: list[BlockMask | Sequence[BlockMask]] = [masks] if isinstance(masks, BlockMask) else list(masks)
     by_group = [[mask] if isinstance(mask, BlockMask) else list(mask) for mask in given]
     flat = [mask for layers in by_group for mask in layers]
     if not flat:

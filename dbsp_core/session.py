@@ -14,6 +14,7 @@ from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, make_plan, require_slots
+from dbsp_core.recorder import MaskRecorder
 from dbsp_core.reuse import PlanCache
 from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
@@ -49,6 +50,7 @@ class AttentionSession:
     records: dict[int, LayerRecord] = field(default_factory=dict)
     _feed: MaskFeed = field(init=False)
     _plans: PlanCache = field(init=False)
+    _recorder: MaskRecorder = field(init=False)
     _size: tuple[tuple[int, int, int], int] | None = None
     _home: HomeLayout | None = None
     _versions: dict[int, Hashable] = field(default_factory=dict)
@@ -57,7 +59,16 @@ class AttentionSession:
 
     def __post_init__(self) -> None:
         self.strategy.require_world(self.group.size)
-        self._feed = MaskFeed(self.config.mask, self.config.dense, self.heads, self.layers, self.group, self.steps)
+        self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
+        self._feed = MaskFeed(
+            self.config.mask,
+            self.config.dense,
+            self.heads,
+            self.layers,
+            self.group,
+            self.steps,
+            count_steps=self._recorder.wanted,
+        )
         self._plans = PlanCache(self.config.replan_threshold)
 
     def begin(
@@ -76,6 +87,7 @@ class AttentionSession:
         """
         self._reached.clear()
         self._feed.begin(thw, text_tokens, timestep)
+        self._recorder.begin(self._feed.moment)
         if self._home is None or self._size != (thw, text_tokens):
             grid = self._feed.grid(torch.device(device))
             require_slots(self.strategy, grid)
@@ -108,6 +120,7 @@ class AttentionSession:
         tokens = HomeTokens(q, k, self.home, self.group, scale)
         ready = self._ready(layer, tokens)
         self.records[layer] = LayerRecord(ready.attend.plan, ready.density)
+        self._recorder.used(layer, ready.recorded)
         self._reached.add(layer)
         return ready.attend(q, k, v, scale=scale)
 
@@ -116,7 +129,7 @@ class AttentionSession:
         version = self._feed.version(layer)
         if version is None:
             key: Hashable = layer, self._feed.moment.branch
-            self._executors[key] = self._prepare(key, self._feed.mask(layer, tokens), tokens)
+            self._executors[key] = self._prepare(key, layer, tokens, lasting=False)
             return self._executors[key]
         key = version, tokens.q.device
         outdated = self._versions.get(layer)
@@ -124,14 +137,16 @@ class AttentionSession:
         if outdated != key and outdated not in self._versions.values():
             self._executors.pop(outdated, None)
         if key not in self._executors:
-            self._executors[key] = self._prepare(key, self._feed.mask(layer, tokens), tokens)
+            self._executors[key] = self._prepare(key, layer, tokens, lasting=True)
         return self._executors[key]
 
-    def _prepare(self, key: Hashable, mask: BlockMask, tokens: HomeTokens) -> _Ready:
+    def _prepare(self, key: Hashable, layer: int, tokens: HomeTokens, lasting: bool) -> _Ready:
+        mask = self._feed.mask(layer, tokens)
+        recorded = self._recorder.keep(layer, mask, lasting)
         plan = self._plans.plan_for(key, mask, self._make_plan)
         before = self._executors.get(key)
         if before is not None and before.attend.device == tokens.q.device and plan.same_route(before.attend.plan):
-            return _Ready(before.attend.for_mask(plan, mask), mask.density)
+            return _Ready(before.attend.for_mask(plan, mask), mask.density, recorded)
         attend = DualBalancedAttention.prepare(
             plan,
             mask,
@@ -141,7 +156,7 @@ class AttentionSession:
             kernel=self.config.kernel,
             debug=self.config.debug,
         )
-        return _Ready(attend, mask.density)
+        return _Ready(attend, mask.density, recorded)
 
     def _profile(self) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
@@ -166,7 +181,8 @@ class AttentionSession:
 
 @dataclass(frozen=True, eq=False)
 class _Ready:
-    """An executor and the density of its mask."""
+    """An executor, the density of its mask, and the mask's name in the recording."""
 
     attend: DualBalancedAttention
     density: float
+    recorded: str | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 
 __all__ = ["StepGroups"]
 
@@ -25,7 +26,7 @@ class StepGroups:
 
     def __post_init__(self) -> None:
         bounds = self.starts if self.end is None else (*self.starts, self.end)
-        if not self.starts or self.starts[0] < 0 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if not self.starts or self.starts[0] < 0 or any(a >= b for a, b in pairwise(bounds)):
             raise ValueError(f"step groups that start at {list(self.starts)} and end at {self.end} are not ascending")
 
     @classmethod
@@ -77,6 +78,6 @@ class StepGroups:
         """The group of a step; None for a dense step before the first. Raises ValueError beyond the last."""
         if self.end is not None and step >= self.end:
             raise ValueError(
-                f"has masks for steps {self.starts[0]} to {self.end - 1} (groups {self}), there are none for step {step}"
+                f"has masks for steps {self.starts[0]} to {self.end - 1} (groups {self}), none for step {step}"
             )
         return None if step < self.starts[0] else bisect_right(self.starts, step) - 1

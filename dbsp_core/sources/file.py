@@ -23,8 +23,8 @@ class FileSource(StoredMasks):
     def grid(self, request: MaskRequest) -> BlockGrid:
         if self._file.groups is not None:
             raise ValueError(
-                f"mask file {self.path} has masks for step groups {self._file.groups}; read it with mask source 'paro' "
-                "({source: paro, path: …})"
+                f"mask file {self.path} has masks for step groups {self._file.groups}; read it with mask "
+                "source 'paro' ({source: paro, path: …})"
             )
         return super().grid(request)
 

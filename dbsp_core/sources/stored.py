@@ -26,7 +26,9 @@ class StoredMasks:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ValueError("this mask source reads a file and needs a path, for example {source: file, path: masks.safetensors}")
+            raise ValueError(
+                "this mask source reads a file and needs a path, for example {source: file, path: masks.safetensors}"
+            )
         if not (dist.is_available() and dist.is_initialized()):
             self._file  # noqa: B018
 
