@@ -113,7 +113,7 @@ class TestOneRank:
         assert str(path) in str(raised.value)
 
     @pytest.mark.parametrize(
-        ("settings", "complaint"), [({}, "needs a path"), ({"path": "none"}, "does not exist"), ({}, "needs a path")]
+        ("settings", "complaint"), [({}, "needs a path"), ({"path": "none"}, "does not exist")]
     )
     def test_what_cannot_work_raises_at_once(self, settings, complaint):
         with pytest.raises(ValueError, match=complaint):
