@@ -112,9 +112,7 @@ class TestOneRank:
             source.mask(request(**changes))
         assert str(path) in str(raised.value)
 
-    @pytest.mark.parametrize(
-        ("settings", "complaint"), [({}, "needs a path"), ({"path": "none"}, "does not exist")]
-    )
+    @pytest.mark.parametrize(("settings", "complaint"), [({}, "needs a path"), ({"path": "none"}, "does not exist")])
     def test_what_cannot_work_raises_at_once(self, settings, complaint):
         with pytest.raises(ValueError, match=complaint):
             ParoSource(**settings)

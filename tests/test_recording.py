@@ -139,9 +139,7 @@ class TestOneProcess:
         assert "has a recording already; give another folder" in capsys.readouterr().err
 
     @pytest.mark.parametrize("blocked", ["folder", "write"])
-    def test_a_disk_that_fails_stops_it_with_one_notice(
-        self, tmp_path, capsys, monkeypatch, blocked
-    ):
+    def test_a_disk_that_fails_stops_it_with_one_notice(self, tmp_path, capsys, monkeypatch, blocked):
         folder = tmp_path / "r"
         if blocked == "folder":
             folder.write_text("a file is where the folder should be")

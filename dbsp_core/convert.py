@@ -1,0 +1,260 @@
+"""Masks of other projects, and recordings, to mask files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dbsp_core.arrays import find_array, read_arrays
+from dbsp_core.grid import BlockGrid
+from dbsp_core.lut import ENCODINGS, lut_bits
+from dbsp_core.mask_file import MaskLayout, one_or_each, write_masks
+from dbsp_core.order import CANONICAL, require_order
+from dbsp_core.recording import Recording
+from dbsp_core.step_groups import StepGroups
+from dbsp_core.steps import Moment
+from dbsp_core.text_blocks import fit_blocks
+
+__all__ = ["PARO_ORDERS", "ConvertOptions", "convert_masks", "convert_recording"]
+
+PARO_ORDERS = ("thw", "twh", "hwt", "htw", "wht", "wth")
+"""PAROAttention's numbering of token orders, in its `permute_plan['permute']`."""
+
+_MASKS = ("", "mask", "sparse", "masks", "lut")
+_COUNTS = ("counts", "count", "valid_block_num")
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How to read a file. Raises ValueError for options that don't go together.
+
+    key:         name of the tensor of masks (default: a usual one, or the only one)
+    tokens:      text and video together; not needed with thw
+    orders:      a token order, one per head separated by commas, or the path of a file with indices [L, H] or [H] into
+                 PARO_ORDERS, as PAROAttention's permute plans have under 'permute'
+    groups:      step groups, such as "5-9,10-24,25-49"
+    steps:       of the denoising: evenly shared out over the file's groups, as PAROAttention does it
+    dense_steps: leading steps to be dense, with `steps`
+    lut:         "absolute" or "delta": the tensor lists each row's key blocks; counts: name of their numbers
+    joined_text: blocks run on from text into video
+    skip_empty:  heads that the permute plan calls empty compute no video-to-video block
+    crop:        drop rows and columns beyond the last block
+    tail_dense:  the last row and column are dense, as PAROAttention makes them; None: in its sparse plans
+    """
+
+    key: str | None = None
+    tokens: int | None = None
+    thw: tuple[int, int, int] | None = None
+    text_tokens: int = 0
+    block_q: int = 64
+    block_k: int = 64
+    orders: str | None = None
+    groups: str | None = None
+    steps: int | None = None
+    dense_steps: int = 0
+    packed: bool = True
+    lut: str | None = None
+    counts: str | None = None
+    joined_text: bool = False
+    skip_empty: bool = False
+    crop: bool = False
+    tail_dense: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is None and self.thw is None:
+            raise ValueError("how many tokens is not in the file; give --thw T,H,W (with --text-tokens) or --tokens")
+        if self.groups is not None and (self.steps is not None or self.dense_steps):
+            raise ValueError("--groups says which steps groups have; leave out --steps and --dense-steps")
+        if self.dense_steps and self.steps is None:
+            raise ValueError("--dense-steps needs --steps, the number of denoising steps")
+        if self.lut is not None and self.lut not in ENCODINGS:
+            raise ValueError(f"unknown lut encoding {self.lut!r}; use one of {', '.join(ENCODINGS)}")
+
+    @property
+    def grid(self) -> BlockGrid:
+        """The grid of the mask file, its orders apart."""
+        tokens = self.tokens
+        if tokens is None and self.thw is not None:
+            tokens = self.text_tokens + math.prod(self.thw)
+        return BlockGrid(tokens or 0, self.text_tokens, self.block_q, self.block_k, self.thw)
+
+
+def convert_masks(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions
+) -> MaskLayout:
+    """Writes `target`, a mask file, from masks in any form that docs/mask-files.md lists. One mask is in memory at a
+    time. returns: what the file says. Raises ValueError, naming the option that helps, for what does not fit.
+    """
+    arrays = read_arrays(source)
+    masks, name = _masks(arrays, options, source)
+    counts = find_array(arrays, options.counts, _COUNTS, source, "--counts") if options.lut else None
+    stack = masks.reshape(-1, *masks.shape[-3:])
+    flat_counts = None if counts is None else _counts(counts, masks)
+    grid, groups = options.grid, _groups(masks, options)
+    plan = {**arrays, **(read_arrays(options.orders) if options.orders and _is_file(options.orders) else {})}
+    orders, empty = _orders(plan, options, masks.shape), _empty(plan, options, masks.shape)
+    paro = name == "sparse" and options.lut is None
+    tail_dense = paro if options.tail_dense is None else options.tail_dense
+
+    def converted() -> Iterator[torch.Tensor]:
+        for index, one in enumerate(stack):
+            if options.lut is None:
+                bits = _as_bits(one, source)
+            else:
+                bits = lut_bits(one, None if flat_counts is None else flat_counts[index], options.lut, _width(options))
+            bits = fit_blocks(bits, grid, joined=options.joined_text, crop=options.crop, tail_dense=tail_dense)
+            if empty is not None:
+                video = torch.from_numpy(grid.q_axis.starts >= grid.text_tokens)
+                across = torch.from_numpy(grid.k_axis.starts >= grid.text_tokens)
+                bits = bits & ~(empty[index][:, None, None] & video[:, None] & across)
+            yield bits
+
+    layers = masks.shape[-4] if masks.ndim > 3 else None
+    layout = MaskLayout(grid, masks.shape[-3], layers, groups, orders)
+    write_masks(target, layout, converted(), options.packed)
+    return layout
+
+
+def convert_recording(
+    folder: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    step: int | None = None,
+    branch: int = 0,
+    packed: bool = True,
+) -> MaskLayout:
+    """Writes the masks of one recorded forward pass as a mask file, every layer of the model.
+
+    step: default: the only one that was recorded
+    Raises ValueError for a pass that was not recorded, or not in all layers, or whose layers differ in grid.
+    """
+    recording = Recording.read(folder)
+    steps = sorted({moment.step for moment in recording.passes})
+    if step is None and len(steps) != 1:
+        raise ValueError(f"{folder} has steps {steps}; say which with --step")
+    moment = Moment(steps[0] if step is None else step, branch)
+    first = recording.mask(0, moment)
+    grids = [first.grid] + [recording.mask(layer, moment).grid for layer in range(1, recording.layers)]
+    plain = {replace(grid, orders=(CANONICAL,)) for grid in grids}
+    if len(plain) > 1:
+        raise ValueError(f"{folder}: layers differ in their block grid at step {moment.step}; record fewer layers")
+    layout = MaskLayout(
+        plain.pop(), first.heads, recording.layers, orders=tuple(one_or_each(grid.orders) for grid in grids)
+    )
+    write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), packed)
+    return layout
+
+
+def _masks(
+    arrays: Mapping[str, torch.Tensor], options: ConvertOptions, source: object
+) -> tuple[torch.Tensor, str | None]:
+    """The tensor of masks, [H, nq, nk] after up to two leading dimensions, and its name."""
+    large = [name for name, array in arrays.items() if array.ndim >= 3]
+    usual = tuple(name for name in _MASKS if name in large) or (tuple(large) if len(large) == 1 else ())
+    masks = find_array(arrays, options.key, usual, source, "--key")
+    if masks is None:
+        shapes = ", ".join(f"{name or '(unnamed)'} {list(array.shape)}" for name, array in arrays.items())
+        raise ValueError(f"{source} has no tensor that is plainly the masks ({shapes}); name it with --key")
+    if masks.ndim not in (3, 4, 5) or 0 in masks.shape:
+        raise ValueError(
+            f"{source}: masks of shape {list(masks.shape)}; expected [heads, rows, columns], [layers, heads, …] or "
+            "[groups, layers, heads, …]"
+        )
+    if masks.ndim == 5 and masks.shape[0] == 1 and options.groups is None and options.steps is None:
+        masks = masks[0]
+    return masks, options.key or (usual[0] if usual else None)
+
+
+def _as_bits(one: torch.Tensor, source: object) -> torch.Tensor:
+    """bool of a mask of any type that holds 0 and 1. Raises ValueError for other values."""
+    if one.dtype == torch.bool:
+        return one
+    bits = one != 0
+    if not torch.equal(bits.to(one.dtype), one):
+        raise ValueError(
+            f"{source}: masks have values other than 0 and 1 (up to {one.max().item()}); if they are lists of blocks, "
+            "say how these are written with --lut absolute or --lut delta"
+        )
+    return bits
+
+
+def _width(options: ConvertOptions) -> int:
+    """How many key blocks a table of them counts."""
+    grid = options.grid
+    return -(-grid.tokens // grid.block_k) if options.joined_text else grid.nk
+
+
+def _counts(counts: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    if counts.shape != masks.shape[:-1]:
+        raise ValueError(
+            f"counts of shape {list(counts.shape)} do not fit lists of shape {list(masks.shape)}: one number a row"
+        )
+    return counts.reshape(-1, *masks.shape[-3:-1])
+
+
+def _groups(masks: torch.Tensor, options: ConvertOptions) -> StepGroups | None:
+    if masks.ndim < 5:
+        if options.groups is not None or options.steps is not None:
+            raise ValueError(f"masks of shape {list(masks.shape)} have no step groups; leave out --groups and --steps")
+        return None
+    if options.groups is None and options.steps is None:
+        raise ValueError(
+            f"masks have {masks.shape[0]} step groups; say which steps they are for: --steps 50 shares 50 out evenly, "
+            "--groups 5-9,10-24,25-49 says it in full"
+        )
+    if options.steps is not None:
+        return StepGroups.even(masks.shape[0], options.steps, options.dense_steps)
+    groups = StepGroups.parse(options.groups or "")
+    if len(groups) != masks.shape[0]:
+        raise ValueError(f"--groups {groups} names {len(groups)} groups, the masks have {masks.shape[0]}")
+    return groups
+
+
+def _is_file(orders: str | None) -> bool:
+    return orders is not None and Path(orders).suffix in (".pt", ".pth", ".npy", ".npz", ".safetensors")
+
+
+def _orders(
+    plan: Mapping[str, torch.Tensor], options: ConvertOptions, shape: tuple[int, ...]
+) -> tuple[tuple[str, ...], ...]:
+    """The token orders of each mask, or of all."""
+    heads = shape[-3]
+    if options.orders is not None and not _is_file(options.orders):
+        names = [name.strip() for name in options.orders.split(",")]
+        for name in names:
+            require_order(name)
+        if len(names) not in (1, heads):
+            raise ValueError(f"--orders names {len(names)} token orders, the masks have {heads} heads")
+        return (one_or_each(names),)
+    unnamed = plan.get("") if _is_file(options.orders) else None
+    index = find_array(plan, None, ("permute", "orders"), options.orders, "--orders")
+    index = unnamed if index is None else index
+    if index is None:
+        if _is_file(options.orders):
+            raise ValueError(f"{options.orders} has no tensor 'permute' with token orders (it has {', '.join(plan)})")
+        return ((CANONICAL,),)
+    table = _by_mask(index, shape, "token orders")
+    if table.min() < 0 or table.max() >= len(PARO_ORDERS):
+        raise ValueError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
+    return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in table.long().tolist())
+
+
+def _empty(plan: Mapping[str, torch.Tensor], options: ConvertOptions, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """bool[masks, H]: heads without video-to-video blocks, by mask; None for none."""
+    if not options.skip_empty:
+        return None
+    if "empty" not in plan:
+        raise ValueError("--skip-empty needs a permute plan with a tensor 'empty'; name its file with --orders")
+    return _by_mask(plan["empty"], shape, "empty heads").bool()
+
+
+def _by_mask(table: torch.Tensor, shape: tuple[int, ...], what: str) -> torch.Tensor:
+    """[masks, H] from [H], [L, H] or [S, L, H]."""
+    leading = tuple(shape[:-2])
+    if table.ndim == 0 or tuple(table.shape) != leading[len(leading) - table.ndim :]:
+        raise ValueError(f"{what} of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
+    return table.expand(leading).reshape(-1, leading[-1])
