@@ -27,10 +27,16 @@ from dbsp_core.recording import Recording
 
 __all__ = ["masks_app"]
 
-masks_app = typer.Typer(help="Convert, record and look at masks.", rich_markup_mode=None, no_args_is_help=True)
+masks_app = typer.Typer(help="Convert, record and look at masks.", rich_markup_mode=None)
 
 Thw = Annotated[str | None, typer.Option("--thw", help="Frames, rows and columns of the video's tokens: T,H,W.")]
 Branch = Annotated[int, typer.Option(help="Of a recording: which pass of each step (guidance).")]
+
+
+@masks_app.callback(invoke_without_command=True)
+def masks(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @masks_app.command()
@@ -136,14 +142,15 @@ def info(
     found = examine_masks(series, options)
     if picture is not None:
         try:
-            write_atomically(picture, found.picture(str(file), series))
+            write_atomically(picture, found.picture(file.name, series))
         except ImportError as error:
             raise ValueError(f"{error.name} is needed for pictures; pip install {error.name}") from error
     if as_json:
         print(json.dumps({"file": str(file), "gpus": gpus, **found.as_json()}))
         return
     console = Console()
-    for table in _tables(file, found, options):
+    console.print(_headline(file, found), highlight=False)
+    for table in _tables(found, options):
         console.print(table)
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -184,17 +191,22 @@ def _summary(folder: Path) -> str:
     )
 
 
-def _tables(file: Path, found: MaskInfo, options: InfoOptions) -> list[Table]:
-    grid, densities = found.first.grid, found.densities
-    title = (
-        f"{file}: {len(found.layers)} layers, {found.first.heads} heads, {grid.nq}×{grid.nk} blocks, "
-        f"density {densities.mean():.3f}"
+def _headline(file: Path, found: MaskInfo) -> str:
+    grid = found.first.grid
+    size = "" if grid.thw is None else f" of a {'×'.join(map(str, grid.thw))} video"
+    return (
+        f"{file}: {len(found.layers)} layers, {found.first.heads} heads, {grid.nq}×{grid.nk} blocks of "
+        f"{grid.block_q}×{grid.block_k} tokens, {grid.tokens} tokens{size}, {grid.text_tokens} of text; "
+        f"density {found.densities.mean():.3f}"
     )
+
+
+def _tables(found: MaskInfo, options: InfoOptions) -> list[Table]:
     rows = [
         (str(layer), f"{heads.min():.3f}", f"{heads.mean():.3f}", f"{heads.max():.3f}")
-        for layer, heads in zip(found.layers, densities, strict=True)
+        for layer, heads in zip(found.layers, found.densities, strict=True)
     ]
-    tables = [_table(title, ("layer", "least dense head", "mean", "densest head"), rows)]
+    tables = [_table("density", ("layer", "least dense head", "mean", "densest head"), rows)]
     balance = [
         (b.strategy, b.planner, f"{b.rho_before:.4f}", f"{b.rho:.4f}", f"{b.rho_max:.4f}", f"{b.moved:.1%}")
         for b in found.balance
@@ -211,7 +223,7 @@ def _tables(file: Path, found: MaskInfo, options: InfoOptions) -> list[Table]:
     if found.errors is not None:
         errors = [(str(e.layer), str(e.head), f"{e.density:.3f}", f"{e.error:.4f}") for e in found.errors]
         heading = ("layer", "head", "density", "relative L1 error")
-        tables.append(_table("against dense attention, on made, smooth tokens", heading, errors))
+        tables.append(_table("against dense attention, made tokens", heading, errors))
     return tables
 
 
