@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,17 @@ from safetensors.torch import load_file
 
 __all__ = ["SUFFIXES", "find_array", "read_arrays"]
 
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    zlib.error,
+    SafetensorError,
+    OSError,
+    ValueError,
+    RuntimeError,
+    EOFError,
+    KeyError,
+)
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
 
 
@@ -32,7 +44,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         raise ValueError(f"{path} has an unknown suffix; masks are read from {', '.join(SUFFIXES)}")
     try:
         content = _read(path)
-    except (pickle.UnpicklingError, SafetensorError, OSError, ValueError, RuntimeError, EOFError, KeyError) as error:
+    except _UNREADABLE as error:
         raise ValueError(
             f"{path} cannot be read without unpickling objects, or is damaged ({_first_line(error)}); save plain "
             "tensors, in mappings at most: torch.save({'sparse': masks}, path)"

@@ -59,7 +59,10 @@ def convert(
     packed: Annotated[bool, typer.Option(help="Eight blocks in a byte.")] = True,
     lut: Annotated[str | None, typer.Option(help="IN lists blocks by row: absolute, or delta (SpargeAttn).")] = None,
     counts: Annotated[str | None, typer.Option(help="With --lut: name of the tensor with lengths of lists.")] = None,
-    joined_text: Annotated[bool, typer.Option(help="Blocks of IN run on from text into video.")] = False,
+    joined_text: Annotated[
+        bool | None,
+        typer.Option("--joined-text/--own-text", help="Whether blocks of IN run on from text into video."),
+    ] = None,
     skip_empty: Annotated[bool, typer.Option(help="Heads that the permute plan calls empty skip the video.")] = False,
     crop: Annotated[bool, typer.Option(help="Drop rows and columns beyond the last block.")] = False,
     tail_dense: Annotated[

@@ -18,7 +18,7 @@ from dbsp_core.order import CANONICAL, require_order
 from dbsp_core.recording import Recording
 from dbsp_core.step_groups import StepGroups
 from dbsp_core.steps import Moment
-from dbsp_core.text_blocks import fit_blocks
+from dbsp_core.text_blocks import BlockReading, fit_blocks
 
 __all__ = ["PARO_ORDERS", "ConvertOptions", "convert_masks", "convert_recording"]
 
@@ -41,7 +41,7 @@ class ConvertOptions:
     steps:       of the denoising: evenly shared out over the file's groups, as PAROAttention does it
     dense_steps: leading steps to be dense, with `steps`
     lut:         "absolute" or "delta": the tensor lists each row's key blocks; counts: name of their numbers
-    joined_text: blocks run on from text into video
+    joined_text: whether blocks run on from text into video; None: whichever fits
     skip_empty:  heads that the permute plan calls empty compute no video-to-video block
     crop:        drop rows and columns beyond the last block
     tail_dense:  the last row and column are dense, as PAROAttention makes them; None: in its sparse plans
@@ -60,7 +60,7 @@ class ConvertOptions:
     packed: bool = True
     lut: str | None = None
     counts: str | None = None
-    joined_text: bool = False
+    joined_text: bool | None = None
     skip_empty: bool = False
     crop: bool = False
     tail_dense: bool | None = None
@@ -99,6 +99,8 @@ def convert_masks(
     plan = {**arrays, **(read_arrays(options.orders) if options.orders and _is_file(options.orders) else {})}
     orders, empty = _orders(plan, options, masks.shape), _empty(plan, options, masks.shape)
     paro = name == "sparse" and options.lut is None
+    columns = None if options.lut else masks.shape[-1]
+    reading = BlockReading.find(masks.shape[-2], columns, grid, options.joined_text, options.crop)
     tail_dense = paro if options.tail_dense is None else options.tail_dense
 
     def converted() -> Iterator[torch.Tensor]:
@@ -106,8 +108,8 @@ def convert_masks(
             if options.lut is None:
                 bits = _as_bits(one, source)
             else:
-                bits = lut_bits(one, None if flat_counts is None else flat_counts[index], options.lut, _width(options))
-            bits = fit_blocks(bits, grid, joined=options.joined_text, crop=options.crop, tail_dense=tail_dense)
+                bits = lut_bits(one, None if flat_counts is None else flat_counts[index], options.lut, reading.columns)
+            bits = fit_blocks(bits, reading, tail_dense)
             if empty is not None:
                 video = torch.from_numpy(grid.q_axis.starts >= grid.text_tokens)
                 across = torch.from_numpy(grid.k_axis.starts >= grid.text_tokens)
@@ -180,12 +182,6 @@ def _as_bits(one: torch.Tensor, source: object) -> torch.Tensor:
             "say how these are written with --lut absolute or --lut delta"
         )
     return bits
-
-
-def _width(options: ConvertOptions) -> int:
-    """How many key blocks a table of them counts."""
-    grid = options.grid
-    return -(-grid.tokens // grid.block_k) if options.joined_text else grid.nk
 
 
 def _counts(counts: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:

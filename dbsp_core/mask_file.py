@@ -178,6 +178,7 @@ class MaskLayout:
     grid:   of every mask, apart from token orders
     layers: number of layers; None: one mask for every layer
     orders: the token orders of each mask, by group and layer; or of all masks, where it has one element
+    Raises ValueError for orders that don't fit the grid.
     """
 
     grid: BlockGrid
@@ -185,6 +186,9 @@ class MaskLayout:
     layers: int | None = None
     groups: StepGroups | None = None
     orders: tuple[Orders, ...] = ((CANONICAL,),)
+
+    def __post_init__(self) -> None:
+        replace(self.grid, orders=tuple({name for orders in self.orders for name in orders}))
 
     @property
     def leading(self) -> tuple[int, ...]:
