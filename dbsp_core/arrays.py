@@ -76,14 +76,15 @@ def _read(path: Path) -> Any:
     if path.suffix in (".pt", ".pth"):
         mapped = zipfile.is_zipfile(path)  # older files are no archives, and cannot be mapped
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    content = np.load(path, allow_pickle=False, mmap_mode="r" if path.suffix == ".npy" else None)
+    content = np.load(path, allow_pickle=False, mmap_mode="c" if path.suffix == ".npy" else None)
     return content if isinstance(content, np.ndarray) else dict(content)
 
 
 def _collect(content: Any, name: str, found: dict[str, torch.Tensor]) -> None:
     inside = f"{name}/" if name else ""
     if isinstance(content, np.ndarray):
-        found[name] = torch.from_numpy(content.copy())
+        if content.dtype.kind in "biuf":
+            found[name] = torch.from_numpy(content.astype(content.dtype.newbyteorder("="), copy=False))
     elif isinstance(content, torch.Tensor):
         found[name] = content
     elif isinstance(content, Mapping):

@@ -17,11 +17,18 @@ from dbsp_core.mask import BlockMask
 from dbsp_core.order import CANONICAL
 from dbsp_core.step_groups import StepGroups
 
-__all__ = ["MaskFile", "MaskLayout", "pack_bits", "save_mask", "unpack_bits", "write_masks"]
+__all__ = ["MaskFile", "MaskLayout", "block_counts", "pack_bits", "save_mask", "unpack_bits", "write_masks"]
 
 Orders = tuple[str, ...]
 
 _SIZES = ("tokens", "text_tokens", "block_q", "block_k")
+
+
+def block_counts(grid: BlockGrid) -> tuple[int, int]:
+    """(nq, nk), without the arrays that the grid would make: a file's numbers may be absurd."""
+    segments = (grid.text_tokens, grid.tokens - grid.text_tokens)
+    nq, nk = (sum(-(-segment // block) for segment in segments) for block in (grid.block_q, grid.block_k))
+    return nq, nk
 
 
 def pack_bits(bits: torch.Tensor) -> np.ndarray:
@@ -55,7 +62,7 @@ class MaskFile:
                 views = {name: file.get_slice(name) for name in ("mask", "packed", "orders") if name in names}
                 kinds = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
                 order_index = file.get_tensor("orders") if "orders" in names else None
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, TypeError) as error:
             raise ValueError(
                 f"mask file {self.path} is not a readable safetensors file ({error}); write it again with "
                 "dbsp_core.save_mask"
@@ -100,11 +107,11 @@ class MaskFile:
                 f"(U8) of shape {wanted}, none of them 0"
                 + ("; five dimensions need metadata groups, such as '0-9,10-49'" if len(shape) == 5 else "")
             )
-        grid = self.grid
-        if shape[-2:] != (grid.nq, -(-grid.nk // 8) if self.packed else grid.nk):
+        nq, nk = block_counts(self.grid)
+        if shape[-2:] != (nq, -(-nk // 8) if self.packed else nk):
             raise ValueError(
                 f"mask file {self.path}: shape {list(shape)} does not fit its metadata, which makes "
-                f"{grid.nq}×{grid.nk} blocks; correct block_q, block_k, tokens or text_tokens"
+                f"{nq}×{nk} blocks; correct block_q, block_k, tokens or text_tokens"
             )
         if self.groups is not None and shape[0] != len(self.groups):
             raise ValueError(

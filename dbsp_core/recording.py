@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
-from dbsp_core.mask_file import unpack_bits
+from dbsp_core.mask_file import block_counts, unpack_bits
 from dbsp_core.recorder import INDEX
 from dbsp_core.steps import Moment
 
@@ -76,8 +76,12 @@ class Recording:
             file, number = self._masks[name]
             grid = self._grids[number]
             with safe_open(self.folder / Path(file).name, framework="numpy") as tensors:
-                return BlockMask(unpack_bits(tensors.get_tensor(name), grid.nk), grid)
-        except (OSError, SafetensorError, KeyError, IndexError) as error:
+                packed = tensors.get_tensor(name)
+            nq, nk = block_counts(grid)
+            if packed.shape[1:] != (nq, -(-nk // 8)):
+                raise ValueError(f"shape {list(packed.shape)} does not fit {nq}×{nk} blocks")
+            return BlockMask(unpack_bits(packed, nk), grid)
+        except (OSError, SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"the recording {self.folder} is damaged: mask {name} ({error})") from error
 
 

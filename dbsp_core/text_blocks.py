@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dbsp_core.grid import BlockAxis, BlockGrid
+from dbsp_core.mask_file import block_counts
 
 __all__ = ["BlockReading", "fit_blocks"]
 
@@ -65,12 +66,14 @@ class BlockReading:
     @property
     def rows(self) -> int:
         """Rows of masks so read."""
-        return self._total(self.grid.q_axis) - self.first_row
+        total = -(-self.grid.tokens // self.grid.block_q) if self.joined else block_counts(self.grid)[0]
+        return total - self.first_row
 
     @property
     def columns(self) -> int:
         """Columns of masks so read."""
-        return self._total(self.grid.k_axis) - self.first_column
+        total = -(-self.grid.tokens // self.grid.block_k) if self.joined else block_counts(self.grid)[1]
+        return total - self.first_column
 
     @property
     def first_row(self) -> int:
@@ -81,9 +84,6 @@ class BlockReading:
     def first_column(self) -> int:
         """Columns of text that are left out."""
         return 0 if self.text else -(-self.grid.text_tokens // self.grid.block_k)
-
-    def _total(self, axis: BlockAxis) -> int:
-        return -(-self.grid.tokens // axis.block) if self.joined else len(axis)
 
     def _fits(self, rows: int, columns: int | None) -> bool:
         return rows == self.rows and columns in (None, self.columns)

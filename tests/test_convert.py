@@ -63,6 +63,12 @@ class TestForms:
         assert not file.per_layer
         assert torch.equal(file.layer(5).bits, bits)
 
+    def test_numbers_of_another_byte_order_and_arrays_of_text(self, tmp_path):
+        bits = bits_of(3)
+        np.savez(tmp_path / "in.npz", mask=bits.numpy().astype(">i4"), names=np.array(["a", "b"]))
+        convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", OPTIONS)
+        assert torch.equal(MaskFile(tmp_path / "out.safetensors").layer(0).bits, bits)
+
     def test_paroattentions_plans_with_orders_per_layer_and_head(self, tmp_path):
         sparse = bits_of(4, 2, 6)
         permute = torch.stack([torch.arange(6), torch.arange(6).flip(0)])
@@ -332,6 +338,7 @@ class TestRefused:
             (bits_of(3, grid=BlockGrid(48, 0, 8, 8)), {}, "make 5×5"),
             (bits_of(3), {"thw": (2, 5, 5)}, "masks have 5×5 blocks; 50 tokens"),
             (bits_of(3), {"block_q": 0}, "block_q=0"),
+            (bits_of(3), {"tokens": 10**15, "thw": None}, "1000000000000000 tokens"),
             ({"lut": bits_of(3).int(), "counts": torch.zeros(2, 5)}, {"lut": "absolute"}, "counts of shape"),
         ],
     )

@@ -128,6 +128,8 @@ def order_index(*values):
 NAMES = {"orders": "thw,hwt"}
 BAD_FILES = {
     "both tensors": ({"mask": ones(2), "packed": ones(2, nk=5)}, {}, "both 'mask' and 'packed'"),
+    "absurd numbers": ({}, {"tokens": str(10**15), "thw": None}, "makes 250000000000001×"),
+    "an order index of bfloat16": ({"mask": ones(2), "orders": torch.ones(2).bfloat16()}, NAMES, "mask file"),
     "packed too wide": ({"packed": ones(2)}, {}, "does not fit its metadata"),
     "packed as floats": ({"packed": ones(2, nk=5).float()}, {}, "is F32 of shape"),
     "five dimensions, no groups": ({"mask": ones(1, 1, 2)}, {}, "need metadata groups"),

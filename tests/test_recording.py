@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup
 from dbsp_core.recorder import INDEX, MaskRecorder, RecordSettings, parse_layers, parse_size
@@ -181,6 +182,22 @@ class TestReading:
         with pytest.raises(ValueError, match="is damaged"):
             Recording.read(tmp_path).mask(0, Moment())
         file.unlink()
+        with pytest.raises(ValueError, match="is damaged"):
+            Recording.read(tmp_path).mask(0, Moment())
+
+    @pytest.mark.parametrize("key", ["tokens", "block_k"])
+    def test_an_index_with_absurd_numbers_raises_and_takes_no_memory(self, tmp_path, key):
+        self.index(tmp_path)
+        content = json.loads((tmp_path / INDEX).read_text())
+        content["grids"][0] |= {key: 10**15, "thw": None}
+        (tmp_path / INDEX).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"is damaged.* does not fit"):
+            Recording.read(tmp_path).mask(0, Moment())
+
+    def test_masks_of_another_dtype_raise(self, tmp_path):
+        self.index(tmp_path)
+        (file,) = tmp_path.glob("*.safetensors")
+        save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file)
         with pytest.raises(ValueError, match="is damaged"):
             Recording.read(tmp_path).mask(0, Moment())
 
