@@ -53,6 +53,9 @@ def convert(
         str | None,
         typer.Option(help="Token order, one per head with commas between, or PAROAttention's permute plan (a file)."),
     ] = None,
+    head_permutation: Annotated[
+        str | None, typer.Option(help="File that says which head stands at each place, where they were reordered.")
+    ] = None,
     groups: Annotated[str | None, typer.Option(help="Steps of each group, 5-9,10-24,25-49; before: dense.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps, shared out evenly over the groups.")] = None,
     dense_steps: Annotated[int, typer.Option(help="With --steps: leading steps that are dense.")] = 0,
@@ -83,6 +86,7 @@ def convert(
             block_q=block_q,
             block_k=block_k,
             orders=orders,
+            head_permutation=head_permutation,
             groups=groups,
             steps=steps,
             dense_steps=dense_steps,

@@ -6,24 +6,21 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from dbsp_core.arrays import find_array, read_arrays
 from dbsp_core.grid import BlockGrid
 from dbsp_core.lut import ENCODINGS, lut_bits
-from dbsp_core.mask_file import MaskLayout, one_or_each, write_masks
-from dbsp_core.order import CANONICAL, require_order
+from dbsp_core.mask_file import MaskFile, MaskLayout, one_or_each, write_masks
+from dbsp_core.order import CANONICAL
+from dbsp_core.permute_plan import empty_heads, head_permutations, token_orders
 from dbsp_core.recording import Recording
 from dbsp_core.step_groups import StepGroups
 from dbsp_core.steps import Moment
 from dbsp_core.text_blocks import BlockReading, fit_blocks
 
-__all__ = ["PARO_ORDERS", "ConvertOptions", "convert_masks", "convert_recording"]
-
-PARO_ORDERS = ("thw", "twh", "hwt", "htw", "wht", "wth")
-"""PAROAttention's numbering of token orders, in its `permute_plan['permute']`."""
+__all__ = ["ConvertOptions", "convert_masks", "convert_recording"]
 
 _MASKS = ("", "mask", "sparse", "masks", "lut")
 _COUNTS = ("counts", "count", "valid_block_num")
@@ -37,6 +34,7 @@ class ConvertOptions:
     tokens:      text and video together; not needed with thw
     orders:      a token order, one per head separated by commas, or the path of a file with indices [L, H] or [H] into
                  PARO_ORDERS, as PAROAttention's permute plans have under 'permute'
+    head_permutation: path of a file with [L, H] or [H]: which head stands at each place, where they were reordered
     groups:      step groups, such as "5-9,10-24,25-49"
     steps:       of the denoising: evenly shared out over the file's groups, as PAROAttention does it
     dense_steps: leading steps to be dense, with `steps`
@@ -54,6 +52,7 @@ class ConvertOptions:
     block_q: int = 64
     block_k: int = 64
     orders: str | None = None
+    head_permutation: str | None = None
     groups: str | None = None
     steps: int | None = None
     dense_steps: int = 0
@@ -90,14 +89,16 @@ def convert_masks(
     """Writes `target`, a mask file, from masks in any form that docs/mask-files.md lists. One mask is in memory at a
     time. returns: what the file says. Raises ValueError, naming the option that helps, for what does not fit.
     """
+    _require_foreign(source)
     arrays = read_arrays(source)
     masks, name = _masks(arrays, options, source)
     counts = find_array(arrays, options.counts, _COUNTS, source, "--counts") if options.lut else None
     stack = masks.reshape(-1, *masks.shape[-3:])
     flat_counts = None if counts is None else _counts(counts, masks)
     grid, groups = options.grid, _groups(masks, options)
-    plan = {**arrays, **(read_arrays(options.orders) if options.orders and _is_file(options.orders) else {})}
-    orders, empty = _orders(plan, options, masks.shape), _empty(plan, options, masks.shape)
+    orders = token_orders(options.orders, arrays, masks.shape)
+    empty = empty_heads(options.orders, arrays, masks.shape) if options.skip_empty else None
+    heads = head_permutations(options.head_permutation, masks.shape) if options.head_permutation else None
     paro = name == "sparse" and options.lut is None
     columns = None if options.lut else masks.shape[-1]
     reading = BlockReading.find(masks.shape[-2], columns, grid, options.joined_text, options.crop)
@@ -110,6 +111,8 @@ def convert_masks(
             else:
                 bits = lut_bits(one, None if flat_counts is None else flat_counts[index], options.lut, reading.columns)
             bits = fit_blocks(bits, reading, tail_dense)
+            if heads is not None:
+                bits = bits[heads[index].argsort()]
             if empty is not None:
                 video = torch.from_numpy(grid.q_axis.starts >= grid.text_tokens)
                 across = torch.from_numpy(grid.k_axis.starts >= grid.text_tokens)
@@ -149,6 +152,15 @@ def convert_recording(
     )
     write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), packed)
     return layout
+
+
+def _require_foreign(source: str | os.PathLike[str]) -> None:
+    """Raises ValueError for a mask file of ours, whose metadata would be lost."""
+    try:
+        MaskFile(source)
+    except ValueError:
+        return
+    raise ValueError(f"{source} is a mask file already; use it as it is")
 
 
 def _masks(
@@ -208,49 +220,3 @@ def _groups(masks: torch.Tensor, options: ConvertOptions) -> StepGroups | None:
     if len(groups) != masks.shape[0]:
         raise ValueError(f"--groups {groups} names {len(groups)} groups, the masks have {masks.shape[0]}")
     return groups
-
-
-def _is_file(orders: str | None) -> bool:
-    return orders is not None and Path(orders).suffix in (".pt", ".pth", ".npy", ".npz", ".safetensors")
-
-
-def _orders(
-    plan: Mapping[str, torch.Tensor], options: ConvertOptions, shape: tuple[int, ...]
-) -> tuple[tuple[str, ...], ...]:
-    """The token orders of each mask, or of all."""
-    heads = shape[-3]
-    if options.orders is not None and not _is_file(options.orders):
-        names = [name.strip() for name in options.orders.split(",")]
-        for name in names:
-            require_order(name)
-        if len(names) not in (1, heads):
-            raise ValueError(f"--orders names {len(names)} token orders, the masks have {heads} heads")
-        return (one_or_each(names),)
-    unnamed = plan.get("") if _is_file(options.orders) else None
-    index = find_array(plan, None, ("permute", "orders"), options.orders, "--orders")
-    index = unnamed if index is None else index
-    if index is None:
-        if _is_file(options.orders):
-            raise ValueError(f"{options.orders} has no tensor 'permute' with token orders (it has {', '.join(plan)})")
-        return ((CANONICAL,),)
-    table = _by_mask(index, shape, "token orders")
-    if table.min() < 0 or table.max() >= len(PARO_ORDERS):
-        raise ValueError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
-    return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in table.long().tolist())
-
-
-def _empty(plan: Mapping[str, torch.Tensor], options: ConvertOptions, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """bool[masks, H]: heads without video-to-video blocks, by mask; None for none."""
-    if not options.skip_empty:
-        return None
-    if "empty" not in plan:
-        raise ValueError("--skip-empty needs a permute plan with a tensor 'empty'; name its file with --orders")
-    return _by_mask(plan["empty"], shape, "empty heads").bool()
-
-
-def _by_mask(table: torch.Tensor, shape: tuple[int, ...], what: str) -> torch.Tensor:
-    """[masks, H] from [H], [L, H] or [S, L, H]."""
-    leading = tuple(shape[:-2])
-    if table.ndim == 0 or tuple(table.shape) != leading[len(leading) - table.ndim :]:
-        raise ValueError(f"{what} of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
-    return table.expand(leading).reshape(-1, leading[-1])

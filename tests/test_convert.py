@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from dbsp_core import BlockGrid, BlockMask, MaskFile
-from dbsp_core.convert import PARO_ORDERS, ConvertOptions, convert_masks, convert_recording
+from dbsp_core.convert import ConvertOptions, convert_masks, convert_recording
 from dbsp_core.lut import lut_bits
+from dbsp_core.permute_plan import PARO_ORDERS
 from dbsp_core.recorder import MaskRecorder, RecordSettings
 from dbsp_core.steps import Moment
 from dbsp_core.text_blocks import BlockReading, fit_blocks
@@ -117,6 +118,17 @@ class TestForms:
         file = convert(tmp_path, content, options)
         for layer, head in np.ndindex(2, 2):
             assert int(file.layer(layer).bits[head].sum()) == (11 if empty[layer, head] else 36)
+
+    def test_heads_that_were_reordered_come_back_in_their_order(self, tmp_path):
+        bits, places = bits_of(2, 4), torch.tensor([[2, 0, 3, 1], [0, 3, 1, 2]])
+        reordered = torch.stack([one[place] for one, place in zip(bits, places, strict=True)])
+        torch.save(places, tmp_path / "perm_idx_all.pt")
+        options = replace(OPTIONS, head_permutation=str(tmp_path / "perm_idx_all.pt"), orders="thw,hwt,wht,twh")
+        file = convert(tmp_path, reordered, options)
+        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
+        torch.save(places.clamp(max=2), tmp_path / "perm_idx_all.pt")
+        with pytest.raises(ValueError, match="every head from 0 to 3 once"):
+            convert(tmp_path, reordered, options)
 
     def test_a_recording_s_pass(self, tmp_path):
         recorder = MaskRecorder(RecordSettings(str(tmp_path / "r")), 2)
@@ -294,7 +306,7 @@ class TestRefused:
         assert not (tmp_path / "out.safetensors").exists()
 
     def test_a_raw_pickle_called_pt_is_refused(self, tmp_path):
-        (tmp_path / "in.pt").write_bytes(pickle.dumps({"mask": Evil()}))
+        (tmp_path / "in.pt").write_bytes(pickle.dumps({"mask": Evil()}, protocol=2))
         with pytest.raises(ValueError, match="cannot be read without unpickling"):
             convert_masks(tmp_path / "in.pt", tmp_path / "out.safetensors", OPTIONS)
 
@@ -330,6 +342,7 @@ class TestRefused:
             (bits_of(2, 2, 3), {"steps": 1}, "don't fit into 1 steps"),
             (bits_of(3), {"orders": "hwd"}, "unknown token order 'hwd'"),
             (bits_of(3), {"orders": "hwt,thw"}, "names 2 token orders, the masks have 3 heads"),
+            ({"mask": bits_of(3), "orders": torch.tensor([0, 1, 7])}, {"orders": "in.npz"}, "in.npz does not exist"),
             (bits_of(3), {"orders": "none.pth"}, "none.pth does not exist"),
             (bits_of(3), {"orders": "hwt", "thw": None, "tokens": 40}, "need thw"),
             ({"mask": bits_of(3), "permute": torch.tensor([0, 1, 6])}, {}, "must be 0 to 5 .*, found 6"),
@@ -360,6 +373,16 @@ class TestRefused:
     def test_options_that_don_t_go_together_raise(self, options, complaint):
         with pytest.raises(ValueError, match=complaint):
             ConvertOptions(**options)
+
+    def test_our_own_mask_files_are_not_converted(self, tmp_path):
+        convert(tmp_path, bits_of(3))
+        with pytest.raises(ValueError, match="is a mask file already"):
+            convert_masks(tmp_path / "out.safetensors", tmp_path / "again.safetensors", OPTIONS)
+
+    def test_a_plan_without_orders_in_it_raises(self, tmp_path):
+        torch.save({"a": torch.zeros(3), "b": torch.zeros(3)}, tmp_path / "plan.pth")
+        with pytest.raises(ValueError, match=r"has no tensor 'permute' with token orders \(it has a, b\)"):
+            convert(tmp_path, bits_of(3), replace(OPTIONS, orders=str(tmp_path / "plan.pth")))
 
     def test_unknown_and_missing_files_raise(self, tmp_path):
         (tmp_path / "in.txt").write_text("masks")
