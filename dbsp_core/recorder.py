@@ -102,11 +102,16 @@ def _never_raises(method: Method) -> Method:
 
 @dataclass
 class _Pass:
-    """One forward pass: which mask each layer had, and the packed bits of those not on disk yet."""
+    """One forward pass.
+
+    layers: the name of the mask of each layer that is kept
+    fresh:  the masks among them that are not on disk yet;  spare: those of other layers, which may be wanted later
+    """
 
     moment: Moment
     layers: dict[int, str] = field(default_factory=dict)
     fresh: dict[str, _Packed] = field(default_factory=dict)
+    spare: dict[str, _Packed] = field(default_factory=dict)
 
 
 @dataclass
@@ -176,6 +181,8 @@ class MaskRecorder:
                 now.fresh[name] = self._pending[name]
             if name in now.fresh or name in self._files:
                 now.layers[layer] = name
+        elif name in self._pending:
+            now.spare[name] = self._pending[name]
         if layer == self.layers - 1:
             self._finish()
 
@@ -201,7 +208,7 @@ class MaskRecorder:
         now, wanted, self._current = self._current, self._wants_step(), None
         if now is None:
             return
-        self._pending = {} if wanted else now.fresh
+        self._pending = now.spare if wanted else now.spare | now.fresh
         if wanted and now.layers:
             self._write(now)
 

@@ -101,6 +101,17 @@ class TestOneProcess:
         assert torch.equal(recording.mask(1, Moment(2)).bits, a_mask(11).bits)
         assert not recorder._pending
 
+    def test_a_lasting_mask_that_only_other_layers_had_is_there_when_it_is_wanted(self, tmp_path):
+        recorder = new(tmp_path, layers=frozenset({1}))
+        recorder.begin(Moment(0))
+        shared = recorder.keep(0, a_mask(3), True)
+        recorder.used(0, shared)
+        recorder.used(1, recorder.keep(1, a_mask(4), True))
+        recorder.begin(Moment(1))
+        for layer in range(2):
+            recorder.used(layer, shared)
+        assert torch.equal(Recording.read(tmp_path).mask(1, Moment(1)).bits, a_mask(3).bits)
+
     def test_the_limit_stops_it_with_one_notice_and_what_it_has_stays_good(self, tmp_path, capsys):
         recorder = new(tmp_path, limit=1000)
         run(recorder, [(10 * i, 10 * i + 1) for i in range(6)])
