@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from dbsp_kernels import KERNELS
 
 __all__ = ["DTYPES", "ConfigLike", "DbspConfig"]
 
+PLANNING = ("auto", "immediate", "lagged")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 ConfigLike = Union["DbspConfig", Mapping[str, Any], str, os.PathLike, None]
@@ -40,6 +42,8 @@ class DbspConfig:
     tolerance:        ρ_s at which planner "dbsp" is content; None: 1.002 for Ulysses alone, 1.005 with a ring
     exchange_cost:    what exchanging all of Q, K, V once costs in units of ρ_s, for planner "dbsp" to weigh
     replan_threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this
+    planning:         "immediate" plans from each call's own mask, "lagged" one call behind, without waiting; "auto" is
+                      lagged for masks computed from queries and keys
     kernel:           "auto" or a kernel's name
     dtype:            in which a local checkpoint is loaded; auto is bfloat16 on an accelerator, float32 without
     report:           folder for report.json and balance.png, or None
@@ -57,6 +61,7 @@ class DbspConfig:
     tolerance: float | None = None
     exchange_cost: float = 0.0
     replan_threshold: float = 1.10
+    planning: str = "auto"
     kernel: str = "auto"
     dtype: str = "auto"
     report: str | None = None
@@ -74,6 +79,7 @@ class DbspConfig:
         if self.home is not None:
             _require("home", self.home, tuple(HOME_ORDERS))
         _require("kernel", self.kernel, ("auto", *KERNELS))
+        _require("planning", self.planning, PLANNING)
         _require("dtype", self.dtype, DTYPES)
         PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost)
         if not self.replan_threshold >= 1:
@@ -147,7 +153,7 @@ _IN_WORDS = {
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """`value` as YAML gives it, for a field of type `hint`. Nested settings are checked by their own class."""
-    options = get_args(hint) if get_origin(hint) not in (None, tuple) else (hint,)
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
     for option in options:
@@ -165,10 +171,25 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             return value
         if option is MaskSource and (isinstance(value, Mapping) or hasattr(value, "mask")):
             return value
-        if get_origin(option) is tuple and isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
+        if get_origin(option) is Mapping and isinstance(value, Mapping):
+            return dict(value)
+        if get_origin(option) is tuple and _is_list_of(get_args(option)[0], value):
             return tuple(value)
-    wanted = " or ".join(_IN_WORDS.get(o, getattr(o, "__name__", str(o))) for o in options if o is not type(None))
+    wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
     raise ValueError(f"{where} must be {wanted}, got {value!r}")
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(element) is kind for element in value)
+
+
+def _in_words(option: Any) -> str:
+    """What a value of that type is called."""
+    if get_origin(option) is tuple:
+        return f"a list of {get_args(option)[0].__name__}"
+    if get_origin(option) is Mapping:
+        return "a mapping"
+    return _IN_WORDS.get(option, getattr(option, "__name__", str(option)))
 
 
 def _require(key: str, value: str, choices: tuple[str, ...]) -> None:

@@ -147,6 +147,10 @@ def convert_recording(
     plain = {replace(grid, orders=(CANONICAL,)) for grid in grids}
     if len(plain) > 1:
         raise ValueError(f"{folder}: layers differ in their block grid at step {moment.step}; record fewer layers")
+    if any(recording.mask(layer, moment).heads != first.heads for layer in range(1, recording.layers)):
+        raise ValueError(
+            f"{folder}: layers differ in their number of heads at step {moment.step}; record fewer layers"
+        )
     layout = MaskLayout(
         plain.pop(), first.heads, recording.layers, orders=tuple(one_or_each(grid.orders) for grid in grids)
     )

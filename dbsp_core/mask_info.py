@@ -98,7 +98,7 @@ def examine_masks(series: MaskSeries, options: InfoOptions) -> MaskInfo:
     balance = balance_of(series, sampled, options.gpus, options.planners)
     strategy, planner = str(Strategy(options.gpus, 1)), options.planners[0]
     drift = [drift_of(series, layer, strategy, planner, options.threshold) for layer in sampled]
-    drift = drift if len(series.steps) > 1 else []
+    drift = [each for each in drift if each.iou]
     errors = _errors(series, sampled, options) if options.quality else None
     warnings = [*([series.notice] if series.notice else []), *_warnings(series, densities, sampled, errors, options)]
     return MaskInfo(first, series.steps, series.layers, series.branches, densities, balance, drift, errors, warnings)
@@ -113,7 +113,7 @@ def _errors(series: MaskSeries, layers: list[int], options: InfoOptions) -> list
         if mask.grid.thw is None:
             raise ValueError("the masks don't say the size of the video's token grid; give --thw T,H,W for --quality")
         tokens = tokens or smooth_tokens(mask.grid.thw, mask.grid.text_tokens)
-        heads = [head for _, head in heads_to_draw(mask.row_counts().sum(axis=1)[None], 4)]
+        heads = [head for _, head in heads_to_draw(mask.counts.rows.sum(axis=1)[None], 4)]
         errors += [_of_layer(layer, one) for one in sparse_errors(*tokens, mask, heads=heads)]
     return errors
 
@@ -130,7 +130,7 @@ def _warnings(
     options: InfoOptions,
 ) -> list[str]:
     warnings = []
-    idle = {layer: int((series.first(layer).row_counts() == 0).sum()) for layer in sampled}
+    idle = {layer: int((series.first(layer).counts.rows == 0).sum()) for layer in sampled}
     if any(idle.values()):
         worst = max(idle, key=lambda layer: idle[layer])
         warnings.append(f"rows of blocks that attend to nothing give zeros: {idle[worst]} in layer {worst}")

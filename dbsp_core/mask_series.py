@@ -86,8 +86,8 @@ class Balance:
 class Drift:
     """How a layer's mask changes from one recorded step to the next.
 
-    steps, iou, changed: per pair of neighbours: the later step, the share of their dense blocks that both have, and
-                         the share of all blocks that differ
+    steps, iou, changed: per pair of neighbours of one shape: the later step, the share of their dense blocks that both
+                         have, and the share of all blocks that differ
     replans:             plans made, the first included, at the threshold given
     """
 
@@ -106,12 +106,14 @@ def spread_out(values: Sequence[int], count: int) -> list[int]:
 
 
 def densities_of(series: MaskSeries, layers: Sequence[int]) -> np.ndarray:
-    """float64[layers, H]: the density of each layer's first mask by head."""
+    """float64[layers, H]: the density of each layer's first mask by head; of every batch item's heads, where they have
+    masks of their own."""
     rows = []
     for layer in layers:
         mask = series.first(layer)
-        rows.append(mask.row_counts().sum(axis=1) / (mask.grid.nq * mask.grid.nk))
-    return np.array(rows)
+        rows.append(mask.counts.rows.sum(axis=1) / (mask.grid.nq * mask.grid.nk))
+    most = max(map(len, rows))  # dense layers have one batch item's
+    return np.array([np.tile(row, -(-most // len(row)))[:most] for row in rows])
 
 
 def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: Sequence[str]) -> list[Balance]:
@@ -143,20 +145,20 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
 def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, threshold: float) -> Drift:
     """Over all recorded steps of one layer."""
     cache = PlanCache(threshold)
+    steps: list[int] = []
     iou, changed = [], []
     before: BlockMask | None = None
     for step in series.steps:
         mask = series.get(step, layer)
         cache.plan_for(layer, mask, lambda fresh: make_plan(fresh, strategy, planner))
-        if before is not None:
-            if mask.bits.shape != before.bits.shape:
-                raise ValueError(f"layer {layer}: the mask of step {step} has another shape than the one before it")
+        if before is not None and mask.bits.shape == before.bits.shape:
+            steps.append(step)
             either = int((mask.bits | before.bits).sum())
             differ = int((mask.bits ^ before.bits).sum())
             iou.append((either - differ) / either if either else 1.0)
             changed.append(differ / mask.bits.numel())
         before = mask
-    return Drift(layer, series.steps[1:], tuple(iou), tuple(changed), cache.replans)
+    return Drift(layer, tuple(steps), tuple(iou), tuple(changed), cache.counters.replans)
 
 
 def _plain(grid: BlockGrid) -> BlockGrid:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,6 +128,7 @@ class MaskRecorder:
     active: bool = True
     bytes_written: int = 0
     stopped: str | None = None
+    _names: dict[Hashable, str] = field(default_factory=dict)
     _files: dict[str, tuple[str, int]] = field(default_factory=dict)
     _grids: list[BlockGrid] = field(default_factory=list)
     _passes: list[dict[str, Any]] = field(default_factory=list)
@@ -158,22 +159,23 @@ class MaskRecorder:
         self._current = _Pass(moment)
 
     @_never_raises
-    def keep(self, layer: int, mask: BlockMask, lasting: bool) -> str | None:
-        """Takes a mask that was made just now. returns: its name, for `used`.
+    def keep(self, key: Hashable, layer: int, mask: BlockMask, lasting: bool) -> None:
+        """Takes a mask that was made just now. key: by which `used` will speak of it, until another is kept by it
 
         lasting: whether it may be used in later passes, or for other layers, without being made again
         """
+        self._names.pop(key, None)
         if not (lasting or (self._wants_step() and self._wants_layer(layer))):
-            return None
+            return
         name = f"{mask.fingerprint:016x}"
+        self._names[key] = name
         if name not in self._files:
             self._pending[name] = mask.grid, pack_bits(mask.bits)
-        return name
 
     @_never_raises
-    def used(self, layer: int, name: str | None) -> None:
-        """Notes that a layer's attention had this mask."""
-        now = self._current
+    def used(self, layer: int, key: Hashable) -> None:
+        """Notes that a layer's attention had the mask of this key."""
+        now, name = self._current, self._names.get(key)
         if now is None:
             return
         if name is not None and self._wants_layer(layer):

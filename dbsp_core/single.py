@@ -61,8 +61,13 @@ def attach_single_process(
 def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float | None = None
 ) -> torch.Tensor:
-    """torch's attention with the block mask spread over tokens. q, k, v: [B, H, tokens, D]; empty rows give zeros."""
+    """torch's attention with the block mask spread over tokens. Empty rows give zeros.
+
+    q, k, v: [B, H, tokens, D];  mask: of H heads, or of B·H where each item has masks of its own
+    """
     allowed = token_mask(mask).to(q.device)
+    if mask.heads != q.shape[1]:
+        allowed = allowed.unflatten(0, q.shape[:2])
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
     return out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
 

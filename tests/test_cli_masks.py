@@ -46,7 +46,8 @@ def recording(tmp_path):
         for branch in range(2):
             recorder.begin(Moment(step, branch))
             for layer in range(3):
-                recorder.used(layer, recorder.keep(layer, drifting(layer, step + 7 * branch), False))
+                recorder.keep(layer, layer, drifting(layer, step + 7 * branch), False)
+                recorder.used(layer, layer)
     return tmp_path / "recording"
 
 

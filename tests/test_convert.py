@@ -138,7 +138,8 @@ class TestForms:
                 recorder.begin(Moment(step, branch))
             grid = replace(GRID, orders=(("hwt", "wht", "thw") if layer else ("thw",)))
             masks[step, branch, layer] = BlockMask(random_bits(3, GRID, 4 * step + 2 * branch + layer), grid)
-            recorder.used(layer, recorder.keep(layer, masks[step, branch, layer], False))
+            recorder.keep(layer, layer, masks[step, branch, layer], False)
+            recorder.used(layer, layer)
         convert_recording(tmp_path / "r", tmp_path / "out.safetensors", step=1, branch=1)
         file = MaskFile(tmp_path / "out.safetensors")
         for layer in range(2):

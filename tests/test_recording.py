@@ -33,7 +33,12 @@ def run(recorder, seeds, moments=MOMENTS, lasting=False):
     for moment, layers in zip(moments, seeds, strict=True):
         recorder.begin(moment)
         for layer, seed in enumerate(layers):
-            recorder.used(layer, recorder.keep(layer, a_mask(seed), lasting))
+            keep_and_use(recorder, layer, a_mask(seed), lasting)
+
+
+def keep_and_use(recorder, layer, mask, lasting=False):
+    recorder.keep(layer, layer, mask, lasting)
+    recorder.used(layer, layer)
 
 
 def new(folder, of_model=2, **settings):
@@ -61,19 +66,19 @@ class TestOneProcess:
     def test_a_pass_is_on_disk_once_its_last_layer_ran(self, tmp_path):
         recorder = new(tmp_path / "r")
         recorder.begin(Moment())
-        recorder.used(0, recorder.keep(0, a_mask(0), False))
+        keep_and_use(recorder, 0, a_mask(0))
         assert not (tmp_path / "r").exists()
-        recorder.used(1, recorder.keep(1, a_mask(1), False))
+        keep_and_use(recorder, 1, a_mask(1))
         assert len(Recording.read(tmp_path / "r").passes) == 1
 
     def test_a_mask_made_once_serves_later_passes_and_other_layers(self, tmp_path):
         recorder = new(tmp_path)
-        name = None
         for moment in MOMENTS:
             recorder.begin(moment)
-            name = name or recorder.keep(0, a_mask(7), True)
+            if moment == Moment():
+                recorder.keep("all", 0, a_mask(7), True)
             for layer in range(2):
-                recorder.used(layer, name)
+                recorder.used(layer, "all")
         recording = Recording.read(tmp_path)
         assert all(torch.equal(recording.mask(i, m).bits, a_mask(7).bits) for i in range(2) for m in MOMENTS)
         assert len(list(tmp_path.glob("*.safetensors"))) == 1
@@ -90,13 +95,13 @@ class TestOneProcess:
             recording.mask(0, Moment(2))
 
     def test_a_lasting_mask_made_in_a_step_that_is_left_out_is_there_when_it_is_wanted(self, tmp_path):
-        recorder, names = new(tmp_path, every=2), {}
+        recorder = new(tmp_path, every=2)
         for step in range(3):
             recorder.begin(Moment(step))
             for layer in range(2):
                 if step < 2:  # the mask of step 1 goes on to step 2
-                    names[layer] = recorder.keep(layer, a_mask(10 * step + layer), True)
-                recorder.used(layer, names[layer])
+                    recorder.keep(layer, layer, a_mask(10 * step + layer), True)
+                recorder.used(layer, layer)
         recording = Recording.read(tmp_path)
         assert torch.equal(recording.mask(1, Moment(2)).bits, a_mask(11).bits)
         assert not recorder._pending
@@ -104,12 +109,12 @@ class TestOneProcess:
     def test_a_lasting_mask_that_only_other_layers_had_is_there_when_it_is_wanted(self, tmp_path):
         recorder = new(tmp_path, layers=frozenset({1}))
         recorder.begin(Moment(0))
-        shared = recorder.keep(0, a_mask(3), True)
-        recorder.used(0, shared)
-        recorder.used(1, recorder.keep(1, a_mask(4), True))
+        recorder.keep("all", 0, a_mask(3), True)
+        recorder.used(0, "all")
+        keep_and_use(recorder, 1, a_mask(4), lasting=True)
         recorder.begin(Moment(1))
         for layer in range(2):
-            recorder.used(layer, shared)
+            recorder.used(layer, "all")
         assert torch.equal(Recording.read(tmp_path).mask(1, Moment(1)).bits, a_mask(3).bits)
 
     def test_the_limit_stops_it_with_one_notice_and_what_it_has_stays_good(self, tmp_path, capsys):
@@ -129,7 +134,7 @@ class TestOneProcess:
         for step in range(20):
             recorder.begin(Moment(step))
             for layer in range(3):
-                recorder.used(layer, recorder.keep(layer, a_mask(3 * step + layer), False))
+                keep_and_use(recorder, layer, a_mask(3 * step + layer))
                 most = max(most, len(recorder._pending))
         assert most <= 3
         assert not recorder._pending

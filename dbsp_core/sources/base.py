@@ -89,8 +89,9 @@ class MaskSource(Protocol):
         ...
 
     def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
-        """The mask. tokens: given where masks vary with calls; those may use collectives of `tokens.group`.
+        """The mask, of the request's heads, or of B times as many where each item of a batch has masks of its own.
 
+        tokens: given where masks vary with calls; those may use collectives of `tokens.group`
         Raises ValueError when the request does not fit the source.
         """
         ...
