@@ -297,6 +297,21 @@ class TestRuns:
         assert recording.recorded_layers == (1,)
         assert len(list(folder.glob("*.safetensors"))) == 1
 
+    def test_masks_made_from_queries_and_keys_are_recorded_in_every_pass(self, pool, tmp_path):
+        folder = tmp_path / "r"
+        config = {
+            "mask": {"source": "sparge", "cdf": 0.7, "similarity": -1.0, "block_q": 16, "block_k": 8},
+            "strategy": "U1R3",
+            "debug": True,
+        }
+        assert pool(3).run(run_recorded, str(folder), config, {}) == [[0.0] * 6] * 3
+        recording = Recording.read(folder)
+        assert list(recording.passes) == MOMENTS
+        assert recording.recorded_layers == (0, 1)
+        masks = [recording.mask(layer, moment) for layer in range(2) for moment in MOMENTS]
+        assert all(mask.heads == 6 and 0 < mask.density <= 1 for mask in masks)
+        assert len({mask.fingerprint for mask in masks}) > 2
+
     def test_a_folder_that_cannot_be_written_changes_nothing(self, pool, tmp_path):
         (tmp_path / "r").write_text("a file")
         results = pool(3).run(run_recorded, str(tmp_path / "r"), {"mask": self.DRIFTING, "strategy": "U3R1"}, {})
