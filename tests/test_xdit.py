@@ -23,6 +23,7 @@ MASKS = (
     {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},
     {"source": "window", "window": [1, 3, 3], "block_q": 8, "block_k": 16},
     {"source": "svg", "frames": 1, "band": 0.2, "block_q": 16, "block_k": 8},
+    {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8, "order": "tile:2x3x2"},
 )
 
 
@@ -36,6 +37,7 @@ def test_equals_one_process(pool, world):
             ("striped", MASKS[0]),
             ("striped", MASKS[1]),
             ("striped", MASKS[2]),
+            ("striped", MASKS[3]),
         ):
             config = {"mask": mask, "strategy": str(strategy), "home": home, "debug": True}
             # 3·5·7 = 105 tokens: xfuser pads them on 2 and 4 ranks
