@@ -5,7 +5,8 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.grid import BlockGrid
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout
-from dbsp_core.mask import BlockMask, MaskFile, save_mask
+from dbsp_core.mask import BlockMask
+from dbsp_core.mask_file import MaskFile, save_mask
 from dbsp_core.plan import Plan, make_plan
 from dbsp_core.strategy import Strategy
 

@@ -15,9 +15,11 @@ from rich.table import Table
 
 from dbsp_core.cli_calibrate import calibrate_command
 from dbsp_core.cli_simulate import simulate_command
+from dbsp_core.cli_masks import masks_app
 from dbsp_core.doctor import examine
 from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
-from dbsp_core.mask import BlockMask, MaskFile
+from dbsp_core.mask import BlockMask
+from dbsp_core.mask_file import MaskFile
 from dbsp_core.plan import Plan, can_cut, make_plan
 from dbsp_core.planners import PLANNERS, require_planner
 from dbsp_core.strategy import Strategy
@@ -31,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(masks_app, name="masks")
 UsageError: Any = typer.BadParameter.__base__  # click's, or the copy that newer typer carries
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

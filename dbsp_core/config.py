@@ -48,6 +48,7 @@ class DbspConfig:
     kernel:           "auto" or a kernel's name
     dtype:            in which a local checkpoint is loaded; auto is bfloat16 on an accelerator, float32 without
     report:           folder for report.json and balance.png, or None
+    record:           folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set
     debug:            all ranks check before each attention that inputs are finite and plans equal
     """
 
@@ -66,6 +67,7 @@ class DbspConfig:
     kernel: str = "auto"
     dtype: str = "auto"
     report: str | None = None
+    record: str | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:

@@ -23,7 +23,8 @@ _DENSE = "dense by schedule"
 class MaskFeed:
     """One transformer's masks. The same answers on every rank, and in the single process that they are compared with.
 
-    steps: tells how many denoising steps there will be, where a host knows
+    steps:       tells how many denoising steps there will be, where a host knows
+    count_steps: whether to keep `moment` also where no mask depends on it
     """
 
     source: MaskSource
@@ -32,6 +33,7 @@ class MaskFeed:
     layers: int
     group: SequenceGroup
     steps: Callable[[], int | None] = lambda: None
+    count_steps: bool = False
     moment: Moment = field(default_factory=Moment)
     _counter: StepCounter = field(default_factory=StepCounter)
     _thw: tuple[int, int, int] = (0, 0, 0)
@@ -43,7 +45,7 @@ class MaskFeed:
         timestep: of the denoising; read (a host synchronisation) where masks or their plans depend on it
         """
         self._thw, self._text_tokens = thw, text_tokens
-        if timestep is not None and (self.source.varies != "never" or self.schedule.by_step):
+        if timestep is not None and (self.count_steps or self.source.varies != "never" or self.schedule.by_step):
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
             self.moment = self._counter.advance(float(first))
 
@@ -93,7 +95,8 @@ class MaskFeed:
         )
 
     def _request(self, layer: int) -> MaskRequest:
-        return MaskRequest(layer, self.heads, self._thw, self._text_tokens, self.moment.step, self.moment.branch)
+        now = self.moment
+        return MaskRequest(layer, self.heads, self._thw, self._text_tokens, now.step, now.branch, self.layers)
 
     def _fitting(self, mask: BlockMask) -> BlockMask:
         if mask.heads != self.heads:

@@ -14,6 +14,7 @@ from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, make_plan, require_slots
+from dbsp_core.recorder import MaskRecorder
 from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReuseCounters
 from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
@@ -40,6 +41,7 @@ class AttentionSession:
     steps: Callable[[], int | None] = lambda: None
     _feed: MaskFeed = field(init=False)
     _plans: PlanCache | LaggedPlanCache = field(init=False)
+    _recorder: MaskRecorder = field(init=False)
     _size: tuple[tuple[int, int, int], int] | None = None
     _home: HomeLayout | None = None
     _keys: dict[int, Hashable] = field(default_factory=dict)
@@ -48,7 +50,16 @@ class AttentionSession:
 
     def __post_init__(self) -> None:
         self.strategy.require_world(self.group.size)
-        self._feed = MaskFeed(self.config.mask, self.config.dense, self.heads, self.layers, self.group, self.steps)
+        self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
+        self._feed = MaskFeed(
+            self.config.mask,
+            self.config.dense,
+            self.heads,
+            self.layers,
+            self.group,
+            self.steps,
+            count_steps=self._recorder.wanted,
+        )
         self._plans = self._plan_cache()
 
     @torch.compiler.disable
@@ -68,6 +79,7 @@ class AttentionSession:
         """
         self._reached.clear()
         self._feed.begin(thw, text_tokens, timestep)
+        self._recorder.begin(self._feed.moment)
         if self._home is None or self._size != (thw, text_tokens):
             place = torch.device(device)
             grid = self._feed.grid(place)
@@ -123,13 +135,14 @@ class AttentionSession:
         version = self._feed.version(layer)
         if version is None:
             key: Hashable = layer, self._feed.moment.branch
-            self._executors[key] = self._prepare(key, self._feed.mask(layer, tokens), tokens)
+            self._executors[key] = self._prepare(key, self._new_mask(key, layer, tokens, lasting=False), tokens)
         else:
             key = version, tokens.q.device
             self._drop_outdated(layer, key)
             if key not in self._executors:
-                self._executors[key] = self._prepare(key, self._feed.mask(layer, tokens), tokens)
+                self._executors[key] = self._prepare(key, self._new_mask(key, layer, tokens, lasting=True), tokens)
         self._keys[layer] = key
+        self._recorder.used(layer, key)
         return self._executors[key]
 
     def _drop_outdated(self, layer: int, key: Hashable) -> None:
@@ -137,6 +150,12 @@ class AttentionSession:
         outdated = self._keys.pop(layer, None)
         if outdated != key and outdated not in self._keys.values():
             self._executors.pop(outdated, None)
+
+    def _new_mask(self, key: Hashable, layer: int, tokens: HomeTokens, lasting: bool) -> BlockMask:
+        """lasting: whether other layers or later passes may use it again"""
+        mask = self._feed.mask(layer, tokens)
+        self._recorder.keep(key, layer, mask, lasting)
+        return mask
 
     def _prepare(self, key: Hashable, mask: BlockMask, tokens: HomeTokens) -> DualBalancedAttention:
         plan = self._plans.plan_for(key, mask, self._make_plan)

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from safetensors.torch import load_file
 
 from dbsp_core.config import DbspConfig
-from dbsp_core.mask import save_mask
+from dbsp_core.mask_file import save_mask
 from dbsp_core.report import RunReport
 from dbsp_core.single import attach_single_process
 from dbsp_core.sources import MaskRequest

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dbsp_core.sources.base import HomeTokens, MaskRequest, MaskSource
 from dbsp_core.sources.dense import DenseSource
 from dbsp_core.sources.file import FileSource
+from dbsp_core.sources.paro import ParoSource
 from dbsp_core.sources.radial import RadialSource
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.svg import SvgSource
@@ -20,6 +21,7 @@ __all__ = [
     "HomeTokens",
     "MaskRequest",
     "MaskSource",
+    "ParoSource",
     "RadialSource",
     "SpargeSource",
     "SvgSource",
@@ -30,6 +32,7 @@ __all__ = [
 SOURCES: dict[str, type[MaskSource]] = {
     "dense": DenseSource,
     "file": FileSource,
+    "paro": ParoSource,
     "sparge": SpargeSource,
     "window": WindowSource,
     "radial": RadialSource,

@@ -26,6 +26,7 @@ class MaskRequest:
     thw:    frames, rows and columns of the video's token grid, in token order (t, h, w)
     step:   the denoising step, 0 for the first
     branch: which of the passes of one step (classifier-free guidance runs the transformer twice)
+    layers: how many layers the model has; None where that is not known
     """
 
     layer: int
@@ -34,6 +35,7 @@ class MaskRequest:
     text_tokens: int = 0
     step: int = 0
     branch: int = 0
+    layers: int | None = None
 
     @property
     def tokens(self) -> int:

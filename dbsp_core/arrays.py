@@ -1,0 +1,99 @@
+"""Arrays in other projects' files. Nothing is unpickled: what needs that is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+__all__ = ["SUFFIXES", "find_array", "read_arrays"]
+
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    zlib.error,
+    SafetensorError,
+    OSError,
+    ValueError,
+    RuntimeError,
+    EOFError,
+    KeyError,
+)
+SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
+
+
+def read_arrays(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Every tensor in a file by its name: "" for a lone one, "a/b" in nested mappings, "a/0" in lists.
+
+    .pt and .pth are read with weights_only, .npy and .npz without pickles; where the format allows it, tensors are
+    mapped from disk, not read. Raises ValueError for what is no such file or has nothing to read in it.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the path of a file with masks")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} has an unknown suffix; masks are read from {', '.join(SUFFIXES)}")
+    try:
+        content = _read(path)
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"{path} cannot be read without unpickling objects, or is damaged ({_first_line(error)}); save plain "
+            "tensors, in mappings at most: torch.save({'sparse': masks}, path)"
+        ) from error
+    found: dict[str, torch.Tensor] = {}
+    _collect(content, "", found)
+    if not found:
+        raise ValueError(f"{path} has no tensors in it")
+    return found
+
+
+def find_array(
+    arrays: Mapping[str, torch.Tensor], wanted: str | None, usual: tuple[str, ...], where: object, option: str
+) -> torch.Tensor | None:
+    """The array called `wanted`; else the first of the usual names that is there; None if none is.
+
+    Raises ValueError when there is no `wanted`. option: to name in it
+    """
+    if wanted is not None:
+        if wanted not in arrays:
+            raise ValueError(f"{where} has no tensor {wanted!r}; {option} can be one of {', '.join(arrays) or 'none'}")
+        return arrays[wanted]
+    return next((arrays[name] for name in usual if name in arrays), None)
+
+
+def _read(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    if path.suffix in (".pt", ".pth"):
+        mapped = zipfile.is_zipfile(path)  # older files are no archives, and cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    content = np.load(path, allow_pickle=False, mmap_mode="c" if path.suffix == ".npy" else None)
+    return content if isinstance(content, np.ndarray) else dict(content)
+
+
+def _collect(content: Any, name: str, found: dict[str, torch.Tensor]) -> None:
+    inside = f"{name}/" if name else ""
+    if isinstance(content, np.ndarray):
+        if content.dtype.kind in "biuf":
+            found[name] = torch.from_numpy(content.astype(content.dtype.newbyteorder("="), copy=False))
+    elif isinstance(content, torch.Tensor):
+        found[name] = content
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            _collect(value, f"{inside}{key}", found)
+    elif isinstance(content, (list, tuple)):
+        for index, value in enumerate(content):
+            _collect(value, f"{inside}{index}", found)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

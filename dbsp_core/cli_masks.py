@@ -1,0 +1,247 @@
+"""`dbsp masks`: convert, record and look at masks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from dbsp_core.convert import ConvertOptions, convert_masks, convert_recording
+from dbsp_core.files import write_atomically
+from dbsp_core.mask_file import MaskLayout
+from dbsp_core.mask_info import InfoOptions, MaskInfo, examine_masks
+from dbsp_core.mask_series import MaskSeries
+from dbsp_core.planners import PLANNERS
+from dbsp_core.quality import DEFAULT_LIMIT
+from dbsp_core.recorder import ENVIRONMENT, parse_layers, parse_size
+from dbsp_core.recording import Recording
+
+__all__ = ["masks_app"]
+
+masks_app = typer.Typer(help="Convert, record and look at masks.", rich_markup_mode=None)
+
+Thw = Annotated[str | None, typer.Option("--thw", help="Frames, rows and columns of the video's tokens: T,H,W.")]
+Branch = Annotated[int, typer.Option(help="Of a recording: which pass of each step (guidance).")]
+
+
+@masks_app.callback(invoke_without_command=True)
+def masks(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@masks_app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Masks of another project, or a recording's folder.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Mask file to write (.safetensors).")],
+    key: Annotated[str | None, typer.Option(help="Name of the tensor of masks in IN.")] = None,
+    thw: Thw = None,
+    tokens: Annotated[int | None, typer.Option(help="Text and video tokens together; or give --thw.")] = None,
+    text_tokens: Annotated[int, typer.Option(help="Text tokens among them, standing first.")] = 0,
+    block_q: Annotated[int, typer.Option(help="Tokens per query block.")] = 64,
+    block_k: Annotated[int, typer.Option(help="Tokens per key block.")] = 64,
+    orders: Annotated[
+        str | None,
+        typer.Option(help="Token order, one per head with commas between, or PAROAttention's permute plan (a file)."),
+    ] = None,
+    head_permutation: Annotated[
+        str | None, typer.Option(help="File that says which head stands at each place, where they were reordered.")
+    ] = None,
+    groups: Annotated[str | None, typer.Option(help="Steps of each group, 5-9,10-24,25-49; before: dense.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps, shared out evenly over the groups.")] = None,
+    dense_steps: Annotated[int, typer.Option(help="With --steps: leading steps that are dense.")] = 0,
+    packed: Annotated[bool, typer.Option(help="Eight blocks in a byte.")] = True,
+    lut: Annotated[str | None, typer.Option(help="IN lists blocks by row: absolute, or delta (SpargeAttn).")] = None,
+    counts: Annotated[str | None, typer.Option(help="With --lut: name of the tensor with lengths of lists.")] = None,
+    joined_text: Annotated[
+        bool | None,
+        typer.Option("--joined-text/--own-text", help="Whether blocks of IN run on from text into video."),
+    ] = None,
+    skip_empty: Annotated[bool, typer.Option(help="Heads that the permute plan calls empty skip the video.")] = False,
+    crop: Annotated[bool, typer.Option(help="Drop rows and columns beyond the last block.")] = False,
+    tail_dense: Annotated[
+        bool | None, typer.Option(help="Make a short last block dense; default: for PAROAttention's sparse plans.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Of a recording: which step.")] = None,
+    branch: Branch = 0,
+) -> None:
+    """Write a mask file from .safetensors, .pt, .pth, .npy or .npz (never unpickled), or from a recording."""
+    if source.is_dir():
+        layout = convert_recording(source, target, step, branch, packed)
+    else:
+        options = ConvertOptions(
+            key=key,
+            tokens=tokens,
+            thw=parse_thw(thw),
+            text_tokens=text_tokens,
+            block_q=block_q,
+            block_k=block_k,
+            orders=orders,
+            head_permutation=head_permutation,
+            groups=groups,
+            steps=steps,
+            dense_steps=dense_steps,
+            packed=packed,
+            lut=lut,
+            counts=counts,
+            joined_text=joined_text,
+            skip_empty=skip_empty,
+            crop=crop,
+            tail_dense=tail_dense,
+        )
+        layout = convert_masks(source, target, options)
+    print(f"wrote {target}: {_in_words(layout)}", file=sys.stderr)
+
+
+@masks_app.command()
+def record(
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the recording; must be new or empty.")],
+    command: Annotated[list[str], typer.Argument(help="What to run, after --: xdit …, torchrun ….")],
+    every: Annotated[int, typer.Option(min=1, help="Keep each n-th denoising step.")] = 1,
+    layers: Annotated[str | None, typer.Option(help="Which layers: 0,5,10-12. Default: all.")] = None,
+    limit: Annotated[str, typer.Option(help="Most to write, for example 500MiB.")] = "2GiB",
+) -> None:
+    """Run a command and keep the masks of its attentions, on rank 0. The run itself is not changed."""
+    parse_size(limit)
+    settings = {"": str(folder.absolute()), "_EVERY": str(every), "_LIMIT": limit}
+    if layers is not None:
+        parse_layers(layers)
+        settings["_LAYERS"] = layers
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder; give another, or remove it")
+    try:
+        code = subprocess.call(
+            command, env=os.environ | {f"{ENVIRONMENT}{name}": value for name, value in settings.items()}
+        )
+    except OSError as error:
+        raise ValueError(f"cannot run {command[0]!r}: {error.strerror}") from error
+    print(_summary(folder), file=sys.stderr)
+    raise typer.Exit(code)
+
+
+@masks_app.command()
+def info(
+    file: Annotated[Path, typer.Argument(help="Mask file, or a recording's folder.")],
+    gpus: Annotated[int, typer.Option(help="Number of GPUs for ρ_s.")] = 8,
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between.")] = "dbsp",
+    threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made anew.")] = 1.10,
+    sample: Annotated[int, typer.Option(min=0, help="How many layers to plan and compare; 0: all.")] = 4,
+    quality: Annotated[bool, typer.Option("--quality", help="Measure the error on made, smooth tokens.")] = False,
+    limit: Annotated[float, typer.Option(help="Relative L1 error above which to warn.")] = DEFAULT_LIMIT,
+    thw: Thw = None,
+    branch: Branch = 0,
+    picture: Annotated[Path | None, typer.Option(help="PNG to write.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Say how dense masks are, how even their work is, how they change over steps, and what they cost in accuracy."""
+    series = MaskSeries.read(file, branch)
+    planners = tuple(planner.split(","))
+    options = InfoOptions(gpus, planners, threshold, sample, quality, limit, parse_thw(thw))
+    found = examine_masks(series, options)
+    if picture is not None:
+        try:
+            write_atomically(picture, found.picture(file.name, series))
+        except ImportError as error:
+            raise ValueError(f"{error.name} is needed for pictures; pip install {error.name}") from error
+    if as_json:
+        print(json.dumps({"file": str(file), "gpus": gpus, **found.as_json()}))
+        return
+    console = Console()
+    console.print(_headline(file, found), highlight=False)
+    for table in _tables(found, options):
+        console.print(table)
+    for warning in found.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def parse_thw(text: str | None) -> tuple[int, int, int] | None:
+    """From "21,45,80" or "21x45x80". Raises ValueError for anything else."""
+    if text is None:
+        return None
+    parts = text.replace("x", ",").split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--thw {text!r} is not of the form T,H,W, such as 21,45,80")
+    frames, rows, columns = map(int, parts)
+    return frames, rows, columns
+
+
+def _in_words(layout: MaskLayout) -> str:
+    grid = layout.grid
+    groups = f"step groups {layout.groups}, " if layout.groups else ""
+    layers = f"{layout.layers} layers" if layout.layers is not None else "one mask for all layers"
+    orders = sorted({order for each in layout.orders for order in each})
+    return f"{groups}{layers}, {layout.heads} heads, {grid.nq}×{grid.nk} blocks, token orders {', '.join(orders)}"
+
+
+def _summary(folder: Path) -> str:
+    try:
+        recording = Recording.read(folder)
+    except ValueError:
+        return (
+            f"nothing was recorded to {folder}: no attention of db-SP ran on rank 0 (is it on, with --sp_backend dbsp "
+            "or dbsp_para.parallelize_pipe?)"
+        )
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    stopped = f"; stopped early: {recording.stopped}" if recording.stopped else ""
+    return (
+        f"recorded {len(recording.passes)} passes of {len(recording.recorded_layers)} layers to {folder}, "
+        f"{size / 2**20:.1f} MiB{stopped}; see it with: dbsp masks info {folder}"
+    )
+
+
+def _headline(file: Path, found: MaskInfo) -> str:
+    grid = found.first.grid
+    size = "" if grid.thw is None else f" of a {'×'.join(map(str, grid.thw))} video"
+    return (
+        f"{file}: {len(found.layers)} layers, {found.first.heads} heads, {grid.nq}×{grid.nk} blocks of "
+        f"{grid.block_q}×{grid.block_k} tokens, {grid.tokens} tokens{size}, {grid.text_tokens} of text; "
+        f"density {found.densities.mean():.3f}"
+    )
+
+
+def _tables(found: MaskInfo, options: InfoOptions) -> list[Table]:
+    rows = [
+        (str(layer), f"{heads.min():.3f}", f"{heads.mean():.3f}", f"{heads.max():.3f}")
+        for layer, heads in zip(found.layers, found.densities, strict=True)
+    ]
+    tables = [_table("density", ("layer", "least dense head", "mean", "densest head"), rows)]
+    balance = [
+        (b.strategy, b.planner, f"{b.rho_before:.4f}", f"{b.rho:.4f}", f"{b.rho_max:.4f}", f"{b.moved:.1%}")
+        for b in found.balance
+    ]
+    names = ("strategy", "planner", "ρ_s before", "ρ_s", "max", "moved")
+    tables.append(_table(f"balance on {options.gpus} GPUs, mean over sampled layers", names, balance))
+    if found.drift:
+        drift = [
+            (str(d.layer), f"{min(d.iou):.3f}", f"{_mean(d.iou):.3f}", f"{_mean(d.changed):.2%}", str(d.replans))
+            for d in found.drift
+        ]
+        columns = ("layer", "least IoU", "mean IoU", "bits changed", f"plans at P_s {options.threshold:g}")
+        tables.append(_table(f"from step to step, {len(found.steps)} steps", columns, drift))
+    if found.errors is not None:
+        errors = [(str(e.layer), str(e.head), f"{e.density:.3f}", f"{e.error:.4f}") for e in found.errors]
+        heading = ("layer", "head", "density", "relative L1 error")
+        tables.append(_table("against dense attention, made tokens", heading, errors))
+    return tables
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    return sum(values) / len(values)
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="left" if name in ("strategy", "planner") else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,226 @@
+"""Masks of other projects, and recordings, to mask files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from dbsp_core.arrays import find_array, read_arrays
+from dbsp_core.grid import BlockGrid
+from dbsp_core.lut import ENCODINGS, lut_bits
+from dbsp_core.mask_file import MaskFile, MaskLayout, one_or_each, write_masks
+from dbsp_core.order import CANONICAL
+from dbsp_core.permute_plan import empty_heads, head_permutations, token_orders
+from dbsp_core.recording import Recording
+from dbsp_core.step_groups import StepGroups
+from dbsp_core.steps import Moment
+from dbsp_core.text_blocks import BlockReading, fit_blocks
+
+__all__ = ["ConvertOptions", "convert_masks", "convert_recording"]
+
+_MASKS = ("", "mask", "sparse", "masks", "lut")
+_COUNTS = ("counts", "count", "valid_block_num")
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How to read a file. Raises ValueError for options that don't go together.
+
+    key:         name of the tensor of masks (default: a usual one, or the only one)
+    tokens:      text and video together; not needed with thw
+    orders:      a token order, one per head separated by commas, or the path of a file with indices [L, H] or [H] into
+                 PARO_ORDERS, as PAROAttention's permute plans have under 'permute'
+    head_permutation: path of a file with [L, H] or [H]: which head stands at each place, where they were reordered
+    groups:      step groups, such as "5-9,10-24,25-49"
+    steps:       of the denoising: evenly shared out over the file's groups, as PAROAttention does it
+    dense_steps: leading steps to be dense, with `steps`
+    lut:         "absolute" or "delta": the tensor lists each row's key blocks; counts: name of their numbers
+    joined_text: whether blocks run on from text into video; None: whichever fits
+    skip_empty:  heads that the permute plan calls empty compute no video-to-video block
+    crop:        drop rows and columns beyond the last block
+    tail_dense:  the last row and column are dense, as PAROAttention makes them; None: in its sparse plans
+    """
+
+    key: str | None = None
+    tokens: int | None = None
+    thw: tuple[int, int, int] | None = None
+    text_tokens: int = 0
+    block_q: int = 64
+    block_k: int = 64
+    orders: str | None = None
+    head_permutation: str | None = None
+    groups: str | None = None
+    steps: int | None = None
+    dense_steps: int = 0
+    packed: bool = True
+    lut: str | None = None
+    counts: str | None = None
+    joined_text: bool | None = None
+    skip_empty: bool = False
+    crop: bool = False
+    tail_dense: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is None and self.thw is None:
+            raise ValueError("how many tokens is not in the file; give --thw T,H,W (with --text-tokens) or --tokens")
+        if self.groups is not None and (self.steps is not None or self.dense_steps):
+            raise ValueError("--groups says which steps groups have; leave out --steps and --dense-steps")
+        if self.dense_steps and self.steps is None:
+            raise ValueError("--dense-steps needs --steps, the number of denoising steps")
+        if self.lut is not None and self.lut not in ENCODINGS:
+            raise ValueError(f"unknown lut encoding {self.lut!r}; use one of {', '.join(ENCODINGS)}")
+
+    @property
+    def grid(self) -> BlockGrid:
+        """The grid of the mask file, its orders apart."""
+        tokens = self.tokens
+        if tokens is None and self.thw is not None:
+            tokens = self.text_tokens + math.prod(self.thw)
+        return BlockGrid(tokens or 0, self.text_tokens, self.block_q, self.block_k, self.thw)
+
+
+def convert_masks(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions
+) -> MaskLayout:
+    """Writes `target`, a mask file, from masks in any form that docs/mask-files.md lists. One mask is in memory at a
+    time. returns: what the file says. Raises ValueError, naming the option that helps, for what does not fit.
+    """
+    _require_foreign(source)
+    arrays = read_arrays(source)
+    masks, name = _masks(arrays, options, source)
+    counts = find_array(arrays, options.counts, _COUNTS, source, "--counts") if options.lut else None
+    stack = masks.reshape(-1, *masks.shape[-3:])
+    flat_counts = None if counts is None else _counts(counts, masks)
+    grid, groups = options.grid, _groups(masks, options)
+    orders = token_orders(options.orders, arrays, masks.shape)
+    empty = empty_heads(options.orders, arrays, masks.shape) if options.skip_empty else None
+    heads = head_permutations(options.head_permutation, masks.shape) if options.head_permutation else None
+    paro = name == "sparse" and options.lut is None
+    columns = None if options.lut else masks.shape[-1]
+    reading = BlockReading.find(masks.shape[-2], columns, grid, options.joined_text, options.crop)
+    tail_dense = paro if options.tail_dense is None else options.tail_dense
+
+    def converted() -> Iterator[torch.Tensor]:
+        for index, one in enumerate(stack):
+            if options.lut is None:
+                bits = _as_bits(one, source)
+            else:
+                bits = lut_bits(one, None if flat_counts is None else flat_counts[index], options.lut, reading.columns)
+            bits = fit_blocks(bits, reading, tail_dense)
+            if heads is not None:
+                bits = bits[heads[index].argsort()]
+            if empty is not None:
+                video = torch.from_numpy(grid.q_axis.starts >= grid.text_tokens)
+                across = torch.from_numpy(grid.k_axis.starts >= grid.text_tokens)
+                bits = bits & ~(empty[index][:, None, None] & video[:, None] & across)
+            yield bits
+
+    layers = masks.shape[-4] if masks.ndim > 3 else None
+    layout = MaskLayout(grid, masks.shape[-3], layers, groups, orders)
+    write_masks(target, layout, converted(), options.packed)
+    return layout
+
+
+def convert_recording(
+    folder: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    step: int | None = None,
+    branch: int = 0,
+    packed: bool = True,
+) -> MaskLayout:
+    """Writes the masks of one recorded forward pass as a mask file, every layer of the model.
+
+    step: default: the only one that was recorded
+    Raises ValueError for a pass that was not recorded, or not in all layers, or whose layers differ in grid.
+    """
+    recording = Recording.read(folder)
+    steps = sorted({moment.step for moment in recording.passes})
+    if step is None and len(steps) != 1:
+        raise ValueError(f"{folder} has steps {steps}; say which with --step")
+    moment = Moment(steps[0] if step is None else step, branch)
+    first = recording.mask(0, moment)
+    grids = [first.grid] + [recording.mask(layer, moment).grid for layer in range(1, recording.layers)]
+    plain = {replace(grid, orders=(CANONICAL,)) for grid in grids}
+    if len(plain) > 1:
+        raise ValueError(f"{folder}: layers differ in their block grid at step {moment.step}; record fewer layers")
+    if any(recording.mask(layer, moment).heads != first.heads for layer in range(1, recording.layers)):
+        raise ValueError(
+            f"{folder}: layers differ in their number of heads at step {moment.step}; record fewer layers"
+        )
+    layout = MaskLayout(
+        plain.pop(), first.heads, recording.layers, orders=tuple(one_or_each(grid.orders) for grid in grids)
+    )
+    write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), packed)
+    return layout
+
+
+def _require_foreign(source: str | os.PathLike[str]) -> None:
+    """Raises ValueError for a mask file of ours, whose metadata would be lost."""
+    try:
+        MaskFile(source)
+    except ValueError:
+        return
+    raise ValueError(f"{source} is a mask file already; use it as it is")
+
+
+def _masks(
+    arrays: Mapping[str, torch.Tensor], options: ConvertOptions, source: object
+) -> tuple[torch.Tensor, str | None]:
+    """The tensor of masks, [H, nq, nk] after up to two leading dimensions, and its name."""
+    large = [name for name, array in arrays.items() if array.ndim >= 3]
+    usual = tuple(name for name in _MASKS if name in large) or (tuple(large) if len(large) == 1 else ())
+    masks = find_array(arrays, options.key, usual, source, "--key")
+    if masks is None:
+        shapes = ", ".join(f"{name or '(unnamed)'} {list(array.shape)}" for name, array in arrays.items())
+        raise ValueError(f"{source} has no tensor that is plainly the masks ({shapes}); name it with --key")
+    if masks.ndim not in (3, 4, 5) or 0 in masks.shape:
+        raise ValueError(
+            f"{source}: masks of shape {list(masks.shape)}; expected [heads, rows, columns], [layers, heads, …] or "
+            "[groups, layers, heads, …]"
+        )
+    if masks.ndim == 5 and masks.shape[0] == 1 and options.groups is None and options.steps is None:
+        masks = masks[0]
+    return masks, options.key or (usual[0] if usual else None)
+
+
+def _as_bits(one: torch.Tensor, source: object) -> torch.Tensor:
+    """bool of a mask of any type that holds 0 and 1. Raises ValueError for other values."""
+    if one.dtype == torch.bool:
+        return one
+    bits = one != 0
+    if not torch.equal(bits.to(one.dtype), one):
+        raise ValueError(
+            f"{source}: masks have values other than 0 and 1 (up to {one.max().item()}); if they are lists of blocks, "
+            "say how these are written with --lut absolute or --lut delta"
+        )
+    return bits
+
+
+def _counts(counts: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    if counts.shape != masks.shape[:-1]:
+        raise ValueError(
+            f"counts of shape {list(counts.shape)} do not fit lists of shape {list(masks.shape)}: one number a row"
+        )
+    return counts.reshape(-1, *masks.shape[-3:-1])
+
+
+def _groups(masks: torch.Tensor, options: ConvertOptions) -> StepGroups | None:
+    if masks.ndim < 5:
+        if options.groups is not None or options.steps is not None:
+            raise ValueError(f"masks of shape {list(masks.shape)} have no step groups; leave out --groups and --steps")
+        return None
+    if options.groups is None and options.steps is None:
+        raise ValueError(
+            f"masks have {masks.shape[0]} step groups; say which steps they are for: --steps 50 shares 50 out evenly, "
+            "--groups 5-9,10-24,25-49 says it in full"
+        )
+    if options.steps is not None:
+        return StepGroups.even(masks.shape[0], options.steps, options.dense_steps)
+    groups = StepGroups.parse(options.groups or "")
+    if len(groups) != masks.shape[0]:
+        raise ValueError(f"--groups {groups} names {len(groups)} groups, the masks have {masks.shape[0]}")
+    return groups

@@ -1,0 +1,151 @@
+"""What `dbsp masks info` says about masks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from dbsp_core.mask import BlockMask
+from dbsp_core.mask_picture import heads_to_draw, mask_picture
+from dbsp_core.mask_series import Balance, Drift, MaskSeries, balance_of, densities_of, drift_of, spread_out
+from dbsp_core.quality import HeadError, smooth_tokens, sparse_errors
+from dbsp_core.strategy import Strategy
+
+__all__ = ["InfoOptions", "LayerError", "MaskInfo", "examine_masks"]
+
+
+@dataclass(frozen=True)
+class InfoOptions:
+    """gpus, planners, threshold: for ρ_s and replans (P_s).  sample: layers to plan and compare; 0: all
+
+    quality: measure errors;  limit: of the relative L1 error, above which it warns;  thw: where the masks lack it
+    """
+
+    gpus: int = 8
+    planners: tuple[str, ...] = ("dbsp",)
+    threshold: float = 1.10
+    sample: int = 4
+    quality: bool = False
+    limit: float = 0.1
+    thw: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """A head's error (see `dbsp_core.quality`) in one layer's first mask."""
+
+    layer: int
+    head: int
+    density: float
+    error: float
+
+
+@dataclass(frozen=True, eq=False)
+class MaskInfo:
+    """densities: float64[layers, H]. errors: None where they were not asked for. warnings: one line each"""
+
+    first: BlockMask
+    steps: tuple[int, ...]
+    layers: tuple[int, ...]
+    branches: tuple[int, ...]
+    densities: np.ndarray
+    balance: list[Balance]
+    drift: list[Drift]
+    errors: list[LayerError] | None
+    warnings: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        grid = self.first.grid
+        return {
+            "tokens": grid.tokens,
+            "text_tokens": grid.text_tokens,
+            "thw": grid.thw,
+            "block_q": grid.block_q,
+            "block_k": grid.block_k,
+            "nq": grid.nq,
+            "nk": grid.nk,
+            "heads": self.first.heads,
+            "orders": sorted(set(grid.orders)),
+            "steps": self.steps,
+            "branches": self.branches,
+            "density": {"min": self.densities.min(), "mean": self.densities.mean(), "max": self.densities.max()},
+            "layers": [
+                {"layer": layer, "density": heads.tolist()}
+                for layer, heads in zip(self.layers, self.densities, strict=True)
+            ],
+            "balance": [asdict(row) for row in self.balance],
+            "drift": [asdict(row) for row in self.drift],
+            "quality": None if self.errors is None else [asdict(row) for row in self.errors],
+            "warnings": self.warnings,
+        }
+
+    def picture(self, title: str, series: MaskSeries) -> bytes:
+        """PNG; see `mask_picture`."""
+        drawn = [
+            (self.layers[row], head, series.first(self.layers[row])) for row, head in heads_to_draw(self.densities)
+        ]
+        similarity = [(f"layer {each.layer}", each.steps, each.iou) for each in self.drift if each.iou]
+        return mask_picture(title, self.layers, self.densities, drawn, similarity)
+
+
+def examine_masks(series: MaskSeries, options: InfoOptions) -> MaskInfo:
+    """Reads masks one at a time. Raises ValueError for options that don't fit them."""
+    sampled = spread_out(series.layers, options.sample)
+    first = series.first(series.layers[0], options.thw)
+    densities = densities_of(series, series.layers)
+    balance = balance_of(series, sampled, options.gpus, options.planners)
+    strategy, planner = str(Strategy(options.gpus, 1)), options.planners[0]
+    drift = [drift_of(series, layer, strategy, planner, options.threshold) for layer in sampled]
+    drift = [each for each in drift if each.iou]
+    errors = _errors(series, sampled, options) if options.quality else None
+    warnings = [*([series.notice] if series.notice else []), *_warnings(series, densities, sampled, errors, options)]
+    return MaskInfo(first, series.steps, series.layers, series.branches, densities, balance, drift, errors, warnings)
+
+
+def _errors(series: MaskSeries, layers: list[int], options: InfoOptions) -> list[LayerError]:
+    """A few heads of each sampled layer, from the emptiest to the densest: they share one head of made tokens."""
+    tokens = None
+    errors = []
+    for layer in layers:
+        mask = series.first(layer, options.thw)
+        if mask.grid.thw is None:
+            raise ValueError("the masks don't say the size of the video's token grid; give --thw T,H,W for --quality")
+        tokens = tokens or smooth_tokens(mask.grid.thw, mask.grid.text_tokens)
+        heads = [head for _, head in heads_to_draw(mask.counts.rows.sum(axis=1)[None], 4)]
+        errors += [_of_layer(layer, one) for one in sparse_errors(*tokens, mask, heads=heads)]
+    return errors
+
+
+def _of_layer(layer: int, one: HeadError) -> LayerError:
+    return LayerError(layer, one.head, one.density, one.error)
+
+
+def _warnings(
+    series: MaskSeries,
+    densities: np.ndarray,
+    sampled: list[int],
+    errors: list[LayerError] | None,
+    options: InfoOptions,
+) -> list[str]:
+    warnings = []
+    idle = {layer: int((series.first(layer).counts.rows == 0).sum()) for layer in sampled}
+    if any(idle.values()):
+        worst = max(idle, key=lambda layer: idle[layer])
+        warnings.append(f"rows of blocks that attend to nothing give zeros: {idle[worst]} in layer {worst}")
+    if (densities == 0).any():
+        row, head = np.argwhere(densities == 0)[0]
+        warnings.append(
+            f"{int((densities == 0).sum())} heads have no block at all, the first is layer {series.layers[row]}, "
+            f"head {head}"
+        )
+    above = [one for one in errors or () if one.error > options.limit]
+    if above:
+        one = max(above, key=lambda error: error.error)
+        warnings.append(
+            f"relative L1 error above {options.limit:g} in {len(above)} of {len(errors or ())} heads, up to "
+            f"{one.error:.3f} in layer {one.layer}, head {one.head} (density {one.density:.3f}): check --thw, token "
+            "orders and whether the masks are for this model and video size"
+        )
+    return warnings

@@ -1,0 +1,100 @@
+"""A picture of masks: how dense each head of each layer is, and a few masks. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from dbsp_core.mask import BlockMask
+
+__all__ = ["heads_to_draw", "mask_picture"]
+
+_PIXELS = 240
+"""Masks with more blocks are drawn as the density of so many squares along each side."""
+
+
+def heads_to_draw(densities: np.ndarray, count: int = 3) -> list[tuple[int, int]]:
+    """(row of `densities`, head) from the emptiest head over the middle one to the densest. densities: [layers, H]"""
+    order = np.argsort(densities, axis=None, kind="stable")
+    chosen = dict.fromkeys(order[np.linspace(0, len(order) - 1, count).round().astype(int)].tolist())
+    return [(int(flat) // densities.shape[1], int(flat) % densities.shape[1]) for flat in chosen]
+
+
+def mask_picture(
+    title: str,
+    layers: Sequence[int],
+    densities: np.ndarray,
+    masks: Sequence[tuple[int, int, BlockMask]],
+    similarity: Sequence[tuple[str, Sequence[int], Sequence[float]]] = (),
+) -> bytes:
+    """PNG: a heat map of heads × layers, some heads' masks, and how masks change over steps where that is known.
+
+    densities:  float64[layers, H]
+    masks:      (layer, head, that layer's mask)
+    similarity: (label, steps, IoU with the step before)
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    below = len(masks) + bool(similarity)
+    figure = Figure(figsize=(max(9.0, 3.1 * below), 7.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.0, 1.15))
+    upper, lower = parts
+    figure.suptitle(title)
+    _heat_map(upper, layers, densities)
+    if below:
+        axes = np.atleast_1d(lower.subplots(1, below))
+        for axis, (layer, head, mask) in zip(axes, masks, strict=False):
+            _one_mask(axis, layer, head, mask)
+        if similarity:
+            _drift(axes[-1], similarity)
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    return picture.getvalue()
+
+
+def _heat_map(figure: Any, layers: Sequence[int], densities: np.ndarray) -> None:
+    axis = figure.subplots()
+    image = axis.imshow(densities.T, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+    shown = np.unique(np.linspace(0, len(layers) - 1, min(len(layers), 20)).round().astype(int))
+    axis.set(xlabel="layer", ylabel="head", xticks=shown, xticklabels=[layers[i] for i in shown])
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, ax=axis, label="density (share of blocks computed)")
+
+
+def _one_mask(axis: Any, layer: int, head: int, mask: BlockMask) -> None:
+    bits = mask.bits[head].cpu().numpy()
+    order = mask.grid.orders[head] if len(mask.grid.orders) > 1 else mask.grid.orders[0]
+    axis.imshow(_shrunk(bits), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", extent=_extent(bits))
+    axis.set_title(f"layer {layer}, head {head} ({order})\ndensity {bits.mean():.3f}", fontsize=9)
+    axis.set(xlabel="key block", ylabel="query block")
+
+
+def _extent(bits: np.ndarray) -> tuple[float, float, float, float]:
+    return -0.5, bits.shape[1] - 0.5, bits.shape[0] - 0.5, -0.5
+
+
+def _shrunk(bits: np.ndarray) -> np.ndarray:
+    """float64 of at most _PIXELS × _PIXELS: the mean over each part."""
+    values = bits.astype(np.float64)
+    for axis in (0, 1):
+        size = values.shape[axis]
+        if size > _PIXELS:
+            starts = np.arange(_PIXELS) * size // _PIXELS
+            lengths = np.diff(starts, append=size)
+            sums = np.add.reduceat(values, starts, axis=axis)
+            values = sums / (lengths[:, None] if axis == 0 else lengths)
+    return values
+
+
+def _drift(axis: Any, similarity: Sequence[tuple[str, Sequence[int], Sequence[float]]]) -> None:
+    for label, steps, values in similarity:
+        axis.plot(steps, values, "o-", markersize=3, label=label)
+    axis.set(xlabel="step", ylabel="IoU with the step before", ylim=(0, 1.03), title="drift")
+    axis.title.set_fontsize(9)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.legend(fontsize=7, frameon=False)

@@ -1,0 +1,165 @@
+"""The masks of a mask file or a recording, by moment and layer, and their statistics."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from dbsp_core.grid import BlockGrid
+from dbsp_core.home import HomeLayout
+from dbsp_core.mask import BlockMask
+from dbsp_core.mask_file import MaskFile
+from dbsp_core.plan import make_plan
+from dbsp_core.planners import require_planner
+from dbsp_core.recording import Recording
+from dbsp_core.reuse import PlanCache
+from dbsp_core.steps import Moment
+from dbsp_core.strategy import Strategy
+
+__all__ = ["Balance", "Drift", "MaskSeries", "balance_of", "densities_of", "drift_of", "spread_out"]
+
+
+@dataclass(frozen=True)
+class MaskSeries:
+    """Masks over the steps of one guidance branch.
+
+    steps:  first step of each moment that has masks;  layers: those that every moment has
+    notice: what a reader should know, such as that the recording was cut short; or None
+    """
+
+    steps: tuple[int, ...]
+    layers: tuple[int, ...]
+    get: Callable[[int, int], BlockMask]
+    branches: tuple[int, ...] = (0,)
+    notice: str | None = None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], branch: int = 0) -> MaskSeries:
+        """Of a recording (a folder) or a mask file. Raises ValueError for what is neither."""
+        return cls._of_recording(path, branch) if Path(path).is_dir() else cls._of_file(path)
+
+    @classmethod
+    def _of_file(cls, path: str | os.PathLike[str]) -> MaskSeries:
+        file = MaskFile(path)
+        steps = file.groups.starts if file.groups else (0,)
+        return cls(steps, tuple(range(file.layers)), lambda step, layer: file.layer(layer, steps.index(step)))
+
+    @classmethod
+    def _of_recording(cls, path: str | os.PathLike[str], branch: int) -> MaskSeries:
+        recording = Recording.read(path)
+        branches = tuple(sorted({moment.branch for moment in recording.passes}))
+        steps = tuple(sorted(moment.step for moment in recording.passes if moment.branch == branch))
+        if not steps or not recording.recorded_layers:
+            raise ValueError(f"{path} has no masks of branch {branch}; it has branches {list(branches)}")
+        stopped = recording.stopped and f"the recording stopped before the run did: {recording.stopped}"
+        return cls(
+            steps,
+            recording.recorded_layers,
+            lambda step, layer: recording.mask(layer, Moment(step, branch)),
+            branches,
+            stopped or None,
+        )
+
+    def first(self, layer: int, thw: tuple[int, int, int] | None = None) -> BlockMask:
+        """A layer's first mask; thw replaces the token grid's size. Raises ValueError when thw does not fit."""
+        mask = self.get(self.steps[0], layer)
+        return mask if thw is None else BlockMask(mask.bits, replace(mask.grid, thw=thw))
+
+
+@dataclass(frozen=True)
+class Balance:
+    """ρ_s over layers: before (contiguous), and by planner; means and maxima."""
+
+    strategy: str
+    planner: str
+    rho_before: float
+    rho: float
+    rho_max: float
+    moved: float
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How a layer's mask changes from one recorded step to the next.
+
+    steps, iou, changed: per pair of neighbours of one shape: the later step, the share of their dense blocks that both
+                         have, and the share of all blocks that differ
+    replans:             plans made, the first included, at the threshold given
+    """
+
+    layer: int
+    steps: tuple[int, ...]
+    iou: tuple[float, ...]
+    changed: tuple[float, ...]
+    replans: int
+
+
+def spread_out(values: Sequence[int], count: int) -> list[int]:
+    """At most so many of the values, evenly spread, the first and last among them; 0: all."""
+    if count <= 0 or count >= len(values):
+        return list(values)
+    return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, count).round().astype(int))]
+
+
+def densities_of(series: MaskSeries, layers: Sequence[int]) -> np.ndarray:
+    """float64[layers, H]: the density of each layer's first mask by head; of every batch item's heads, where they have
+    masks of their own."""
+    rows = []
+    for layer in layers:
+        mask = series.first(layer)
+        rows.append(mask.counts.rows.sum(axis=1) / (mask.grid.nq * mask.grid.nk))
+    most = max(map(len, rows))  # dense layers have one batch item's
+    return np.array([np.tile(row, -(-most // len(row)))[:most] for row in rows])
+
+
+def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: Sequence[str]) -> list[Balance]:
+    """One row per strategy and planner, over the layers' first masks. Rings longer than the KV blocks are left out."""
+    rows = []
+    masks = [series.first(layer) for layer in layers]
+    for strategy in Strategy.all_for(gpus):
+        if strategy.ring > min(mask.grid.nk for mask in masks):
+            continue
+        for planner in planners:
+            name = require_planner(planner).home
+            plans = [
+                make_plan(mask, strategy, planner, home=HomeLayout.named(name, _plain(mask.grid), strategy))
+                for mask in masks
+            ]
+            rows.append(
+                Balance(
+                    str(strategy),
+                    planner,
+                    float(np.mean([plan.rho_before for plan in plans])),
+                    float(np.mean([plan.rho for plan in plans])),
+                    max(plan.rho for plan in plans),
+                    float(np.mean([plan.moved for plan in plans])),
+                )
+            )
+    return rows
+
+
+def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, threshold: float) -> Drift:
+    """Over all recorded steps of one layer."""
+    cache = PlanCache(threshold)
+    steps: list[int] = []
+    iou, changed = [], []
+    before: BlockMask | None = None
+    for step in series.steps:
+        mask = series.get(step, layer)
+        cache.plan_for(layer, mask, lambda fresh: make_plan(fresh, strategy, planner))
+        if before is not None and mask.bits.shape == before.bits.shape:
+            steps.append(step)
+            either = int((mask.bits | before.bits).sum())
+            differ = int((mask.bits ^ before.bits).sum())
+            iou.append((either - differ) / either if either else 1.0)
+            changed.append(differ / mask.bits.numel())
+        before = mask
+    return Drift(layer, tuple(steps), tuple(iou), tuple(changed), cache.counters.replans)
+
+
+def _plain(grid: BlockGrid) -> BlockGrid:
+    return replace(grid, orders=("thw",))

@@ -1,0 +1,82 @@
+"""What other projects' files say about heads: their token orders, which are empty, and how they were reordered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from dbsp_core.arrays import SUFFIXES, read_arrays
+from dbsp_core.mask_file import Orders, one_or_each
+from dbsp_core.order import CANONICAL, require_order
+
+__all__ = ["PARO_ORDERS", "empty_heads", "head_permutations", "is_file", "token_orders"]
+
+PARO_ORDERS = ("thw", "twh", "hwt", "htw", "wht", "wth")
+"""PAROAttention's numbering of token orders, in its `permute_plan['permute']`."""
+
+
+def is_file(text: str | None) -> bool:
+    """Whether it is the path of a file with arrays, by its name."""
+    return text is not None and Path(text).suffix in SUFFIXES
+
+
+def token_orders(given: str | None, beside: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> tuple[Orders, ...]:
+    """The token orders of each mask, or of all where that is one.
+
+    given:  orders in words, separated by commas, or the path of a file with indices into PARO_ORDERS
+    beside: the tensors that stand beside the masks: their 'permute' is used where nothing is given
+    shape:  of the masks, […, H, nq, nk]
+    Raises ValueError for orders that are none, or don't fit the masks.
+    """
+    if given is not None and not is_file(given):
+        names = [name.strip() for name in given.split(",")]
+        for name in names:
+            require_order(name)
+        if len(names) not in (1, shape[-3]):
+            raise ValueError(f"--orders names {len(names)} token orders, the masks have {shape[-3]} heads")
+        return (one_or_each(names),)
+    if given is None and "permute" not in beside:
+        return ((CANONICAL,),)
+    table = by_mask(_one_of(given, beside, "permute", "token orders"), shape, "token orders")
+    if int(table.min()) < 0 or int(table.max()) >= len(PARO_ORDERS):
+        raise ValueError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
+    return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in table.long().tolist())
+
+
+def empty_heads(given: str | None, beside: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """bool[masks, H]: heads that a permute plan, the file `given` or the tensors beside the masks, calls empty."""
+    plan = read_arrays(given) if given is not None and is_file(given) else beside
+    if "empty" not in plan:
+        raise ValueError("--skip-empty needs a permute plan with a tensor 'empty'; name its file with --orders")
+    return by_mask(plan["empty"], shape, "empty heads").bool()
+
+
+def head_permutations(given: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """int64[masks, H]: for each head of the masks as they stand, which head it is. given: the path of a file
+
+    Raises ValueError for what is no permutation of the heads.
+    """
+    table = by_mask(_one_of(given, {}, "perm_idx", "a permutation of heads"), shape, "permutations of heads").long()
+    if not torch.equal(table.sort(dim=1).values, torch.arange(shape[-3]).expand(table.shape)):
+        raise ValueError(f"{given}: each row must hold every head from 0 to {shape[-3] - 1} once")
+    return table
+
+
+def by_mask(table: torch.Tensor, shape: tuple[int, ...], what: str) -> torch.Tensor:
+    """[masks, H] from [H], [L, H] or [S, L, H]."""
+    leading = tuple(shape[:-2])
+    if table.ndim == 0 or tuple(table.shape) != leading[len(leading) - table.ndim :]:
+        raise ValueError(f"{what} of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
+    return table.expand(leading).reshape(-1, leading[-1])
+
+
+def _one_of(given: str | None, beside: Mapping[str, torch.Tensor], name: str, what: str) -> torch.Tensor:
+    """The tensor of that name, or the only one, in the file; without a file, that beside the masks."""
+    arrays = beside if given is None else read_arrays(given)
+    if name in arrays:
+        return arrays[name]
+    if len(arrays) == 1:
+        return next(iter(arrays.values()))
+    raise ValueError(f"{given} has no tensor {name!r} with {what} (it has {', '.join(arrays)})")

@@ -1,0 +1,101 @@
+"""Reads the masks that `dbsp_core.recorder` kept of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from dbsp_core.grid import BlockGrid
+from dbsp_core.mask import BlockMask
+from dbsp_core.mask_file import block_counts, unpack_bits
+from dbsp_core.recorder import INDEX
+from dbsp_core.steps import Moment
+
+__all__ = ["Recording"]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The recording in a folder. Of several generations, it shows the last of those with the most passes.
+
+    passes:  name of each recorded layer's mask, by moment, in the order in which they ran
+    layers:  of the model, recorded or not
+    stopped: why it ended before the run did, or None
+    Raises ValueError for a folder without a recording.
+    """
+
+    folder: Path
+    passes: Mapping[Moment, Mapping[int, str]]
+    layers: int
+    stopped: str | None
+    _masks: Mapping[str, tuple[str, int]]
+    _grids: tuple[BlockGrid, ...]
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Recording:
+        """Reads the index alone."""
+        folder = Path(folder)
+        try:
+            content = json.loads((folder / INDEX).read_text())
+            return cls(
+                folder,
+                _longest(content["passes"]),
+                int(content["layers"]),
+                content["stopped"],
+                {name: (str(file), int(grid)) for name, (file, grid) in content["masks"].items()},
+                tuple(_grid(values) for values in content["grids"]),
+            )
+        except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{folder} is no recording of masks ({type(error).__name__}: {error}); make one with "
+                "`dbsp masks record OUT -- COMMAND`"
+            ) from error
+
+    @property
+    def recorded_layers(self) -> tuple[int, ...]:
+        """Layers that every pass has."""
+        common = set.intersection(*(set(layers) for layers in self.passes.values())) if self.passes else set()
+        return tuple(sorted(common))
+
+    def mask(self, layer: int, moment: Moment) -> BlockMask:
+        """The mask of one attention. Raises ValueError when it was not recorded, or its file cannot be read."""
+        name = self.passes.get(moment, {}).get(layer)
+        if name is None:
+            steps = sorted({at.step for at in self.passes})
+            raise ValueError(
+                f"{self.folder} has no mask of layer {layer} at step {moment.step}, branch {moment.branch}; it has "
+                f"layers {list(self.recorded_layers)}, steps {steps}"
+            )
+        try:
+            file, number = self._masks[name]
+            grid = self._grids[number]
+            with safe_open(self.folder / Path(file).name, framework="numpy") as tensors:
+                packed = tensors.get_tensor(name)
+            nq, nk = block_counts(grid)
+            if packed.shape[1:] != (nq, -(-nk // 8)):
+                raise ValueError(f"shape {list(packed.shape)} does not fit {nq}×{nk} blocks")
+            return BlockMask(unpack_bits(packed, nk), grid)
+        except (OSError, SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"the recording {self.folder} is damaged: mask {name} ({error})") from error
+
+
+def _longest(passes: list[dict[str, Any]]) -> dict[Moment, dict[int, str]]:
+    """The passes of the last generation of those with the most."""
+    generations: dict[int, dict[Moment, dict[int, str]]] = {}
+    for one in passes:
+        moment = Moment(int(one["step"]), int(one["branch"]))
+        masks = {int(layer): str(name) for layer, name in one["masks"].items()}
+        generations.setdefault(int(one["generation"]), {})[moment] = masks
+    most = max((len(each) for each in generations.values()), default=0)
+    return next((each for each in reversed(list(generations.values())) if len(each) == most), {})
+
+
+def _grid(values: dict[str, Any]) -> BlockGrid:
+    thw = None if values["thw"] is None else tuple(values["thw"])
+    return BlockGrid(**{**values, "thw": thw, "orders": tuple(values["orders"])})

@@ -1,0 +1,122 @@
+"""Where other projects' blocks lie among text and video, and how they become blocks of our grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dbsp_core.grid import BlockAxis, BlockGrid
+from dbsp_core.mask_file import block_counts
+
+__all__ = ["BlockReading", "fit_blocks"]
+
+
+@dataclass(frozen=True)
+class BlockReading:
+    """How blocks are counted.
+
+    joined: from the first token on, so that one may hold text and video; else text and video have blocks of their own
+    text:   whether blocks of text are among them, or video's alone
+    """
+
+    grid: BlockGrid
+    joined: bool
+    text: bool = True
+
+    @classmethod
+    def find(
+        cls, rows: int, columns: int | None, grid: BlockGrid, joined: bool | None = None, crop: bool = False
+    ) -> BlockReading:
+        """The reading of masks with so many rows and columns of blocks. columns: None where they are not known
+
+        joined: None: whichever fits
+        crop:   there may be more rows and columns at the end, which don't count
+        Raises ValueError, naming an option, when none fits or two do.
+        """
+        aligned = grid.text_tokens % grid.block_q == 0 and grid.text_tokens % grid.block_k == 0
+        ways = (False,) if aligned else (False, True) if joined is None else (joined,)
+        readings = [cls(grid, way, text) for way in ways for text in ((True, False) if grid.text_tokens else (True,))]
+        fitting = [reading for reading in readings if reading._fits(rows, columns)]
+        if not fitting and crop:
+            fitting = [r for r in readings if r.text and r.rows <= rows and r.columns <= (columns or r.columns)]
+        if len(fitting) > 1:
+            raise ValueError(
+                f"{rows} rows of blocks could be {' or '.join(map(str, fitting))}; say which: --own-text or "
+                "--joined-text"
+            )
+        if not fitting:
+            wanted = ", or ".join(f"{r.rows}×{r.columns} ({r})" for r in readings)
+            surplus = all(rows >= r.rows and (columns or r.columns) >= r.columns for r in readings)
+            raise ValueError(
+                f"masks have {rows}×{'?' if columns is None else columns} blocks; {grid.tokens} tokens "
+                f"({grid.text_tokens} of text) in blocks of {grid.block_q}×{grid.block_k} make {wanted}; correct "
+                "--thw (or --tokens), --text-tokens, --block-q, --block-k"
+                + ("; or drop what is beyond the last block with --crop" if surplus else "")
+            )
+        return fitting[0]
+
+    def __str__(self) -> str:
+        blocks = "blocks that run on from text into video" if self.joined else "blocks of text and of video"
+        if self.text:
+            return blocks if self.grid.text_tokens else "blocks"
+        return f"{blocks}, those of text left out"
+
+    @property
+    def rows(self) -> int:
+        """Rows of masks so read."""
+        total = -(-self.grid.tokens // self.grid.block_q) if self.joined else block_counts(self.grid)[0]
+        return total - self.first_row
+
+    @property
+    def columns(self) -> int:
+        """Columns of masks so read."""
+        total = -(-self.grid.tokens // self.grid.block_k) if self.joined else block_counts(self.grid)[1]
+        return total - self.first_column
+
+    @property
+    def first_row(self) -> int:
+        """Rows of text that are left out."""
+        return 0 if self.text else -(-self.grid.text_tokens // self.grid.block_q)
+
+    @property
+    def first_column(self) -> int:
+        """Columns of text that are left out."""
+        return 0 if self.text else -(-self.grid.text_tokens // self.grid.block_k)
+
+    def _fits(self, rows: int, columns: int | None) -> bool:
+        return rows == self.rows and columns in (None, self.columns)
+
+    def short(self, axis: BlockAxis) -> bool:
+        """Whether the last block is shorter than the others."""
+        return (self.grid.tokens - (0 if self.joined else self.grid.text_tokens)) % axis.block != 0
+
+
+def fit_blocks(bits: torch.Tensor, reading: BlockReading, tail_dense: bool = False) -> torch.Tensor:
+    """bool[H, nq, nk] on the reading's grid, from bool[H, ≥ rows, ≥ columns]. What is beyond those is dropped.
+
+    tail_dense: make the last row and column dense where the last block is short
+    Rows and columns of text that are left out become dense. Where blocks run on from text into video, a block of the
+    grid is dense when any of those that share tokens with it is.
+    """
+    q, k = reading.grid.q_axis, reading.grid.k_axis
+    given = bits[:, : reading.rows, : reading.columns]
+    whole = torch.ones(
+        given.shape[0], given.shape[1] + reading.first_row, given.shape[2] + reading.first_column, dtype=torch.bool
+    )
+    whole[:, reading.first_row :, reading.first_column :] = given
+    if tail_dense and reading.short(q):
+        whole[:, -1] = True
+    if tail_dense and reading.short(k):
+        whole[:, :, -1] = True
+    return _spread(_spread(whole, q, 1), k, 2) if reading.joined else whole
+
+
+def _spread(bits: torch.Tensor, axis: BlockAxis, dim: int) -> torch.Tensor:
+    """Each block of the axis from those that share tokens with it, when blocks are counted from the first token on."""
+    first, last = axis.starts // axis.block, (axis.starts + axis.lengths - 1) // axis.block
+    result = bits.index_select(dim, torch.from_numpy(first))
+    for step in range(1, int((last - first).max()) + 1):
+        result = result | bits.index_select(dim, torch.from_numpy(np.minimum(first + step, last)))
+    return result

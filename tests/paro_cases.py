@@ -1,0 +1,87 @@
+"""What the workers run: masks by step group with a token order per head, over several denoising steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dbsp_para
+from dbsp_core.single import attach_single_process
+from transformers_for_tests import Inputs, make_transformer
+
+TIMESTEPS = (900, 900, 600, 600, 300, 300)
+"""Three steps of two guidance passes each."""
+
+
+def run_steps(transformer: Any, model: str, thw: tuple[int, int, int], text_tokens: int) -> list[torch.Tensor]:
+    """The transformer's output at each timestep."""
+    inputs = Inputs.random(model, thw, 1, text_tokens).arguments
+    outputs = []
+    for timestep in TIMESTEPS:
+        inputs["timestep"] = torch.full((1,), timestep)
+        outputs.append(transformer(**inputs)[0])
+    return outputs
+
+
+def largest(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[float]:
+    return [float((a - b).abs().max()) for a, b in zip(left, right, strict=True)]
+
+
+def run_paro_case(
+    rank: int,
+    world: int,
+    model: str,
+    thw: tuple[int, int, int],
+    text_tokens: int,
+    config: dict[str, Any],
+    wrong: dict[str, Any],
+) -> tuple[list[float], list[float], list[float]]:
+    """Per pass, the largest difference of `config` in parallel from: itself, dense, and `wrong`, in one process."""
+    with torch.no_grad():
+        singles = []
+        for settings in (config, {"mask": {"source": "dense", "block_q": 8, "block_k": 8}}, {**config, **wrong}):
+            transformer = make_transformer(model)
+            attach_single_process(transformer, settings)
+            singles.append(run_steps(transformer, model, thw, text_tokens))
+        transformer = make_transformer(model)
+        dbsp_para.parallelize_transformer(transformer, config=config)
+        out = run_steps(transformer, model, thw, text_tokens)
+    same, dense, other = (largest(out, single) for single in singles)
+    return same, dense, other
+
+
+def run_bad_file(
+    rank: int, world: int, path: str, bad: str | None, culprit: int | None, mask: dict[str, Any], **steps: Any
+) -> None:
+    """A run whose mask file is at `path`, and at `bad` on the culprit."""
+    mine = bad if bad is not None and rank == culprit else path
+    transformer = make_transformer("wan")
+    with torch.no_grad():
+        dbsp_para.parallelize_transformer(transformer, config={"mask": {**mask, "path": mine}})
+        run_steps(transformer, "wan", (3, 5, 7), 7)
+
+
+def run_recorded(
+    rank: int, world: int, folder: str, config: dict[str, Any], environment: dict[str, str]
+) -> list[float]:
+    """Per pass, the largest difference that recording makes."""
+    import os
+
+    with torch.no_grad():
+        outputs = []
+        for settings in (config, {**config, "record": folder}):
+            transformer = make_transformer("wan")
+            os.environ.update(environment)
+            try:
+                dbsp_para.parallelize_transformer(transformer, config=settings)
+                outputs.append(run_steps(transformer, "wan", (3, 5, 7), 7))
+            finally:
+                for name in environment:
+                    del os.environ[name]
+    return largest(*outputs)
+
+
+def files_of(folder: str | Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

@@ -1,0 +1,392 @@
+"""Converting masks of other projects: every form that they write, read right; everything else refused in one line."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from dbsp_core import BlockGrid, BlockMask, MaskFile
+from dbsp_core.convert import ConvertOptions, convert_masks, convert_recording
+from dbsp_core.lut import lut_bits
+from dbsp_core.permute_plan import PARO_ORDERS
+from dbsp_core.recorder import MaskRecorder, RecordSettings
+from dbsp_core.steps import Moment
+from dbsp_core.text_blocks import BlockReading, fit_blocks
+from generators import SEEDS, examples, random_bits
+
+THW = (2, 5, 4)
+GRID = BlockGrid(40, 0, 8, 8, THW)
+OPTIONS = ConvertOptions(thw=THW, block_q=8, block_k=8)
+
+
+def bits_of(*leading, seed=0, grid=GRID):
+    return torch.from_numpy(np.random.default_rng(seed).random((*leading, grid.nq, grid.nk)) < 0.5)
+
+
+def convert(tmp_path, content, options=OPTIONS, suffix=".pt"):
+    source, target = tmp_path / f"in{suffix}", tmp_path / "out.safetensors"
+    if suffix in (".pt", ".pth"):
+        torch.save(content, source)
+    elif suffix == ".npy":
+        np.save(source, content.numpy())
+    elif suffix == ".npz":
+        np.savez(source, **{name: tensor.numpy() for name, tensor in content.items()})
+    else:
+        save_file(content, source)
+    convert_masks(source, target, options)
+    return MaskFile(target)
+
+
+class TestForms:
+    @pytest.mark.parametrize("suffix", [".pt", ".pth", ".npy", ".npz", ".safetensors"])
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float16])
+    def test_every_kind_of_file_and_number(self, tmp_path, suffix, dtype):
+        bits = bits_of(2, 3)
+        content = bits.to(dtype) if suffix in (".pt", ".npy") else {"mask": bits.to(dtype)}
+        file = convert(tmp_path, content, suffix=suffix)
+        assert (file.layers, file.heads, file.packed, file.grid) == (2, 3, True, GRID)
+        for layer in range(2):
+            assert torch.equal(file.layer(layer).bits, bits[layer])
+
+    def test_bfloat16_and_older_pt_files(self, tmp_path):
+        bits = bits_of(3)
+        torch.save({"mask": bits.bfloat16()}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+        convert_masks(tmp_path / "a.pt", tmp_path / "b.safetensors", OPTIONS)
+        file = MaskFile(tmp_path / "b.safetensors")
+        assert not file.per_layer
+        assert torch.equal(file.layer(5).bits, bits)
+
+    def test_numbers_of_another_byte_order_and_arrays_of_text(self, tmp_path):
+        bits = bits_of(3)
+        np.savez(tmp_path / "in.npz", mask=bits.numpy().astype(">i4"), names=np.array(["a", "b"]))
+        convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", OPTIONS)
+        assert torch.equal(MaskFile(tmp_path / "out.safetensors").layer(0).bits, bits)
+
+    def test_paroattentions_plans_with_orders_per_layer_and_head(self, tmp_path):
+        sparse = bits_of(4, 2, 6)
+        permute = torch.stack([torch.arange(6), torch.arange(6).flip(0)])
+        torch.save({"permute": permute, "empty": torch.zeros(2, 6)}, tmp_path / "permute_plan.pth")
+        options = replace(OPTIONS, steps=10, dense_steps=2, orders=str(tmp_path / "permute_plan.pth"))
+        file = convert(tmp_path, {"sparse": sparse, "dense_rate": torch.rand(4, 2, 6)}, options, ".pth")
+        assert str(file.groups) == "2-2,3-4,5-7,8-9"
+        for group, layer in itertools.product(range(4), range(2)):
+            mask = file.layer(layer, group)
+            assert torch.equal(mask.bits, sparse[group, layer])
+            assert mask.grid.orders == tuple(PARO_ORDERS[i] for i in permute[layer].tolist())
+
+    def test_the_numbering_of_orders_is_what_permuting_the_axes_gives(self):
+        # PAROAttention permutes [F, H, W] by these axes, and flattens.
+        axes = [(0, 1, 2), (0, 2, 1), (1, 2, 0), (1, 0, 2), (2, 1, 0), (2, 0, 1)]
+        positions = torch.arange(40).reshape(THW)
+        for number, order in enumerate(PARO_ORDERS):
+            standing = replace(GRID, orders=(order,)).standing(order)
+            assert positions.permute(axes[number]).flatten().tolist() == standing.tolist()
+
+    def test_a_short_last_block_of_a_sparse_plan_is_dense_unless_told_otherwise(self, tmp_path):
+        grid = BlockGrid(42, 0, 8, 8)
+        sparse = torch.zeros(1, 2, 6, 6, dtype=torch.bool)
+        options = replace(OPTIONS, thw=None, tokens=42)
+        bits = convert(tmp_path, {"sparse": sparse}, options).layer(0).bits
+        assert bits[:, -1].all()
+        assert bits[:, :, -1].all()
+        assert int(bits.sum()) == 2 * 11
+        assert not convert(tmp_path, {"sparse": sparse}, replace(options, tail_dense=False)).layer(0).bits.any()
+        assert not convert(tmp_path, {"mask": sparse}, options).layer(0).bits.any()
+        assert convert(tmp_path, {"mask": sparse}, options).grid == grid
+
+    def test_groups_in_full_and_orders_in_words(self, tmp_path):
+        options = replace(OPTIONS, groups="5-9,10-", orders="hwt,thw,tile:2x2x2", packed=False)
+        file = convert(tmp_path, bits_of(2, 1, 3), options)
+        assert (str(file.groups), file.packed) == ("5-9,10-", False)
+        assert file.layer(0, 1).grid.orders == ("hwt", "thw", "tile:2x2x2")
+
+    def test_one_group_alone_needs_no_steps(self, tmp_path):
+        assert convert(tmp_path, bits_of(1, 2, 3)).groups is None
+
+    def test_empty_heads_keep_text_alone(self, tmp_path):
+        options = replace(OPTIONS, text_tokens=8, skip_empty=True)
+        empty = torch.tensor([[1, 0], [0, 1]])
+        content = {"sparse": torch.ones(2, 2, 5, 5), "permute": torch.zeros(2, 2).long(), "empty": empty}
+        file = convert(tmp_path, content, options)
+        for layer, head in np.ndindex(2, 2):
+            assert int(file.layer(layer).bits[head].sum()) == (11 if empty[layer, head] else 36)
+
+    def test_heads_that_were_reordered_come_back_in_their_order(self, tmp_path):
+        bits, places = bits_of(2, 4), torch.tensor([[2, 0, 3, 1], [0, 3, 1, 2]])
+        reordered = torch.stack([one[place] for one, place in zip(bits, places, strict=True)])
+        torch.save(places, tmp_path / "perm_idx_all.pt")
+        options = replace(OPTIONS, head_permutation=str(tmp_path / "perm_idx_all.pt"), orders="thw,hwt,wht,twh")
+        file = convert(tmp_path, reordered, options)
+        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
+        torch.save(places.clamp(max=2), tmp_path / "perm_idx_all.pt")
+        with pytest.raises(ValueError, match="every head from 0 to 3 once"):
+            convert(tmp_path, reordered, options)
+
+    def test_a_recording_s_pass(self, tmp_path):
+        recorder = MaskRecorder(RecordSettings(str(tmp_path / "r")), 2)
+        masks = {}
+        for step, branch, layer in itertools.product(range(2), range(2), range(2)):
+            if layer == 0:
+                recorder.begin(Moment(step, branch))
+            grid = replace(GRID, orders=(("hwt", "wht", "thw") if layer else ("thw",)))
+            masks[step, branch, layer] = BlockMask(random_bits(3, GRID, 4 * step + 2 * branch + layer), grid)
+            recorder.keep(layer, layer, masks[step, branch, layer], False)
+            recorder.used(layer, layer)
+        convert_recording(tmp_path / "r", tmp_path / "out.safetensors", step=1, branch=1)
+        file = MaskFile(tmp_path / "out.safetensors")
+        for layer in range(2):
+            assert torch.equal(file.layer(layer).bits, masks[1, 1, layer].bits)
+            assert file.layer(layer).grid == masks[1, 1, layer].grid
+        for wrong, complaint in (
+            ({}, r"has steps \[0, 1\]; say which"),
+            ({"step": 5}, "no mask of layer 0 at step 5"),
+        ):
+            with pytest.raises(ValueError, match=complaint):
+                convert_recording(tmp_path / "r", tmp_path / "out.safetensors", **wrong)
+
+
+def row_lists(bits, encoding, padding):
+    """int64[H, nq, nk + 2] and int64[H, nq], written block by block."""
+    heads, nq, nk = bits.shape
+    lut = torch.full((heads, nq, nk + 2), padding)
+    for head, row in np.ndindex(heads, nq):
+        before = 0
+        for place, block in enumerate(torch.nonzero(bits[head, row]).flatten().tolist()):
+            lut[head, row, place] = block if encoding == "absolute" else block - before
+            before = block
+    return lut, bits.sum(dim=-1)
+
+
+class TestLists:
+    @given(SEEDS, st.sampled_from(["absolute", "delta"]), st.sampled_from([-1, 0, 7, 99]))
+    @examples(60)
+    def test_lists_with_counts_are_read_whatever_pads_them(self, seed, encoding, padding):
+        bits = torch.from_numpy(np.random.default_rng(seed).random((2, 3, 7)) < 0.4)
+        lut, counts = row_lists(bits, encoding, padding)
+        assert torch.equal(lut_bits(lut, counts, encoding, 7), bits)
+
+    @given(SEEDS, st.sampled_from([("absolute", -1), ("absolute", 7), ("delta", -1), ("delta", 7), ("delta", 0)]))
+    @examples(60)
+    def test_without_counts_padding_that_names_no_block_is_enough(self, seed, form):
+        bits = torch.from_numpy(np.random.default_rng(seed).random((2, 3, 7)) < 0.4)
+        if form[1] == 0:
+            bits[:, :, 3] = True  # a row of zeros alone cannot be told from block 0
+        assert torch.equal(lut_bits(row_lists(bits, *form)[0], None, form[0], 7), bits)
+
+    def test_files_with_lists(self, tmp_path):
+        bits = bits_of(2, 3)
+        lut, counts = row_lists(bits.flatten(0, 1), "delta", 0)
+        content = {"lut": lut.reshape(2, 3, 5, 7), "valid_block_num": counts.reshape(2, 3, 5)}
+        file = convert(tmp_path, content, replace(OPTIONS, lut="delta"))
+        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
+
+    @pytest.mark.parametrize(
+        ("lut", "counts", "complaint"),
+        [
+            (torch.zeros(1, 1, 3), None, "must be integers"),
+            (torch.tensor([[[0, 9, 0]]]), torch.tensor([[2]]), r"name block 9, there are 7 .*--lut delta"),
+            (torch.tensor([[[0, 1, 2]]]), torch.tensor([[4]]), "between 0 and 3"),
+            (torch.tensor([[[0, 1, 2]]]), torch.tensor([[-1]]), "between 0 and 3"),
+        ],
+    )
+    def test_bad_lists_raise(self, lut, counts, complaint):
+        with pytest.raises(ValueError, match=complaint):
+            lut_bits(lut, counts, "absolute", 7)
+
+
+@st.composite
+def joined(draw):
+    text, video = draw(st.integers(0, 20)), draw(st.integers(1, 40))
+    return BlockGrid(text + video, text, draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+
+
+class TestTextBlocks:
+    @given(joined(), SEEDS)
+    @examples(80)
+    def test_blocks_that_run_on_cover_every_pair_of_tokens_that_they_did(self, grid, seed):
+        nq, nk = -(-grid.tokens // grid.block_q), -(-grid.tokens // grid.block_k)
+        bits = torch.from_numpy(np.random.default_rng(seed).random((1, nq, nk)) < 0.3)
+        fitted = fit_blocks(bits, BlockReading(grid, joined=True))
+        tokens = np.arange(grid.tokens)
+        old = bits[0][tokens // grid.block_q][:, tokens // grid.block_k]
+        new = fitted[0][grid.q_axis.block_of][:, grid.k_axis.block_of]
+        assert not (old & ~new).any()
+        for i, j in np.ndindex(grid.nq, grid.nk):  # and no block more than that takes
+            rows, columns = grid.q_axis.block_of == i, grid.k_axis.block_of == j
+            assert bool(fitted[0, i, j]) == bool(old[rows][:, columns].any())
+
+    def test_masks_of_video_alone_get_dense_text(self):
+        grid = BlockGrid(43, 11, 8, 8)
+        fitted = fit_blocks(torch.zeros(2, 4, 4, dtype=torch.bool), BlockReading.find(4, 4, grid, joined=False))
+        assert fitted.shape == (2, 6, 6)
+        assert fitted[:, :2].all()
+        assert fitted[:, :, :2].all()
+        assert not fitted[:, 2:, 2:].any()
+
+    def test_paroattentions_cogvideox_plan_of_video_blocks_after_joined_text(self):
+        # 226 + 17550 tokens in 278 blocks, 274 of them in the plan; the fourth holds 34 of text, 30 of video.
+        grid = BlockGrid(17776, 226, 64, 64)
+        plan = torch.zeros(1, 274, 274, dtype=torch.bool)
+        plan[0, 0, 1] = True  # tokens 256…319 attend to tokens 320…383
+        fitted = fit_blocks(plan, BlockReading.find(274, 274, grid))
+        assert (grid.nq, fitted.shape) == (279, (1, 279, 279))
+        rows, columns = (grid.q_axis.block_of[[first, last]] for first, last in ((256, 319), (320, 383)))
+        # Block 4 starts at token 226 and shares 30 tokens with the plan's text: dense, as in PAROAttention.
+        dense = torch.zeros(279, 279, dtype=torch.bool)
+        dense[:5] = dense[:, :5] = True
+        dense[rows[0] : rows[1] + 1, columns[0] : columns[1] + 1] = True
+        assert torch.equal(fitted[0], dense)
+
+    def test_the_reading_that_fits_is_taken_and_one_can_be_asked_for(self):
+        grid = BlockGrid(40, 4, 8, 8)
+        assert BlockReading.find(6, 6, grid) == BlockReading(grid, joined=False)
+        assert BlockReading.find(4, 4, grid) == BlockReading(grid, joined=True, text=False)
+        assert BlockReading.find(5, 5, grid, joined=False) == BlockReading(grid, joined=False, text=False)
+        assert BlockReading.find(5, None, grid, joined=True) == BlockReading(grid, joined=True)
+        aligned = BlockGrid(40, 16, 8, 8)
+        assert BlockReading.find(5, 5, aligned, joined=True) == BlockReading(aligned, joined=False)
+
+    def test_surplus_blocks_are_dropped_when_asked(self):
+        grid = BlockGrid(40, 0, 8, 8)
+        bits = bits_of(2, grid=BlockGrid(64, 0, 8, 8))
+        assert torch.equal(fit_blocks(bits, BlockReading.find(8, 8, grid, crop=True)), bits[:, :5, :5])
+
+    @pytest.mark.parametrize(
+        ("shape", "grid", "options", "complaint"),
+        [
+            ((8, 8), BlockGrid(40, 0, 8, 8), {}, "8×8 blocks; 40 tokens .* make 5×5 .*--crop"),
+            ((4, 5), BlockGrid(40, 0, 8, 8), {}, r"make 5×5 \(blocks\); correct --thw"),
+            ((5, 5), BlockGrid(40, 4, 8, 8), {}, "left out or blocks that run on .* say which: --own-text or --join"),
+            ((6, 5), BlockGrid(40, 4, 8, 8), {}, "make 6×6 .*, or 5×5 .*, or 5×5 .*, or 4×4 "),
+            ((6, 6), BlockGrid(40, 4, 8, 8), {"joined": True}, "make 5×5 .*, or 4×4 .*--crop"),
+        ],
+    )
+    def test_what_does_not_fit_raises_and_names_the_option(self, shape, grid, options, complaint):
+        with pytest.raises(ValueError, match=complaint):
+            BlockReading.find(*shape, grid, **options)
+
+
+class Evil:
+    """Unpickling it would run a program."""
+
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('unpickled')",))
+
+
+def hostile(kind):
+    def write(folder):
+        path = folder / f"in{kind}"
+        if kind in (".pt", ".pth"):
+            torch.save({"mask": Evil()}, path)
+        elif kind == ".npy":
+            np.save(path, np.array([Evil()], dtype=object))
+        elif kind == ".npz":
+            np.savez(path, mask=np.array([Evil()], dtype=object))
+        else:
+            path.write_bytes(pickle.dumps(Evil()))
+        return path
+
+    return write
+
+
+class TestRefused:
+    @pytest.mark.parametrize("kind", [".pt", ".pth", ".npy", ".npz", ".safetensors"])
+    def test_pickles_are_refused_and_not_run(self, tmp_path, kind):
+        path = hostile(kind)(tmp_path)
+        with pytest.raises(ValueError, match="cannot be read without unpickling objects, or is damaged") as raised:
+            convert_masks(path, tmp_path / "out.safetensors", OPTIONS)
+        assert "\n" not in str(raised.value)
+        assert not (tmp_path / "out.safetensors").exists()
+
+    def test_a_raw_pickle_called_pt_is_refused(self, tmp_path):
+        (tmp_path / "in.pt").write_bytes(pickle.dumps({"mask": Evil()}, protocol=2))
+        with pytest.raises(ValueError, match="cannot be read without unpickling"):
+            convert_masks(tmp_path / "in.pt", tmp_path / "out.safetensors", OPTIONS)
+
+    @pytest.mark.parametrize("suffix", [".pt", ".npy", ".npz", ".safetensors"])
+    @pytest.mark.parametrize("keep", [0, 20, 0.5])
+    def test_truncated_files_raise_one_line(self, tmp_path, suffix, keep):
+        path = tmp_path / f"in{suffix}"
+        content = bits_of(2, 3) if suffix in (".pt", ".npy") else {"mask": bits_of(2, 3)}
+        convert(tmp_path, content, suffix=suffix)
+        (tmp_path / "out.safetensors").unlink()
+        whole = path.read_bytes()
+        path.write_bytes(whole[: int(len(whole) * keep) if keep == 0.5 else keep])
+        with pytest.raises(ValueError, match="cannot be read") as raised:
+            convert_masks(path, tmp_path / "out.safetensors", OPTIONS)
+        assert "\n" not in str(raised.value)
+        assert not (tmp_path / "out.safetensors").exists()
+
+    @pytest.mark.parametrize(
+        ("content", "changes", "complaint"),
+        [
+            (bits_of(2, 3) * 2, {}, r"values other than 0 and 1 \(up to 2\).*--lut"),
+            (bits_of(3).float() * 0.5, {}, "values other than 0 and 1"),
+            (bits_of(3).float() * torch.nan, {}, "values other than 0 and 1"),
+            (torch.zeros(5, 5), {}, "no tensor that is plainly the masks"),
+            ({"a": bits_of(3), "b": bits_of(3)}, {}, r"plainly the masks \(a \[3, 5, 5\], b \[3, 5, 5\]\).*--key"),
+            ({"a": bits_of(3)}, {"key": "b"}, "has no tensor 'b'; --key can be one of a"),
+            (torch.zeros(1, 1, 1, 1, 5, 5), {}, "expected .heads, rows, columns"),
+            (torch.zeros(0, 3, 5, 5), {}, "expected .heads, rows, columns"),
+            ({"a": "text"}, {}, "has no tensors in it"),
+            (bits_of(2, 2, 3), {}, "2 step groups; say which steps"),
+            (bits_of(2, 2, 3), {"groups": "0-4,5-7,8-"}, "names 3 groups, the masks have 2"),
+            (bits_of(2, 3), {"steps": 50}, "have no step groups; leave out"),
+            (bits_of(2, 2, 3), {"steps": 1}, "don't fit into 1 steps"),
+            (bits_of(3), {"orders": "hwd"}, "unknown token order 'hwd'"),
+            (bits_of(3), {"orders": "hwt,thw"}, "names 2 token orders, the masks have 3 heads"),
+            ({"mask": bits_of(3), "orders": torch.tensor([0, 1, 7])}, {"orders": "in.npz"}, "in.npz does not exist"),
+            (bits_of(3), {"orders": "none.pth"}, "none.pth does not exist"),
+            (bits_of(3), {"orders": "hwt", "thw": None, "tokens": 40}, "need thw"),
+            ({"mask": bits_of(3), "permute": torch.tensor([0, 1, 6])}, {}, "must be 0 to 5 .*, found 6"),
+            ({"mask": bits_of(3), "permute": torch.tensor([0, 1])}, {}, r"of shape \[2\] do not fit"),
+            (bits_of(3), {"skip_empty": True}, "needs a permute plan with a tensor 'empty'"),
+            (bits_of(3, grid=BlockGrid(48, 0, 8, 8)), {}, "make 5×5"),
+            (bits_of(3), {"thw": (2, 5, 5)}, "masks have 5×5 blocks; 50 tokens"),
+            (bits_of(3), {"block_q": 0}, "block_q=0"),
+            (bits_of(3), {"tokens": 10**15, "thw": None}, "1000000000000000 tokens"),
+            ({"lut": bits_of(3).int(), "counts": torch.zeros(2, 5)}, {"lut": "absolute"}, "counts of shape"),
+        ],
+    )
+    def test_what_does_not_fit_raises_one_line_and_writes_nothing(self, tmp_path, content, changes, complaint):
+        with pytest.raises(ValueError, match=complaint) as raised:
+            convert(tmp_path, content, replace(OPTIONS, **changes))
+        assert "\n" not in str(raised.value)
+        assert {path.name for path in tmp_path.iterdir()} == {"in.pt"}
+
+    @pytest.mark.parametrize(
+        ("options", "complaint"),
+        [
+            ({}, "--thw T,H,W"),
+            ({"tokens": 4, "groups": "0-", "steps": 4}, "leave out --steps"),
+            ({"tokens": 4, "dense_steps": 4}, "needs --steps"),
+            ({"tokens": 4, "lut": "relative"}, "use one of absolute, delta"),
+        ],
+    )
+    def test_options_that_don_t_go_together_raise(self, options, complaint):
+        with pytest.raises(ValueError, match=complaint):
+            ConvertOptions(**options)
+
+    def test_our_own_mask_files_are_not_converted(self, tmp_path):
+        convert(tmp_path, bits_of(3))
+        with pytest.raises(ValueError, match="is a mask file already"):
+            convert_masks(tmp_path / "out.safetensors", tmp_path / "again.safetensors", OPTIONS)
+
+    def test_a_plan_without_orders_in_it_raises(self, tmp_path):
+        torch.save({"a": torch.zeros(3), "b": torch.zeros(3)}, tmp_path / "plan.pth")
+        with pytest.raises(ValueError, match=r"has no tensor 'permute' with token orders \(it has a, b\)"):
+            convert(tmp_path, bits_of(3), replace(OPTIONS, orders=str(tmp_path / "plan.pth")))
+
+    def test_unknown_and_missing_files_raise(self, tmp_path):
+        (tmp_path / "in.txt").write_text("masks")
+        for name, complaint in (("in.txt", "unknown suffix"), ("none.pt", "does not exist")):
+            with pytest.raises(ValueError, match=complaint):
+                convert_masks(tmp_path / name, tmp_path / "out.safetensors", OPTIONS)

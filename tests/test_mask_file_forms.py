@@ -1,0 +1,205 @@
+"""Mask files with packed bits, step groups and token orders: round trips, and hostile files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
+from dbsp_core.files import ByteTensor, write_byte_tensors
+from dbsp_core.mask_file import pack_bits, unpack_bits
+from dbsp_core.order import AXIS_ORDERS
+from dbsp_core.step_groups import StepGroups
+from generators import SEEDS, examples, random_bits
+
+THW = (2, 3, 5)
+GRID = BlockGrid(37, 7, 4, 3, THW)
+ORDERS = st.sampled_from([*AXIS_ORDERS, "tile:2x2x2"])
+
+
+@st.composite
+def files(draw):
+    """(masks as `save_mask` takes them, groups, packed): every form that a file can have."""
+    heads, layers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    groups = draw(st.sampled_from([None, "0-3,4-9", "5-9,10-", "7-7"]))
+    form = draw(st.sampled_from(["canonical", "one", "heads", "layers"]))
+
+    def mask(seed):
+        orders = {
+            "canonical": ("thw",),
+            "one": ("hwt",),
+            "heads": tuple(AXIS_ORDERS[i] for i in range(heads)),
+            "layers": tuple(draw(st.lists(ORDERS, min_size=heads, max_size=heads))),
+        }[form]
+        grid = replace(GRID, orders=orders if len(set(orders)) > 1 else orders[:1])
+        return BlockMask(random_bits(heads, GRID, seed), grid)
+
+    seed = draw(SEEDS) % 1000
+    if groups is None:
+        masks = [mask(seed + i) for i in range(layers)]
+        return (masks[0] if draw(st.booleans()) else masks), None, draw(st.booleans())
+    count = len(StepGroups.parse(groups))
+    return [[mask(seed + 9 * g + i) for i in range(layers)] for g in range(count)], groups, draw(st.booleans())
+
+
+@given(files())
+@examples(60)
+def test_what_is_saved_is_read_back(tmp_path_factory, problem):
+    masks, groups, packed = problem
+    path = tmp_path_factory.mktemp("file") / "masks.safetensors"
+    save_mask(path, masks, groups=groups, packed=packed)
+    file = MaskFile(path)
+    assert (file.packed, str(file.groups or None)) == (packed, str(groups))
+    assert file.grid == GRID
+    by_group = masks if groups else [masks if isinstance(masks, list) else [masks]]
+    assert file.per_layer == isinstance(masks, list)
+    for group, layers in enumerate(by_group):
+        assert file.layers == len(layers)
+        for layer, mask in enumerate(layers):
+            read = file.layer(layer, group)
+            assert torch.equal(read.bits, mask.bits)
+            assert read.grid == mask.grid
+
+
+@given(SEEDS, st.integers(1, 40))
+@examples(30)
+def test_bits_are_packed_from_the_most_significant_one(seed, nk):
+    bits = torch.from_numpy(np.random.default_rng(seed).random((2, 3, nk)) < 0.5)
+    packed = pack_bits(bits)
+    assert packed.shape == (2, 3, -(-nk // 8))
+    assert torch.equal(unpack_bits(packed, nk), bits)
+    for head, row, block in np.ndindex(2, 3, nk):
+        assert bool(packed[head, row, block // 8] >> (7 - block % 8) & 1) == bool(bits[head, row, block])
+
+
+class TestStepGroups:
+    def test_every_step_is_in_its_group(self):
+        groups = StepGroups.parse("5-9, 10-24,25-49")
+        assert str(groups) == "5-9,10-24,25-49"
+        assert [groups.find(step) for step in (0, 4, 5, 9, 10, 24, 25, 49)] == [None, None, 0, 0, 1, 1, 2, 2]
+        with pytest.raises(ValueError, match="none for step 50"):
+            groups.find(50)
+        assert StepGroups.parse("3-4,5-").find(10**6) == 1
+        assert StepGroups.parse("0").find(0) == 0
+
+    @pytest.mark.parametrize("text", ["", "a", "0-", "5-3", "0-3,5-9", "0-,4-", "0-3,3-5", "1-2,", "-1", "0-3;4-5"])
+    def test_what_makes_no_groups_raises(self, text):
+        if text == "0-":
+            assert StepGroups.parse(text).find(99) == 0
+            return
+        with pytest.raises(ValueError, match="step groups"):
+            StepGroups.parse(text)
+
+    @given(st.integers(1, 12), st.integers(1, 60))
+    def test_even_groups_are_paroattentions(self, count, steps):
+        if count > steps:
+            with pytest.raises(ValueError, match="don't fit"):
+                StepGroups.even(count, steps)
+            return
+        groups = StepGroups.even(count, steps)
+        assert [groups.find(step) for step in range(steps)] == [step * count // steps for step in range(steps)]
+
+    def test_dense_steps_come_out_of_the_first_group(self):
+        assert str(StepGroups.even(2, 10, 3)) == "3-4,5-9"
+        with pytest.raises(ValueError, match="leave none for the first of 2 groups"):
+            StepGroups.even(2, 10, 5)
+
+
+def write(path, metadata=None, **tensors):
+    usual = {"tokens": "37", "text_tokens": "7", "block_q": "4", "block_k": "3", "thw": "2,3,5"}
+    given = {k: v for k, v in (usual | (metadata or {})).items() if v is not None}
+    save_file(tensors or {"mask": ones(2)}, path, metadata=given)
+
+
+def ones(*leading, nq=GRID.nq, nk=GRID.nk):
+    return torch.ones(*leading, nq, nk, dtype=torch.uint8)
+
+
+def order_index(*values):
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+NAMES = {"orders": "thw,hwt"}
+BAD_FILES = {
+    "both tensors": ({"mask": ones(2), "packed": ones(2, nk=5)}, {}, "both 'mask' and 'packed'"),
+    "absurd numbers": ({}, {"tokens": str(10**15), "thw": None}, "makes 250000000000001×"),
+    "an order index of bfloat16": ({"mask": ones(2), "orders": torch.ones(2).bfloat16()}, NAMES, "mask file"),
+    "packed too wide": ({"packed": ones(2)}, {}, "does not fit its metadata"),
+    "packed as floats": ({"packed": ones(2, nk=5).float()}, {}, "is F32 of shape"),
+    "five dimensions, no groups": ({"mask": ones(1, 1, 2)}, {}, "need metadata groups"),
+    "groups, four dimensions": ({"mask": ones(1, 2)}, {"groups": "0-9"}, "expected uint8 .* of shape .groups"),
+    "another number of groups": ({"mask": ones(3, 1, 2)}, {"groups": "0-4,5-9"}, "3 step groups of masks, but"),
+    "groups with a gap": ({"mask": ones(2, 1, 2)}, {"groups": "0-4,6-9"}, "bad metadata.*must start at step 5"),
+    "thw of two": ({}, {"thw": "2,3"}, "bad metadata.*three numbers"),
+    "thw of letters": ({}, {"thw": "a,b,c"}, "bad metadata"),
+    "thw that does not fit": ({}, {"thw": "2,3,6"}, "bad metadata.*makes 36 tokens"),
+    "an unknown order": ({}, {"orders": "hwd"}, "bad token orders: unknown token order 'hwd'"),
+    "orders without thw": ({}, {"orders": "hwt", "thw": None}, "bad token orders: .*need thw"),
+    "several orders, no index": ({}, NAMES, "tensor 'orders' must be"),
+    "an order index too large": ({"mask": ones(2), "orders": order_index(0, 2)}, NAMES, "tensor 'orders' must be"),
+    "an order index of another size": ({"mask": ones(2), "orders": order_index(0, 1, 1)}, NAMES, "must be uint8"),
+    "an order index of int64": ({"mask": ones(2), "orders": torch.tensor([0, 1])}, NAMES, "must be uint8"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "metadata", "complaint"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_raises_one_line_that_names_it(tmp_path, tensors, metadata, complaint):
+    path = tmp_path / "masks.safetensors"
+    write(path, metadata, **tensors)
+    with pytest.raises(ValueError, match=complaint) as raised:
+        MaskFile(path)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_group_that_is_not_there_raises(tmp_path):
+    write(tmp_path / "m.safetensors", {"groups": "0-4,5-"}, mask=ones(2, 1, 2))
+    with pytest.raises(ValueError, match="has 2 step groups, not 3"):
+        MaskFile(tmp_path / "m.safetensors").layer(0, 2)
+
+
+def test_a_file_that_goes_away_raises(tmp_path):
+    write(tmp_path / "m.safetensors")
+    file = MaskFile(tmp_path / "m.safetensors")
+    (tmp_path / "m.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot be read any more"):
+        file.layer(0)
+
+
+class TestSaving:
+    MASK = BlockMask(np.ones((2, GRID.nq, GRID.nk), bool), GRID)
+
+    @pytest.mark.parametrize(
+        ("masks", "groups", "complaint"),
+        [
+            ([[MASK], [MASK, MASK]], "0-4,5-9", "same number of layers"),
+            ([[MASK]], "0-4,5-9", "need 2 lists of masks"),
+            ([[MASK]], None, "need groups"),
+        ],
+    )
+    def test_masks_that_don_t_go_together_raise(self, tmp_path, masks, groups, complaint):
+        with pytest.raises(ValueError, match=complaint):
+            save_mask(tmp_path / "m.safetensors", masks, groups=groups)
+        assert not list(tmp_path.iterdir())
+
+    def test_tensors_with_too_few_bytes_are_not_written(self, tmp_path):
+        with pytest.raises(ValueError, match=r"of shape \[2, 2\] was given 3 bytes"):
+            write_byte_tensors(tmp_path / "a.safetensors", {"a": ByteTensor((2, 2), [b"abc"])}, {})
+        assert not list(tmp_path.iterdir())
+
+    def test_what_is_written_piece_by_piece_is_a_safetensors_file(self, tmp_path):
+        path = tmp_path / "a.safetensors"
+        size = write_byte_tensors(
+            path, {"a": ByteTensor((2, 2), [b"ab", b"cd"]), "b": ByteTensor((1,), [b"e"])}, {"k": "ü"}
+        )
+        assert size == path.stat().st_size
+        assert {name: tensor.tolist() for name, tensor in load_file(path).items()} == {
+            "a": [[97, 98], [99, 100]],
+            "b": [101],
+        }

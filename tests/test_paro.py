@@ -1,0 +1,222 @@
+"""Mask source paro: the step's group, the head's token order, in parallel as in one process; errors on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
+from dbsp_core.order import AXIS_ORDERS
+from dbsp_core.sources import MaskRequest, ParoSource
+from generators import random_bits
+from paro_cases import run_bad_file, run_paro_case
+from workers import WorkerError
+
+THW, HEADS, LAYERS = (3, 5, 7), 6, 2
+TOLERANCE = 1e-5
+GRID = BlockGrid(105, 0, 8, 8, THW)
+
+
+def file_masks(groups: int, grid: BlockGrid = GRID, seed: int = 0, ordered: bool = True) -> list[list[BlockMask]]:
+    """Other bits and other orders in every group, layer and head."""
+    masks = []
+    for group in range(groups):
+        layers = []
+        for layer in range(LAYERS):
+            orders = np.roll(AXIS_ORDERS, group + 2 * layer).tolist() if ordered else ["thw"]
+            bits = random_bits(HEADS, grid, 100 * seed + 10 * group + layer)
+            layers.append(BlockMask(bits, replace(grid, orders=tuple(orders))))
+        masks.append(layers)
+    return masks
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """Step 0 dense, steps 1 and 2 groups of their own."""
+    path = tmp_path_factory.mktemp("paro") / "masks.safetensors"
+    save_mask(path, file_masks(2), groups="1-1,2-2", packed=True)
+    return path
+
+
+def request(**changes):
+    return replace(MaskRequest(0, HEADS, THW, layers=LAYERS), **changes)
+
+
+class TestOneRank:
+    def test_each_step_has_its_groups_masks_in_their_orders_after_dense_ones(self, path):
+        source, masks = ParoSource(str(path)), file_masks(2)
+        assert source.mask(request()).bits.all()
+        for group, layers in enumerate(masks):
+            for layer, mask in enumerate(layers):
+                read = source.mask(request(step=group + 1, layer=layer))
+                assert torch.equal(read.bits, mask.bits)
+                assert read.grid == mask.grid
+        assert len(set(source.mask(request(step=1)).grid.orders)) == 6
+
+    def test_versions_tell_groups_and_layers_apart_and_nothing_else(self, path):
+        source = ParoSource(str(path))
+
+        def version(**changes):
+            return source.version(request(**changes))
+
+        assert version() == version(layer=1) == version(branch=1)
+        assert len({version(), version(step=1), version(step=2), version(step=1, layer=1)}) == 4
+        assert version(step=1) == version(step=1, branch=1)
+
+    def test_dense_steps_override_the_files(self, path):
+        def densities(dense_steps):
+            source = ParoSource(str(path), dense_steps)
+            return [source.mask(request(step=step)).density for step in range(3)]
+
+        first, second = (masks[0].density for masks in file_masks(2))
+        assert densities(None) == [1, first, second]
+        assert densities(0) == [first, first, second]
+        assert densities(2) == [1, 1, second]
+        assert densities(9) == [1, 1, 1]
+
+    def test_a_file_without_groups_serves_every_step(self, tmp_path):
+        save_mask(tmp_path / "m.safetensors", file_masks(1)[0])
+        source = ParoSource(str(tmp_path / "m.safetensors"), dense_steps=1)
+        assert source.mask(request()).bits.all()
+        assert torch.equal(source.mask(request(step=70, layer=1)).bits, file_masks(1)[0][1].bits)
+
+    def test_rows_and_columns_of_text_are_dense(self, tmp_path):
+        grid = BlockGrid(112, 7, 8, 4, THW)
+        save_mask(tmp_path / "m.safetensors", [BlockMask(np.zeros((HEADS, grid.nq, grid.nk), bool), grid)] * 2)
+        bits = ParoSource(str(tmp_path / "m.safetensors")).mask(request(text_tokens=7)).bits
+        expected = torch.zeros_like(bits)
+        expected[:, :1] = expected[:, :, :2] = True
+        assert torch.equal(bits, expected)
+
+    def test_the_grid_for_home_layouts_is_the_same_whatever_the_layer_and_step(self, path):
+        grids = {ParoSource(str(path)).grid(request(layer=layer, step=step)) for layer in (0, 1) for step in (0, 2)}
+        assert grids == {GRID}
+
+    @pytest.mark.parametrize(
+        ("changes", "complaint"),
+        [
+            ({"heads": 12}, "is for 6 heads and 105 tokens"),
+            ({"thw": (3, 5, 8)}, "the model runs 6 heads and 120 tokens"),
+            ({"thw": (5, 3, 7)}, r"is for a token grid of \(3, 5, 7\), the video's is \(5, 3, 7\)"),
+            ({"layers": 40}, "is for 2 layers, the model has 40"),
+            ({"step": 3}, r"has masks for steps 1 to 2 \(groups 1-1,2-2\), none for step 3; run fewer steps"),
+        ],
+    )
+    def test_a_file_for_another_model_or_too_few_steps_raises(self, path, changes, complaint):
+        source = ParoSource(str(path))
+        source.version(request(**changes))  # leaves the complaint to `mask`, which all ranks call together
+        with pytest.raises(ValueError, match=complaint) as raised:
+            source.mask(request(**changes))
+        assert str(path) in str(raised.value)
+
+    @pytest.mark.parametrize(("settings", "complaint"), [({}, "needs a path"), ({"path": "none"}, "does not exist")])
+    def test_what_cannot_work_raises_at_once(self, settings, complaint):
+        with pytest.raises(ValueError, match=complaint):
+            ParoSource(**settings)
+
+    def test_negative_dense_steps_raise(self, path):
+        with pytest.raises(ValueError, match="dense_steps=-1"):
+            ParoSource(str(path), -1)
+
+
+@pytest.mark.parametrize(("world", "strategies"), [(2, ["U2R1", "U1R2"]), (3, ["U1R3"]), (4, ["U2R2", "U1R4"])])
+@pytest.mark.parametrize("home", ["contiguous", "striped"])
+def test_equals_one_process_whatever_the_order_of_each_head(pool, path, tmp_path, world, strategies, home):
+    ignored = tmp_path / "ignored.safetensors"
+    save_mask(ignored, file_masks(2, ordered=False), groups="1-1,2-2")
+    for strategy in strategies:
+        mask = {"source": "paro", "path": str(path)}
+        config = {"mask": mask, "strategy": strategy, "home": home, "debug": True}
+        wrong = {"mask": mask | {"path": str(ignored)}}
+        for same, dense, unordered in pool(world).run(run_paro_case, "wan", THW, 7, config, wrong):
+            assert max(same) <= TOLERANCE, (strategy, home)
+            assert max(dense[:2]) <= TOLERANCE, "the leading step is dense"
+            assert min(dense[2:]) > 100 * TOLERANCE, "the mask must matter"
+            assert max(unordered[:2]) <= TOLERANCE
+            assert min(unordered[2:]) > 100 * TOLERANCE, "the orders must matter"
+
+
+def test_equals_one_process_with_text_among_the_video(pool, tmp_path):
+    grid = BlockGrid(112, 7, 8, 4, THW)
+    paths = [tmp_path / f"{name}.safetensors" for name in ("ordered", "ignored")]
+    for each, ordered in zip(paths, (True, False), strict=True):
+        save_mask(each, file_masks(2, grid, ordered=ordered), groups="1-1,2-")
+    config = {"mask": {"source": "paro", "path": str(paths[0]), "dense_steps": 0}, "strategy": "U1R3", "debug": True}
+    wrong = {"mask": config["mask"] | {"path": str(paths[1])}}
+    for same, dense, unordered in pool(3).run(run_paro_case, "cogvideox", THW, 7, config, wrong):
+        assert max(same) <= TOLERANCE
+        assert min(dense) > 100 * TOLERANCE
+        assert min(unordered) > 100 * TOLERANCE
+
+
+def other_file(tmp_path, kind):
+    """A file that is wrong in some way, and what is said about it."""
+    path = tmp_path / "bad.safetensors"
+    grid = BlockGrid(112, 7, 8, 8, THW)
+    if kind == "heads":
+        save_mask(path, [BlockMask(random_bits(4, GRID, 0), GRID)] * 2)
+        return path, "is for 4 heads"
+    if kind == "layers":
+        save_mask(path, [BlockMask(random_bits(6, GRID, 0), GRID)] * 3)
+        return path, "is for 3 layers, the model has 2"
+    if kind == "tokens":
+        save_mask(path, [BlockMask(random_bits(6, grid, 0), grid)] * 2)
+        return path, "112 tokens (7 of text), the model runs 6 heads and 105 tokens (0 of text)"
+    if kind == "steps":
+        save_mask(path, file_masks(2), groups="0-0,1-1")
+        return path, "none for step 2"
+    if kind == "truncated":
+        save_mask(path, file_masks(2), groups="1-1,2-2")
+        path.write_bytes(path.read_bytes()[:-9])
+        return path, "not a readable safetensors file"
+    return path, "does not exist"
+
+
+KINDS = ["heads", "layers", "tokens", "steps", "truncated", "missing"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("culprit", [None, 1])
+def test_a_bad_file_raises_on_every_rank(pool, path, tmp_path, kind, culprit):
+    bad, complaint = other_file(tmp_path, kind)
+    if kind == "steps" and culprit is not None:
+        complaint = "differs on rank(s) [1]"  # its step 0 is not dense: found before it runs out of groups
+    paths = (str(bad), None) if culprit is None else (str(path), str(bad))
+    with pytest.raises(WorkerError) as caught:
+        pool(3).run(run_bad_file, *paths, culprit, {"source": "paro"})
+    assert [rank for rank, _, _ in caught.value.errors] == [0, 1, 2]
+    for _, error, text in caught.value.errors:
+        assert (error, "\n" in text) == ("ValueError", False)
+        assert complaint in text
+    assert pool(3).run(run_bad_file, str(path), None, None, {"source": "paro"}) == [None] * 3  # still in step
+
+
+def test_other_masks_on_one_rank_raise_on_every_rank(pool, path, tmp_path):
+    save_mask(tmp_path / "other.safetensors", file_masks(2, seed=1), groups="1-1,2-2")
+    with pytest.raises(WorkerError) as caught:
+        pool(3).run(run_bad_file, str(path), str(tmp_path / "other.safetensors"), 2, {"source": "paro"})
+    assert [text for _, _, text in caught.value.errors] == [
+        "the mask of layer 0 differs on rank(s) [2]; it must be the same on every rank"
+    ] * 3
+
+
+def test_a_file_with_groups_is_not_for_source_file(pool, path):
+    with pytest.raises(WorkerError) as caught:
+        pool(3).run(run_bad_file, str(path), None, None, {"source": "file"})
+    assert all("read it with mask source 'paro'" in text for _, _, text in caught.value.errors)
+    assert len(caught.value.errors) == 3
+
+
+def test_source_file_reads_packed_files_with_orders(pool, tmp_path):
+    path, ignored = tmp_path / "packed.safetensors", tmp_path / "ignored.safetensors"
+    save_mask(path, file_masks(1)[0], packed=True)
+    save_mask(ignored, file_masks(1, ordered=False)[0])
+    assert MaskFile(path).packed
+    config = {"mask": {"source": "file", "path": str(path)}, "strategy": "U1R3", "debug": True}
+    wrong = {"mask": {"source": "file", "path": str(ignored)}}
+    for same, _, unordered in pool(3).run(run_paro_case, "wan", THW, 7, config, wrong):
+        assert max(same) <= TOLERANCE
+        assert min(unordered) > 100 * TOLERANCE

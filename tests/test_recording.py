@@ -1,0 +1,318 @@
+"""Recordings: what a run's masks were, whatever the limits; and the run is the same with or without."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from dbsp_core import BlockGrid, BlockMask, SequenceGroup
+from dbsp_core.recorder import INDEX, MaskRecorder, RecordSettings, parse_layers, parse_size
+from dbsp_core.recording import Recording
+from dbsp_core.sources import MaskRequest, SyntheticSource
+from dbsp_core.steps import Moment
+from generators import SEEDS, examples, random_bits
+from paro_cases import files_of, run_recorded
+
+GRID = BlockGrid(105, 0, 8, 8, (3, 5, 7))
+MOMENTS = [Moment(step, branch) for step in range(3) for branch in range(2)]
+
+
+def a_mask(seed, grid=GRID):
+    return BlockMask(random_bits(2, grid, seed), grid)
+
+
+def run(recorder, seeds, moments=MOMENTS, lasting=False):
+    """One pass per moment; seeds[i][layer] says which mask a layer has in pass i."""
+    for moment, layers in zip(moments, seeds, strict=True):
+        recorder.begin(moment)
+        for layer, seed in enumerate(layers):
+            keep_and_use(recorder, layer, a_mask(seed), lasting)
+
+
+def keep_and_use(recorder, layer, mask, lasting=False):
+    recorder.keep(layer, layer, mask, lasting)
+    recorder.used(layer, layer)
+
+
+def new(folder, of_model=2, **settings):
+    return MaskRecorder(RecordSettings(str(folder), **settings), of_model)
+
+
+class TestOneProcess:
+    @given(seeds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=6, max_size=6))
+    @examples(15)
+    def test_every_mask_is_read_back_and_written_once(self, tmp_path_factory, seeds):
+        folder = tmp_path_factory.mktemp("recording")
+        run(new(folder), seeds)
+        recording = Recording.read(folder)
+        assert list(recording.passes) == MOMENTS
+        for moment, layers in zip(MOMENTS, seeds, strict=True):
+            for layer, seed in enumerate(layers):
+                assert torch.equal(recording.mask(layer, moment).bits, a_mask(seed).bits)
+                assert recording.mask(layer, moment).grid == GRID
+        content = json.loads((folder / INDEX).read_text())
+        distinct = {seed for layers in seeds for seed in layers}
+        assert len(content["masks"]) == len(distinct)
+        assert content["bytes"] == sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+        assert content["stopped"] is None
+
+    def test_a_pass_is_on_disk_once_its_last_layer_ran(self, tmp_path):
+        recorder = new(tmp_path / "r")
+        recorder.begin(Moment())
+        keep_and_use(recorder, 0, a_mask(0))
+        assert not (tmp_path / "r").exists()
+        keep_and_use(recorder, 1, a_mask(1))
+        assert len(Recording.read(tmp_path / "r").passes) == 1
+
+    def test_a_mask_made_once_serves_later_passes_and_other_layers(self, tmp_path):
+        recorder = new(tmp_path)
+        for moment in MOMENTS:
+            recorder.begin(moment)
+            if moment == Moment():
+                recorder.keep("all", 0, a_mask(7), True)
+            for layer in range(2):
+                recorder.used(layer, "all")
+        recording = Recording.read(tmp_path)
+        assert all(torch.equal(recording.mask(i, m).bits, a_mask(7).bits) for i in range(2) for m in MOMENTS)
+        assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+    @pytest.mark.parametrize("lasting", [False, True])
+    def test_every_nth_step_and_chosen_layers_alone(self, tmp_path, lasting):
+        run(new(tmp_path, every=2, layers=frozenset({1})), [(10 * i, 10 * i + 1) for i in range(6)], lasting=lasting)
+        recording = Recording.read(tmp_path)
+        assert list(recording.passes) == [m for m in MOMENTS if m.step != 1]
+        assert recording.recorded_layers == (1,)
+        assert torch.equal(recording.mask(1, Moment(2, 1)).bits, a_mask(51).bits)
+        assert len(json.loads((tmp_path / INDEX).read_text())["masks"]) == 4
+        with pytest.raises(ValueError, match=r"no mask of layer 0 at step 2, branch 0; it has layers \[1\]"):
+            recording.mask(0, Moment(2))
+
+    def test_a_lasting_mask_made_in_a_step_that_is_left_out_is_there_when_it_is_wanted(self, tmp_path):
+        recorder = new(tmp_path, every=2)
+        for step in range(3):
+            recorder.begin(Moment(step))
+            for layer in range(2):
+                if step < 2:  # the mask of step 1 goes on to step 2
+                    recorder.keep(layer, layer, a_mask(10 * step + layer), True)
+                recorder.used(layer, layer)
+        recording = Recording.read(tmp_path)
+        assert torch.equal(recording.mask(1, Moment(2)).bits, a_mask(11).bits)
+        assert not recorder._pending
+
+    def test_a_lasting_mask_that_only_other_layers_had_is_there_when_it_is_wanted(self, tmp_path):
+        recorder = new(tmp_path, layers=frozenset({1}))
+        recorder.begin(Moment(0))
+        recorder.keep("all", 0, a_mask(3), True)
+        recorder.used(0, "all")
+        keep_and_use(recorder, 1, a_mask(4), lasting=True)
+        recorder.begin(Moment(1))
+        for layer in range(2):
+            recorder.used(layer, "all")
+        assert torch.equal(Recording.read(tmp_path).mask(1, Moment(1)).bits, a_mask(3).bits)
+
+    def test_the_limit_stops_it_with_one_notice_and_what_it_has_stays_good(self, tmp_path, capsys):
+        recorder = new(tmp_path, limit=1000)
+        run(recorder, [(10 * i, 10 * i + 1) for i in range(6)])
+        assert sum(p.stat().st_size for p in tmp_path.glob("*.safetensors")) <= 1000
+        recording = Recording.read(tmp_path)
+        assert 0 < len(recording.passes) < 6
+        assert "the limit of 1000 bytes was reached at step" in recording.stopped
+        for number, moment in enumerate(recording.passes):
+            assert torch.equal(recording.mask(1, moment).bits, a_mask(10 * number + 1).bits)
+        err = capsys.readouterr().err
+        assert err.count("\n") == err.count("stopped recording masks") == 1
+
+    def test_memory_is_that_of_one_pass(self, tmp_path):
+        recorder, most = new(tmp_path, of_model=3), 0
+        for step in range(20):
+            recorder.begin(Moment(step))
+            for layer in range(3):
+                keep_and_use(recorder, layer, a_mask(3 * step + layer))
+                most = max(most, len(recorder._pending))
+        assert most <= 3
+        assert not recorder._pending
+
+    def test_generations_are_told_apart_and_the_last_full_one_is_read(self, tmp_path):
+        recorder = new(tmp_path)
+        run(recorder, [(0, 0)], [Moment()])  # warming up
+        run(recorder, [(i, i) for i in range(6)])
+        run(recorder, [(9, 9)], [Moment()])  # cut short
+        recording = Recording.read(tmp_path)
+        assert list(recording.passes) == MOMENTS
+        assert torch.equal(recording.mask(0, Moment(2, 1)).bits, a_mask(5).bits)
+
+    def test_an_older_recording_is_left_alone(self, tmp_path, capsys):
+        run(new(tmp_path), [(0, 1)], [Moment()])
+        before = files_of(tmp_path)
+        run(new(tmp_path), [(2, 3)], [Moment()])
+        assert files_of(tmp_path) == before
+        assert "has a recording already; give another folder" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("blocked", ["folder", "write"])
+    def test_a_disk_that_fails_stops_it_with_one_notice(self, tmp_path, capsys, monkeypatch, blocked):
+        folder = tmp_path / "r"
+        if blocked == "folder":
+            folder.write_text("a file is where the folder should be")
+        else:
+
+            def full(*args):
+                raise OSError("No space left on device")
+
+            monkeypatch.setattr("dbsp_core.recorder.write_byte_tensors", full)
+        run(new(folder), [(10 * i, 10 * i + 1) for i in range(6)])
+        assert capsys.readouterr().err.count("stopped recording masks") == 1
+
+
+class TestReading:
+    def index(self, folder, **changes):
+        run(new(folder), [(0, 1)], [Moment()])
+        content = json.loads((folder / INDEX).read_text())
+        (folder / INDEX).write_text(json.dumps(content | changes))
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"passes": 3}, {"grids": [{"tokens": 3}]}, {"masks": {"a": 1}}, {"layers": None}, {"passes": [{"step": 0}]}],
+    )
+    def test_a_bad_index_raises_one_line(self, tmp_path, changes):
+        self.index(tmp_path, **changes)
+        with pytest.raises(ValueError, match="is no recording of masks") as raised:
+            Recording.read(tmp_path)
+        assert "\n" not in str(raised.value)
+
+    def test_a_folder_without_one_and_a_missing_one_raise(self, tmp_path):
+        for folder in (tmp_path, tmp_path / "none"):
+            with pytest.raises(ValueError, match="make one with `dbsp masks record"):
+                Recording.read(folder)
+
+    def test_damaged_files_raise(self, tmp_path):
+        self.index(tmp_path)
+        (file,) = tmp_path.glob("*.safetensors")
+        file.write_bytes(file.read_bytes()[:-3])
+        with pytest.raises(ValueError, match="is damaged"):
+            Recording.read(tmp_path).mask(0, Moment())
+        file.unlink()
+        with pytest.raises(ValueError, match="is damaged"):
+            Recording.read(tmp_path).mask(0, Moment())
+
+    @pytest.mark.parametrize("key", ["tokens", "block_k"])
+    def test_an_index_with_absurd_numbers_raises_and_takes_no_memory(self, tmp_path, key):
+        self.index(tmp_path)
+        content = json.loads((tmp_path / INDEX).read_text())
+        content["grids"][0] |= {key: 10**15, "thw": None}
+        (tmp_path / INDEX).write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"is damaged.* does not fit"):
+            Recording.read(tmp_path).mask(0, Moment())
+
+    def test_masks_of_another_dtype_raise(self, tmp_path):
+        self.index(tmp_path)
+        (file,) = tmp_path.glob("*.safetensors")
+        save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file)
+        with pytest.raises(ValueError, match="is damaged"):
+            Recording.read(tmp_path).mask(0, Moment())
+
+    def test_files_outside_the_folder_are_not_read(self, tmp_path):
+        run(new(tmp_path / "other"), [(0, 1)], [Moment()])
+        folder = tmp_path / "r"
+        run(new(folder), [(0, 1)], [Moment()])
+        (file,) = folder.glob("*.safetensors")
+        content = (folder / INDEX).read_text().replace(file.name, f"../other/{file.name}")
+        (folder / INDEX).write_text(content)
+        file.unlink()
+        with pytest.raises(ValueError, match="is damaged"):
+            Recording.read(folder).mask(0, Moment())
+
+
+class TestSettings:
+    def test_the_environment_gives_what_the_configuration_does_not(self, monkeypatch):
+        assert RecordSettings.of(None).folder is None
+        for name, value in {"": "out", "_EVERY": "5", "_LAYERS": "0,3-4", "_LIMIT": "1.5MiB"}.items():
+            monkeypatch.setenv(f"DBSP_RECORD{name}", value)
+        expected = RecordSettings("out", 5, frozenset({0, 3, 4}), 3 * 2**19)
+        assert RecordSettings.of(None) == expected
+        assert RecordSettings.of("mine") == replace(expected, folder="mine")
+
+    def test_a_bad_environment_is_a_notice_and_no_recording(self, monkeypatch, capsys):
+        monkeypatch.setenv("DBSP_RECORD", "out")
+        monkeypatch.setenv("DBSP_RECORD_LIMIT", "plenty")
+        recorder = MaskRecorder.of(None, SequenceGroup(0, 1), 2)
+        assert not recorder.active
+        assert not recorder.wanted
+        assert "size 'plenty' is not of the form '2GiB'" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "1,,2"])
+    def test_bad_layers_raise(self, text):
+        with pytest.raises(ValueError, match="are not of the form"):
+            parse_layers(text)
+
+    def test_sizes(self):
+        assert [parse_size(text) for text in ("10", "1 KiB", "0.5GiB")] == [10, 1024, 2**29]
+
+
+@given(SEEDS)
+@examples(10)
+def test_names_of_masks_tell_them_apart(seed):
+    bits = np.random.default_rng(seed).random((2, GRID.nq, GRID.nk)) < 0.5
+    other = bits.copy()
+    other[1, 3, 4] ^= True
+    names = {
+        BlockMask(bits, GRID).fingerprint,
+        BlockMask(other, GRID).fingerprint,
+        BlockMask(bits, replace(GRID, orders=("hwt",))).fingerprint,
+    }
+    assert len(names) == 3
+
+
+class TestRuns:
+    DRIFTING = {"source": "synthetic", "density": 0.3, "drift": 0.3, "block_q": 8, "block_k": 8}  # noqa: RUF012
+
+    def test_a_run_over_ranks_is_recorded_and_not_changed(self, pool, tmp_path):
+        folder = tmp_path / "r"
+        config = {"mask": self.DRIFTING, "strategy": "U1R3", "debug": True, "dense": {"first_layers": 1}}
+        results = pool(3).run(run_recorded, str(folder), config, {})
+        assert results == [[0.0] * 6] * 3
+        recording = Recording.read(folder)
+        assert list(recording.passes) == MOMENTS
+        source = SyntheticSource(**{k: v for k, v in self.DRIFTING.items() if k != "source"})
+        for moment in MOMENTS:
+            assert recording.mask(0, moment).bits.all(), "dense by schedule"
+            expected = source.mask(MaskRequest(1, 6, (3, 5, 7), step=moment.step))
+            assert torch.equal(recording.mask(1, moment).bits, expected.bits)
+        assert len(list(folder.glob("*.safetensors"))) == 3  # branches share masks
+
+    def test_static_masks_are_stored_once_and_their_steps_told_apart(self, pool, tmp_path):
+        folder = tmp_path / "r"
+        static = {key: value for key, value in self.DRIFTING.items() if key != "drift"}
+        environment = {"DBSP_RECORD_EVERY": "2", "DBSP_RECORD_LAYERS": "1"}
+        results = pool(3).run(run_recorded, str(folder), {"mask": static, "strategy": "U3R1"}, environment)
+        assert results == [[0.0] * 6] * 3
+        recording = Recording.read(folder)
+        assert list(recording.passes) == [m for m in MOMENTS if m.step != 1]
+        assert recording.recorded_layers == (1,)
+        assert len(list(folder.glob("*.safetensors"))) == 1
+
+    def test_masks_made_from_queries_and_keys_are_recorded_in_every_pass(self, pool, tmp_path):
+        folder = tmp_path / "r"
+        config = {
+            "mask": {"source": "sparge", "cdf": 0.7, "similarity": -1.0, "block_q": 16, "block_k": 8},
+            "strategy": "U1R3",
+            "debug": True,
+        }
+        assert pool(3).run(run_recorded, str(folder), config, {}) == [[0.0] * 6] * 3
+        recording = Recording.read(folder)
+        assert list(recording.passes) == MOMENTS
+        assert recording.recorded_layers == (0, 1)
+        masks = [recording.mask(layer, moment) for layer in range(2) for moment in MOMENTS]
+        assert all(mask.heads == 6 and 0 < mask.density <= 1 for mask in masks)
+        assert len({mask.fingerprint for mask in masks}) > 2
+
+    def test_a_folder_that_cannot_be_written_changes_nothing(self, pool, tmp_path):
+        (tmp_path / "r").write_text("a file")
+        results = pool(3).run(run_recorded, str(tmp_path / "r"), {"mask": self.DRIFTING, "strategy": "U3R1"}, {})
+        assert results == [[0.0] * 6] * 3
