@@ -52,8 +52,7 @@ def simulate_command(
     planners = planner.split(",")
     for name in planners:
         require_planner(name)
-    if strategy != "all":
-        require_served(Strategy.parse(strategy), kernel)
+    require_served(Strategy(1, 1) if strategy == "all" else Strategy.parse(strategy), kernel)
     masks = masks_for(spec, mask, layers, coarsen, seed)
     rows = simulate(
         spec,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from dbsp_core.cli import main
 from workers import WorkerPool
 
 
@@ -22,3 +24,17 @@ def pool() -> Iterator[Callable[[int], WorkerPool]]:
     yield get
     for started in pools.values():
         started.close()
+
+
+@pytest.fixture
+def dbsp(monkeypatch, capsys):
+    """dbsp(*args) runs the command. returns: exit code, standard output, standard error."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["dbsp", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return stopped.value.code, *capsys.readouterr()
+
+    return run

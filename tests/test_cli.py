@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
-from dbsp_core.cli import main
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PLANNERS
 from dbsp_core.tiny import TINY_MODELS
 from generators import random_bits
 
 GRID = BlockGrid(tokens=203, text_tokens=11, block_q=32, block_k=16)
-
-
-@pytest.fixture
-def dbsp(monkeypatch, capsys):
-    """dbsp(*args) runs the command. returns: exit code, standard output, standard error."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["dbsp", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        return stopped.value.code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture
