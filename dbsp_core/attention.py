@@ -15,6 +15,7 @@ from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, make_plan
 from dbsp_core.ring import ring_attention
 from dbsp_core.route import Route, build_route
+from dbsp_core.serving import require_served
 from dbsp_core.strategy import Strategy
 from dbsp_core.tables import PeriodTable, build_tables
 from dbsp_kernels import choose_kernel
@@ -121,7 +122,8 @@ class DualBalancedAttention:
                 f"{self.group.rank} holds {self.n_local} tokens"
             )
         try:
-            choose_kernel(self.kernel, q.device.type, q.dtype)
+            kernel = choose_kernel(self.kernel, q.device.type, q.dtype)
+            require_served(self.plan.strategy, kernel.name)
         except ValueError as error:
             return str(error)
         return None

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core.cli_calibrate import calibrate_command
-from dbsp_core.cli_simulate import simulate_command
 from dbsp_core.cli_masks import masks_app
+from dbsp_core.cli_simulate import simulate_command
 from dbsp_core.doctor import examine
 from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask

@@ -17,7 +17,8 @@ from rich.table import Table
 
 from dbsp_core.files import write_atomically
 from dbsp_core.hardware import Hardware, load_hardware
-from dbsp_core.mask import BlockMask, MaskFile
+from dbsp_core.mask import BlockMask
+from dbsp_core.mask_file import MaskFile
 from dbsp_core.planners import require_planner
 from dbsp_core.serving import require_served
 from dbsp_core.simulate import Simulated, simulate
@@ -52,8 +53,7 @@ def simulate_command(
     planners = planner.split(",")
     for name in planners:
         require_planner(name)
-    if strategy != "all":
-        require_served(Strategy.parse(strategy), kernel)
+    require_served(Strategy(1, 1) if strategy == "all" else Strategy.parse(strategy), kernel)
     masks = masks_for(spec, mask, layers, coarsen, seed)
     rows = simulate(
         spec,

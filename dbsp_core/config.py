@@ -10,8 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PlannerSettings, require_planner
-from dbsp_core.settings import read_mapping, require_known
 from dbsp_core.selection import AUTO
+from dbsp_core.settings import read_mapping, require_known
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.steps import DenseSchedule
 from dbsp_core.strategy import Strategy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import platform
@@ -20,6 +21,7 @@ from dbsp_core.settings import read_mapping, require_known
 
 __all__ = [
     "COMMUNICATION",
+    "NEAREST",
     "SHIPPED",
     "Constants",
     "Hardware",
@@ -30,6 +32,8 @@ __all__ = [
     "warn_if_elsewhere",
 ]
 
+NEAREST = {True: "h200", False: "cpu-demo"}
+"""Shipped constants by whether there is a GPU, for choosing between strategies where nothing was calibrated."""
 SHIPPED = Path(__file__).resolve().parents[1] / "configs" / "hardware"
 LABELS = ("measured", "fitted", "published", "assumed")
 REDO = "measure anew with: dbsp calibrate --out FILE"
@@ -140,6 +144,12 @@ class Hardware:
     def measured(self) -> bool:
         """Whether any constant was measured, so that it holds for one machine and one version."""
         return "measured" in self.sources.values()
+
+    @property
+    def fingerprint(self) -> int:
+        """63 bits that differ between constants, to compare ranks by."""
+        digest = hashlib.blake2b(repr(self.constants).encode(), digest_size=8)
+        return int.from_bytes(digest.digest(), "big") >> 1
 
     def labels_in_words(self) -> str:
         """For example "measured: flops_per_s; published: p2p_bytes_per_s"."""

@@ -150,7 +150,7 @@ def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, thresh
     before: BlockMask | None = None
     for step in series.steps:
         mask = series.get(step, layer)
-        cache.plan_for(layer, mask, lambda fresh: make_plan(fresh, strategy, planner))
+        cache.plan_for(layer, mask, lambda fresh, _: make_plan(fresh, strategy, planner))
         if before is not None and mask.bits.shape == before.bits.shape:
             steps.append(step)
             either = int((mask.bits | before.bits).sum())

@@ -18,7 +18,8 @@ from dbsp_core.plan import Plan
 
 __all__ = ["LaggedPlanCache", "PlanCache", "ReuseCounters"]
 
-MakePlan = Callable[[BlockMask], Plan]
+MakePlan = Callable[[BlockMask, Plan | None], Plan]
+"""make(mask, the plan in use or None): the plan for a mask"""
 
 
 @dataclass
@@ -68,7 +69,7 @@ class PlanCache:
         reused = plan.reused_for(mask) if plan is not None and _fits(plan, mask) else None
         if reused is None or reused.rho > self.threshold:
             self.counters.replans += 1
-            reused = make(mask)
+            reused = make(mask, plan)
         self.counters.judge(reused)
         self.latest[key] = reused
         return reused
@@ -118,7 +119,7 @@ class LaggedPlanCache:
         plan = self._plans.get(key)
         if plan is None or not _fits(plan, mask):
             self.counters.replans += 1
-            plan = self._plans[key] = make(mask)
+            plan = self._plans[key] = make(mask, plan)
         ready = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
         current = plan
         self._pending[key] = self._background.submit(lambda: self._judge(current, mask, make, ready))
@@ -143,7 +144,7 @@ class LaggedPlanCache:
         try:
             with self._beside(mask.bits.device, ready):
                 used = plan.reused_for(mask)
-                verdict = _Verdict(used, used if used.rho <= self.threshold else make(mask))
+                verdict = _Verdict(used, used if used.rho <= self.threshold else make(mask, plan))
         except Exception:
             problem = f"planning failed:\n{traceback.format_exc()}"
         mark = verdict.next.fingerprint if verdict is not None else 0

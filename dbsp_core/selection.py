@@ -1,4 +1,4 @@
-"""Which strategy an attention is computed with (paper §4.3): the one predicted to be fastest, for the masks as they are.
+"""Which strategy an attention is computed with (paper §4.3): the one predicted to be fastest for its mask.
 
 Every rank predicts for itself, from the mask's bits and the constants of one file: all choose alike.
 """

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dbsp_core.strategy import Strategy
 from dbsp_kernels import KERNELS, Kernel
 
-__all__ = ["require_served"]
+__all__ = ["kernel_merges", "require_served"]
+
+
+def kernel_merges(kernel: str) -> bool:
+    """Whether a kernel returns the log-sum-exp that rings merge by; "auto" is chosen to."""
+    return kernel == "auto" or (kernel in KERNELS and KERNELS[kernel].returns_lse)
 
 
 def require_served(strategy: Strategy, kernel: str) -> None:

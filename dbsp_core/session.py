@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
 
+from dbsp_core.agreement import on_all_ranks
 from dbsp_core.attention import DualBalancedAttention
 from dbsp_core.config import DbspConfig
 from dbsp_core.feed import MaskFeed
+from dbsp_core.grid import BlockGrid
 from dbsp_core.groups import SequenceGroup
+from dbsp_core.hardware import NEAREST, load_hardware
 from dbsp_core.home import HomeLayout, MaskProfile
+from dbsp_core.latency import AttentionShape, Topology
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, make_plan, require_slots
 from dbsp_core.recorder import MaskRecorder
 from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReuseCounters
+from dbsp_core.selection import StrategySelector, candidates
+from dbsp_core.serving import kernel_merges
 from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
 
@@ -26,7 +34,7 @@ __all__ = ["AttentionSession"]
 class AttentionSession:
     """State of one transformer: `begin` at every forward pass, then `attend` once a layer.
 
-    strategy: how the group's ranks are used
+    strategy: how the group's ranks are used; None: as is predicted to be fastest, for each attention
     heads:    attention heads of every layer
     layers:   number of layers
     steps:    tells how many denoising steps there will be, where the host knows
@@ -35,7 +43,7 @@ class AttentionSession:
 
     config: DbspConfig
     group: SequenceGroup
-    strategy: Strategy
+    strategy: Strategy | None
     heads: int
     layers: int
     steps: Callable[[], int | None] = lambda: None
@@ -44,12 +52,14 @@ class AttentionSession:
     _recorder: MaskRecorder = field(init=False)
     _size: tuple[tuple[int, int, int], int] | None = None
     _home: HomeLayout | None = None
+    _selector: StrategySelector | None = None
     _keys: dict[int, Hashable] = field(default_factory=dict)
     _executors: dict[Hashable, DualBalancedAttention] = field(default_factory=dict)
     _reached: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.strategy.require_world(self.group.size)
+        if self.strategy is not None:
+            self.strategy.require_world(self.group.size)
         self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
         self._feed = MaskFeed(
             self.config.mask,
@@ -83,10 +93,14 @@ class AttentionSession:
         if self._home is None or self._size != (thw, text_tokens):
             place = torch.device(device)
             grid = self._feed.grid(place)
-            require_slots(self.strategy, grid)
+            if self.strategy is not None:
+                require_slots(self.strategy, grid)
+            # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
+            laid_out_for = self.strategy or Strategy(1, self.group.size)
             self._home = HomeLayout.named(
-                self.config.home_layout, grid, self.strategy, split_text=text_tokens > 0, profile=self._profile(place)
+                self.config.home_layout, grid, laid_out_for, split_text=text_tokens > 0, profile=self._profile(place)
             )
+            self._selector = self._new_selector(grid, place) if self.strategy is None else None
             self._size = thw, text_tokens
             self._plans = self._plan_cache()
             self._keys.clear()
@@ -125,6 +139,19 @@ class AttentionSession:
         return {layer: self._plans.latest[key] for layer, key in sorted(self._keys.items())}
 
     @property
+    def chosen(self) -> dict[Strategy, int]:
+        """How often each strategy was, where it was left to be chosen; for this size of video."""
+        self._plans.settle()
+        return {} if self._selector is None else dict(self._selector.chosen)
+
+    @property
+    def strategy_in_words(self) -> str:
+        """For example "U4R2", or "auto: 30 U4R2, 10 U8R1"."""
+        if self.strategy is not None:
+            return str(self.strategy)
+        return "auto: " + ", ".join(f"{count} {strategy}" for strategy, count in sorted(self.chosen.items()))
+
+    @property
     def reuse(self) -> ReuseCounters:
         """How often plans were kept, for this size of video."""
         self._plans.settle()
@@ -158,7 +185,10 @@ class AttentionSession:
         return mask
 
     def _prepare(self, key: Hashable, mask: BlockMask, tokens: HomeTokens) -> DualBalancedAttention:
-        plan = self._plans.plan_for(key, mask, self._make_plan)
+        batch, heads, _, width = tokens.q.shape
+        items = batch if mask.heads == heads else 1  # of a batch whose items have masks of their own
+        shape = AttentionShape(items, mask.heads, mask.grid.tokens, width, tokens.q.element_size())
+        plan = self._plans.plan_for(key, mask, functools.partial(self._make_plan, shape))
         before = self._executors.get(key)
         if before is not None and before.device == tokens.q.device and plan.same_route(before.plan):
             return before.for_mask(plan, mask)
@@ -186,11 +216,31 @@ class AttentionSession:
         masks = self._feed.static_masks(device)
         return None if masks is None else MaskProfile.of(masks)
 
-    def _make_plan(self, mask: BlockMask) -> Plan:
+    def _new_selector(self, grid: BlockGrid, device: torch.device) -> StrategySelector:
+        """Collective: all ranks must choose by the same constants."""
+        ranks = self.group.size
+        hardware = on_all_ranks(
+            self.group,
+            lambda: load_hardware(self.config.hardware or NEAREST[device.type == "cuda"]),
+            device,
+            lambda hardware: hardware.fingerprint,
+            "the hardware file",
+        )
+        node_size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        strategies = candidates(ranks, grid, kernel_merges(self.config.kernel))
+        return StrategySelector(strategies, hardware, Topology(ranks, min(ranks, node_size)), self.home)
+
+    def _make_plan(self, shape: AttentionShape, mask: BlockMask, current: Plan | None) -> Plan:
+        if self._selector is None or self.strategy is not None:
+            return self._plan_with(self.strategy or Strategy(self.group.size, 1), mask)
+        in_use = None if current is None else current.strategy
+        return self._selector.choose(lambda strategy: self._plan_with(strategy, mask), shape, in_use)
+
+    def _plan_with(self, strategy: Strategy, mask: BlockMask) -> Plan:
         config = self.config
         return make_plan(
             mask,
-            self.strategy,
+            strategy,
             config.planner,
             home=self.home,
             reward=config.reward,

@@ -44,7 +44,9 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     attachment.hook(transformer.register_forward_pre_hook, _Begin(session), with_kwargs=True)
     for layer, block in enumerate(transformer.blocks):
         attachment.set_attribute(block.attn1.processor, "attention_function", LayerAttention(session, layer))
-    if config.home_layout != "contiguous" and strategy.ring > 1:  # Ulysses alone has nothing to lay out
+    if config.home_layout != "contiguous" and (
+        strategy is None or strategy.ring > 1
+    ):  # Ulysses alone has nothing to lay out
         _lay_out(transformer, session, attachment)
     attachment.hook(transformer.register_forward_hook, _End(session, len(transformer.blocks)))
     _attached[transformer] = attachment, session

@@ -29,7 +29,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Sequence parallelism of self-attention: xDiT's own (usp) or dual-balanced block-sparse (dbsp).",
     )
     group.add_argument("--sp_config", help="YAML file with db-SP's settings; the flags below override it.")
-    group.add_argument("--sp_strategy", help="UxRy, for example U4R2, or auto; default: --ulysses_degree and --ring_degree.")
+    group.add_argument(
+        "--sp_strategy", help="UxRy, for example U4R2, or auto; default: --ulysses_degree and --ring_degree."
+    )
     group.add_argument("--sp_planner", help=f"How work is shared out: {', '.join(PLANNERS)}.")
     group.add_argument(
         "--sp_mask",
@@ -93,7 +95,7 @@ def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> 
     strategy = config.strategy_or(host)
     if strategy is not None and strategy.world != host.world:
         raise ValueError(
-            f"strategy {strategy} needs {strategy.world} GPUs, but --ulysses_degree {ulysses_degree} and --ring_degree "
-            f"{ring_degree} make {host.world}; change one of them"
+            f"strategy {strategy} needs {strategy.world} GPUs, but --ulysses_degree {ulysses_degree} "
+            f"and --ring_degree {ring_degree} make {host.world}; change one of them"
         )
     return strategy

@@ -61,7 +61,7 @@ def _write(session: AttentionSession, model: str, seconds: float, latents: list[
         model=model,
         host="xdit",
         world_size=session.group.size,
-        strategy=str(session.strategy),
+        strategy=session.strategy_in_words,
         planner=session.config.planner,
         max_abs_diff=None,
         layers=layer_reports(session.records),

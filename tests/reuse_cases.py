@@ -25,7 +25,7 @@ def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) 
     cache = LaggedPlanCache(1.0, SequenceGroup.of())
     wrong = False
 
-    def make(mask: BlockMask) -> Plan:
+    def make(mask: BlockMask, current: Plan | None) -> Plan:
         if wrong and fault == "raises":
             raise ZeroDivisionError("no planner today")
         planner = "contiguous" if wrong and fault == "differs" else "snake"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dbsp_core import BlockGrid, BlockMask, SequenceGroup, make_plan
+from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.config import DbspConfig
 from dbsp_core.reuse import LaggedPlanCache, PlanCache
 from dbsp_core.session import AttentionSession
@@ -14,7 +14,7 @@ from reuse_cases import mask_of, plan_where_one_rank_goes_wrong
 from workers import WorkerError
 
 
-def plan_u2(mask: BlockMask):
+def plan_u2(mask: BlockMask, current: Plan | None = None):
     return make_plan(mask, "U2R1", "paper")
 
 
@@ -110,7 +110,7 @@ class TestLagged:
     def test_what_went_wrong_is_raised_at_the_next_call_with_its_traceback(self, lagged):
         lagged.plan_for(0, FIRST, plan_u2)
 
-        def fail(mask: BlockMask):
+        def fail(mask: BlockMask, current: Plan | None):
             raise ZeroDivisionError("no planner today")
 
         lagged.plan_for(0, ABOVE, fail)

@@ -44,8 +44,9 @@ def test_equals_one_process(pool, world):
             for difference, from_dense in workers.run(run_xdit_case, XditCase((3, 5, 7), config, batch=2)):
                 assert difference <= TOLERANCE, (strategy, config)
                 assert from_dense > 100 * TOLERANCE, "the mask must matter"
-    for difference, _ in workers.run(run_xdit_case, XditCase((3, 5, 7), {"mask": {"source": "dense"}})):
-        assert difference <= TOLERANCE
+    for config in ({"mask": {"source": "dense"}}, {"mask": MASKS[0], "strategy": "auto", "hardware": "a800"}):
+        for difference, _ in workers.run(run_xdit_case, XditCase((3, 5, 7), config)):
+            assert difference <= TOLERANCE, config
 
 
 @pytest.mark.parametrize(

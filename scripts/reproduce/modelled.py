@@ -1,0 +1,71 @@
+"""What the modelled figures share: the machine, the paper's own numbers, and masks planned once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from common import arguments, layer_count, masks
+
+from dbsp_core import BlockMask, Strategy
+from dbsp_core.hardware import Hardware, load_hardware
+from dbsp_core.latency import Topology
+from dbsp_core.simulate import LayerTime, Simulated, Way, simulate_layer, summarised
+from dbsp_core.zoo import ZOO, ModelSpec
+
+MODELLED = "modelled, synthetic masks"
+
+PAPER_SCALING = {"U8R1": 6.09, "U1R8": 5.81}
+"""§3.1: Wan2.1-14B on 8 GPUs over one GPU, contiguous plans."""
+
+PAPER_END_TO_END = {
+    ("wan2.1-t2v-14b", 8): (1.12, 1.26),
+    ("cogvideox1.5-5b", 8): (1.16, 1.42),
+    ("wan2.1-t2v-14b", 4): (1.10, 1.15),
+    ("cogvideox1.5-5b", 4): (1.10, 1.15),
+}
+"""§6.2: least and largest mean speed-up over the baselines, by model and GPUs."""
+
+PAPER_ATTENTION = {("U4R1", 4): 1.26, ("U8R1", 8): 1.38, ("U1R4", 4): 1.22, ("U1R8", 8): 1.42}
+"""§6.2: attention speed-up over Ulysses and over Ring, mean over models, on 4 and 8 GPUs."""
+
+PAPER_DYNAMIC = (1.02, 1.27)
+"""§6.3: end-to-end speed-up of switching strategies over every static one."""
+
+
+def modelled_arguments(description: str | None, layers: int) -> argparse.ArgumentParser:
+    parser = arguments(description or "", layers)
+    parser.set_defaults(coarsen=2)
+    parser.add_argument("--hardware", default="a800", help="a name or a file, see dbsp simulate")
+    return parser
+
+
+def machine(options: argparse.Namespace) -> Hardware:
+    return load_hardware(options.hardware)
+
+
+def model_masks(preset: str, options: argparse.Namespace, **style: Any) -> list[BlockMask]:
+    return list(masks(preset, options, **style))
+
+
+def times_of(
+    way: Way, layers: Sequence[BlockMask], model: ModelSpec, hardware: Hardware, node_size: int = 8
+) -> list[LayerTime]:
+    """Every layer's predicted time under one way, on nodes of 8 GPUs."""
+    topology = Topology(way.strategy.world, node_size)
+    return [simulate_layer(way, mask, model, hardware, topology) for mask in layers]
+
+
+def video(way: Way, layers: Sequence[BlockMask], model: ModelSpec, hardware: Hardware) -> Simulated:
+    return summarised(way, times_of(way, layers, model, hardware), model, hardware)
+
+
+def models_of(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[ModelSpec, list[BlockMask]]]:
+    for name in names:
+        print(f"{name}: {layer_count(name, options)} layers", flush=True)
+        yield ZOO[name], model_masks(name, options)
+
+
+def strategies(world: int) -> tuple[Strategy, ...]:
+    return Strategy.all_for(world)

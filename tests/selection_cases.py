@@ -1,0 +1,34 @@
+"""What the workers run: a session that chooses its strategies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dbsp_core import SequenceGroup
+from dbsp_core.config import DbspConfig
+from dbsp_core.session import AttentionSession
+
+
+def choose_together(
+    rank: int, world: int, settings: dict[str, Any], odd: int = -1
+) -> tuple[list[str], dict[str, int]]:
+    """Two layers of synthetic masks. returns: their strategies, and how often each was chosen.
+
+    {} in the hardware's name stands for 1 on rank `odd` and 0 on the others
+    """
+    hardware = settings["hardware"].format(int(rank == odd))
+    mask = {"source": "synthetic", "density": 0.4, "block_q": 8, "block_k": 8}
+    config = DbspConfig.load({**settings, "hardware": hardware, "mask": mask, "strategy": "auto"})
+    session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(None), heads=5, layers=2)
+    try:
+        home = session.begin((3, 8, 8))
+        q = torch.ones(1, 5, home.shard, 16)
+        for layer in range(2):
+            session.attend(layer, q, q, q)
+    finally:
+        dist.barrier()
+    chosen = {str(strategy): count for strategy, count in session.chosen.items()}
+    return [str(plan.strategy) for plan in session.records.values()], chosen

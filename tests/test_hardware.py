@@ -1,0 +1,123 @@
+"""Hardware files: read strictly, written whole, labelled, and told apart from the machine at hand."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import fields, replace
+
+import pytest
+import yaml
+
+from dbsp_core.hardware import (
+    COMMUNICATION,
+    SHIPPED,
+    Constants,
+    device_class,
+    load_hardware,
+    save_hardware,
+    software_versions,
+    warn_if_elsewhere,
+)
+
+NAMES = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def test_the_shipped_ones_are_there():
+    assert {"a800", "cpu-demo", "h200"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shipped_file_says_where_each_constant_comes_from(name):
+    hardware = load_hardware(name)
+    assert hardware.name == name
+    given = {f.name for f in fields(Constants) if getattr(hardware.constants, f.name) is not None}
+    assert set(hardware.sources) == given
+    assert hardware.notes
+    assert bool(hardware.versions) == bool(hardware.date) == hardware.measured == name.startswith("cpu")
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    hardware = replace(load_hardware("cpu-demo"), notes="ρ_s, and a\nsecond line")
+    hardware = replace(hardware, constants=replace(hardware.constants, pack_bytes_per_s=float("inf")))
+    save_hardware(tmp_path / "new" / "mine.yaml", hardware)
+    assert load_hardware(tmp_path / "new" / "mine.yaml") == hardware
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["mine.yaml"]
+
+
+def test_communication_of_another_machine_keeps_its_labels():
+    both = load_hardware("cpu-demo").with_communication_of(load_hardware("h200"))
+    for name in COMMUNICATION:
+        assert getattr(both.constants, name) == getattr(load_hardware("h200").constants, name)
+        assert both.sources[name] == load_hardware("h200").sources[name]
+    assert both.constants.flops_per_s == load_hardware("cpu-demo").constants.flops_per_s
+    assert both.sources["flops_per_s"] == "measured"
+    assert "Communication from 'h200'" in both.notes
+
+
+def changed(tmp_path, change) -> str:
+    """A copy of a800.yaml with its mapping changed."""
+    values = yaml.safe_load((SHIPPED / "a800.yaml").read_text())
+    change(values)
+    path = tmp_path / "changed.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+MISTAKES = {
+    "unknown key 'devise'.*did you mean 'device'": lambda v: v.update(devise="x"),
+    "unknown key 'flop_per_s' in constants.*did you mean 'flops_per_s'": lambda v: v["constants"].update(
+        flop_per_s=1.0
+    ),
+    "constants of .* lacks row_s; add them, or measure anew with: dbsp calibrate": lambda v: v["constants"].pop(
+        "row_s"
+    ),
+    "lacks sources": lambda v: v.pop("sources"),
+    "must be a number, got '1e9'; write 1.0e\\+9": lambda v: v["constants"].update(flops_per_s="1e9"),
+    "must be a number, got True": lambda v: v["constants"].update(launch_s=True),
+    "flops_per_s=0 must be positive": lambda v: v["constants"].update(flops_per_s=0),
+    "row_s=-1 must not be negative": lambda v: v["constants"].update(row_s=-1),
+    "overlap=2.0 must lie between 0 and 1": lambda v: v["constants"].update(overlap=2),
+    "network_latency_s and network_bytes_per_s go together": lambda v: v["constants"].pop("network_latency_s"),
+    "source 'guessed' of row_s is not one of measured": lambda v: v["sources"].update(row_s="guessed"),
+    "does not say where row_s come from": lambda v: v["sources"].pop("row_s"),
+    "'constants' in .* must be a mapping": lambda v: v.update(constants=[1]),
+    "'name' in .* must be text": lambda v: v.update(name=3),
+}
+
+
+@pytest.mark.parametrize("complaint", MISTAKES)
+def test_a_mistake_names_the_fix(tmp_path, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        load_hardware(changed(tmp_path, MISTAKES[complaint]))
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match="no hardware 'a900'; use a800, cpu-demo, h200"):
+        load_hardware("a900")
+
+
+class TestElsewhere:
+    def here(self, **changes):
+        hardware = load_hardware("cpu-demo")
+        versions = software_versions("cpu")
+        return replace(hardware, device=device_class("cpu"), versions=versions, **changes)
+
+    def test_what_was_measured_here_is_taken_without_a_word(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert warn_if_elsewhere(self.here(), "cpu", "cpu") == []
+
+    def test_what_was_not_measured_warns_of_nothing(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert warn_if_elsewhere(load_hardware("a800"), "cpu", "cpu") == []
+
+    def test_another_device_and_another_version_are_named_with_the_fix(self):
+        other = replace(self.here(), device="abacus", versions=software_versions("cpu") | {"torch": "1.0"})
+        with pytest.warns(UserWarning, match="measured elsewhere.*'abacus' there.*dbsp calibrate --out FILE"):
+            differences = warn_if_elsewhere(other, "cpu", "cpu")
+        assert [difference.split()[0] for difference in differences] == ["device", "torch"]
+
+    def test_another_kernel_is_a_difference(self):
+        with pytest.warns(UserWarning, match="kernel 'cpu' there, 'reference' here"):
+            warn_if_elsewhere(self.here(), "cpu", "reference")

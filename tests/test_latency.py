@@ -1,0 +1,221 @@
+"""The latency model: its arithmetic by hand, what it must grow and shrink with, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dbsp_core import BlockGrid, BlockMask, HomeLayout, Strategy, make_plan
+from dbsp_core.hardware import Constants, Hardware
+from dbsp_core.latency import (
+    AttentionShape,
+    Prediction,
+    Topology,
+    as_printed,
+    exchange_cost,
+    predict,
+    predict_as_printed,
+)
+from dbsp_core.route import build_route
+from dbsp_core.traffic import traffic_of
+from generators import random_bits
+
+NAMES = Constants.__dataclass_fields__
+
+
+def machine(**changes) -> Hardware:
+    """Every constant 0 seconds or a rate of 1e30 (free), but for those given."""
+    constants = {name: 1e30 if name.endswith("_per_s") else 0.0 for name in NAMES}
+    constants |= {"overlap": 1.0, "network_latency_s": None, "network_bytes_per_s": None, **changes}
+    sources = {name: "assumed" for name, value in constants.items() if value is not None}
+    return Hardware("test", "none", "bfloat16", Constants(**constants), sources)
+
+
+def a_plan(strategy="U2R2", planner="dbsp", heads=6, tokens=512, home=None, seed=3):
+    grid = BlockGrid.uniform(tokens, 16)
+    mask = BlockMask(random_bits(heads, grid, seed), grid)
+    layout = HomeLayout.named(home, grid, Strategy.parse(strategy)) if home else None
+    return make_plan(mask, strategy, planner, home=layout), mask, layout
+
+
+def shape_of(plan, batch=1, head_dim=8, element_bytes=2) -> AttentionShape:
+    return AttentionShape(batch, plan.heads, plan.grid.tokens, head_dim, element_bytes)
+
+
+class TestCompute:
+    def test_each_period_takes_what_its_slowest_rank_does(self):
+        plan, _, _ = a_plan()
+        found = predict(plan, shape_of(plan, batch=3), machine(flops_per_s=1e9, launch_s=0.5))
+        block = 4 * 16 * 16 * 8 / 1e9
+        expected = [0.5 + 3 * block * most for most in plan.work.max(axis=1)]
+        assert [compute for compute, _ in found.periods] == pytest.approx(expected)
+        assert found.total_s == pytest.approx(sum(expected))
+
+    def test_without_anything_else_speed_up_is_the_ratio_of_imbalances(self):
+        before, mask, _ = a_plan("U4R1", "contiguous")
+        after = make_plan(mask, "U4R1", "dbsp")
+        free = machine(flops_per_s=1e9)
+        times = [predict(plan, shape_of(plan), free).total_s for plan in (before, after)]
+        assert times[0] / times[1] == pytest.approx(after.rho_before / after.rho)
+        assert after.rho < after.rho_before
+
+    def test_rows_scores_and_merges_are_counted(self):
+        plan, _, _ = a_plan("U1R4")
+        rows = np.bincount(plan.q_owner.ravel(), minlength=4)
+        shape = shape_of(plan, batch=2)
+        assert predict(plan, shape, machine(row_s=1.0)).total_s == 4 * 2 * rows.max()
+        scores = plan.work.max(axis=1).sum() * 2 * 256
+        assert predict(plan, shape, machine(score_s=1.0)).total_s == scores
+        merged = predict(plan, shape, machine(merge_bytes_per_s=1.0))
+        assert [c for c, _ in merged.periods][1:] == [pytest.approx(12 * 2 * rows.max() * 16 * 8)] * 3
+        assert merged.periods[0][0] == pytest.approx(0)
+
+
+class TestBytes:
+    @pytest.mark.parametrize("home", ["contiguous", "striped"])
+    @pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
+    @pytest.mark.parametrize("heads", [3, 6])
+    def test_traffic_is_what_the_routes_send(self, strategy, home, heads):
+        plan, _, layout = a_plan(strategy, heads=heads, tokens=500, home=home)
+        traffic = traffic_of(plan, layout)
+        for rank in range(4):
+            route = build_route(plan, layout, rank, layout.shard, "cpu")
+            assert [len(places) for places in route.q_send] == traffic.queries[rank].tolist()
+            assert [len(places) for places in route.kv_send] == traffic.keys[rank].tolist()
+            assert route.q_places == traffic.rows[rank] * 16
+            assert route.kv_places == traffic.slots.ravel()[rank] * 16
+
+    def test_traffic_with_token_orders_per_head(self):
+        grid = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
+        mask = BlockMask(random_bits(3, grid, 0), grid)
+        home = HomeLayout.contiguous(480, 4)
+        plan = make_plan(mask, "U2R2", home=home)
+        traffic = traffic_of(plan, home)
+        route = build_route(plan, home, 1, home.shard, "cpu")
+        assert [len(places) for places in route.q_send] == traffic.queries[1].tolist()
+        assert [len(places) for places in route.kv_send] == traffic.keys[1].tolist()
+
+    def test_the_exchange_takes_what_the_busiest_rank_sends_or_receives(self):
+        plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
+        sent = 512 / 4 * 8 * 3 / 4 * (3 + 1)  # tokens · heads that leave a rank: q, k, v there, the output back
+        found = predict(plan, shape_of(plan, batch=2), machine(exchange_bytes_per_s=1.0, exchange_latency_s=5.0))
+        assert found.exchange_s == pytest.approx(2 * 5 + sent * 2 * 8 * 2)
+
+    def test_a_ring_that_stays_at_home_exchanges_nothing(self):
+        plan, _, _ = a_plan("U1R4", "contiguous")
+        assert predict(plan, shape_of(plan), machine(exchange_bytes_per_s=1.0)).exchange_s == 0
+        assert predict(plan, shape_of(plan), machine(pack_bytes_per_s=1.0)).pack_s > 0
+
+    def test_p2p_carries_the_largest_slot_and_ends_before_the_last_period(self):
+        plan, _, _ = a_plan("U1R4")
+        largest = np.bincount(plan.kv_slot.ravel()).max()
+        found = predict(plan, shape_of(plan), machine(p2p_bytes_per_s=1.0, p2p_latency_s=7.0))
+        p2p = [p2p for _, p2p in found.periods]
+        assert p2p == pytest.approx([7 + 2 * 16 * largest * 8 * 2] * 3 + [0])
+
+    def test_one_rank_communicates_nothing(self):
+        plan, _, _ = a_plan("U1R1")
+        rates = dict.fromkeys(("exchange_bytes_per_s", "p2p_bytes_per_s"), 1.0)
+        found = predict(plan, shape_of(plan), machine(exchange_latency_s=9.0, p2p_latency_s=9.0, **rates))
+        assert (found.exchange_s, found.periods[0][1], len(found.periods)) == (0, 0, 1)
+
+
+KNOWN = {"network_latency_s": 0.0, "network_bytes_per_s": 1.0, "exchange_bytes_per_s": 100.0}
+
+
+class TestNodes:
+    def test_what_crosses_nodes_takes_the_network(self):
+        plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
+        apart = predict(plan, shape_of(plan), machine(**KNOWN), Topology(4, node_size=2))
+        alone = predict(plan, shape_of(plan), machine(**KNOWN), Topology(4, node_size=4))
+        sent = 512 / 4 * 8 / 4 * 2 * 4 * 8 * 2  # to the two ranks of the other node
+        assert apart.exchange_s == pytest.approx(sent)
+        assert alone.exchange_s == pytest.approx(sent * 1.5 / 100)
+
+    def test_a_ring_within_nodes_does_not_notice_the_network(self):
+        # Ulysses ranks are neighbours: the ring of U2R2 crosses nodes of 2, a ring of U1R4 both crosses and does not.
+        plan, _, _ = a_plan("U2R2")
+        slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30)
+        assert predict(plan, shape_of(plan), slow, Topology(4, 2)).periods[0][1] == pytest.approx(3)
+        assert predict(plan, shape_of(plan), slow, Topology(4, 4)).periods[0][1] == pytest.approx(0)
+
+    def test_network_constants_are_asked_for(self):
+        plan, _, _ = a_plan("U4R1")
+        with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):
+            predict(plan, shape_of(plan), machine(), Topology(4, 2))
+
+
+def test_overlap_lies_between_the_longer_and_the_sum():
+    times = [Prediction(1.0, ((5.0, 3.0), (2.0, 4.0), (6.0, 0.0)), 0.5, 0.25, o) for o in (1.0, 0.5, 0.0)]
+    assert [t.total_s for t in times] == [16.75, 19.25, 21.75]
+    assert [t.attention_s for t in times] == [15, 17.5, 20]
+    assert times[0].exposed_s == 2
+
+
+def test_predictions_are_equal_bit_for_bit():
+    first, second = (a_plan("U2R2")[0] for _ in range(2))
+    rates = {name: 3e9 for name in NAMES if name.endswith("_per_s") and not name.startswith("network")}
+    assert predict(first, shape_of(first), machine(**rates)) == predict(second, shape_of(second), machine(**rates))
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap"))])
+def test_every_constant_matters_in_its_direction(name):
+    plan, _, _ = a_plan("U2R2", home="striped")
+    rates = {n: 1e6 for n in NAMES if n.endswith("_per_s") and not n.startswith("network")}
+    hardware = machine(**rates, overlap=0.5)
+    worse = getattr(hardware.constants, name) / 2 if name.endswith("_per_s") else 1.0
+    slower = replace(hardware, constants=replace(hardware.constants, **{name: worse}))
+    before, after = (predict(plan, shape_of(plan), one).total_s for one in (hardware, slower))
+    assert after > before
+
+
+class TestExchangeCost:
+    def test_it_is_the_time_of_all_q_k_v_over_that_of_balanced_blocks(self):
+        known = machine(exchange_bytes_per_s=1e3, flops_per_s=1e6)
+        shape = AttentionShape(2, 6, 512, 8, 2)
+        found = exchange_cost(100, 16, 16, Strategy(2, 2), shape, known)
+        exchange = 3 * 6 * 512 * 2 * 8 * 2 / 4 / 1e3
+        compute = 2 * 100 * 4 * 16 * 16 * 8 / 1e6 / 4
+        assert found == pytest.approx(exchange / compute)
+
+    def test_it_is_higher_where_the_ring_crosses_nodes_and_lower_for_denser_masks(self):
+        known = machine(exchange_bytes_per_s=1e3, network_bytes_per_s=1e2, network_latency_s=0.0, flops_per_s=1e6)
+        shape = AttentionShape(1, 6, 512, 8)
+        one, two, denser = (
+            exchange_cost(n, 16, 16, Strategy(2, 2), shape, known, Topology(4, size))
+            for n, size in ((100, 4), (100, 2), (200, 4))
+        )
+        assert (two, denser) == (pytest.approx(10 * one), pytest.approx(one / 2))
+        assert exchange_cost(0, 16, 16, Strategy(2, 2), shape, known) == float("inf")
+
+
+class TestAsPrinted:
+    def test_equation_4_by_hand(self):
+        # comp = 80 / 8 · 0.5 + 1 = 6; (max(6, 9) · 3 + 6) · 1.25 = 41.25; and 2 of all-to-all
+        terms = {"all2all_s": 2.0, "p2p_s": 9.0, "dense_s": 80.0, "launch_s": 1.0}
+        assert as_printed(Strategy(2, 4), rho=1.25, density=0.5, **terms) == pytest.approx(43.25)
+        assert as_printed(Strategy(8, 1), rho=1.25, density=0.5, **terms) == pytest.approx(2 + 6 * 1.25)
+
+    def test_it_agrees_with_the_corrected_form_for_ulysses_and_charges_rings_y_times(self):
+        for strategy in ("U4R1", "U1R4"):
+            plan, mask, _ = a_plan(strategy)
+            free, shape = machine(flops_per_s=1e9), shape_of(plan)
+            ours = predict(plan, shape, free).total_s
+            assert predict_as_printed(plan, mask.density, shape, free) == pytest.approx(ours * plan.strategy.ring)
+
+
+class TestMistakes:
+    def test_what_does_not_fit_is_refused(self):
+        plan, _, _ = a_plan("U2R2")
+        with pytest.raises(ValueError, match="the plan is for 6 heads and 512 tokens, the shape has 5"):
+            predict(plan, replace(shape_of(plan), heads=5), machine())
+        with pytest.raises(ValueError, match="use one of U8R1"):
+            predict(plan, shape_of(plan), machine(), Topology(8))
+        with pytest.raises(ValueError, match="give the one the plan was made for"):
+            predict(plan, shape_of(plan), machine(), home=HomeLayout.contiguous(512, 2))
+        with pytest.raises(ValueError, match="head_dim=0 must be at least 1"):
+            AttentionShape(1, 1, 1, 0)
+        with pytest.raises(ValueError, match="at least one rank"):
+            Topology(0)

@@ -1,0 +1,156 @@
+"""`dbsp simulate`: times add up, multi-node costs more, and mistakes are one line."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dbsp_core import (
+    BlockGrid,
+    BlockMask,
+    DualBalancedAttention,
+    HomeLayout,
+    SequenceGroup,
+    Strategy,
+    make_plan,
+    save_mask,
+)
+from dbsp_core.hardware import load_hardware
+from dbsp_core.serving import require_served
+from dbsp_core.simulate import simulate
+from dbsp_core.zoo import ZOO, require_model
+from dbsp_kernels import KERNELS
+
+COARSE = ("--coarsen", 16)
+
+
+def test_the_zoo_has_the_paper_models_sizes():
+    wan, cog = ZOO["wan2.1-t2v-14b"], ZOO["cogvideox1.5-5b"]
+    assert (wan.tokens, wan.width, wan.calls) == (21 * 3600, 5120, 100)
+    assert (cog.tokens, cog.width) == (21 * 4080 + 226, 3072)
+    keys = 2 * 40 * 5120**2  # of cross-attention, which are left out
+    assert 12e9 < wan.linear_flops / 2 / wan.tokens < 14.3e9 - keys + 1e9
+    assert ZOO["wan2.1-t2v-1.3b"].tokens == 32760
+
+
+def tiny_mask(heads=40, blocks=48, seed=0):
+    grid = BlockGrid.uniform(ZOO["wan2.1-t2v-14b"].tokens, 75600 // blocks)
+    odds = np.linspace(0.1, 0.9, heads)[:, None, None]
+    return BlockMask(np.random.default_rng(seed).random((heads, grid.nq, grid.nk)) < odds, grid)
+
+
+class TestSimulate:
+    def run(self, gpus, **options):
+        model = ZOO["wan2.1-t2v-14b"]
+        return simulate(model, [tiny_mask()], load_hardware("a800"), gpus, ["contiguous", "dbsp"], **options)
+
+    def test_balance_is_what_makes_it_faster(self):
+        rows = {(row.strategy, row.planner): row for row in self.run([8])}
+        assert len(rows) == 8
+        for strategy in Strategy.all_for(8):
+            before, after = rows[str(strategy), "contiguous"], rows[str(strategy), "dbsp"]
+            assert after.rho < before.rho == before.rho_before
+            assert after.attention_speedup == before.attention_s / after.attention_s > 1
+            assert 1 < after.speedup < after.attention_speedup
+            assert (before.speedup, before.label) == (1.0, "modelled")
+
+    def test_more_gpus_are_faster_and_more_nodes_slower(self):
+        four, eight = (self.run([n], strategy=f"U{n}R1")[1] for n in (4, 8))
+        assert eight.end_to_end_s < four.end_to_end_s
+        apart = self.run([8], strategy="U8R1", node_size=4)[1]
+        assert apart.exchange_s > eight.exchange_s
+        assert apart.other_s == eight.other_s
+
+    def test_a_planner_that_cannot_cut_blocks_is_left_out(self):
+        model = ZOO["wan2.1-t2v-14b"]
+        rows = simulate(model, [tiny_mask()], load_hardware("a800"), [4], ["dbsp", "burst"])
+        assert [(row.strategy, row.planner) for row in rows if row.planner == "burst"] == [("U4R1", "burst")]
+
+
+class TestCommand:
+    def test_json_is_one_object_that_says_it_is_modelled(self, dbsp):
+        code, out, err = dbsp("simulate", "--gpus", "4,8", *COARSE, "--planner", "dbsp", "--json")
+        report = json.loads(out)
+        assert (code, err) == (0, "")
+        assert report["hardware"] == "a800"
+        assert report["sources"]["exchange_bytes_per_s"] == "published"
+        assert [row["gpus"] for row in report["rows"]] == [4] * 3 + [8] * 4
+        assert {row["label"] for row in report["rows"]} == {"modelled"}
+        assert all(row["end_to_end_s"] == row["attention_s"] + row["other_s"] for row in report["rows"])
+
+    def test_the_table_and_the_csv_have_the_same_rows(self, dbsp, tmp_path):
+        out = tmp_path / "rows.csv"
+        code, text, _ = dbsp("simulate", "--model", "wan2.1-t2v-1.3b", *COARSE, "--mask", 0.3, "--out", out)
+        rows = list(csv.DictReader(out.read_text().splitlines()))
+        assert code == 0
+        shown = [line.split()[1:3] for line in text.splitlines() if line.lstrip().startswith("8 ")]
+        assert shown == [[row["strategy"], row["planner"]] for row in rows]
+        assert "modelled" in text
+
+    def test_a_kernel_without_log_sum_exp_leaves_ulysses(self, dbsp):
+        out = dbsp("simulate", *COARSE, "--planner", "dbsp", "--kernel", "sparge", "--json")[1]
+        assert [row["strategy"] for row in json.loads(out)["rows"]] == ["U8R1"]
+
+
+MISTAKES = [
+    (["simulate", "--model", "sora"], "use one of wan2.1-t2v-14b"),
+    (["simulate", "--hardware", "a900"], "no hardware 'a900'"),
+    (["simulate", "--gpus", "eight"], "must be numbers with commas"),
+    (["simulate", "--gpus", "0"], "must be at least 1"),
+    (["simulate", "--planner", "greedy"], "unknown planner 'greedy'"),
+    (["simulate", "--layers", "99"], "must lie between 1 and 40"),
+    (["simulate", "--coarsen", "0"], "must be at least 1"),
+    (["simulate", "--mask", "none.safetensors"], "is no preset"),
+    (["simulate", "--mask", "1.5"], "density=1.5 must lie between 0 and 1"),
+    (["simulate", "--mask", "small.safetensors"], "choose another --model or file"),
+    (["simulate", "--strategy", "U4R2", "--kernel", "sparge"], "use U8R1, or kernel"),
+    (["simulate", "--kernel", "flash9"], "unknown kernel 'flash9'"),
+    (["simulate", "--strategy", "U4R1", "--coarsen", "16"], "use one of U8R1"),
+    (["simulate", "--hardware", "cpu-demo", "--gpus", "16", "--coarsen", "16"], "lacks; add network_latency_s"),
+    (["calibrate"], "--out FILE, or add --check"),
+    (["calibrate", "--hardware", "a800"], "add --check"),
+    (["calibrate", "--hardware", "a800", "--check", "--out", "x.yaml"], "exclude each other"),
+    (["calibrate", "--out", "x.yaml", "--ranks", "1"], "--communication h200"),
+    (["calibrate", "--out", "x.yaml", "--ranks", "0"], "--ranks must be at least 1"),
+    (["calibrate", "--out", "x.yaml", "--kernel", "flash9"], "unknown kernel 'flash9'"),
+]
+
+
+@pytest.mark.parametrize(("args", "complaint"), MISTAKES, ids=[" ".join(args) for args, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(dbsp, tmp_path, monkeypatch, args, complaint):
+    monkeypatch.chdir(tmp_path)
+    grid = BlockGrid.uniform(64, 16)
+    save_mask(Path("small.safetensors"), BlockMask.dense(2, grid))
+    code, out, err = dbsp(*args, "--json")
+    assert (code, out) == (2, "")
+    assert err.startswith("dbsp: error: ")
+    assert err.count("\n") == 1
+    assert complaint in err
+    assert not Path("x.yaml").exists()
+
+
+def test_a_kernel_that_returns_no_log_sum_exp_serves_no_ring(monkeypatch):
+    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], returns_lse=False))
+    require_served(Strategy(2, 1), "cpu")
+    with pytest.raises(ValueError, match=r"cannot serve U1R2.*use U2R1, or kernel triton, reference"):
+        require_served(Strategy(1, 2), "cpu")
+    mask = tiny_mask(heads=2)
+    home = HomeLayout.contiguous(mask.grid.tokens, 2)
+    attend = DualBalancedAttention.prepare(make_plan(mask, "U1R2"), mask, home, SequenceGroup(0, 2), kernel="cpu")
+    q = torch.zeros(1, 2, home.shard, 4)
+    with pytest.raises(ValueError, match="cannot serve U1R2"):
+        attend(q, q, q)
+
+
+def test_every_kernel_that_merges_serves_rings():
+    for kernel in ("auto", "cpu", "triton", "reference"):
+        require_served(Strategy(2, 4), kernel)
+    require_served(Strategy(8, 1), "sparge")
+    with pytest.raises(ValueError, match="use one of wan"):
+        require_model("nothing")
