@@ -138,7 +138,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(dbsp, tmp_path, monkeypatch, args
 def test_a_kernel_that_returns_no_log_sum_exp_serves_no_ring(monkeypatch):
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], returns_lse=False))
     require_served(Strategy(2, 1), "cpu")
-    with pytest.raises(ValueError, match="cannot serve U1R2.*use U2R1, or kernel triton, reference"):
+    with pytest.raises(ValueError, match=r"cannot serve U1R2.*use U2R1, or kernel triton, reference"):
         require_served(Strategy(1, 2), "cpu")
     mask = tiny_mask(heads=2)
     home = HomeLayout.contiguous(mask.grid.tokens, 2)
