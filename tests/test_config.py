@@ -216,7 +216,7 @@ MISTAKES = {
     "a strategy of another form": ({"strategy": "4x2"}, "not of the form UxRy"),
     "a strategy that is no text": (
         {"strategy": 42},
-        "'strategy' in the configuration must be a strategy such as U4R2, got 42",
+        "'strategy' in the configuration must be a strategy such as U4R2 or auto, got 42",
     ),
     "a negative reward": ({"reward": -1}, "must not be negative"),
     "a reward that is no number": ({"reward": "a lot"}, "must be float, got 'a lot'"),
