@@ -16,8 +16,8 @@ from dbsp_core.plan import Plan, make_plan
 from dbsp_core.ring import ring_attention
 from dbsp_core.route import Route, build_route
 from dbsp_core.strategy import Strategy
-from dbsp_core.tables import PeriodTable, build_tables
-from dbsp_kernels import choose_kernel
+from dbsp_core.tables import PeriodTable, build_tables, whole_heads
+from dbsp_kernels import Needs, WholeHeads, choose_kernel, require_fit
 
 __all__ = ["DualBalancedAttention", "dual_balanced_attention"]
 
@@ -33,6 +33,7 @@ class DualBalancedAttention:
     n_local: int
     kernel: str = "auto"
     debug: bool = False
+    whole: WholeHeads | None = None
 
     @classmethod
     def prepare(
@@ -53,11 +54,14 @@ class DualBalancedAttention:
         n_local: places this rank has, with or without the padding at the end (default: with)
         kernel:  a name from dbsp_kernels.KERNELS, or "auto"
         debug:   before every call all ranks agree that inputs are finite and plans equal, or raise together
-        Raises ValueError when plan, mask, home layout and group don't fit each other.
+        Raises ValueError when plan, mask, home layout and group don't fit each other, or the kernel can't serve the
+        plan: on all ranks alike.
         """
         plan.strategy.require_world(group.size)
         if plan.heads != mask.heads:
             raise ValueError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
+        whole = whole_heads(plan, group.rank)
+        require_fit(kernel, Needs(lse=plan.strategy.ring > 1, ragged_rows=whole is None))
         mask = mask.refined(plan.grid)
         n_local = home.shard if n_local is None else n_local
         least = int(home.tokens_at(group.rank)[1].max(initial=-1)) + 1
@@ -69,7 +73,7 @@ class DualBalancedAttention:
         device = torch.device(device)
         route = build_route(plan, home, group.rank, n_local, device)
         tables = build_tables(plan, mask, group.rank, device)
-        return cls(plan, route, tables, group, n_local, kernel, debug)
+        return cls(plan, route, tables, group, n_local, kernel, debug, whole)
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +97,7 @@ class DualBalancedAttention:
         rows = packed_q.view(-1, grid.block_q, batch, width).permute(2, 0, 1, 3).flatten(0, 1)
         kv = packed_kv.view(2, -1, grid.block_k, batch, width).permute(0, 3, 1, 2, 4).contiguous()
         scale = width**-0.5 if scale is None else scale
-        out = ring_attention(rows, kv, self.tables, strategy, self.group, scale, self.kernel)
+        out = ring_attention(rows, kv, self.tables, strategy, self.group, scale, self.kernel, self.whole)
         packed_out = out.view(batch, -1, width).transpose(0, 1).reshape(-1, batch * width)
         home = self.route.to_homes(packed_out, self.group)
         return home.view(heads, n_local, batch, width).permute(2, 0, 1, 3)
@@ -116,7 +120,9 @@ class DualBalancedAttention:
                 f"{self.group.rank} holds {self.n_local} tokens"
             )
         try:
-            choose_kernel(self.kernel, q.device.type, q.dtype)
+            blocks = (self.plan.grid.block_q, self.plan.grid.block_k)
+            needs = Needs(blocks, q.shape[3], lse=len(self.tables) > 1, ragged_rows=self.whole is None)
+            choose_kernel(self.kernel, q.device.type, q.dtype, needs)
         except ValueError as error:
             return str(error)
         return None
