@@ -5,7 +5,7 @@ q, k, v at home → plan → route to owners → y periods of kernel beside rota
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,6 +74,11 @@ class DualBalancedAttention:
         route = build_route(plan, home, group.rank, n_local, device)
         tables = build_tables(plan, mask, group.rank, device)
         return cls(plan, route, tables, group, n_local, kernel, debug, whole)
+
+    def for_mask(self, plan: Plan, mask: BlockMask) -> DualBalancedAttention:
+        """The same route with another mask's tables. plan: with the same owners and slots as this one's"""
+        tables = build_tables(plan, mask.refined(plan.grid), self.group.rank, self.device)
+        return replace(self, plan=plan, tables=tables)
 
     @property
     def device(self) -> torch.device:

@@ -14,6 +14,7 @@ import yaml
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PlannerSettings, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
+from dbsp_core.steps import DenseSchedule
 from dbsp_core.strategy import Strategy
 from dbsp_kernels import KERNELS
 
@@ -29,6 +30,7 @@ class DbspConfig:
     """All settings of db-SP. Raises ValueError, naming the key and the fix, for a value that makes no sense.
 
     mask:             where masks come from, a mapping such as {source: window, window: [5, 9, 9]}
+    dense:            where attention stays dense, a mapping such as {first_steps: 10, first_layers: 1}
     strategy:         "UxRy", or None for the host's own degrees
     planner:          a name from dbsp_core.planners.PLANNERS: "dbsp" (ours), "paper" (Alg. 1), "contiguous" (USP's) …
     home:             how tokens are laid out between attentions: "contiguous", "striped" or "learned"; None: as the
@@ -45,6 +47,7 @@ class DbspConfig:
     """
 
     mask: MaskSource = field(default_factory=DenseSource)
+    dense: DenseSchedule = field(default_factory=DenseSchedule)
     strategy: Strategy | None = None
     planner: str = "dbsp"
     home: str | None = None
@@ -63,6 +66,8 @@ class DbspConfig:
             object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
         if isinstance(self.mask, Mapping):
             object.__setattr__(self, "mask", _source_from(self.mask))
+        if isinstance(self.dense, Mapping):
+            object.__setattr__(self, "dense", _build(DenseSchedule, self.dense, "'dense'"))
         require_planner(self.planner)
         if self.home is not None:
             _require("home", self.home, tuple(HOME_ORDERS))
@@ -131,7 +136,11 @@ def _checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]
     return converted
 
 
-_IN_WORDS = {MaskSource: "a mapping such as {source: dense}", Strategy: "a strategy such as U4R2"}
+_IN_WORDS = {
+    DenseSchedule: "a mapping such as {first_steps: 10}",
+    MaskSource: "a mapping such as {source: dense}",
+    Strategy: "a strategy such as U4R2",
+}
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
@@ -150,6 +159,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             return os.fspath(value)
         if option is Strategy and isinstance(value, (str, Strategy)):
             return Strategy.parse(value)
+        if option is DenseSchedule and isinstance(value, (Mapping, DenseSchedule)):
+            return value
         if option is MaskSource and (isinstance(value, Mapping) or hasattr(value, "mask")):
             return value
         if get_origin(option) is tuple and isinstance(value, (list, tuple)) and all(type(v) is int for v in value):

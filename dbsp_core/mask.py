@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +59,14 @@ class BlockMask:
     def density(self) -> float:
         """Share of blocks that are dense."""
         return int(self.bits.sum()) / self.bits.numel()
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """63 bits that differ between masks, to compare ranks by."""
+        digest = hashlib.blake2b(str(self.grid).encode(), digest_size=8)
+        for head in self.bits:
+            digest.update(np.packbits(head.cpu().numpy()).tobytes())
+        return int.from_bytes(digest.digest(), "big") >> 1
 
     def refined(self, grid: BlockGrid) -> BlockMask:
         """The same mask on a grid whose blocks are parts of this one's. Raises ValueError when they are not."""

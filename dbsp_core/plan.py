@@ -84,6 +84,13 @@ class Plan:
         digest.update(self.kv_slot.tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
 
+    def same_route(self, other: Plan) -> bool:
+        """Whether both send the same pieces to the same ranks."""
+        assignments = (self.q_owner, self.kv_slot), (other.q_owner, other.kv_slot)
+        return (self.strategy, self.grid) == (other.strategy, other.grid) and all(
+            mine is theirs or np.array_equal(mine, theirs) for mine, theirs in zip(*assignments, strict=True)
+        )
+
     def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(head, query block) of the rows that `rank` computes, int64[Rq] each, in packing order."""
         head, block = np.nonzero(self.q_owner == rank)

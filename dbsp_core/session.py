@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
 
 from dbsp_core.attention import DualBalancedAttention
 from dbsp_core.config import DbspConfig
-from dbsp_core.grid import BlockGrid
+from dbsp_core.feed import MaskFeed
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, make_plan, require_slots
 from dbsp_core.reuse import PlanCache
-from dbsp_core.sources import MaskRequest
+from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
 
 __all__ = ["AttentionSession", "LayerRecord"]
@@ -28,16 +29,6 @@ class LayerRecord:
     density: float
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What a forward pass fixes for all its attentions."""
-
-    thw: tuple[int, int, int]
-    text_tokens: int
-    grid: BlockGrid
-    home: HomeLayout
-
-
 @dataclass
 class AttentionSession:
     """State of one transformer: `begin` at every forward pass, then `attend` once a layer.
@@ -45,6 +36,7 @@ class AttentionSession:
     strategy: how the group's ranks are used
     heads:    attention heads of every layer
     layers:   number of layers
+    steps:    tells how many denoising steps there will be, where the host knows
     Raises ValueError at construction when strategy and group don't fit.
     """
 
@@ -53,38 +45,49 @@ class AttentionSession:
     strategy: Strategy
     heads: int
     layers: int
+    steps: Callable[[], int | None] = lambda: None
     records: dict[int, LayerRecord] = field(default_factory=dict)
-    _shape: _Shape | None = None
+    _feed: MaskFeed = field(init=False)
     _plans: PlanCache = field(init=False)
-    _latest: tuple[BlockMask, DualBalancedAttention] | None = None
-    _executors: dict[tuple[int, torch.device], DualBalancedAttention] = field(default_factory=dict)
-    _calls: dict[int, int] = field(default_factory=dict)
+    _size: tuple[tuple[int, int, int], int] | None = None
+    _home: HomeLayout | None = None
+    _versions: dict[int, Hashable] = field(default_factory=dict)
+    _executors: dict[Hashable, _Ready] = field(default_factory=dict)
     _reached: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.strategy.require_world(self.group.size)
+        self._feed = MaskFeed(self.config.mask, self.config.dense, self.heads, self.layers, self.group, self.steps)
         self._plans = PlanCache(self.config.replan_threshold)
 
-    def begin(self, thw: tuple[int, int, int], text_tokens: int = 0) -> HomeLayout:
+    def begin(
+        self,
+        thw: tuple[int, int, int],
+        text_tokens: int = 0,
+        timestep: torch.Tensor | float | None = None,
+        device: torch.device | str = "cpu",
+    ) -> HomeLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
+        timestep: of the denoising, for masks that depend on the step
+        device:   where the group's collectives run
         Text, where the model has it in the same sequence, is sharded apart from video. A new video size drops what was
-        made for the last one. Raises ValueError for a size the mask source refuses.
+        made for the last one. Raises ValueError, on all ranks, for a size the mask source refuses.
         """
-        if self._shape is None or (self._shape.thw, self._shape.text_tokens) != (thw, text_tokens):
-            grid = self.config.mask.grid(MaskRequest(0, self.heads, thw, text_tokens))
+        self._reached.clear()
+        self._feed.begin(thw, text_tokens, timestep)
+        if self._home is None or self._size != (thw, text_tokens):
+            grid = self._feed.grid(torch.device(device))
             require_slots(self.strategy, grid)
-            profile = self._profile(thw, text_tokens) if self.config.home_layout == "learned" else None
-            home = HomeLayout.named(
-                self.config.home_layout, grid, self.strategy, split_text=text_tokens > 0, profile=profile
+            self._home = HomeLayout.named(
+                self.config.home_layout, grid, self.strategy, split_text=text_tokens > 0, profile=self._profile()
             )
-            self._shape = _Shape(thw, text_tokens, grid, home)
+            self._size = thw, text_tokens
             self._plans = PlanCache(self.config.replan_threshold)
-            self._latest = None
+            self._versions.clear()
             self._executors.clear()
             self.records.clear()
-        self._reached.clear()
-        return self._shape.home
+        return self._home
 
     def end(self) -> int:
         """Ends a forward pass. returns: how many layers' attentions it reached."""
@@ -93,67 +96,80 @@ class AttentionSession:
     @property
     def home(self) -> HomeLayout:
         """The layout of the current forward pass."""
-        return self._require_shape().home
+        if self._home is None:
+            raise RuntimeError("attention was reached before the forward pass began; attach db-SP to the transformer")
+        return self._home
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
         """q, k, v: [B, H, shard, D], this rank's tokens, padding included. returns: [B, H, shard, D]."""
-        shape = self._require_shape()
-        executor = self._executors.get((layer, q.device))
-        if executor is None or not self.config.mask.static:
-            mask = self._mask(layer, shape)
-            executor = self._executor(layer, mask, shape, q)
-            self._executors[layer, q.device] = executor
-        self._calls[layer] = self._calls.get(layer, 0) + 1
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        tokens = HomeTokens(q, k, self.home, self.group, scale)
+        ready = self._ready(layer, tokens)
+        self.records[layer] = LayerRecord(ready.attend.plan, ready.density)
         self._reached.add(layer)
-        return executor(q, k, v, scale=scale)
+        if ready.attend.plan.heads == q.shape[1]:
+            return ready.attend(q, k, v, scale=scale)
+        items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has masks of its own, as B·H heads
+        return ready.attend(*items, scale=scale).view(q.shape)
 
-    def _profile(self, thw: tuple[int, int, int], text_tokens: int) -> MaskProfile | None:
-        """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
-        source = self.config.mask
-        if not source.static:
-            return None
-        requests = (MaskRequest(layer, self.heads, thw, text_tokens) for layer in range(self.layers))
-        return MaskProfile.of(source.mask(request) for request in requests)
+    def _ready(self, layer: int, tokens: HomeTokens) -> _Ready:
+        """The executor for this layer's mask: made before, for this layer or another with the same mask, or now."""
+        version = self._feed.version(layer)
+        if version is None:
+            key: Hashable = layer, self._feed.moment.branch
+            self._executors[key] = self._prepare(key, self._feed.mask(layer, tokens), tokens)
+            return self._executors[key]
+        key = version, tokens.q.device
+        outdated = self._versions.get(layer)
+        self._versions[layer] = key
+        if outdated != key and outdated not in self._versions.values():
+            self._executors.pop(outdated, None)
+        if key not in self._executors:
+            self._executors[key] = self._prepare(key, self._feed.mask(layer, tokens), tokens)
+        return self._executors[key]
 
-    def _require_shape(self) -> _Shape:
-        if self._shape is None:
-            raise RuntimeError("attention was reached before the forward pass began; attach db-SP to the transformer")
-        return self._shape
-
-    def _mask(self, layer: int, shape: _Shape) -> BlockMask:
-        request = MaskRequest(layer, self.heads, shape.thw, shape.text_tokens, self._calls.get(layer, 0))
-        return self.config.mask.mask(request)
-
-    def _executor(self, layer: int, mask: BlockMask, shape: _Shape, q: torch.Tensor) -> DualBalancedAttention:
-        if self._latest is not None and self._latest[0] is mask and self._latest[1].device == q.device:
-            executor = self._latest[1]  # layers that share a mask share its plan and tables
-            self.records[layer] = LayerRecord(executor.plan, mask.density)
-            return executor
-        plan = self._plans.plan_for(layer, mask, lambda m: self._make_plan(m, shape.home))
-        self.records[layer] = LayerRecord(plan, mask.density)
-        executor = DualBalancedAttention.prepare(
+    def _prepare(self, key: Hashable, mask: BlockMask, tokens: HomeTokens) -> _Ready:
+        plan = self._plans.plan_for(key, mask, self._make_plan)
+        before = self._executors.get(key)
+        if before is not None and before.attend.device == tokens.q.device and plan.same_route(before.attend.plan):
+            return _Ready(before.attend.for_mask(plan, mask), mask.density)
+        attend = DualBalancedAttention.prepare(
             plan,
             mask,
-            shape.home,
+            self.home,
             self.group,
-            device=q.device,
+            device=tokens.q.device,
             kernel=self.config.kernel,
             debug=self.config.debug,
         )
-        self._latest = mask, executor
-        return executor
+        return _Ready(attend, mask.density)
 
-    def _make_plan(self, mask: BlockMask, home: HomeLayout) -> Plan:
+    def _profile(self) -> MaskProfile | None:
+        """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
+        if self.config.home_layout != "learned":
+            return None
+        masks = self._feed.static_masks()
+        return None if masks is None else MaskProfile.of(masks)
+
+    def _make_plan(self, mask: BlockMask) -> Plan:
         config = self.config
         return make_plan(
             mask,
             self.strategy,
             config.planner,
-            home=home,
+            home=self.home,
             reward=config.reward,
             head_cap=config.head_cap,
             tolerance=config.tolerance,
             exchange_cost=config.exchange_cost,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """An executor and the density of its mask."""
+
+    attend: DualBalancedAttention
+    density: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -13,33 +14,46 @@ from torch import nn
 
 from dbsp_core.architectures import architecture_of
 from dbsp_core.config import ConfigLike, DbspConfig
+from dbsp_core.feed import MaskFeed
+from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, intercept_self_attention
 from dbsp_core.mask import BlockMask
-from dbsp_core.sources import MaskRequest
+from dbsp_core.sources import HomeTokens
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 
 
-def attach_single_process(transformer: nn.Module, config: ConfigLike = None) -> Attachment:
+def attach_single_process(
+    transformer: Any, config: ConfigLike = None, steps: Callable[[], int | None] = lambda: None
+) -> Attachment:
     """Makes the self-attention of a stock diffusers transformer block-sparse, by a dense token mask.
 
+    steps: tells how many denoising steps there will be, for dense.last_steps
     Meant for comparison: it costs as much as dense attention, and more memory. Undone by the result's `detach`.
     """
-    source = DbspConfig.load(config).mask
+    config = DbspConfig.load(config)
     architecture = architecture_of(transformer)
+    blocks = architecture.blocks_of(transformer)
+    heads = transformer.config.num_attention_heads
+    feed = MaskFeed(config.mask, config.dense, heads, len(blocks), SequenceGroup(0, 1), steps)
     attachment = Attachment()
-    grid: dict[str, Any] = {}
+    standing: dict[Hashable, BlockMask] = {}
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        thw, text_tokens = architecture.token_grid(module, inputs)
-        grid.update(thw=thw, text_tokens=text_tokens)
+        feed.begin(*architecture.token_grid(module, inputs), inputs.get("timestep"))
+        standing.clear()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
-        return masked_attention(q, k, v, source.mask(MaskRequest(layer, q.shape[1], **grid)), scale)
+        version, tokens = feed.version(layer), HomeTokens.alone(q, k, scale)
+        if version is None:
+            return masked_attention(q, k, v, feed.mask(layer, tokens), scale)
+        if version not in standing:
+            standing[version] = feed.mask(layer, tokens)
+        return masked_attention(q, k, v, standing[version], scale)
 
     attachment.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
-    for layer, block in enumerate(architecture.blocks_of(transformer)):
+    for layer, block in enumerate(blocks):
         intercept_self_attention(block.get_submodule("attn1"), functools.partial(attend, layer=layer), attachment)
     return attachment
 
@@ -47,8 +61,13 @@ def attach_single_process(transformer: nn.Module, config: ConfigLike = None) -> 
 def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float | None = None
 ) -> torch.Tensor:
-    """torch's attention with the block mask spread over tokens. q, k, v: [B, H, tokens, D]; empty rows give zeros."""
+    """torch's attention with the block mask spread over tokens. Empty rows give zeros.
+
+    q, k, v: [B, H, tokens, D];  mask: of H heads, or of B·H where each item has masks of its own
+    """
     allowed = token_mask(mask).to(q.device)
+    if mask.heads != q.shape[1]:
+        allowed = allowed.unflatten(0, q.shape[:2])
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
     return out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
 

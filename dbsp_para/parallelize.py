@@ -32,18 +32,26 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
     """
     if getattr(pipe, "transformer_2", None) is not None:
         raise ValueError("db-SP runs pipelines with one transformer, this one has two")
-    parallelize_transformer(pipe.transformer, mesh=mesh, config=config)
+    parallelize_transformer(pipe.transformer, mesh=mesh, config=config, steps=lambda: _steps_of(pipe))
     attachment, session = _attached[pipe.transformer]
     share_seeds(pipe, session.group, attachment)
     return pipe
 
 
-def parallelize_transformer(transformer: Any, *, mesh: Any = None, config: ConfigLike = None) -> Any:
+def _steps_of(pipe: Any) -> int | None:
+    timesteps = pipe.scheduler.timesteps
+    return None if timesteps is None else len(timesteps)
+
+
+def parallelize_transformer(
+    transformer: Any, *, mesh: Any = None, config: ConfigLike = None, steps: Callable[[], int | None] = lambda: None
+) -> Any:
     """Shards the sequence over ranks between the first block and the projection, and balances self-attention.
 
     transformer: a diffusers WanTransformer3DModel or CogVideoXTransformer3DModel
     mesh:        para-attn's device mesh with dimensions (batch, ring, ulysses); default: all ranks, Ulysses alone
     config:      a DbspConfig, a mapping, the path of a YAML file, or None; its strategy overrides the mesh's
+    steps:       tells how many denoising steps there will be, for settings that depend on it
     returns:     the transformer
     Raises ValueError for an unknown or already parallelized transformer, or a strategy that does not fit the ranks.
     """
@@ -53,7 +61,7 @@ def parallelize_transformer(transformer: Any, *, mesh: Any = None, config: Confi
     config = DbspConfig.load(config)
     group, strategy = _ranks(mesh)
     heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
-    session = AttentionSession(config, group, config.strategy or strategy, heads, layers)
+    session = AttentionSession(config, group, config.strategy or strategy, heads, layers, steps)
     attachment = Attachment()
     _Sharding(transformer, architecture, session).attach(attachment)
     attachment.set_attribute(transformer, "_is_parallelized", True)  # para-attn looks for it
@@ -106,7 +114,8 @@ class _Sharding:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         thw, text_tokens = self._architecture.token_grid(module, inputs)
-        home = self._session.begin(thw, text_tokens)
+        sample = inputs["hidden_states"]
+        home = self._session.begin(thw, text_tokens, inputs.get("timestep"), sample.device)
         self._text = StreamShards(home, self._session.group, 0, text_tokens)
         self._video = StreamShards(home, self._session.group, text_tokens, home.tokens)
 

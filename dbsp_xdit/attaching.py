@@ -39,7 +39,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     strategy = strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
     group = SequenceGroup.of(get_sp_group().device_group)
     heads, layers = transformer.config.num_attention_heads, len(transformer.blocks)
-    session = AttentionSession(config, group, strategy, heads, layers)
+    session = AttentionSession(config, group, strategy, heads, layers, lambda: _steps_of(pipe))
     attachment = Attachment()
     attachment.hook(transformer.register_forward_pre_hook, _Begin(session), with_kwargs=True)
     for layer, block in enumerate(transformer.blocks):
@@ -62,6 +62,11 @@ def session_of(pipe: Any) -> AttentionSession | None:
     """The session attached to a pipeline's transformer, if any."""
     transformer = getattr(pipe.transformer, "_orig_mod", pipe.transformer)  # as torch.compile wraps it
     return _attached.get(transformer, (None, None))[1]
+
+
+def _steps_of(pipe: Any) -> int | None:
+    timesteps = pipe.scheduler.timesteps
+    return None if timesteps is None else len(timesteps)
 
 
 def _require_wan(pipe: Any) -> None:
@@ -96,7 +101,8 @@ class _Begin:
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sample = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        self._session.begin(_token_grid(sample, module.config.patch_size))
+        timestep = kwargs.get("timestep", args[1] if len(args) > 1 else None)
+        self._session.begin(_token_grid(sample, module.config.patch_size), 0, timestep, sample.device)
 
 
 class _End:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dbsp_para
+from dbsp_core.session import AttentionSession
 from dbsp_core.single import attach_single_process
 from transformers_for_tests import Inputs, make_transformer
 
@@ -41,6 +42,36 @@ def run_para_case(rank: int, world: int, case: ParaCase) -> tuple[float, float]:
         assert fingerprint(transformer) == before, "unparallelize left something behind"
         assert torch.equal(transformer(**inputs.arguments)[0], dense)
     return float((out - expected).abs().max()), float((out - dense).abs().max())
+
+
+def run_sparge_case(rank: int, world: int, case: ParaCase, steps: int = 3) -> list[tuple[float, float, float]]:
+    """A few forward passes whose input is the last one's output, as in denoising, with masks predicted at each.
+
+    returns: per pass, (largest difference from one process, from dense attention, mean density over layers)
+    """
+    transformer = make_transformer(case.model)
+    results = []
+    inputs = Inputs.random(case.model, case.thw, case.batch, case.text_tokens).arguments
+    single = {**inputs}
+    for step in range(steps):
+        inputs["timestep"] = single["timestep"] = torch.full((case.batch,), 900 - 100 * step)
+        with torch.no_grad():
+            dense = transformer(**inputs)[0]
+            attachment = attach_single_process(transformer, case.config)
+            expected = transformer(**single)[0]
+            attachment.detach()
+            dbsp_para.parallelize_transformer(transformer, config=case.config)
+            out = transformer(**inputs)[0]
+            records = session_of(transformer).records
+            dbsp_para.unparallelize(transformer)
+        density = sum(record.density for record in records.values()) / len(records)
+        results.append((float((out - expected).abs().max()), float((out - dense).abs().max()), density))
+        inputs["hidden_states"], single["hidden_states"] = out, expected
+    return results
+
+
+def session_of(transformer: torch.nn.Module) -> AttentionSession:
+    return dbsp_para.parallelize._attached[transformer][1]
 
 
 def run_through_para_attn(rank: int, world: int, ring: int, config: dict[str, Any]) -> float:
@@ -82,7 +113,7 @@ def run_pipeline_case(rank: int, world: int, model: str, folder: str, config: di
     def latents(**options: Any) -> torch.Tensor:
         return pipe(prompt="the sea at dusk", **size, **options).frames
 
-    single = attach_single_process(pipe.transformer, config)
+    single = attach_single_process(pipe.transformer, config, lambda: len(pipe.scheduler.timesteps))
     expected = latents(generator=torch.Generator().manual_seed(3))
     single.detach()
     dbsp_para.parallelize_pipe(pipe, config=config)

@@ -98,7 +98,7 @@ class TestOverrides:
     def test_given_values_replace_and_none_keeps(self):
         config = DbspConfig(planner="contiguous", reward=3.0)
         changed = config.with_overrides(planner=None, reward=0.0, strategy="U2R2", mask={"source": "window"})
-        assert changed == DbspConfig(WindowSource(), Strategy(2, 2), planner="contiguous", reward=0.0)
+        assert changed == DbspConfig(WindowSource(), strategy=Strategy(2, 2), planner="contiguous", reward=0.0)
 
     def test_false_is_a_value(self):
         assert DbspConfig(debug=True).with_overrides(debug=False).debug is False
@@ -114,7 +114,7 @@ class TestOverrides:
 
 MISTAKES = {
     "an unknown key": ({"planer": "paper"}, "unknown key 'planer' in the configuration; did you mean 'planner'?"),
-    "a key unlike any": ({"zzz": 1}, "known keys: mask, strategy, planner"),
+    "a key unlike any": ({"zzz": 1}, "known keys: mask, dense, strategy, planner"),
     "a key that is no text": ({3: 1}, "unknown key 3"),
     "an unknown key of a source": (
         {"mask": {"source": "window", "windw": [1, 1, 1]}},

@@ -8,7 +8,7 @@ import pytest
 
 from dbsp_core import Strategy
 from dbsp_core.tiny import make_tiny
-from para_cases import ParaCase, run_para_case, run_pipeline_case, run_through_para_attn
+from para_cases import ParaCase, run_para_case, run_pipeline_case, run_sparge_case, run_through_para_attn
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
@@ -33,6 +33,33 @@ def test_whole_pipelines_equal_one_process_and_share_their_noise(pool, tmp_path,
     results = pool(3).run(run_pipeline_case, model, folder, {"mask": MASK, "strategy": "U1R3"})
     assert all(difference <= TOLERANCE for difference, _ in results), results
     assert len({total for _, total in results}) == 1
+
+
+@pytest.mark.parametrize(("model", "world"), [("wan", 3), ("wan", 4), ("cogvideox", 2), ("cogvideox", 4)])
+def test_masks_predicted_from_queries_and_keys_equal_one_process(pool, model, world):
+    mask = {"source": "sparge", "cdf": 0.6, "similarity": 0.1, "block_q": 16, "block_k": 8, "dense_text": False}
+    for strategy in Strategy.all_for(world):
+        config = {"mask": mask, "strategy": str(strategy), "debug": True}
+        case = ParaCase(model, thw=(4, 5, 7), config=config, batch=2 if model == "cogvideox" else 1)
+        for rank in pool(world).run(run_sparge_case, case):
+            for difference, from_dense, density in rank:
+                assert difference <= TOLERANCE, (case, rank)
+                assert from_dense > 100 * TOLERANCE, "the mask must matter"
+                assert 0.2 < density < 0.8, rank
+
+
+@pytest.mark.parametrize("model", ["wan", "cogvideox"])
+def test_whole_pipelines_with_predicted_masks_and_dense_ends(pool, tmp_path, model):
+    folder = str(make_tiny(model, tmp_path / model))
+    mask = {"source": "sparge", "cdf": 0.5, "similarity": -1.0, "block_q": 8, "block_k": 8}
+    schedules: tuple[dict, ...] = ({}, {"first_steps": 1}, {"last_steps": 1, "first_layers": 1}, {"first_steps": 9})
+    videos = set()
+    for dense in schedules:
+        config = {"mask": mask, "strategy": "U1R3", "dense": dense}
+        results = pool(3).run(run_pipeline_case, model, folder, config)
+        assert all(difference <= TOLERANCE for difference, _ in results), (dense, results)
+        videos.add(results[0][1])
+    assert len(videos) == len(schedules), "every schedule must make a video of its own"
 
 
 def test_through_para_attn_with_its_mesh(pool):

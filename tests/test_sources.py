@@ -22,7 +22,7 @@ REQUEST = MaskRequest(layer=0, heads=3, thw=(3, 4, 5), text_tokens=7)
 def test_the_mask_is_on_the_grid_that_was_announced(source):
     grid = source.grid(REQUEST)
     mask = source.mask(REQUEST)
-    assert grid == mask.grid == BlockGrid(tokens=67, text_tokens=7, block_q=16, block_k=8)
+    assert grid == mask.grid == BlockGrid(tokens=67, text_tokens=7, block_q=16, block_k=8, thw=(3, 4, 5))
     assert mask.heads == 3
 
 

@@ -66,12 +66,12 @@ def test_every_query_block_has_its_own_place_and_text_is_dense():
 
 def test_same_request_same_bits_whatever_came_before():
     source = SyntheticSource(drift=0.05, block_q=32, block_k=32)
-    later = MaskRequest(3, 12, (7, 13, 9), call=33)
+    later = MaskRequest(3, 12, (7, 13, 9), step=33)
     first = bits(source, later)
     bits(source)
     assert (bits(SyntheticSource(drift=0.05, block_q=32, block_k=32), later) == first).all()
     assert (bits(SyntheticSource(drift=0.05, block_q=32, block_k=32, seed=1), later) != first).any()
-    assert (bits(source, MaskRequest(4, 12, (7, 13, 9), call=33)) != first).any()
+    assert (bits(source, MaskRequest(4, 12, (7, 13, 9), step=33)) != first).any()
 
 
 def test_known_bits():
@@ -132,8 +132,8 @@ def test_layers_share_profiles_as_asked():
 
 def test_drift_changes_masks_slowly_and_without_end():
     source = SyntheticSource(drift=0.02, block_q=16, block_k=16)
-    assert not source.static
-    masks = [bits(source, MaskRequest(0, 12, (7, 13, 9), call=call)) for call in (0, 1, 5, 25, 50, 75)]
+    assert source.varies == "steps"
+    masks = [bits(source, MaskRequest(0, 12, (7, 13, 9), step=call)) for call in (0, 1, 5, 25, 50, 75)]
     changed = [float((mask != masks[0]).mean()) for mask in masks]
     assert changed[0] == 0
     assert 0 < changed[1] < 0.03
@@ -144,8 +144,8 @@ def test_drift_changes_masks_slowly_and_without_end():
 
 def test_without_drift_masks_are_static():
     source = SyntheticSource(block_q=32, block_k=32)
-    assert source.static
-    assert (bits(source) == bits(source, MaskRequest(0, 12, (7, 13, 9), call=7))).all()
+    assert source.varies == "never"
+    assert (bits(source) == bits(source, MaskRequest(0, 12, (7, 13, 9), step=7))).all()
 
 
 @pytest.mark.parametrize("name", PRESETS)

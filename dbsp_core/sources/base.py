@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+import torch
 
 from dbsp_core.grid import BlockGrid
+from dbsp_core.groups import SequenceGroup
+from dbsp_core.home import HomeLayout
 from dbsp_core.mask import BlockMask
 
-__all__ = ["MaskRequest", "MaskSource"]
+__all__ = ["HomeTokens", "MaskRequest", "MaskSource", "Varies"]
+
+Varies = Literal["never", "steps", "calls"]
+"""How often a layer's mask may change: never, from one denoising step to another, or with every q and k."""
 
 
 @dataclass(frozen=True)
 class MaskRequest:
     """One attention that needs a mask.
 
-    thw:  frames, rows and columns of the video's token grid, in token order (t, h, w)
-    call: how often this layer's mask was asked for before, 0 for the first; static sources are asked once
+    thw:    frames, rows and columns of the video's token grid, in token order (t, h, w)
+    step:   the denoising step, 0 for the first
+    branch: which of the passes of one step (classifier-free guidance runs the transformer twice)
     """
 
     layer: int
     heads: int
     thw: tuple[int, int, int]
     text_tokens: int = 0
-    call: int = 0
+    step: int = 0
+    branch: int = 0
 
     @property
     def tokens(self) -> int:
@@ -31,20 +41,55 @@ class MaskRequest:
         return self.text_tokens + frames * height * width
 
 
+@dataclass(frozen=True, eq=False)
+class HomeTokens:
+    """The queries and keys of one attention where they are before the exchange, for masks computed from them.
+
+    q, k:  [B, H, n_local, D], this rank's tokens as `home` lays them out over the ranks of `group`
+    scale: of the scores
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    home: HomeLayout
+    group: SequenceGroup
+    scale: float
+
+    @classmethod
+    def alone(cls, q: torch.Tensor, k: torch.Tensor, scale: float | None = None) -> HomeTokens:
+        """All tokens, in one process."""
+        home = HomeLayout.contiguous(q.shape[2], 1)
+        return cls(q, k, home, SequenceGroup(0, 1), q.shape[-1] ** -0.5 if scale is None else scale)
+
+
 class MaskSource(Protocol):
     """Where masks come from. Every rank asks for the same request and must get the same bits.
 
     Sources are frozen dataclasses: their fields are the keys that may stand beside `source:` in a configuration.
-    static: whether a layer's mask is the same at every call
+    varies: how often a layer's mask may change
     """
 
     @property
-    def static(self) -> bool: ...
+    def varies(self) -> Varies: ...
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        """The block grid of the mask, known before the mask is: home layouts are made from it."""
+        """A block grid of these tokens, known before any mask is: home layouts are made from it.
+
+        The masks' own grids may have other token orders. Raises ValueError when the request does not fit the source.
+        """
         ...
 
-    def mask(self, request: MaskRequest) -> BlockMask:
-        """The mask. Raises ValueError when the request does not fit the source."""
+    def version(self, request: MaskRequest) -> Hashable:
+        """Names the mask: requests of one video size with equal versions get equal masks, which are made once.
+
+        Not asked where masks vary with calls.
+        """
+        ...
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        """The mask, of the request's heads, or of B times as many where each item of a batch has masks of its own.
+
+        tokens: given where masks vary with calls; those may use collectives of `tokens.group`
+        Raises ValueError when the request does not fit the source.
+        """
         ...

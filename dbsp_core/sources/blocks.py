@@ -1,11 +1,12 @@
-"""What most sources share: block sizes, and masks that do not change between calls."""
+"""What most sources share: block sizes, and one mask for all layers and steps."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from dbsp_core.grid import BlockGrid
-from dbsp_core.sources.base import MaskRequest
+from dbsp_core.sources.base import MaskRequest, Varies
 
 __all__ = ["BlockSizes"]
 
@@ -21,8 +22,11 @@ class BlockSizes:
         BlockGrid(1, 0, self.block_q, self.block_k)  # raises for sizes below 1
 
     @property
-    def static(self) -> bool:
-        return True
+    def varies(self) -> Varies:
+        return "never"
+
+    def version(self, request: MaskRequest) -> Hashable:
+        return "all layers"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        return BlockGrid(request.tokens, request.text_tokens, self.block_q, self.block_k)
+        return BlockGrid(request.tokens, request.text_tokens, self.block_q, self.block_k, request.thw)

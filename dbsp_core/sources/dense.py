@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
-from dbsp_core.sources.base import MaskRequest
+from dbsp_core.sources.base import HomeTokens, MaskRequest
 from dbsp_core.sources.blocks import BlockSizes
 
 __all__ = ["DenseSource"]
@@ -17,10 +15,5 @@ __all__ = ["DenseSource"]
 class DenseSource(BlockSizes):
     """All blocks of all heads."""
 
-    def mask(self, request: MaskRequest) -> BlockMask:
-        return _mask(request.heads, self.grid(request))
-
-
-@functools.lru_cache(maxsize=1)  # all layers share one mask, hence one plan
-def _mask(heads: int, grid: BlockGrid) -> BlockMask:
-    return BlockMask.dense(heads, grid)
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        return BlockMask.dense(request.heads, self.grid(request))

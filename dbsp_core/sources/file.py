@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask, MaskFile
-from dbsp_core.sources.base import MaskRequest
+from dbsp_core.sources.base import HomeTokens, MaskRequest, Varies
 
 __all__ = ["FileSource"]
 
@@ -18,7 +19,7 @@ class FileSource:
     """path: a mask file (see `dbsp_core.MaskFile`), with one mask per layer or one for all."""
 
     path: str = ""
-    static: ClassVar[bool] = True
+    varies: ClassVar[Varies] = "never"
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -39,11 +40,9 @@ class FileSource:
             )
         return grid
 
-    def mask(self, request: MaskRequest) -> BlockMask:
-        self.grid(request)
-        return self._shared if not self._file.per_layer else self._file.layer(request.layer)
+    def version(self, request: MaskRequest) -> Hashable:
+        return request.layer if self._file.per_layer else "all layers"
 
-    @cached_property
-    def _shared(self) -> BlockMask:
-        """The one mask of all layers: one object, hence one plan."""
-        return self._file.layer(0)
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        self.grid(request)
+        return self._file.layer(request.layer)

@@ -1,8 +1,9 @@
-"""Seeded synthetic masks: uneven heads with patterns, profiles that heads share, drift from call to call."""
+"""Seeded synthetic masks: uneven heads with patterns, profiles that heads share, drift from step to step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
@@ -11,7 +12,7 @@ import torch
 
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
-from dbsp_core.sources.base import MaskRequest
+from dbsp_core.sources.base import HomeTokens, MaskRequest, Varies
 from dbsp_core.sources.blocks import BlockSizes
 from dbsp_core.sources.draws import Draws
 from dbsp_core.sources.patterns import PATTERNS, Places, always_dense, profile_basis
@@ -37,7 +38,7 @@ class SyntheticSource(BlockSizes):
 
     A block is dense with odds of exp(pattern + row profile + column profile + the head's own level), except that each
     head takes exactly the number of best-scored blocks that its density says. The diagonal and all text are dense,
-    whatever the density. Every (seed, layer, call) has one mask, no matter what was asked for before.
+    whatever the density. Every (seed, layer, step) has one mask, no matter what was asked for before.
     """
 
     preset: str | None = None
@@ -66,12 +67,15 @@ class SyntheticSource(BlockSizes):
         return replace(base, **{name: value for name, value in given.items() if value is not None})
 
     @property
-    def static(self) -> bool:
-        return self.style.drift == 0
+    def varies(self) -> Varies:
+        return "steps" if self.style.drift else "never"
 
-    def mask(self, request: MaskRequest) -> BlockMask:
+    def version(self, request: MaskRequest) -> Hashable:
+        return request.layer, request.step if self.style.drift else 0
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
         grid, style = self.grid(request), self.style
-        draws = Draws(self.seed, style.drift * request.call)
+        draws = Draws(self.seed, style.drift * request.step)
         return BlockMask(torch.from_numpy(_Layer(style, draws, request, grid).bits()), grid)
 
 

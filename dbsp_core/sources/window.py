@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.mask import BlockMask
-from dbsp_core.sources.base import MaskRequest
+from dbsp_core.sources.base import HomeTokens, MaskRequest
 from dbsp_core.sources.blocks import BlockSizes
 
 __all__ = ["WindowSource"]
@@ -32,11 +31,10 @@ class WindowSource(BlockSizes):
         if len(self.window) != 3 or min(self.window) < 1:
             raise ValueError(f"window={self.window} needs three sizes of at least 1: frames, rows, columns")
 
-    def mask(self, request: MaskRequest) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
         return _mask(self.window, request.heads, request.thw, self.grid(request))
 
 
-@functools.lru_cache(maxsize=1)  # all layers share one mask, hence one plan
 def _mask(window: tuple[int, int, int], heads: int, thw: tuple[int, int, int], grid: BlockGrid) -> BlockMask:
     q_low, q_high = _boxes(grid.q_axis, thw, grid.text_tokens)
     k_low, k_high = _boxes(grid.k_axis, thw, grid.text_tokens)

@@ -1,0 +1,92 @@
+"""Which mask each attention of a transformer gets: the source's, or a dense one where the schedule says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from dbsp_core.agreement import on_all_ranks
+from dbsp_core.grid import BlockGrid
+from dbsp_core.groups import SequenceGroup
+from dbsp_core.mask import BlockMask
+from dbsp_core.sources import HomeTokens, MaskRequest, MaskSource
+from dbsp_core.steps import DenseSchedule, Moment, StepCounter
+
+__all__ = ["MaskFeed"]
+
+_DENSE = "dense by schedule"
+
+
+@dataclass
+class MaskFeed:
+    """One transformer's masks. The same answers on every rank, and in the single process that they are compared with.
+
+    steps: tells how many denoising steps there will be, where a host knows
+    """
+
+    source: MaskSource
+    schedule: DenseSchedule
+    heads: int
+    layers: int
+    group: SequenceGroup
+    steps: Callable[[], int | None] = lambda: None
+    moment: Moment = field(default_factory=Moment)
+    _counter: StepCounter = field(default_factory=StepCounter)
+    _thw: tuple[int, int, int] = (0, 0, 0)
+    _text_tokens: int = 0
+
+    def begin(self, thw: tuple[int, int, int], text_tokens: int, timestep: torch.Tensor | float | None) -> None:
+        """Starts a forward pass.
+
+        timestep: of the denoising; read (a host synchronisation) where masks or their plans depend on it
+        """
+        self._thw, self._text_tokens = thw, text_tokens
+        if timestep is not None and (self.source.varies != "never" or self.schedule.by_step):
+            first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
+            self.moment = self._counter.advance(float(first))
+
+    def grid(self, device: torch.device) -> BlockGrid:
+        """The source's grid for this video. Collective: what the source refuses on one rank is refused on all."""
+        return on_all_ranks(self.group, lambda: self.source.grid(self._request(0)), device)
+
+    def version(self, layer: int) -> Hashable | None:
+        """Names the mask of this layer now: equal versions are equal masks. None where it is computed from q and k."""
+        if self._is_dense(layer):
+            return _DENSE
+        return None if self.source.varies == "calls" else (self.source.version(self._request(layer)),)
+
+    def mask(self, layer: int, tokens: HomeTokens) -> BlockMask:
+        """The mask of this layer now. Collective: the same bits on every rank, or ValueError on every rank."""
+        request = self._request(layer)
+        if self._is_dense(layer):
+            return BlockMask.dense(self.heads, self.source.grid(request))
+        if self.source.varies == "calls":
+            return self.source.mask(request, tokens)
+        return on_all_ranks(
+            self.group,
+            lambda: self._fitting(self.source.mask(request)),
+            tokens.q.device,
+            lambda mask: mask.fingerprint,
+            f"the mask of layer {layer}",
+        )
+
+    def static_masks(self) -> list[BlockMask] | None:
+        """The source's masks of all layers; None where they are not known before they are used."""
+        if self.source.varies != "never":
+            return None
+        return [self.source.mask(self._request(layer)) for layer in range(self.layers)]
+
+    def _is_dense(self, layer: int) -> bool:
+        return self.schedule.is_dense(
+            layer, self.layers, self.moment.step, self.steps() if self.schedule.last_steps else None
+        )
+
+    def _request(self, layer: int) -> MaskRequest:
+        return MaskRequest(layer, self.heads, self._thw, self._text_tokens, self.moment.step, self.moment.branch)
+
+    def _fitting(self, mask: BlockMask) -> BlockMask:
+        if mask.heads != self.heads:
+            raise ValueError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
+        return mask

@@ -1,0 +1,62 @@
+"""What the workers run: mask sources that fail, or that answer differently, on one rank only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dbsp_core import BlockGrid, BlockMask, SequenceGroup
+from dbsp_core.config import DbspConfig
+from dbsp_core.feed import MaskFeed
+from dbsp_core.session import AttentionSession
+from dbsp_core.sources import HomeTokens, MaskRequest
+from dbsp_core.sources.blocks import BlockSizes
+from dbsp_core.steps import DenseSchedule
+from dbsp_core.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class OddOneOut(BlockSizes):
+    """Everybody's mask is dense; `rank` does something else: "grid", "mask" (raises), "bits" (differ) or "heads"."""
+
+    rank: int = 0
+    fault: str = "mask"
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        if self._odd("grid"):
+            raise ValueError("the file is broken here")
+        return super().grid(request)
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        if self._odd("mask"):
+            raise ValueError("the file is broken here")
+        mask = BlockMask.dense(request.heads - self._odd("heads"), self.grid(request))
+        if self._odd("bits"):
+            mask.bits[0, 0, 0] = False
+        return mask
+
+    def _odd(self, fault: str) -> bool:
+        return self.fault == fault and dist.get_rank() == self.rank
+
+
+def attend_with(rank: int, world: int, source: BlockSizes) -> None:
+    """One attention; afterwards a collective, which would hang or fail if ranks were not together."""
+    session = AttentionSession(DbspConfig(mask=source), SequenceGroup.of(), Strategy(world, 1), heads=world, layers=1)
+    try:
+        home = session.begin((2, 4, 8))
+        q = torch.ones(1, world, home.shard, 16)
+        session.attend(0, q, q, q)
+    finally:
+        dist.barrier()
+
+
+def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], steps: int) -> list[list[int]]:
+    """By forward pass, the layers that are dense."""
+    feed = MaskFeed(BlockSizes(), schedule, 2, layers, SequenceGroup(0, 1), lambda: steps)
+    dense = []
+    for timestep in timesteps:
+        feed.begin((2, 2, 2), 0, torch.tensor([timestep, timestep]))
+        dense.append([layer for layer in range(layers) if feed.version(layer) == "dense by schedule"])
+    return dense

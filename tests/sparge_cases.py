@@ -1,0 +1,74 @@
+"""What the workers run: SpargeAttn's predictor on tokens that ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from dbsp_core import HomeLayout, SequenceGroup, Strategy, make_plan
+from dbsp_core.sources import HomeTokens, MaskRequest, SpargeSource
+
+RUBBISH = 1e4  # fills padding, which must not be seen
+
+
+@dataclass(frozen=True)
+class SpargeCase:
+    """One prediction. home: a layout's name, or "shuffled" for tokens in no order at all."""
+
+    thw: tuple[int, int, int] = (5, 7, 9)
+    text_tokens: int = 0
+    heads: int = 5
+    batch: int = 1
+    width: int = 16
+    dtype: torch.dtype = torch.float32
+    home: str = "contiguous"
+    settings: dict[str, Any] = field(default_factory=lambda: {"cdf": 0.6, "similarity": 0.35})
+    seed: int = 0
+
+    @property
+    def source(self) -> SpargeSource:
+        return SpargeSource(**{"block_q": 32, "block_k": 16, **self.settings})
+
+    @property
+    def request(self) -> MaskRequest:
+        return MaskRequest(0, self.heads, self.thw, self.text_tokens)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k of all tokens, in canonical order: smooth over the video, so that blocks are alike in part."""
+        rng = np.random.default_rng(self.seed)
+        place = np.indices(self.thw).reshape(3, -1) / 4
+        waves = rng.normal(size=(2, self.batch, self.heads, self.width, 3))
+        phase = rng.uniform(0, 7, (2, self.batch, self.heads, self.width, 1))
+        video = np.sin(waves @ place + phase).swapaxes(-1, -2) * rng.uniform(0.5, 3, (2, 1, self.heads, 1, 1))
+        video += 0.4 * rng.normal(size=video.shape)
+        text = rng.normal(size=(2, self.batch, self.heads, self.text_tokens, self.width))
+        q, k = torch.from_numpy(np.concatenate([text, video], axis=3)).to(self.dtype)
+        return q, k
+
+    def by_head(self) -> tuple[np.ndarray, np.ndarray]:
+        """The same as float64[B·H, N, D]."""
+        q, k = (t.double().flatten(0, 1).numpy() for t in self.tensors())
+        return q, k
+
+
+def predict_together(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int, int]:
+    """(fingerprint of the mask, of the plan) on this rank."""
+    parsed = Strategy.parse(strategy)
+    grid = case.source.grid(case.request)
+    if case.home == "shuffled":
+        order = np.random.default_rng(7).permutation(grid.tokens)
+        home = HomeLayout.from_streams([order], world)
+    else:
+        home = HomeLayout.named(case.home, grid, parsed, split_text=case.text_tokens > 0)
+    mine, places = (torch.from_numpy(a) for a in home.tokens_at(rank))
+    local = []
+    for everywhere in case.tensors():
+        here = torch.full((case.batch, case.heads, home.shard, case.width), RUBBISH, dtype=case.dtype)
+        here[:, :, places] = everywhere[:, :, mine]
+        local.append(here)
+    tokens = HomeTokens(*local, home, SequenceGroup.of(), case.width**-0.5)
+    mask = case.source.mask(case.request, tokens)
+    return mask.fingerprint, make_plan(mask, parsed, home=home).fingerprint

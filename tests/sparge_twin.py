@@ -1,0 +1,63 @@
+"""Our predictor beside xfuser's own Triton one, under Triton's interpreter; run as a program, prints JSON.
+
+xfuser's module is loaded by its file: importing the package needs an accelerator.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from dbsp_core.sources import HomeTokens
+from sparge_cases import SpargeCase
+from sparge_reference import predict
+
+CASES = (
+    SpargeCase((4, 8, 16), heads=6, settings={"block_q": 32, "block_k": 16, "cdf": 0.6, "similarity": 0.2}),
+    SpargeCase((7, 9, 7), heads=4, batch=2, settings={"block_q": 16, "block_k": 32, "cdf": 0.8, "similarity": 0.1}),
+    SpargeCase(
+        (4, 8, 16), heads=4, settings={"block_q": 16, "block_k": 16, "cdf": 0.5, "similarity": -1, "sink": True}
+    ),
+)
+# The twin normalises and multiplies in float16, and sums probabilities in float32.
+SIMILARITY_MARGIN, CDF_MARGIN = 5e-3, 1e-5
+
+
+def xfuser_module() -> ModuleType:
+    (package,) = importlib.util.find_spec("xfuser").submodule_search_locations
+    path = Path(package) / "core" / "sparge_attention" / "block_mask.py"
+    spec = importlib.util.spec_from_file_location("xfuser_block_mask", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compare(twin: ModuleType, case: SpargeCase) -> dict[str, float]:
+    q, k = case.tensors()
+    mask = case.source.mask(case.request, HomeTokens.alone(q, k))
+    source = case.source
+    theirs = twin.get_block_map_meansim(
+        q, k, False, source.block_q, source.block_k, source.similarity, source.cdf, source.sink
+    )
+    different = mask.bits.numpy() != theirs.flatten(0, 1).numpy()
+    _, margins = predict(*case.by_head(), mask.grid, cdf=source.cdf, similarity=source.similarity)
+    similar_k = margins.similar_k.min(axis=1)[:, None, None] < SIMILARITY_MARGIN  # changes the whole row's softmax
+    near = (margins.chosen < CDF_MARGIN) | (margins.similar_q < SIMILARITY_MARGIN)[:, :, None] | similar_k
+    return {
+        "density": mask.density,
+        "blocks": different.size,
+        "different": int(different.sum()),
+        "unexplained": int((different & ~near).sum()),
+        "near": float(np.mean(near)),
+    }
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    module = xfuser_module()
+    print(json.dumps([compare(module, case) for case in CASES]))

@@ -1,0 +1,83 @@
+"""Which mask an attention gets: dense ends, steps and branches told from timesteps, errors on all ranks together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dbsp_core import SequenceGroup
+from dbsp_core.agreement import on_all_ranks
+from dbsp_core.config import DbspConfig
+from dbsp_core.steps import DenseSchedule, Moment, StepCounter
+from feed_cases import OddOneOut, attend_with, dense_moments
+from workers import WorkerError
+
+
+@pytest.mark.parametrize(("world", "odd"), [(2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("grid", "the file is broken here"),
+        ("mask", "the file is broken here"),
+        ("heads", "the mask source gave"),
+        ("bits", "the mask of layer 0 differs on rank(s)"),
+    ],
+)
+def test_a_fault_on_one_rank_raises_on_all(pool, world, odd, fault, message):
+    with pytest.raises(WorkerError) as raised:
+        pool(world).run(attend_with, OddOneOut(16, 16, rank=odd, fault=fault))
+    errors = raised.value.errors
+    assert [rank for rank, *_ in errors] == list(range(world))
+    assert all(kind == "ValueError" and message in text for _, kind, text in errors), errors
+    if fault != "bits":
+        assert all(f"rank(s) [{odd}]" in text for *_, text in errors)
+
+
+def test_without_faults_it_runs(pool):
+    pool(3).run(attend_with, OddOneOut(16, 16, fault="none"))
+
+
+def test_alone_a_problem_is_told_as_it_is():
+    def fail() -> None:
+        raise ValueError("ρ_s is not a number")
+
+    with pytest.raises(ValueError, match=r"^ρ_s is not a number$"):
+        on_all_ranks(SequenceGroup(0, 1), fail, torch.device("cpu"))
+
+
+def test_steps_and_branches_are_told_from_timesteps():
+    counter = StepCounter()
+    moments = [counter.advance(t) for t in (999, 999, 800, 800, 5, 5, 999, 999, 800)]
+    assert moments == [
+        Moment(s, b) for s, b in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0))
+    ]
+
+
+def test_dense_ends():
+    schedule = DenseSchedule(first_steps=1, last_steps=1, first_layers=1, last_layers=2)
+    everything, ends = [0, 1, 2, 3, 4], [0, 3, 4]
+    moments = dense_moments(schedule, 5, [900, 900, 600, 600, 300, 300, 0, 0, 900, 600], steps=4)
+    assert moments == [everything, everything, ends, ends, ends, ends, everything, everything, everything, ends]
+
+
+def test_without_dense_ends_nothing_is_dense():
+    assert dense_moments(DenseSchedule(), 3, [900, 0], steps=2) == [[], []]
+
+
+def test_last_steps_need_the_number_of_steps():
+    with pytest.raises(ValueError, match="attach db-SP to the pipeline"):
+        DenseSchedule(last_steps=1).is_dense(0, 4, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"first_steps": -1}, "dense.first_steps=-1"),
+        ({"fist_steps": 1}, "did you mean 'first_steps'"),
+        ({"first_steps": 1.5}, "must be int"),
+        (3, "a mapping such as"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DbspConfig.load({"dense": settings})

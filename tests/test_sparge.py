@@ -1,0 +1,158 @@
+"""SpargeAttn's predictor: against the paper written out, and the same bits on every number of ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_core import Strategy
+from dbsp_core.config import DbspConfig
+from dbsp_core.sources import HomeTokens, SpargeSource
+from dbsp_core.sources.exchange import _pack, _unpack
+from dbsp_core.sources.pooling import pool, sum_by_block
+from generators import SEEDS, examples
+from sparge_cases import SpargeCase, predict_together
+from sparge_reference import predict
+
+CASES = {
+    "cdf": SpargeCase(),
+    "topk": SpargeCase(settings={"topk": 0.3, "similarity": -1.0}),
+    "text, batch of two": SpargeCase(text_tokens=21, batch=2, thw=(4, 5, 11)),
+    "sink, small blocks": SpargeCase(
+        settings={"cdf": 0.5, "similarity": 0.1, "sink": True, "block_q": 8, "block_k": 24}
+    ),
+    "bfloat16": SpargeCase(dtype=torch.bfloat16),
+    "tiles": SpargeCase(settings={"cdf": 0.7, "similarity": 0.3, "order": "tile:2x4x4"}, thw=(4, 8, 9), heads=2),
+    "everything": SpargeCase(settings={"cdf": 1.0, "similarity": -1.0}),
+}
+
+
+def alone(case):
+    return case.source.mask(case.request, HomeTokens.alone(*case.tensors()))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_follows_the_paper(case):
+    mask = alone(case)
+    settings = {key: value for key, value in case.settings.items() if key in ("cdf", "topk", "similarity", "sink")}
+    expected, margins = predict(*case.by_head(), mask.grid, **settings)
+    different = mask.bits.numpy() != expected
+    # Directions are counted in units of 2^-20: nothing may differ that was not that near to going the other way.
+    near = (margins.chosen < 1e-9) | (margins.similar_q < 1e-5)[:, :, None] | (margins.similar_k < 1e-5)[:, None]
+    assert not (different & ~near).any()
+    assert different.mean() < 0.001
+
+
+def test_the_cases_are_worth_comparing():
+    """Neither full nor empty, with vague blocks and without: or else agreement would mean little."""
+    densities = {name: alone(case).density for name, case in CASES.items()}
+    assert all(0.15 < density < 0.9 for name, density in densities.items() if name != "everything"), densities
+    assert densities["everything"] == 1
+    case = CASES["cdf"]
+    unvague = alone(replace(case, settings={**case.settings, "similarity": -1.0}))
+    assert (alone(case).bits & ~unvague.bits).any()
+
+
+def test_agrees_with_xfusers_own_predictor():
+    if not all(map(importlib.util.find_spec, ("triton", "xfuser"))):
+        pytest.skip("needs triton and xfuser")
+    program = Path(__file__).with_name("sparge_twin.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    for result in json.loads(done.stdout.splitlines()[-1]):
+        assert 0.15 < result["density"] < 0.9
+        assert result["unexplained"] == 0, result
+        assert result["near"] < 0.2, "too many decisions that could go either way: nothing is compared"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "everything"])
+def test_every_number_of_ranks_gives_the_same_bits_and_plans(pool, world, name):
+    strategies = Strategy.all_for(world)
+    for number, home in enumerate(("contiguous", "striped", "shuffled")):
+        case = replace(CASES[name], home=home)
+        strategy = str(strategies[number % len(strategies)])
+        answers = pool(world).run(predict_together, case, strategy)
+        assert {mask for mask, _ in answers} == {alone(case).fingerprint}, (home, strategy)
+        assert len({plan for _, plan in answers}) == 1
+
+
+def test_another_seed_gives_other_bits():
+    case = CASES["cdf"]
+    assert alone(case).fingerprint != alone(replace(case, seed=1)).fingerprint
+
+
+@examples(60)
+@given(st.integers(1, 40), st.integers(1, 33), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), SEEDS)
+def test_sums_are_the_same_however_tokens_are_shared_out(count, width, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(2, 3, count, width, generator=generator) * torch.logspace(-6, 3, count)[:, None]
+    tokens = tokens.to(dtype)
+    block = torch.randint(0, 3, (count,), generator=generator)
+    together = sum_by_block(tokens, block, 3)
+    owner = torch.randint(0, 4, (count,), generator=generator)
+    apart = [sum_by_block(tokens[:, :, owner == rank], block[owner == rank], 3) for rank in range(4)]
+    assert torch.equal(sum(part.values for part in apart), together.values)
+    assert torch.equal(sum(part.directions for part in apart), together.directions)
+
+
+def test_pooling_is_a_mean_and_a_mean_cosine():
+    tokens = torch.randn(1, 1, 10, 8, generator=torch.Generator().manual_seed(0))
+    pooled = pool(sum_by_block(tokens, torch.zeros(10, dtype=torch.long), 1), torch.tensor([10]))
+    unit = torch.nn.functional.normalize(tokens[0, 0].double(), dim=-1)
+    assert torch.allclose(pooled.mean[0, 0, 0], tokens[0, 0].mean(0), atol=1e-7)
+    assert abs(pooled.similarity.item() - float((unit @ unit.T).mean())) < 1e-5
+
+
+def test_values_that_are_not_finite_do_no_harm():
+    """They give a useless video, but the ranks must still agree on a mask."""
+    q, k = CASES["cdf"].tensors()
+    q[0, 0, 0, 0], k[0, 1, 5] = torch.nan, torch.inf
+    first, second = (CASES["cdf"].source.mask(CASES["cdf"].request, HomeTokens.alone(q, k)) for _ in range(2))
+    assert first.fingerprint == second.fingerprint
+
+
+@examples(40)
+@given(st.integers(1, 70), SEEDS)
+def test_bits_survive_packing(count, seed):
+    bits = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.5
+    packed = _pack(bits)
+    assert packed.numpy().tobytes() == np.packbits(bits.numpy(), bitorder="little").tobytes()
+    assert torch.equal(_unpack(packed, count), bits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "either cdf or topk"),
+        ({"cdf": 0.9, "topk": 0.5}, "not both"),
+        ({"cdf": 0.0}, "cdf=0.0 must be above 0"),
+        ({"cdf": 1.1}, "at most 1"),
+        ({"topk": -0.1}, "topk=-0.1"),
+        ({"cdf": float("nan")}, "cdf=nan"),
+        ({"cdf": 0.9, "similarity": 1.5}, "similarity=1.5"),
+        ({"cdf": 0.9, "order": "xyz"}, "unknown token order"),
+        ({"cdf": 0.9, "block_k": 1 << 17}, "at most 65536"),
+        ({"cdf": "much"}, "must be float"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DbspConfig.load({"mask": {"source": "sparge", **settings}})
+
+
+def test_there_is_no_mask_without_queries_and_keys():
+    with pytest.raises(ValueError, match="before a model runs"):
+        SpargeSource(cdf=0.9).mask(SpargeCase().request)
