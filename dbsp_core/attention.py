@@ -95,17 +95,14 @@ class DualBalancedAttention:
         Raises ValueError before any collective when the shapes don't fit.
         """
         self._check(q, k, v)
-        batch, heads, n_local, width = q.shape
+        batch, _, _, width = q.shape
         grid, strategy = self.plan.grid, self.plan.strategy
-        flat_q, flat_k, flat_v = (t.permute(1, 2, 0, 3).reshape(heads * n_local, batch * width) for t in (q, k, v))
-        packed_q, packed_kv = self.route.to_owners(flat_q, flat_k, flat_v, self.group)
-        rows = packed_q.view(-1, grid.block_q, batch, width).permute(2, 0, 1, 3).flatten(0, 1)
-        kv = packed_kv.view(2, -1, grid.block_k, batch, width).permute(0, 3, 1, 2, 4).contiguous()
+        packed_q, packed_kv = self.route.to_owners(q, k, v, self.group)
+        rows = packed_q.view(-1, grid.block_q, width)
+        kv = packed_kv.view(2, batch, -1, grid.block_k, width)
         scale = width**-0.5 if scale is None else scale
         out = ring_attention(rows, kv, self.tables, strategy, self.group, scale, self.kernel, self.whole)
-        packed_out = out.view(batch, -1, width).transpose(0, 1).reshape(-1, batch * width)
-        home = self.route.to_homes(packed_out, self.group)
-        return home.view(heads, n_local, batch, width).permute(2, 0, 1, 3)
+        return self.route.to_homes(out.view(batch, -1, width), q, self.group)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         problem = self._problem(q, k, v)

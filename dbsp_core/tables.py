@@ -38,8 +38,8 @@ class PeriodTable:
 
     bits: uint8[Rq, ceil(width / 8)], base: int32[Rq]: row r attends to packed block base[r] + j where bit j is set
     kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short
-    order: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its rows run, and
-           no long row starts last, while the rest of the chip waits for it
+    order: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its rows run,
+           and no long row starts last, while the rest of the chip waits for it
     kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in the slot, at most; block_k: tokens
     """
 
@@ -58,8 +58,8 @@ class PeriodTable:
         if batch == 1:
             return KernelTable(index, self.kv_count, self.kv_len, self.kv_full, self.order)
         copies = torch.arange(batch, dtype=torch.int32, device=self.order.device)[:, None] * len(self.order)
-        repeated = (t.repeat(batch) for t in (self.kv_count, self.kv_len, self.kv_full))
-        return KernelTable(index, *repeated, order=(self.order + copies).flatten())
+        count, length, full = (t.repeat(batch) for t in (self.kv_count, self.kv_len, self.kv_full))
+        return KernelTable(index, count, length, full, (self.order + copies).flatten())
 
 
 def build_tables(plan: Plan, mask: BlockMask, rank: int, device: torch.device) -> tuple[PeriodTable, ...]:
