@@ -154,7 +154,7 @@ class _Pieces:
         return np.concatenate(places)
 
     def packed(self, source: int, blocks: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        """Packed places of the pieces that come from `source`, all of head 0. blocks: (head, block) of each packed block
+        """Packed places of the pieces that come from `source`, of head 0. blocks: (head, block) of each packed block
 
         The last piece of a short block has the zeros behind it that fill the block.
         """

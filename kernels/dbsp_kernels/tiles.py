@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Tiles", "padded", "tiles_for"]
+__all__ = ["HOPPER", "Tiles", "padded", "tiles_for"]
 
 HOPPER = 90
 

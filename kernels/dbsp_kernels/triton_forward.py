@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dbsp_kernels.merge import Running
 from dbsp_kernels.tiles import HOPPER, Tiles, padded, tiles_for
 
-__all__ = ["forward_kernel", "triton_attention"]
+__all__ = ["capability_of", "forward_kernel", "triton_attention"]
 
 LOG2_E = 1 / math.log(2)
 
@@ -176,7 +176,7 @@ def triton_attention(
     if rows == 0:
         return out, lse
     interpreted = not q.is_cuda
-    capability = HOPPER if interpreted else _capability(q.device)
+    capability = HOPPER if interpreted else capability_of(q.device)
     tiles = tiles or tiles_for(block_q, block_k, width, q.dtype, capability)
     if copy_engine is None:
         copy_engine = capability >= HOPPER and not interpreted
@@ -209,7 +209,8 @@ def _destination(q: torch.Tensor, running: Running | None, out_dtype: torch.dtyp
     return torch.empty(q.shape, device=q.device, dtype=dtype), lse
 
 
-def _capability(device: torch.device) -> int:
+def capability_of(device: torch.device) -> int:
+    """90 for Hopper."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
