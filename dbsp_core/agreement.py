@@ -36,22 +36,30 @@ def on_all_ranks(
     return result  # type: ignore[return-value]  # agree raised where there is none
 
 
-def agree(group: SequenceGroup, problem: str | None, mark: int, device: torch.device, complaint: str) -> None:
-    """Raises ValueError on all ranks when any of them has a problem, or a mark that most don't have. Collective.
+def agree(
+    group: SequenceGroup,
+    problem: str | None,
+    mark: int,
+    device: torch.device,
+    complaint: str,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raises on all ranks when any of them has a problem, or a mark that most don't have. Collective.
 
     complaint: about marks that differ, with {} for the ranks
+    error:     what is raised
     """
     states = group.gather_integers([int(problem is None), mark], device)
     failed = [rank for rank, (fine, _) in enumerate(states) if not fine]
     if failed:
         texts = _gather_texts(group, problem or "", device)
         where = "" if len(failed) == group.size else f"rank(s) {failed}: "
-        raise ValueError(where + texts[failed[0]])
+        raise error(where + texts[failed[0]])
     marks = [mark for _, mark in states]
     usual = max(marks, key=marks.count)
     differing = [rank for rank, mark in enumerate(marks) if mark != usual]
     if differing:
-        raise ValueError(complaint.format(differing))
+        raise error(complaint.format(differing))
 
 
 def _gather_texts(group: SequenceGroup, text: str, device: torch.device) -> list[str]:

@@ -20,6 +20,7 @@ from dbsp_kernels import KERNELS
 
 __all__ = ["DTYPES", "ConfigLike", "DbspConfig"]
 
+PLANNING = ("auto", "immediate", "lagged")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 ConfigLike = Union["DbspConfig", Mapping[str, Any], str, os.PathLike, None]
@@ -40,6 +41,8 @@ class DbspConfig:
     tolerance:        ρ_s at which planner "dbsp" is content; None: 1.002 for Ulysses alone, 1.005 with a ring
     exchange_cost:    what exchanging all of Q, K, V once costs in units of ρ_s, for planner "dbsp" to weigh
     replan_threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this
+    planning:         "immediate" plans from each call's own mask, "lagged" one call behind, without waiting; "auto" is
+                      lagged for masks computed from queries and keys
     kernel:           "auto" or a kernel's name
     dtype:            in which a local checkpoint is loaded; auto is bfloat16 on an accelerator, float32 without
     report:           folder for report.json and balance.png, or None
@@ -56,6 +59,7 @@ class DbspConfig:
     tolerance: float | None = None
     exchange_cost: float = 0.0
     replan_threshold: float = 1.10
+    planning: str = "auto"
     kernel: str = "auto"
     dtype: str = "auto"
     report: str | None = None
@@ -72,6 +76,7 @@ class DbspConfig:
         if self.home is not None:
             _require("home", self.home, tuple(HOME_ORDERS))
         _require("kernel", self.kernel, ("auto", *KERNELS))
+        _require("planning", self.planning, PLANNING)
         _require("dtype", self.dtype, DTYPES)
         PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost)
         if not self.replan_threshold >= 1:

@@ -6,6 +6,7 @@ peers within the same group. So there is nothing to build when the strategy chan
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,13 @@ class SequenceGroup:
             return cls(0, 1)
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
+    def control(self) -> SequenceGroup:
+        """The same ranks in a gloo group of their own, for threads that must not disturb this group's collectives.
+
+        Collective at the first call.
+        """
+        return _control_group(self)
+
     def all_to_all(
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> torch.Tensor:
@@ -84,3 +92,12 @@ class SequenceGroup:
         """Every rank's integers (below 2^63), by rank: for checks that all ranks must decide alike."""
         mine = torch.tensor(values, dtype=torch.int64, device=device)
         return [rank_values.tolist() for rank_values in self.all_gather(mine)]
+
+
+@functools.lru_cache(maxsize=16)
+def _control_group(group: SequenceGroup) -> SequenceGroup:
+    if group.group is None:
+        return group
+    ranks = dist.get_process_group_ranks(group.group)
+    control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return SequenceGroup(group.rank, group.size, control)

@@ -56,8 +56,8 @@ class MaskProfile:
         queries: np.ndarray | float = 0.0
         keys: np.ndarray | float = 0.0
         for mask in masks:
-            queries = queries + _per_token(mask.grid.q_axis, mask.row_counts(), mask.grid)
-            keys = keys + _per_token(mask.grid.k_axis, mask.column_counts(), mask.grid)
+            queries = queries + _per_token(mask.grid.q_axis, mask.counts.rows, mask.grid)
+            keys = keys + _per_token(mask.grid.k_axis, mask.counts.columns, mask.grid)
         return cls(np.asarray(queries), np.asarray(keys))
 
 

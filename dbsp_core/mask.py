@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from dbsp_core.counting import MaskCounts
 from dbsp_core.files import write_atomically
 from dbsp_core.grid import BlockGrid
 
@@ -79,17 +80,10 @@ class BlockMask:
         columns = torch.from_numpy(old.k_axis.block_of[new.k_axis.starts]).to(self.bits.device)
         return BlockMask(self.bits[:, rows][:, :, columns], grid)
 
-    def row_counts(self) -> np.ndarray:
-        """int64[H, nq]: dense blocks per (head, query block), the work of each row."""
-        return self._counts(along=1)
-
-    def column_counts(self) -> np.ndarray:
-        """int64[H, nk]: rows that need each (head, KV block)."""
-        return self._counts(along=0)
-
-    def _counts(self, along: int) -> np.ndarray:
-        """Head by head: torch widens what it sums to int64 first, eight times the bits of all heads."""
-        return torch.stack([head.sum(dim=along) for head in self.bits]).cpu().numpy()
+    @cached_property
+    def counts(self) -> MaskCounts:
+        """Dense blocks by row, column and slot."""
+        return MaskCounts(self.bits)
 
 
 class MaskFile:

@@ -12,11 +12,11 @@ import numpy as np
 
 from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.home import HomeLayout
-from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts, row_cells
+from dbsp_core.imbalance import imbalance_ratio
 from dbsp_core.mask import BlockMask
 from dbsp_core.order import CANONICAL
 from dbsp_core.partition.baselines import level_residents, resident_parts, stay_at_home
-from dbsp_core.planners import Assignment, PlannerInput, PlannerSettings, require_planner
+from dbsp_core.planners import PlannerInput, PlannerSettings, require_planner
 from dbsp_core.strategy import Strategy
 
 __all__ = ["Plan", "can_cut", "make_plan", "require_slots"]
@@ -58,6 +58,11 @@ class Plan:
     @property
     def rho_before(self) -> float:
         return imbalance_ratio(self.work_before)
+
+    @property
+    def density(self) -> float:
+        """Share of blocks that are dense."""
+        return int(self.work.sum()) / (self.heads * self.grid.nq * self.grid.nk)
 
     @cached_property
     def head_columns(self) -> np.ndarray:
@@ -107,9 +112,9 @@ class Plan:
         mask = mask.refined(self.grid)
         return replace(
             self,
-            work=_work(mask, (self.q_owner, self.kv_slot), self.strategy),
+            work=mask.counts.work(self.q_owner, self.kv_slot, self.strategy),
             work_before=before,
-            rho_bound=require_planner(self.planner).bound(mask.row_counts(), mask.column_counts(), self.strategy),
+            rho_bound=require_planner(self.planner).bound(mask.counts.rows, mask.counts.columns, self.strategy),
             plan_ms=0.0,
         )
 
@@ -154,9 +159,9 @@ def make_plan(
     before = _baseline(mask, strategy)
     if chosen.refines:
         mask = mask.refined(_cut(mask.grid, strategy.ring))
-    grid, rows, columns = mask.grid, mask.row_counts(), mask.column_counts()
+    grid, rows, columns = mask.grid, mask.counts.rows, mask.counts.columns
     q_home, k_home = _resident_rings(home, mask, strategy)
-    count_cells = _Stopwatch(lambda slots: row_cells(mask.bits.cpu().numpy(), slots, strategy.ring))
+    count_cells = _Stopwatch(lambda slots: mask.counts.cells(slots, strategy.ring))
     given = PlannerInput(
         strategy=strategy,
         rows=rows,
@@ -175,7 +180,7 @@ def make_plan(
         grid=grid,
         q_owner=q_owner,
         kv_slot=kv_slot,
-        work=_work(mask, (q_owner, kv_slot), strategy),
+        work=mask.counts.work(q_owner, kv_slot, strategy),
         work_before=before,
         rho_bound=chosen.bound(rows, columns, strategy, settings.head_cap),
         moved=_moved(q_owner, kv_slot, strategy, grid, home),
@@ -203,7 +208,7 @@ def _baseline(mask: BlockMask, strategy: Strategy) -> np.ndarray:
     grid = mask.grid
     home = HomeLayout.contiguous(grid.tokens, strategy.world)
     homes = _resident_rings(home, mask, strategy)
-    return _work(mask, stay_at_home(mask.heads, *homes, strategy.ulysses), strategy)
+    return mask.counts.work(*stay_at_home(mask.heads, *homes, strategy.ulysses), strategy)
 
 
 def _resident_rings(home: HomeLayout, mask: BlockMask, strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
@@ -241,12 +246,6 @@ def _cut(grid: BlockGrid, parts: int) -> BlockGrid:
             "cannot be cut so evenly; use another block size or strategy"
         )
     return grid.resized(grid.block_q // parts, grid.block_k // parts)
-
-
-def _work(mask: BlockMask, assignment: Assignment, strategy: Strategy) -> np.ndarray:
-    """int64[y, P]: b(i, g) of Eq. 1."""
-    bits = mask.bits.cpu().numpy()
-    return period_counts(cell_counts(bits, *assignment, strategy.world, strategy.ring), strategy.ulysses)
 
 
 def _moved(q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy, grid: BlockGrid, home: HomeLayout) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from dbsp_core.files import write_atomically
-from dbsp_core.session import LayerRecord
+from dbsp_core.plan import Plan
 
 __all__ = ["LayerReport", "RunReport", "balance_picture", "layer_reports"]
 
@@ -77,22 +77,22 @@ class RunReport:
         return f"{self.seconds:.1f} s; final latents against one process: {compared}"
 
 
-def layer_reports(records: Mapping[int, LayerRecord]) -> tuple[LayerReport, ...]:
+def layer_reports(records: Mapping[int, Plan]) -> tuple[LayerReport, ...]:
     """The numbers of every layer that ran, by layer."""
     return tuple(
         LayerReport(
             layer=layer,
             density=record.density,
-            rho_before=record.plan.rho_before,
-            rho=record.plan.rho,
-            rho_bound=record.plan.rho_bound,
-            moved=record.plan.moved,
+            rho_before=record.rho_before,
+            rho=record.rho,
+            rho_bound=record.rho_bound,
+            moved=record.moved,
         )
         for layer, record in sorted(records.items())
     )
 
 
-def balance_picture(records: Mapping[int, LayerRecord]) -> bytes:
+def balance_picture(records: Mapping[int, Plan]) -> bytes:
     """PNG: per layer, the dense blocks of each rank before (contiguous) and after, ρ_s above. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -102,8 +102,8 @@ def balance_picture(records: Mapping[int, LayerRecord]) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 1, sharex=True, sharey=True)
     rows = (
-        (axes[0], "before: contiguous", [records[i].plan.work_before for i in layers]),
-        (axes[1], f"after: {records[layers[0]].plan.planner}", [records[i].plan.work for i in layers]),
+        (axes[0], "before: contiguous", [records[i].work_before for i in layers]),
+        (axes[1], f"after: {records[layers[0]].planner}", [records[i].work for i in layers]),
     )
     for axis, title, work in rows:
         totals = np.array([periods.sum(axis=0) for periods in work])
@@ -115,7 +115,7 @@ def balance_picture(records: Mapping[int, LayerRecord]) -> bytes:
         middle = np.arange(len(layers))
         axis.hlines(totals.mean(axis=1), middle - 0.45, middle + 0.45, "black", "dotted")
         for index, layer in enumerate(layers):
-            plan = records[layer].plan
+            plan = records[layer]
             rho = plan.rho_before if axis is axes[0] else plan.rho
             axis.annotate(
                 f"ρ_s {rho:.3f}", (index, totals[index].max()), (0, 4), textcoords="offset points", ha="center", size=8

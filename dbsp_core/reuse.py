@@ -1,14 +1,50 @@
-"""Keeping plans while they are good enough (paper §4.2.1, threshold P_s)."""
+"""Keeping plans while they are good enough (paper §4.2.1, threshold P_s), and making new ones behind the scenes."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
+
+from dbsp_core.agreement import agree
+from dbsp_core.background import Background
+from dbsp_core.groups import SequenceGroup
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan
 
-__all__ = ["PlanCache"]
+__all__ = ["LaggedPlanCache", "PlanCache", "ReuseCounters"]
+
+MakePlan = Callable[[BlockMask], Plan]
+
+
+@dataclass
+class ReuseCounters:
+    """What became of plans.
+
+    calls:     attentions asked for
+    replans:   plans made
+    judged:    masks whose ρ_s under the plan in use is known
+    rho_used:  its sum over those, and `worst_used` its maximum
+    rho_bound: sum over the same of the ρ_s that no plan can beat
+    """
+
+    calls: int = 0
+    replans: int = 0
+    judged: int = 0
+    rho_used: float = 0.0
+    worst_used: float = 1.0
+    rho_bound: float = 0.0
+
+    def judge(self, plan: Plan) -> None:
+        """Takes note of a plan with the numbers of the mask it was used for."""
+        self.judged += 1
+        self.rho_used += plan.rho
+        self.worst_used = max(self.worst_used, plan.rho)
+        self.rho_bound += plan.rho_bound
 
 
 @dataclass
@@ -17,22 +53,115 @@ class PlanCache:
 
     An attention is a layer's, and a guidance branch's where branches have masks of their own. Whether to keep a plan
     follows from the mask's bits and the kept plan alone, which all ranks share: no rank can decide otherwise than the
-    others.
+    others. Every call waits for its mask to be counted.
     """
 
     threshold: float
-    calls: int = 0
-    replans: int = 0
-    _plans: dict[Hashable, Plan] = field(default_factory=dict)
+    counters: ReuseCounters = field(default_factory=ReuseCounters)
+    latest: dict[Hashable, Plan] = field(default_factory=dict)
+    """By attention, its plan with the numbers of the mask it was last used for."""
 
-    def plan_for(self, key: Hashable, mask: BlockMask, make: Callable[[BlockMask], Plan]) -> Plan:
-        """The kept plan if it still serves, else make(mask)."""
-        self.calls += 1
-        kept = self._plans.get(key)
-        if kept is not None and kept.heads == mask.heads and kept.grid.refines(mask.grid):
-            reused = kept.reused_for(mask)
-            if reused.rho <= self.threshold:
-                return reused
-        self.replans += 1
-        self._plans[key] = make(mask)
-        return self._plans[key]
+    def plan_for(self, key: Hashable, mask: BlockMask, make: MakePlan) -> Plan:
+        """The kept plan if it still serves, else make(mask); with this mask's numbers."""
+        self.counters.calls += 1
+        plan = self.latest.get(key)
+        reused = plan.reused_for(mask) if plan is not None and _fits(plan, mask) else None
+        if reused is None or reused.rho > self.threshold:
+            self.counters.replans += 1
+            reused = make(mask)
+        self.counters.judge(reused)
+        self.latest[key] = reused
+        return reused
+
+    def settle(self) -> None:
+        """Nothing is ever pending."""
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """used: the plan in use with the numbers of the mask it was used for;  next: the plan for the next call"""
+
+    used: Plan
+    next: Plan
+
+
+@dataclass
+class LaggedPlanCache:
+    """As `PlanCache`, one call behind: a call uses the plan that was settled for the last one, and never waits for its
+    own mask to be counted.
+
+    While a call computes, a thread judges its mask under the plan in use, makes a new plan where ρ_s is above
+    `threshold`, and compares notes with the other ranks over a process group of its own. The next call of that
+    attention adopts the outcome, waiting for it if it is late: so all ranks change plans at the same call. What went
+    wrong in the thread, on any rank, is raised at that call on every rank. An attention's first call plans at once.
+    """
+
+    threshold: float
+    group: SequenceGroup
+    counters: ReuseCounters = field(default_factory=ReuseCounters)
+    latest: dict[Hashable, Plan] = field(default_factory=dict)
+    _plans: dict[Hashable, Plan] = field(default_factory=dict)
+    _pending: dict[Hashable, Future[_Verdict]] = field(default_factory=dict)
+    _background: Background = field(default_factory=Background)
+    _side_streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.group.control()  # here, in the calling thread: making a group is a collective
+
+    def plan_for(self, key: Hashable, mask: BlockMask, make: MakePlan) -> Plan:
+        """The plan in force for this call; its numbers are those of the mask it was made for.
+
+        Raises RuntimeError on every rank when planning failed, or plans differed, on any.
+        """
+        self.counters.calls += 1
+        self._adopt(key)
+        plan = self._plans.get(key)
+        if plan is None or not _fits(plan, mask):
+            self.counters.replans += 1
+            plan = self._plans[key] = make(mask)
+        ready = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
+        current = plan
+        self._pending[key] = self._background.submit(lambda: self._judge(current, mask, make, ready))
+        return plan
+
+    def settle(self) -> None:
+        """Waits for what is pending, so that counters and `latest` cover every call."""
+        for key in list(self._pending):
+            self._adopt(key)
+
+    def _adopt(self, key: Hashable) -> None:
+        pending = self._pending.pop(key, None)
+        if pending is not None:
+            verdict = pending.result()
+            self.counters.judge(verdict.used)
+            self.counters.replans += verdict.next is not verdict.used
+            self.latest[key], self._plans[key] = verdict.used, verdict.next
+
+    def _judge(self, plan: Plan, mask: BlockMask, make: MakePlan, ready: torch.cuda.Event | None) -> _Verdict:
+        """In the thread. Collective on the control group."""
+        problem, verdict = None, None
+        try:
+            with self._beside(mask.bits.device, ready):
+                used = plan.reused_for(mask)
+                verdict = _Verdict(used, used if used.rho <= self.threshold else make(mask))
+        except Exception:
+            problem = f"planning failed:\n{traceback.format_exc()}"
+        mark = verdict.next.fingerprint if verdict is not None else 0
+        complaint = "the plan differs on rank(s) {}; all ranks must compute the same masks"
+        agree(self.group.control(), problem, mark, torch.device("cpu"), complaint, RuntimeError)
+        if verdict is None:
+            raise RuntimeError(problem)
+        return verdict
+
+    def _beside(self, device: torch.device, ready: torch.cuda.Event | None) -> AbstractContextManager[object]:
+        """A stream of the thread's own, behind the mask alone: what else the device computes is not waited for."""
+        if ready is None:
+            return nullcontext()
+        if device not in self._side_streams:
+            self._side_streams[device] = torch.cuda.Stream(device)
+        self._side_streams[device].wait_event(ready)
+        return torch.cuda.stream(self._side_streams[device])
+
+
+def _fits(plan: Plan, mask: BlockMask) -> bool:
+    return plan.heads == mask.heads and plan.grid.refines(mask.grid)

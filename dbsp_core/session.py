@@ -14,19 +14,11 @@ from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, make_plan, require_slots
-from dbsp_core.reuse import PlanCache
+from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReuseCounters
 from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
 
-__all__ = ["AttentionSession", "LayerRecord"]
-
-
-@dataclass(frozen=True, eq=False)
-class LayerRecord:
-    """What was last done for a layer."""
-
-    plan: Plan
-    density: float
+__all__ = ["AttentionSession"]
 
 
 @dataclass
@@ -46,19 +38,18 @@ class AttentionSession:
     heads: int
     layers: int
     steps: Callable[[], int | None] = lambda: None
-    records: dict[int, LayerRecord] = field(default_factory=dict)
     _feed: MaskFeed = field(init=False)
-    _plans: PlanCache = field(init=False)
+    _plans: PlanCache | LaggedPlanCache = field(init=False)
     _size: tuple[tuple[int, int, int], int] | None = None
     _home: HomeLayout | None = None
-    _versions: dict[int, Hashable] = field(default_factory=dict)
-    _executors: dict[Hashable, _Ready] = field(default_factory=dict)
+    _keys: dict[int, Hashable] = field(default_factory=dict)
+    _executors: dict[Hashable, DualBalancedAttention] = field(default_factory=dict)
     _reached: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.strategy.require_world(self.group.size)
         self._feed = MaskFeed(self.config.mask, self.config.dense, self.heads, self.layers, self.group, self.steps)
-        self._plans = PlanCache(self.config.replan_threshold)
+        self._plans = self._plan_cache()
 
     def begin(
         self,
@@ -83,10 +74,9 @@ class AttentionSession:
                 self.config.home_layout, grid, self.strategy, split_text=text_tokens > 0, profile=self._profile()
             )
             self._size = thw, text_tokens
-            self._plans = PlanCache(self.config.replan_threshold)
-            self._versions.clear()
+            self._plans = self._plan_cache()
+            self._keys.clear()
             self._executors.clear()
-            self.records.clear()
         return self._home
 
     def end(self) -> int:
@@ -106,36 +96,51 @@ class AttentionSession:
         """q, k, v: [B, H, shard, D], this rank's tokens, padding included. returns: [B, H, shard, D]."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         tokens = HomeTokens(q, k, self.home, self.group, scale)
-        ready = self._ready(layer, tokens)
-        self.records[layer] = LayerRecord(ready.attend.plan, ready.density)
+        executor = self._executor(layer, tokens)
         self._reached.add(layer)
-        if ready.attend.plan.heads == q.shape[1]:
-            return ready.attend(q, k, v, scale=scale)
+        if executor.plan.heads == q.shape[1]:
+            return executor(q, k, v, scale=scale)
         items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has masks of its own, as B·H heads
-        return ready.attend(*items, scale=scale).view(q.shape)
+        return executor(*items, scale=scale).view(q.shape)
 
-    def _ready(self, layer: int, tokens: HomeTokens) -> _Ready:
-        """The executor for this layer's mask: made before, for this layer or another with the same mask, or now."""
+    @property
+    def records(self) -> dict[int, Plan]:
+        """By layer, its plan with the numbers of the mask that it was last used for. Waits for pending plans."""
+        self._plans.settle()
+        return {layer: self._plans.latest[key] for layer, key in sorted(self._keys.items())}
+
+    @property
+    def reuse(self) -> ReuseCounters:
+        """How often plans were kept, for this size of video."""
+        self._plans.settle()
+        return self._plans.counters
+
+    def _executor(self, layer: int, tokens: HomeTokens) -> DualBalancedAttention:
+        """For this layer's mask: made before, for this layer or another with the same mask, or now."""
         version = self._feed.version(layer)
         if version is None:
             key: Hashable = layer, self._feed.moment.branch
             self._executors[key] = self._prepare(key, self._feed.mask(layer, tokens), tokens)
-            return self._executors[key]
-        key = version, tokens.q.device
-        outdated = self._versions.get(layer)
-        self._versions[layer] = key
-        if outdated != key and outdated not in self._versions.values():
-            self._executors.pop(outdated, None)
-        if key not in self._executors:
-            self._executors[key] = self._prepare(key, self._feed.mask(layer, tokens), tokens)
+        else:
+            key = version, tokens.q.device
+            self._drop_outdated(layer, key)
+            if key not in self._executors:
+                self._executors[key] = self._prepare(key, self._feed.mask(layer, tokens), tokens)
+        self._keys[layer] = key
         return self._executors[key]
 
-    def _prepare(self, key: Hashable, mask: BlockMask, tokens: HomeTokens) -> _Ready:
+    def _drop_outdated(self, layer: int, key: Hashable) -> None:
+        """Forgets the executor of a mask that this layer has no more, and no other layer has."""
+        outdated = self._keys.pop(layer, None)
+        if outdated != key and outdated not in self._keys.values():
+            self._executors.pop(outdated, None)
+
+    def _prepare(self, key: Hashable, mask: BlockMask, tokens: HomeTokens) -> DualBalancedAttention:
         plan = self._plans.plan_for(key, mask, self._make_plan)
         before = self._executors.get(key)
-        if before is not None and before.attend.device == tokens.q.device and plan.same_route(before.attend.plan):
-            return _Ready(before.attend.for_mask(plan, mask), mask.density)
-        attend = DualBalancedAttention.prepare(
+        if before is not None and before.device == tokens.q.device and plan.same_route(before.plan):
+            return before.for_mask(plan, mask)
+        return DualBalancedAttention.prepare(
             plan,
             mask,
             self.home,
@@ -144,7 +149,13 @@ class AttentionSession:
             kernel=self.config.kernel,
             debug=self.config.debug,
         )
-        return _Ready(attend, mask.density)
+
+    def _plan_cache(self) -> PlanCache | LaggedPlanCache:
+        planning = self.config.planning
+        if planning == "auto":
+            planning = "lagged" if self.config.mask.varies == "calls" else "immediate"
+        threshold = self.config.replan_threshold
+        return LaggedPlanCache(threshold, self.group) if planning == "lagged" else PlanCache(threshold)
 
     def _profile(self) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
@@ -165,11 +176,3 @@ class AttentionSession:
             tolerance=config.tolerance,
             exchange_cost=config.exchange_cost,
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _Ready:
-    """An executor and the density of its mask."""
-
-    attend: DualBalancedAttention
-    density: float

@@ -15,8 +15,8 @@ def test_counts_and_density_by_hand():
     bits = np.array([[[1, 1], [1, 0], [0, 0]], [[0, 1], [0, 1], [0, 1]]], dtype=bool)
     mask = BlockMask(bits, GRID)
     assert mask.heads == 2
-    assert mask.row_counts().tolist() == [[2, 1, 0], [1, 1, 1]]
-    assert mask.column_counts().tolist() == [[2, 1], [0, 3]]
+    assert mask.counts.rows.tolist() == [[2, 1, 0], [1, 1, 1]]
+    assert mask.counts.columns.tolist() == [[2, 1], [0, 3]]
     assert mask.density == 0.5
 
 

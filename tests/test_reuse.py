@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from dbsp_core import BlockGrid, BlockMask, make_plan
-from dbsp_core.reuse import PlanCache
-
-GRID = BlockGrid.uniform(8 * 16, 16)
-
-
-def mask_of(*work: int, grid: BlockGrid = GRID) -> BlockMask:
-    """Heads with so many dense blocks, from the top left on."""
-    bits = np.zeros((len(work), grid.nq * grid.nk), dtype=bool)
-    for head, dense in zip(bits, work, strict=True):
-        head[:dense] = True
-    return BlockMask(bits.reshape(-1, grid.nq, grid.nk), grid)
+from dbsp_core import BlockGrid, BlockMask, SequenceGroup, make_plan
+from dbsp_core.config import DbspConfig
+from dbsp_core.reuse import LaggedPlanCache, PlanCache
+from dbsp_core.session import AttentionSession
+from dbsp_core.sources import SpargeSource, WindowSource
+from dbsp_core.strategy import Strategy
+from reuse_cases import mask_of, plan_where_one_rank_goes_wrong
+from workers import WorkerError
 
 
 def plan_u2(mask: BlockMask):
@@ -43,7 +38,7 @@ def test_a_plan_is_kept_up_to_the_threshold_with_the_numbers_of_the_new_mask(cac
     kept = cache.plan_for(0, AT_THRESHOLD, plan_u2)
     assert kept.fingerprint == first.fingerprint
     assert kept.rho == 1.25
-    assert (cache.calls, cache.replans) == (3, 1)
+    assert (cache.counters.calls, cache.counters.replans) == (3, 1)
 
 
 def test_above_the_threshold_a_new_plan_is_made_and_kept_from_then_on(cache):
@@ -51,14 +46,14 @@ def test_above_the_threshold_a_new_plan_is_made_and_kept_from_then_on(cache):
     assert plan.fingerprint == plan_u2(ABOVE).fingerprint != plan_u2(FIRST).fingerprint
     assert plan.rho == 9 / 8
     assert cache.plan_for(0, ABOVE, plan_u2).fingerprint == plan.fingerprint
-    assert (cache.calls, cache.replans) == (3, 2)
+    assert (cache.counters.calls, cache.counters.replans) == (3, 2)
 
 
 def test_every_layer_has_a_plan_of_its_own(cache):
     cache.plan_for(1, AT_THRESHOLD, plan_u2)
     assert cache.plan_for(0, FIRST, plan_u2).fingerprint == plan_u2(FIRST).fingerprint
     assert cache.plan_for(1, AT_THRESHOLD, plan_u2).fingerprint == plan_u2(AT_THRESHOLD).fingerprint
-    assert (cache.calls, cache.replans) == (4, 2)
+    assert (cache.counters.calls, cache.counters.replans) == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +62,87 @@ def test_every_layer_has_a_plan_of_its_own(cache):
 def test_another_grid_or_number_of_heads_needs_a_new_plan(cache, mask):
     plan = cache.plan_for(0, mask, plan_u2)
     assert (plan.grid, plan.heads) == (mask.grid, mask.heads)
-    assert cache.replans == 2
+    assert cache.counters.replans == 2
+
+
+class TestLagged:
+    """One process: what a call adopts was settled at the call before."""
+
+    @pytest.fixture
+    def lagged(self):
+        return LaggedPlanCache(1.25, SequenceGroup(0, 1))
+
+    def test_the_first_call_plans_at_once(self, lagged):
+        assert lagged.plan_for(0, FIRST, plan_u2).fingerprint == plan_u2(FIRST).fingerprint
+
+    def test_a_new_plan_is_adopted_one_call_later(self, lagged):
+        masks = [FIRST, ABOVE, ABOVE, ABOVE, FIRST]
+        plans = [lagged.plan_for(0, mask, plan_u2).fingerprint for mask in masks]
+        old, new = plan_u2(FIRST).fingerprint, plan_u2(ABOVE).fingerprint
+        assert old != new
+        assert plans == [old, old, new, new, new]
+
+    def test_counters_cover_every_call_once_settled(self, lagged):
+        for mask in (FIRST, ABOVE, ABOVE):
+            lagged.plan_for(0, mask, plan_u2)
+        lagged.settle()
+        counters = lagged.counters
+        assert (counters.calls, counters.replans, counters.judged) == (3, 2, 3)
+        assert counters.rho_used == 1.0 + 1.375 + 9 / 8
+        assert counters.worst_used == 1.375
+        assert lagged.latest[0].rho == 9 / 8
+
+    def test_at_the_threshold_the_plan_is_kept(self, lagged):
+        for mask in (FIRST, AT_THRESHOLD, FIRST):
+            plan = lagged.plan_for(0, mask, plan_u2)
+        assert plan.fingerprint == plan_u2(FIRST).fingerprint
+        assert lagged.counters.replans == 1
+
+    def test_attentions_do_not_mix(self, lagged):
+        for _ in range(2):
+            lagged.plan_for("cond", FIRST, plan_u2)
+            lagged.plan_for("uncond", ABOVE, plan_u2)
+        lagged.settle()
+        assert lagged.latest["cond"].rho == 1.0
+        assert lagged.latest["uncond"].rho == 9 / 8
+        assert lagged.counters.replans == 2
+
+    def test_what_went_wrong_is_raised_at_the_next_call_with_its_traceback(self, lagged):
+        lagged.plan_for(0, FIRST, plan_u2)
+
+        def fail(mask: BlockMask):
+            raise ZeroDivisionError("no planner today")
+
+        lagged.plan_for(0, ABOVE, fail)
+        with pytest.raises(RuntimeError, match=r"(?s)planning failed.*Traceback.*no planner today"):
+            lagged.plan_for(0, ABOVE, plan_u2)
+
+
+@pytest.mark.parametrize(("world", "odd"), [(2, 0), (3, 2)])
+@pytest.mark.parametrize(("fault", "message"), [("raises", "no planner today"), ("differs", "the plan differs on")])
+def test_a_planner_that_goes_wrong_on_one_rank_is_raised_on_all(pool, world, odd, fault, message):
+    with pytest.raises(WorkerError) as raised:
+        pool(world).run(plan_where_one_rank_goes_wrong, odd, fault)
+    errors = raised.value.errors
+    assert [rank for rank, *_ in errors] == list(range(world))
+    assert all(kind == "RuntimeError" and message in text for _, kind, text in errors), errors
+
+
+def test_ranks_that_agree_go_on(pool):
+    answers = pool(3).run(plan_where_one_rank_goes_wrong, 1, "nothing")
+    assert all(answer == answers[0] for answer in answers)
+    assert len(set(answers[0])) == 2  # the first call's mask for two calls, then the second's
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"mask": SpargeSource(cdf=0.9)}, LaggedPlanCache),
+        ({"mask": SpargeSource(cdf=0.9), "planning": "immediate"}, PlanCache),
+        ({"mask": WindowSource()}, PlanCache),
+        ({"mask": WindowSource(), "planning": "lagged"}, LaggedPlanCache),
+    ],
+)
+def test_masks_from_queries_and_keys_are_planned_one_call_behind(settings, kind):
+    session = AttentionSession(DbspConfig(**settings), SequenceGroup(0, 1), Strategy(1, 1), heads=2, layers=1)
+    assert type(session._plans) is kind

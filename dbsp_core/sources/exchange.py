@@ -5,6 +5,8 @@ A block that lies whole on one rank is sent as its mean and similarity; of one c
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +15,11 @@ import torch
 from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout
+from dbsp_core.order import CANONICAL
 from dbsp_core.partition.baselines import contiguous_heads
 from dbsp_core.sources.base import HomeTokens
-from dbsp_core.sources.pooling import BlockSums, Pooled, pool, sum_by_block
+from dbsp_core.sources.pooling import Pooled, pool
+from dbsp_kernels.pooling import sum_tokens
 
 __all__ = ["gather_bits", "heads_of", "pool_own_heads", "traffic"]
 
@@ -30,15 +34,13 @@ def pool_own_heads(tokens: HomeTokens, grid: BlockGrid) -> tuple[Pooled, Pooled]
 
     returns: of q and of k, mean float32[B, Hs, blocks, D] and similarity float32[B, Hs, blocks]
     """
-    standing = None if grid.common_order is None else grid.standing(grid.common_order)
-    sides = tuple(
-        _Side.of(tensor, tokens.home, axis, standing, tokens.group)
-        for tensor, axis in ((tokens.q, grid.q_axis), (tokens.k, grid.k_axis))
-    )
-    whole = _to_deciders([side.whole_rows() for side in sides], tokens.group, [side.whole for side in sides])
-    cut = _to_deciders([side.cut_rows() for side in sides], tokens.group, [side.cut for side in sides])
-    pooled = [side.assemble(w, c) for side, w, c in zip(sides, whole, cut, strict=True)]
-    return pooled[0], pooled[1]
+    group = tokens.group
+    shared = [_Sharing.of(tokens.home, grid, side) for side in ("q", "k")]
+    rows = [s.pool(tensor, group.rank) for s, tensor in zip(shared, (tokens.q, tokens.k), strict=True)]
+    whole = _to_deciders([r[0] for r in rows], [s.whole for s in shared], group)
+    cut = _to_deciders([r[1] for r in rows], [s.cut for s in shared], group)
+    q, k = (s.assemble(w, c) for s, w, c in zip(shared, whole, cut, strict=True))
+    return q, k
 
 
 def gather_bits(mine: torch.Tensor, heads: int, group: SequenceGroup) -> torch.Tensor:
@@ -55,60 +57,59 @@ def gather_bits(mine: torch.Tensor, heads: int, group: SequenceGroup) -> torch.T
 
 def traffic(home: HomeLayout, grid: BlockGrid, heads: int, width: int, batch: int = 1) -> int:
     """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and the other heads' bits."""
-    standing = None if grid.common_order is None else grid.standing(grid.common_order)
-    most = -(-heads // home.world)
-    received = 0
-    for axis in (grid.q_axis, grid.k_axis):
-        whole, cut = _blocks_by_rank(home, axis, standing)
-        pieces = sum(len(blocks) for blocks in whole) * 4 * (width + 1) + sum(map(len, cut)) * 16 * width
-        received += batch * most * pieces
+    most, others = -(-heads // home.world), home.world - 1
+    sides = [_Sharing.of(home, grid, side) for side in ("q", "k")]
+    whole = sum(len(blocks) for side in sides for blocks in side.whole) * 4 * (width + 1)
+    cut = sum(len(blocks) for side in sides for blocks in side.cut) * 16 * width
     bits = -(-batch * most * grid.nq * grid.nk // 8)
-    return received * (home.world - 1) // home.world + (home.world - 1) * bits
+    return batch * most * (whole + cut) * others // home.world + others * bits
 
 
 @dataclass(frozen=True, eq=False)
-class _Side:
-    """Queries or keys. whole, cut: by rank, the blocks that it has all of, and those that it shares with others."""
+class _Sharing:
+    """How the blocks of queries or of keys lie over the ranks.
 
-    sums: BlockSums
-    own_whole: Pooled
+    whole, cut: by rank, int64, the blocks that it has all tokens of, and those that it has some of
+    """
+
+    home: HomeLayout
+    axis: BlockAxis
+    standing: np.ndarray
     whole: tuple[np.ndarray, ...]
     cut: tuple[np.ndarray, ...]
-    axis: BlockAxis
-    group: SequenceGroup
 
     @classmethod
-    def of(
-        cls,
-        tensor: torch.Tensor,
-        home: HomeLayout,
-        axis: BlockAxis,
-        standing: np.ndarray | None,
-        group: SequenceGroup,
-    ) -> _Side:
-        whole, cut = _blocks_by_rank(home, axis, standing)
-        own = np.concatenate([whole[group.rank], cut[group.rank]])
-        place, block = _tokens_here(home, axis, standing, group.rank)
-        number = np.zeros(len(axis), dtype=np.int64)
+    @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
+    def of(cls, home: HomeLayout, grid: BlockGrid, side: str) -> _Sharing:
+        axis = grid.q_axis if side == "q" else grid.k_axis
+        standing = grid.standing(grid.common_order or CANONICAL)
+        tokens = np.zeros((home.world, len(axis)), dtype=np.int64)
+        np.add.at(tokens, (home.rank[standing], axis.block_of), 1)
+        whole = tuple(np.flatnonzero(mine == axis.lengths) for mine in tokens)
+        cut = tuple(np.flatnonzero((mine > 0) & (mine < axis.lengths)) for mine in tokens)
+        return cls(home, axis, standing, whole, cut)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
+    def places(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """For `sum_tokens`: places of the rank's tokens, whole blocks first, and where each block's begin."""
+        mine = np.flatnonzero(self.home.rank[self.standing] == rank)
+        block = self.axis.block_of[mine]
+        own = np.concatenate([self.whole[rank], self.cut[rank]])
+        number = np.zeros(len(self.axis), dtype=np.int64)
         number[own] = np.arange(len(own))
-        device = tensor.device
-        here = tensor.index_select(2, torch.from_numpy(place).to(device))
-        sums = sum_by_block(here, torch.from_numpy(number[block]).to(device), len(own))
-        complete = len(whole[group.rank])
-        lengths = torch.from_numpy(axis.lengths[whole[group.rank]]).to(device)
-        ready = pool(BlockSums(sums.values[:, :, :complete], sums.directions[:, :, :complete]), lengths)
-        rest = BlockSums(sums.values[:, :, complete:], sums.directions[:, :, complete:])
-        return cls(rest, ready, whole, cut, axis, group)
+        order = np.argsort(number[block], kind="stable")
+        first = np.searchsorted(number[block][order], np.arange(len(own) + 1))
+        place = self.home.local[self.standing[mine[order]]]
+        return torch.from_numpy(place).to(device), torch.from_numpy(first).to(device)
 
-    def whole_rows(self) -> torch.Tensor:
-        """float32[B, H, own whole blocks, D + 1]: means and similarities."""
-        return torch.cat([self.own_whole.mean, self.own_whole.similarity[..., None]], dim=-1)
+    def pool(self, tokens: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32[B, H, own whole blocks, D + 1], means and similarities; int64[B, H, own cut blocks, 2·D], sums."""
+        values, directions = sum_tokens(tokens, *self.places(rank, tokens.device))
+        complete = len(self.whole[rank])
+        whole = self._rows(values[:, :, :complete], directions[:, :, :complete], self.whole[rank])
+        return whole, torch.cat([values[:, :, complete:], directions[:, :, complete:]], dim=-1)
 
-    def cut_rows(self) -> torch.Tensor:
-        """int64[B, H, own cut blocks, 2·D]: sums."""
-        return torch.cat([self.sums.values, self.sums.directions], dim=-1)
-
-    def assemble(self, whole: list[torch.Tensor], cut: list[torch.Tensor]) -> Pooled:
+    def assemble(self, whole: Sequence[torch.Tensor], cut: Sequence[torch.Tensor]) -> Pooled:
         """All blocks of this rank's heads. whole, cut: what every rank sent, by rank"""
         batch, heads, _, width = whole[0].shape
         rows = whole[0].new_zeros(batch, heads, len(self.axis), width)
@@ -116,62 +117,43 @@ class _Side:
             rows[:, :, torch.from_numpy(blocks).to(rows.device)] = part
         shared = np.unique(np.concatenate(self.cut))
         if len(shared):
-            sums = cut[0].new_zeros(batch, heads, len(shared), 2 * (width - 1))
+            sums = cut[0].new_zeros(batch, heads, len(shared), cut[0].shape[-1])
             for blocks, part in zip(self.cut, cut, strict=True):
                 sums.index_add_(2, torch.from_numpy(np.searchsorted(shared, blocks)).to(sums.device), part)
-            lengths = torch.from_numpy(self.axis.lengths[shared]).to(sums.device)
-            pooled = pool(BlockSums(*sums.chunk(2, dim=-1)), lengths)
-            joined = torch.cat([pooled.mean, pooled.similarity[..., None]], dim=-1)
-            rows[:, :, torch.from_numpy(shared).to(rows.device)] = joined
+            values, directions = sums.chunk(2, dim=-1)
+            rows[:, :, torch.from_numpy(shared).to(rows.device)] = self._rows(values, directions, shared)
         return Pooled(rows[..., :-1], rows[..., -1])
 
-
-def _blocks_by_rank(
-    home: HomeLayout, axis: BlockAxis, standing: np.ndarray | None
-) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """By rank, the blocks that it has all tokens of, and those that it has some of. int64 each"""
-    rank = home.rank if standing is None else home.rank[standing]
-    tokens = np.zeros((home.world, len(axis)), dtype=np.int64)
-    np.add.at(tokens, (rank, axis.block_of), 1)
-    whole = tuple(np.flatnonzero(mine == axis.lengths) for mine in tokens)
-    cut = tuple(np.flatnonzero((mine > 0) & (mine < axis.lengths)) for mine in tokens)
-    return whole, cut
-
-
-def _tokens_here(
-    home: HomeLayout, axis: BlockAxis, standing: np.ndarray | None, rank: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """(place, block) of this rank's tokens, int64 each."""
-    token = np.arange(home.tokens) if standing is None else standing
-    here = home.rank[token] == rank
-    return home.local[token[here]], axis.block_of[here]
+    def _rows(self, values: torch.Tensor, directions: torch.Tensor, blocks: np.ndarray) -> torch.Tensor:
+        """float32[..., D + 1]: means and similarities of these blocks."""
+        pooled = pool(values, directions, torch.from_numpy(self.axis.lengths[blocks]).to(values.device))
+        return torch.cat([pooled.mean, pooled.similarity[..., None]], dim=-1)
 
 
 def _to_deciders(
-    rows: list[torch.Tensor], group: SequenceGroup, blocks: list[tuple[np.ndarray, ...]]
+    rows: Sequence[torch.Tensor], blocks: Sequence[tuple[np.ndarray, ...]], group: SequenceGroup
 ) -> list[list[torch.Tensor]]:
-    """Sends each rank the rows of its heads, q's and k's in one exchange.
+    """Sends each rank the rows of its heads, q's and k's in one exchange. Collective.
 
     rows:    per side, [B, H, this rank's blocks, W]
     blocks:  per side, by rank, its blocks
     returns: per side, by source rank, [B, Hs, that rank's blocks, W]
     """
     batch, heads, _, width = rows[0].shape
-    shares = [len(heads_of(rank, heads, group.size)) for rank in range(group.size)]
+    ranks = range(group.size)
+    shares = [len(heads_of(rank, heads, group.size)) for rank in ranks]
     counts = [[len(of_rank) for of_rank in side] for side in blocks]
+    mine = shares[group.rank]
     if not any(map(sum, counts)):
-        return [[side[:, : shares[group.rank]] for _ in range(group.size)] for side in rows]
+        return [[side[:, :mine] for _ in ranks] for side in rows]
     parts = [side.split(shares, dim=1) for side in rows]
-    sent = torch.cat([part[rank].reshape(-1, width) for rank in range(group.size) for part in parts])
+    sent = torch.cat([part[rank].reshape(-1, width) for rank in ranks for part in parts])
     send = [batch * share * sum(side[group.rank] for side in counts) for share in shares]
-    mine = batch * shares[group.rank]
-    receive = [mine * sum(side[rank] for side in counts) for rank in range(group.size)]
-    received = group.all_to_all(sent, receive, send).split([mine * c[r] for r in range(group.size) for c in counts])
+    pieces = [batch * mine * side[rank] for rank in ranks for side in counts]
+    receive = [sum(pieces[rank * len(rows) : (rank + 1) * len(rows)]) for rank in ranks]
+    received = group.all_to_all(sent, receive, send).split(pieces)
     return [
-        [
-            received[rank * len(rows) + side].view(batch, shares[group.rank], counts[side][rank], width)
-            for rank in range(group.size)
-        ]
+        [received[rank * len(rows) + side].view(batch, mine, counts[side][rank], width) for rank in ranks]
         for side in range(len(rows))
     ]
 

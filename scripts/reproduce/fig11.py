@@ -66,7 +66,14 @@ def replans_and_rho(
 def _row(planner: str, cache: PlanCache, rho: list[float], layers: int) -> Row:
     published = f"{FIG_11['replans']} (fitted)" if cache.threshold == FIG_11["threshold"] else "–"
     return Row(
-        planner, cache.threshold, cache.replans / layers, published, float(np.mean(rho)), max(rho), LABEL, layers
+        planner,
+        cache.threshold,
+        cache.counters.replans / layers,
+        published,
+        float(np.mean(rho)),
+        max(rho),
+        LABEL,
+        layers,
     )
 
 

@@ -1,0 +1,44 @@
+"""What the workers run: plans made behind the scenes, which go wrong on one rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
+from dbsp_core.reuse import LaggedPlanCache
+
+GRID = BlockGrid.uniform(8 * 16, 16)
+
+
+def mask_of(*work: int, grid: BlockGrid = GRID) -> BlockMask:
+    """Heads with so many dense blocks, from the top left on."""
+    bits = np.zeros((len(work), grid.nq * grid.nk), dtype=bool)
+    for head, dense in zip(bits, work, strict=True):
+        head[:dense] = True
+    return BlockMask(bits.reshape(-1, grid.nq, grid.nk), grid)
+
+
+def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list[int]:
+    """Three calls whose masks ask for new plans. returns: fingerprints of the plans they got."""
+    cache = LaggedPlanCache(1.0, SequenceGroup.of())
+    wrong = False
+
+    def make(mask: BlockMask) -> Plan:
+        if wrong and fault == "raises":
+            raise ZeroDivisionError("no planner today")
+        planner = "contiguous" if wrong and fault == "differs" else "snake"
+        return make_plan(mask, f"U{world}R1", planner)
+
+    fingerprints = []
+    try:
+        for call in range(3):
+            mask = mask_of(*np.random.default_rng(call).integers(1, 60, 2 * world))
+            wrong = wrong or (call == 1 and rank == odd)
+            fingerprints.append(cache.plan_for("layer", mask, make).fingerprint)
+            dist.all_reduce(torch.ones(1))  # the main group goes on meanwhile
+    finally:
+        dist.barrier()
+    cache.settle()
+    return fingerprints
