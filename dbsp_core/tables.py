@@ -14,8 +14,9 @@ from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan
 from dbsp_kernels import WholeHeads
 from dbsp_kernels.rows import expand_rows, pack_bits
+from dbsp_kernels.transfer import to_device
 
-__all__ = ["KernelTable", "PeriodTable", "build_tables", "to_device", "whole_heads"]
+__all__ = ["KernelTable", "PeriodTable", "build_tables", "whole_heads"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +113,3 @@ def whole_heads(plan: Plan, rank: int) -> WholeHeads | None:
     if plan.strategy.ring > 1 or plan.split_heads or not only_the_last_is_short:
         return None
     return WholeHeads(len(plan.rows_of(rank)[0]) // grid.nq, grid.tokens)
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device; from pinned memory, so that the host need not wait for what the device is doing."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -13,6 +13,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from dbsp_kernels.transfer import to_device
+
 __all__ = ["COLUMNS", "Runs", "copy_runs"]
 
 SLICED = 16  # tokens a run from which on the CPU copies run by run, rather than by index
@@ -35,10 +37,7 @@ class Runs:
         """columns: int[n, 6] on the host; runs in which there is nothing to write are left out."""
         size = columns[:, 4:].sum(axis=1)
         kept = np.ascontiguousarray(columns[size > 0], dtype=np.int32)
-        table = torch.from_numpy(kept)
-        if device.type == "cuda":  # pinned, so that the host need not wait for what the device is doing
-            table = table.pin_memory().to(device, non_blocking=True)
-        return cls(table, float(size.sum()) / max(1, len(kept)))
+        return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
 
     @cached_property
     def entries(self) -> list[list[int]]:

@@ -41,7 +41,7 @@ def tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype, capabi
         return Tiles(min(block_q, 64), min(block_k, 16), warps=4, stages=2 if width <= 128 else 1)
     if width > 128:
         return Tiles(min(block_q, 64), min(block_k, 32), warps=4, stages=2 if width <= 256 else 1)
-    if capability < HOPPER:
+    if capability // 10 not in (9, 10):  # consumer GPUs, of 12.0 too, have 99 KB
         queries = min(block_q, 128)
         return Tiles(queries, min(block_k, 64), warps=8 if queries == 128 else 4, stages=2)
     if block_q < 128:

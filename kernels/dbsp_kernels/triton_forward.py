@@ -179,7 +179,7 @@ def triton_attention(
     capability = HOPPER if interpreted else capability_of(q.device)
     tiles = tiles or tiles_for(block_q, block_k, width, q.dtype, capability)
     if copy_engine is None:
-        copy_engine = capability >= HOPPER and not interpreted
+        copy_engine = capability >= HOPPER and q.itemsize == 2 and not interpreted
     copy_engine = copy_engine and _copyable(k) and _copyable(v)
     tile_d = padded(width)
     k_source, v_source = (_described(t, tiles.keys, tile_d) if copy_engine else t for t in (k, v))
