@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
+import interpreter  # noqa: F401  before anything else imports triton
 from workers import WorkerPool
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, so before any test imports it
 
 
 @pytest.fixture(scope="session")

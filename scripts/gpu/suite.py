@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--out", default=os.environ.get("OUT", "out/gpu"), help="folder for kernels.json")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--minutes", type=float, default=8.5, help="measuring stops after so long, all parts together")
+    parser.add_argument("--commit", default="", help="what the report names, where the checkout has no git history")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on the CPU, in Triton's interpreter")
     args = parser.parse_args()
     start = time.monotonic()
@@ -35,7 +36,7 @@ def main() -> int:
     if not args.dry_run and not torch.cuda.is_available():
         print("scripts/gpu_suite needs a CUDA device; try it out with --dry-run", file=sys.stderr)
         return 2
-    report: dict[str, Any] = {"dry_run": args.dry_run, **environment()}
+    report: dict[str, Any] = {"dry_run": args.dry_run, **environment(args.commit)}
     # Tests that need a GPU skip themselves in a dry run: that they can be collected is what it checks.
     if "tests" in args.parts:
         report["tests"] = pytest_run([], limit=150)
@@ -54,13 +55,14 @@ def main() -> int:
     return int(failed)
 
 
-def environment() -> dict[str, Any]:
+def environment(commit: str) -> dict[str, Any]:
     import numpy
     import torch
     import triton
 
     git = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    if not commit and shutil.which("git"):
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else "CPU, Triton's interpreter",
