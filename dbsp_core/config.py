@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -150,7 +151,7 @@ _IN_WORDS = {
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """`value` as YAML gives it, for a field of type `hint`. Nested settings are checked by their own class."""
-    options = get_args(hint) if get_origin(hint) not in (None, tuple) else (hint,)
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
     for option in options:
@@ -168,10 +169,25 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             return value
         if option is MaskSource and (isinstance(value, Mapping) or hasattr(value, "mask")):
             return value
-        if get_origin(option) is tuple and isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
+        if get_origin(option) is Mapping and isinstance(value, Mapping):
+            return dict(value)
+        if get_origin(option) is tuple and _is_list_of(get_args(option)[0], value):
             return tuple(value)
-    wanted = " or ".join(_IN_WORDS.get(o, getattr(o, "__name__", str(o))) for o in options if o is not type(None))
+    wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
     raise ValueError(f"{where} must be {wanted}, got {value!r}")
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(element) is kind for element in value)
+
+
+def _in_words(option: Any) -> str:
+    """What a value of that type is called."""
+    if get_origin(option) is tuple:
+        return f"a list of {get_args(option)[0].__name__}"
+    if get_origin(option) is Mapping:
+        return "a mapping"
+    return _IN_WORDS.get(option, getattr(option, "__name__", str(option)))
 
 
 def _require(key: str, value: str, choices: tuple[str, ...]) -> None:

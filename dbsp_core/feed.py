@@ -64,19 +64,28 @@ class MaskFeed:
             return BlockMask.dense(self.heads, self.source.grid(request))
         if self.source.varies == "calls":
             return self.source.mask(request, tokens)
+        return self._agreed(layer, tokens.q.device)
+
+    def static_masks(self, device: torch.device) -> list[BlockMask] | None:
+        """The source's masks of all layers; None where they are not known before they are used.
+
+        Collective, like `mask`, before the first of them is used: home layouts made from them must be equal too.
+        """
+        if self.source.varies != "never":
+            return None
+        versions = [self.source.version(self._request(layer)) for layer in range(self.layers)]
+        masks = {version: self._agreed(versions.index(version), device) for version in dict.fromkeys(versions)}
+        return [masks[version] for version in versions]
+
+    def _agreed(self, layer: int, device: torch.device) -> BlockMask:
+        """The mask of this layer from a source that does not look at q and k. Collective."""
         return on_all_ranks(
             self.group,
-            lambda: self._fitting(self.source.mask(request)),
-            tokens.q.device,
+            lambda: self._fitting(self.source.mask(self._request(layer))),
+            device,
             lambda mask: mask.fingerprint,
             f"the mask of layer {layer}",
         )
-
-    def static_masks(self) -> list[BlockMask] | None:
-        """The source's masks of all layers; None where they are not known before they are used."""
-        if self.source.varies != "never":
-            return None
-        return [self.source.mask(self._request(layer)) for layer in range(self.layers)]
 
     def _is_dense(self, layer: int) -> bool:
         return self.schedule.is_dense(

@@ -138,7 +138,8 @@ class HomeLayout:
         if name not in HOME_ORDERS:
             raise ValueError(f"unknown home layout {name!r}; use one of {', '.join(HOME_ORDERS)}")
         video = np.arange(grid.text_tokens if split_text else 0, grid.tokens)
-        streams = [HOME_ORDERS[name](video, grid, strategy, profile)]
+        # A ring of one rank has all tokens: no order is better than another, and hosts are spared the permutation.
+        streams = [HOME_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]
         if split_text:
             streams.insert(0, np.arange(grid.text_tokens))
         return cls.from_streams(streams, strategy.world)

@@ -81,6 +81,7 @@ def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: A
     """
     forward = attention.forward
 
+    @torch.compiler.disable  # one break a block: inside the mode, torch.compile breaks at every other call
     @functools.wraps(forward)
     def intercepted(*args: Any, **kwargs: Any) -> Any:
         mode = _Intercept(attend)

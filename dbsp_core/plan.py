@@ -32,6 +32,7 @@ class Plan:
     rho, rho_before: ρ_s of this plan, and of the contiguous plan on the contiguous home layout
     rho_bound:       ρ_s that no plan of this granularity can beat
     moved:           share of Q, K, V elements whose owner's ring rank is not their home's
+    head_cap:        see `dbsp_core.planners.PlannerSettings`
     plan_ms:         time from counts to owners and slots, milliseconds; counting blocks is not in it
     grid:            the mask's, or for planner "burst" one whose blocks are parts of the mask's
     """
@@ -46,6 +47,7 @@ class Plan:
     rho_bound: float
     moved: float
     plan_ms: float
+    head_cap: bool = False
 
     @property
     def heads(self) -> int:
@@ -114,7 +116,9 @@ class Plan:
             self,
             work=mask.counts.work(self.q_owner, self.kv_slot, self.strategy),
             work_before=before,
-            rho_bound=require_planner(self.planner).bound(mask.counts.rows, mask.counts.columns, self.strategy),
+            rho_bound=require_planner(self.planner).bound(
+                mask.counts.rows, mask.counts.columns, self.strategy, self.head_cap
+            ),
             plan_ms=0.0,
         )
 
@@ -185,6 +189,7 @@ def make_plan(
         rho_bound=chosen.bound(rows, columns, strategy, settings.head_cap),
         moved=_moved(q_owner, kv_slot, strategy, grid, home),
         plan_ms=seconds * 1e3,
+        head_cap=settings.head_cap,
     )
 
 

@@ -51,6 +51,7 @@ class AttentionSession:
         self._feed = MaskFeed(self.config.mask, self.config.dense, self.heads, self.layers, self.group, self.steps)
         self._plans = self._plan_cache()
 
+    @torch.compiler.disable
     def begin(
         self,
         thw: tuple[int, int, int],
@@ -68,10 +69,11 @@ class AttentionSession:
         self._reached.clear()
         self._feed.begin(thw, text_tokens, timestep)
         if self._home is None or self._size != (thw, text_tokens):
-            grid = self._feed.grid(torch.device(device))
+            place = torch.device(device)
+            grid = self._feed.grid(place)
             require_slots(self.strategy, grid)
             self._home = HomeLayout.named(
-                self.config.home_layout, grid, self.strategy, split_text=text_tokens > 0, profile=self._profile()
+                self.config.home_layout, grid, self.strategy, split_text=text_tokens > 0, profile=self._profile(place)
             )
             self._size = thw, text_tokens
             self._plans = self._plan_cache()
@@ -90,6 +92,7 @@ class AttentionSession:
             raise RuntimeError("attention was reached before the forward pass began; attach db-SP to the transformer")
         return self._home
 
+    @torch.compiler.disable
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
@@ -157,11 +160,11 @@ class AttentionSession:
         threshold = self.config.replan_threshold
         return LaggedPlanCache(threshold, self.group) if planning == "lagged" else PlanCache(threshold)
 
-    def _profile(self) -> MaskProfile | None:
+    def _profile(self, device: torch.device) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
         if self.config.home_layout != "learned":
             return None
-        masks = self._feed.static_masks()
+        masks = self._feed.static_masks(device)
         return None if masks is None else MaskProfile.of(masks)
 
     def _make_plan(self, mask: BlockMask) -> Plan:

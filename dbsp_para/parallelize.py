@@ -111,6 +111,7 @@ class _Sharding:
             intercept_self_attention(block.get_submodule("attn1"), attend, attachment)
         attachment.hook(self._transformer.proj_out.register_forward_hook, self._gather)
 
+    @torch.compiler.disable
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         thw, text_tokens = self._architecture.token_grid(module, inputs)
@@ -119,22 +120,27 @@ class _Sharding:
         self._text = StreamShards(home, self._session.group, 0, text_tokens)
         self._video = StreamShards(home, self._session.group, text_tokens, home.tokens)
 
+    @torch.compiler.disable
     def _take_video(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return _require(self._video).take(hidden_states, dim=1)
 
+    @torch.compiler.disable
     def _take_text(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return _require(self._text).take(hidden_states, dim=1)
 
+    @torch.compiler.disable
     def _take_rotary(self, tables: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...] | None:
         """tables: cosines and sines, [video tokens, D] each, or None for a model without."""
         return None if tables is None else tuple(_require(self._video).take(table, dim=0) for table in tables)
 
+    @torch.compiler.disable
     def _shard_rope(
         self, module: nn.Module, args: tuple[Any, ...], tables: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
         """tables: cosines and sines, [1, video tokens, 1, D] each."""
         return tuple(_require(self._video).take(table, dim=1) for table in tables)
 
+    @torch.compiler.disable
     def _gather(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         return _require(self._video).gather(output, dim=1)
 

@@ -99,6 +99,7 @@ class _Begin:
     def __init__(self, session: AttentionSession) -> None:
         self._session = session
 
+    @torch.compiler.disable
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sample = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         timestep = kwargs.get("timestep", args[1] if len(args) > 1 else None)
@@ -112,6 +113,7 @@ class _End:
         self._session = session
         self._layers = layers
 
+    @torch.compiler.disable
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         missed = self._layers - self._session.end()
         if missed:
@@ -133,12 +135,15 @@ def _lay_out(transformer: Any, session: AttentionSession, attachment: Attachment
     def order(device: torch.device) -> torch.Tensor:
         return torch.from_numpy(session.home.order).to(device)
 
+    @torch.compiler.disable
     def permute_tokens(module: Any, args: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor:
         return embedded.flatten(2)[:, :, order(embedded.device)].view_as(embedded)
 
+    @torch.compiler.disable
     def permute_rope(module: Any, args: tuple[Any, ...], tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(table[:, order(table.device)] for table in tables)
 
+    @torch.compiler.disable
     def restore(module: Any, args: tuple[Any, ...], output: Any) -> Any:
         sample = output[0]
         tokens = patch_tokens(sample, patch)

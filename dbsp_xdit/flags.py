@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from dbsp_core.config import DbspConfig
 from dbsp_core.planners import PLANNERS
 from dbsp_core.sources import SOURCES
+from dbsp_core.sources.spec import mask_settings
 from dbsp_core.strategy import Strategy
 
 __all__ = ["add_flags", "config_from", "parse_known", "strategy_from"]
@@ -30,7 +31,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sp_config", help="YAML file with db-SP's settings; the flags below override it.")
     group.add_argument("--sp_strategy", help="UxRy, for example U4R2; default: --ulysses_degree and --ring_degree.")
     group.add_argument("--sp_planner", help=f"How work is shared out: {', '.join(PLANNERS)}.")
-    group.add_argument("--sp_mask", help=f"Mask source ({', '.join(SOURCES)}) or the path of a mask file.")
+    group.add_argument(
+        "--sp_mask",
+        help=f"Mask source ({', '.join(SOURCES)}), with settings as in 'window:window=[7,21,33]', or a mask file.",
+    )
     group.add_argument("--sp_report", help="Folder for report.json, balance.png and the final latents.")
 
 
@@ -67,10 +71,11 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
             raise ValueError(f"--{given[0].replace('_', '-')} has no effect without --sp-backend dbsp; add it")
         return None
     mask = args.get("sp_mask")
-    if mask is not None:
-        mask = {"source": mask} if mask in SOURCES else {"source": "file", "path": mask}
     config = DbspConfig.load(args.get("sp_config")).with_overrides(
-        strategy=args.get("sp_strategy"), planner=args.get("sp_planner"), mask=mask, report=args.get("sp_report")
+        strategy=args.get("sp_strategy"),
+        planner=args.get("sp_planner"),
+        mask=None if mask is None else mask_settings(mask),
+        report=args.get("sp_report"),
     )
     for name in _DEGREES[2:]:
         if (args.get(name) or 1) > 1:

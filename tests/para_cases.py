@@ -133,3 +133,16 @@ def fingerprint(module: torch.nn.Module) -> list[Any]:
         processor = getattr(part, "processor", None)
         state.append((name, type(part), sorted(vars(part)), hooks, sorted(vars(processor)) if processor else None))
     return state
+
+
+def run_until_error(rank: int, world: int, case: ParaCase) -> str:
+    """The message of the ValueError that parallelizing or running the model raises; "" if none does."""
+    transformer = make_transformer(case.model)
+    inputs = Inputs.random(case.model, case.thw, case.batch, case.text_tokens)
+    try:
+        with torch.no_grad():
+            dbsp_para.parallelize_transformer(transformer, config=case.config)
+            transformer(**inputs.arguments)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -8,7 +8,17 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, DbspConfig, Strategy, save_mask
 from dbsp_core.planners import PLANNERS
-from dbsp_core.sources import DenseSource, FileSource, SyntheticSource, WindowSource
+from dbsp_core.sources import (
+    SOURCES,
+    CallableSource,
+    DenseSource,
+    FileSource,
+    RadialSource,
+    SvgSource,
+    SyntheticSource,
+    WindowSource,
+)
+from dbsp_core.sources.spec import mask_settings
 from dbsp_kernels import KERNELS
 
 
@@ -89,9 +99,70 @@ def test_every_source_can_be_named(tmp_path):
         ({"source": "dense", "block_k": 128}, DenseSource(block_k=128)),
         ({"source": "file", "path": str(path)}, FileSource(str(path))),
         ({"source": "window"}, WindowSource()),
+        ({"source": "window", "window": None, "tile": [1, 2, 3]}, WindowSource(tile=(1, 2, 3))),
+        ({"source": "radial", "width": 1, "sink_frames": 2}, RadialSource(width=1.0, sink_frames=2)),
+        ({"source": "svg", "temporal_heads": 0.25}, SvgSource(temporal_heads=0.25)),
+        ({"source": "svg", "temporal_heads": [0, 3]}, SvgSource(temporal_heads=(0, 3))),
+        ({"source": "svg", "temporal_heads": []}, SvgSource(temporal_heads=())),
+        (
+            {"source": "callable", "function": "user_masks:band", "parameters": {"blocks": 2}, "orders": ["hwt"]},
+            CallableSource(function="user_masks:band", parameters={"blocks": 2}, orders=("hwt",)),
+        ),
         ({"source": "synthetic", "density": 1, "seed": 3}, SyntheticSource(density=1.0, seed=3)),
     ):
         assert DbspConfig.load({"mask": settings}).mask == expected
+
+
+class TestMasksOnACommandLine:
+    @pytest.mark.parametrize(
+        ("text", "settings"),
+        [
+            ("radial", {"source": "radial"}),
+            ("window:window=[7,21,33]", {"source": "window", "window": [7, 21, 33]}),
+            (
+                "window:tile=[3, 5, 8], window=[3,5,5],block_q=120",
+                {"source": "window", "tile": [3, 5, 8], "window": [3, 5, 5], "block_q": 120},
+            ),
+            ("sparge:cdf=0.92", {"source": "sparge", "cdf": 0.92}),
+            ("radial:width=0.5,decay=1", {"source": "radial", "width": 0.5, "decay": 1}),
+            ("svg:temporal_heads=[]", {"source": "svg", "temporal_heads": []}),
+            (
+                "callable:function=a.b:c,parameters={x: [1, 2], y: no},per=all",
+                {"source": "callable", "function": "a.b:c", "parameters": {"x": [1, 2], "y": False}, "per": "all"},
+            ),
+            ("file:path=a,b=.safetensors", {"source": "file", "path": "a", "b": ".safetensors"}),
+            ("a,b=.safetensors", {"source": "file", "path": "a,b=.safetensors"}),
+            ("masks/wan.safetensors", {"source": "file", "path": "masks/wan.safetensors"}),
+            ("/masks:x", {"source": "file", "path": "/masks:x"}),
+        ],
+    )
+    def test_say_what_a_file_would(self, text, settings):
+        assert mask_settings(text) == settings
+
+    def test_a_file_may_have_any_name(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        Path("masks").touch()
+        assert mask_settings("masks") == {"source": "file", "path": "masks"}
+
+    @pytest.mark.parametrize(
+        ("text", "complaint"),
+        [
+            ("windw:window=[1,1,1]", "neither a mask source nor a mask file that exists; did you mean 'window'?"),
+            ("zzz", f"sources: {', '.join(SOURCES)}"),
+            ("window:", "'' in 'window:' is no key=value; write NAME:key=value,key=value"),
+            ("window:7", "'7' in 'window:7' is no key=value"),
+            ("window:window=", "'window=' in 'window:window=' is no key=value"),
+            ("window:=3", "is no key=value"),
+            ("window:window=[7,21", "is not YAML"),
+            ("radial:width=1,width=2", "'width' is given twice"),
+            ("radial:source=svg", "'source' is given twice"),
+        ],
+    )
+    def test_a_mistake_raises_one_line(self, text, complaint):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            mask_settings(text)
+        assert complaint in str(raised.value)
+        assert "\n" not in str(raised.value)
 
 
 class TestOverrides:
@@ -129,6 +200,12 @@ MISTAKES = {
     "a window of two sizes": ({"mask": {"source": "window", "window": [3, 3]}}, "needs three sizes"),
     "a window of none": ({"mask": {"source": "window", "window": [3, 3, 0]}}, "at least 1"),
     "a window of fractions": ({"mask": {"source": "window", "window": [3, 3, 0.5]}}, "'window' in mask source"),
+    "a tile of two sizes": ({"mask": {"source": "window", "tile": [3, 3]}}, "tile=[3, 3] needs three sizes"),
+    "a tile that is no list": ({"mask": {"source": "window", "tile": 3}}, "must be a list of int, got 3"),
+    "heads with names": (
+        {"mask": {"source": "svg", "temporal_heads": ["a"]}},
+        "'temporal_heads' in mask source 'svg' must be float or a list of int, got ['a']",
+    ),
     "a density above 1": ({"mask": {"source": "synthetic", "density": 1.5}}, "density=1.5 must lie between 0 and 1"),
     "a block of nothing": ({"mask": {"source": "dense", "block_q": 0}}, "block_q=0"),
     "a block that is no number": ({"mask": {"source": "dense", "block_q": "64"}}, "must be int, got '64'"),

@@ -12,21 +12,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, save_mask
-from dbsp_core.sources import SOURCES, DenseSource, FileSource, MaskRequest, SyntheticSource, WindowSource
+from dbsp_core.sources import (
+    SOURCES,
+    CallableSource,
+    DenseSource,
+    FileSource,
+    MaskRequest,
+    RadialSource,
+    SvgSource,
+    SyntheticSource,
+    WindowSource,
+)
 from generators import BLOCK_SIZES, examples, random_bits
 
 REQUEST = MaskRequest(layer=0, heads=3, thw=(3, 4, 5), text_tokens=7)
 
 
-@pytest.mark.parametrize("source", [DenseSource(16, 8), WindowSource(16, 8), SyntheticSource(16, 8)], ids=repr)
-def test_the_mask_is_on_the_grid_that_was_announced(source):
+@pytest.mark.parametrize(
+    ("source", "orders"),
+    [
+        (DenseSource(16, 8), ("thw",)),
+        (WindowSource(16, 8), ("thw",)),
+        (WindowSource(16, 8, tile=(1, 4, 2)), ("tile:1x4x2",)),
+        (SyntheticSource(16, 8), ("thw",)),
+        (RadialSource(16, 8), ("thw",)),
+        (SvgSource(16, 8), ("thw", "hwt", "hwt")),
+        (CallableSource(16, 8, "user_masks:band", orders=("wht",)), ("wht",)),
+    ],
+    ids=repr,
+)
+def test_the_mask_is_on_the_grid_that_was_announced(source, orders):
     grid = source.grid(REQUEST)
     mask = source.mask(REQUEST)
-    assert grid == mask.grid == BlockGrid(tokens=67, text_tokens=7, block_q=16, block_k=8, thw=(3, 4, 5))
+    assert grid == mask.grid == BlockGrid(67, 7, block_q=16, block_k=8, thw=(3, 4, 5), orders=orders)
     assert mask.heads == 3
 
 
-@pytest.mark.parametrize("name", ["dense", "window", "synthetic"])
+@pytest.mark.parametrize("name", ["dense", "window", "synthetic", "radial", "svg", "callable"])
 @pytest.mark.parametrize("key", ["block_q", "block_k"])
 def test_a_block_size_of_zero_raises(name, key):
     with pytest.raises(ValueError, match=f"{key}=0"):

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from dbsp_core import Strategy
+from dbsp_core.sources import RadialSource, WindowSource
 from dbsp_xdit.autoload import is_xfuser_run
 from dbsp_xdit.flags import config_from, parse_known
 from dbsp_xdit.models import require_model
@@ -21,6 +22,8 @@ TOLERANCE = 1e-5
 MASKS = (
     {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},
     {"source": "window", "window": [1, 3, 3], "block_q": 8, "block_k": 16},
+    {"source": "svg", "frames": 1, "band": 0.2, "block_q": 16, "block_k": 8},
+    {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8, "order": "tile:2x3x2"},
 )
 
 
@@ -29,7 +32,13 @@ def test_equals_one_process(pool, world):
     workers = pool(world)
     workers.run(start_xfuser)
     for strategy in Strategy.all_for(world):
-        for home, mask in (("contiguous", MASKS[0]), ("striped", MASKS[0]), ("striped", MASKS[1])):
+        for home, mask in (
+            ("contiguous", MASKS[0]),
+            ("striped", MASKS[0]),
+            ("striped", MASKS[1]),
+            ("striped", MASKS[2]),
+            ("striped", MASKS[3]),
+        ):
             config = {"mask": mask, "strategy": str(strategy), "home": home, "debug": True}
             # 3·5·7 = 105 tokens: xfuser pads them on 2 and 4 ranks
             for difference, from_dense in workers.run(run_xdit_case, XditCase((3, 5, 7), config, batch=2)):
@@ -85,6 +94,19 @@ def test_flags_override_the_file(tmp_path):
     assert type(config.mask).__name__ == "WindowSource"
 
 
+@pytest.mark.parametrize(
+    ("flag", "mask"),
+    [
+        (["--sp-mask", "window:tile=[3,5,8],window=[3,5,5]"], WindowSource(tile=(3, 5, 8), window=(3, 5, 5))),
+        (["--sp_mask=radial:width=0.5"], RadialSource(width=0.5)),
+    ],
+)
+def test_a_mask_may_come_with_its_settings(flag, mask):
+    config = config_from(parse_known(["--sp-backend", "dbsp", *flag]))
+    assert config is not None
+    assert config.mask == mask
+
+
 def test_usp_asks_for_nothing():
     assert config_from(parse_known(["--model", "m", "--ulysses_degree", "2"])) is None
 
@@ -98,6 +120,9 @@ def test_usp_asks_for_nothing():
         (["--sp-backend", "dbsp", "--sp-strategy", "4x2"], "not of the form UxRy"),
         (["--sp-backend", "dbsp", "--sp-planner", "magic"], "unknown planner 'magic'"),
         (["--sp-backend", "dbsp", "--sp-mask", "/nowhere.safetensors"], "does not exist"),
+        (["--sp-backend", "dbsp", "--sp-mask", "radail:width=1"], "did you mean 'radial'"),
+        (["--sp-backend", "dbsp", "--sp-mask", "radial:wdith=1"], "unknown key 'wdith' in mask source 'radial'"),
+        (["--sp-backend", "dbsp", "--sp-mask", "radial:width"], "write NAME:key=value"),
         (["--sp-backend", "dbsp", "--sp-config", "/nowhere.yaml"], "does not exist"),
         (["--sp-backend", "dbsp", "--pipefusion_parallel_degree", "2"], "leave it at 1"),
         (["--sp-backend", "dbsp", "--model", "./nowhere"], "that folder does not exist"),

@@ -20,7 +20,7 @@ def make_transformer(model: str, seed: int = 0, **options: Any) -> Any:
         return _cogvideox(patch_size_t=None if model == "cogvideox1.0" else 2, **options).eval()
 
 
-def _wan(cls: type | None = None, **options: Any) -> Any:
+def _wan(cls: type | None = None, num_layers: int = 2, **options: Any) -> Any:
     from diffusers import WanTransformer3DModel
 
     return (cls or WanTransformer3DModel)(
@@ -31,13 +31,13 @@ def _wan(cls: type | None = None, **options: Any) -> Any:
         text_dim=16,
         freq_dim=32,
         ffn_dim=64,
-        num_layers=2,
+        num_layers=num_layers,
         rope_max_seq_len=64,
         **options,
     )
 
 
-def _cogvideox(patch_size_t: int | None, **options: Any) -> Any:
+def _cogvideox(patch_size_t: int | None, num_layers: int = 2, **options: Any) -> Any:
     from diffusers import CogVideoXTransformer3DModel
 
     return CogVideoXTransformer3DModel(
@@ -47,7 +47,7 @@ def _cogvideox(patch_size_t: int | None, **options: Any) -> Any:
         out_channels=4,
         time_embed_dim=16,
         text_embed_dim=16,
-        num_layers=2,
+        num_layers=num_layers,
         sample_width=16,
         sample_height=16,
         sample_frames=9,

@@ -2,40 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.mask import BlockMask
+from dbsp_core.order import video_order
 from dbsp_core.sources.base import HomeTokens, MaskRequest
 from dbsp_core.sources.blocks import BlockSizes
+from dbsp_core.sources.runs import blocks_of, runs_of
 
-__all__ = ["WindowSource"]
+__all__ = ["WindowSource", "tile_bits", "window_bits"]
+
+Sizes = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class WindowSource(BlockSizes):
-    """window: how many frames, rows and columns around itself a query attends to, each counted both ways together.
+    """The same for every head. Sizes are frames, rows and columns.
 
-    A block is dense when it holds any pair of tokens within the window: the boxes that the blocks' tokens span in
-    (t, h, w) are compared, so a block that wraps around a row or a frame counts as its bounding box. Rows and columns
-    of text are dense. The same for every head.
+    window: what a query sees around itself, counted both ways together: in tokens, [5, 9, 9] if not given (see
+            `window_bits`), or in tiles, [3, 3, 3] if not given (see `tile_bits`)
+    tile:   tokens of a tile: they then stand tile after tile, and queries see whole tiles, as in Sliding Tile
+            Attention (Zhang et al., 2025, arXiv:2502.04507). Best where tiles divide the video and a block is a tile.
     """
 
-    window: tuple[int, int, int] = (5, 9, 9)
+    window: Sizes | None = None
+    tile: Sizes | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.window) != 3 or min(self.window) < 1:
-            raise ValueError(f"window={self.window} needs three sizes of at least 1: frames, rows, columns")
+        for name, sizes in (("window", self.window), ("tile", self.tile)):
+            if sizes is not None and (len(sizes) != 3 or min(sizes) < 1):
+                raise ValueError(f"{name}={list(sizes)} needs three sizes of at least 1: frames, rows, columns")
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        grid = super().grid(request)
+        return grid if self.tile is None else replace(grid, orders=(_tile_order(self.tile),))
 
     def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
-        return _mask(self.window, request.heads, request.thw, self.grid(request))
+        grid = self.grid(request)
+        if self.tile is None:
+            bits = window_bits(grid, request.thw, self.window or (5, 9, 9))
+        else:
+            bits = tile_bits(grid, request.thw, self.window or (3, 3, 3), self.tile)
+        return BlockMask(torch.from_numpy(np.tile(bits, (request.heads, 1, 1))), grid)
 
 
-def _mask(window: tuple[int, int, int], heads: int, thw: tuple[int, int, int], grid: BlockGrid) -> BlockMask:
+def window_bits(grid: BlockGrid, thw: Sizes, window: Sizes) -> np.ndarray:
+    """bool[nq, nk] of tokens in order "thw": blocks with a pair of tokens within the window, and text.
+
+    A query may attend to a key if they are at most ⌊window / 2⌋ frames, rows and columns apart. The boxes that the
+    blocks' tokens span in (t, h, w) are compared: a block that wraps around a row or a frame counts as its whole box.
+    """
     q_low, q_high = _boxes(grid.q_axis, thw, grid.text_tokens)
     k_low, k_high = _boxes(grid.k_axis, thw, grid.text_tokens)
     reach = np.array(window) // 2
@@ -43,10 +64,46 @@ def _mask(window: tuple[int, int, int], heads: int, thw: tuple[int, int, int], g
     dense = near.all(axis=2)
     dense[grid.q_axis.starts < grid.text_tokens] = True
     dense[:, grid.k_axis.starts < grid.text_tokens] = True
-    return BlockMask(torch.from_numpy(np.tile(dense, (heads, 1, 1))), grid)
+    return dense
 
 
-def _boxes(axis: BlockAxis, thw: tuple[int, int, int], text_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes) -> np.ndarray:
+    """bool[nq, nk] of tokens in order "tile:TxHxW": blocks with a pair of tokens within the window of tiles, and text.
+
+    Along each axis, a query in tile a of n may attend to `window` tiles from clip(a − ⌊window / 2⌋, 0, n − window) on:
+    the window is shifted inside at the borders, so that every query sees as many tiles.
+    """
+    tiles = [-(-size // each) for size, each in zip(thw, tile, strict=True)]
+    at = np.stack(np.unravel_index(video_order(_tile_order(tile), thw), thw)) // np.array(tile)[:, None]
+    line = at[0] * tiles[1] + at[1]
+    q, k = runs_of(grid.q_axis, line, at[2]), runs_of(grid.k_axis, line, at[2])
+    in_time, in_height = (_sees(tiles[axis], window[axis]) for axis in (0, 1))
+    first, last = _window_of(np.arange(tiles[2]), tiles[2], window[2])
+    dense = in_time[np.ix_(q.line // tiles[1], k.line // tiles[1])]
+    dense &= in_height[np.ix_(q.line % tiles[1], k.line % tiles[1])]
+    # A run's tiles lie side by side, and so do their windows: together they reach from the first's to the last's.
+    dense &= (first[q.first][:, None] <= k.last) & (k.first <= last[q.last][:, None])
+    return blocks_of(grid, dense, q, k)
+
+
+def _window_of(tile: np.ndarray, tiles: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """(first, last) tile that each of these tiles sees along one axis of `tiles` tiles."""
+    first = np.clip(tile - window // 2, 0, max(tiles - window, 0))
+    return first, first + window - 1
+
+
+def _sees(tiles: int, window: int) -> np.ndarray:
+    """bool[tiles, tiles]"""
+    keys = np.arange(tiles)
+    first, last = _window_of(keys, tiles, window)
+    return (first[:, None] <= keys) & (keys <= last[:, None])
+
+
+def _tile_order(tile: Sizes) -> str:
+    return "tile:{}x{}x{}".format(*tile)
+
+
+def _boxes(axis: BlockAxis, thw: Sizes, text_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Least and greatest (t, h, w) of each block's tokens, int64[n, 3] each. Text counts as the first video token."""
     video = np.maximum(np.arange(axis.lengths.sum()) - text_tokens, 0)
     place = np.stack(np.unravel_index(video, thw), axis=1)

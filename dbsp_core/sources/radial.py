@@ -1,0 +1,79 @@
+"""Radial attention: what a query sees of a frame shrinks with the distance in time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dbsp_core.grid import BlockGrid
+from dbsp_core.mask import BlockMask
+from dbsp_core.sources.base import HomeTokens, MaskRequest
+from dbsp_core.sources.blocks import BlockSizes
+from dbsp_core.sources.runs import blocks_of, gaps, runs_of
+
+__all__ = ["RadialSource", "radial_bits"]
+
+
+@dataclass(frozen=True)
+class RadialSource(BlockSizes):
+    """Radial Attention (Li et al., 2025, arXiv:2506.19852, §4), the same for every head; see `radial_bits`.
+
+    width:       what a query sees of its own frame and the next, as a share of a frame
+    decay:       what is left of it each time the distance in frames doubles
+    sink_frames: first frames that every query sees whole
+    """
+
+    width: float = 1.0
+    decay: float = 0.5
+    sink_frames: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.width < math.inf:
+            raise ValueError(f"width={self.width} must be a positive share of a frame; 1 is the paper's")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay} must lie above 0 and not above 1; 0.5 is the paper's")
+        if self.sink_frames < 0:
+            raise ValueError(f"sink_frames={self.sink_frames} must not be negative")
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        grid = self.grid(request)
+        bits = radial_bits(grid, request.thw, self.width, self.decay, self.sink_frames)
+        return BlockMask(torch.from_numpy(np.tile(bits, (request.heads, 1, 1))), grid)
+
+
+def radial_bits(
+    grid: BlockGrid, thw: tuple[int, int, int], width: float, decay: float, sink_frames: int
+) -> np.ndarray:
+    """bool[nq, nk]: blocks with a pair of tokens that may attend to each other, rows and columns of text.
+
+    A frame has s tokens; a query at place x of frame i may attend to a key at place y of frame j if, with d = |i − j|
+    and b = width · s · decay^⌊log₂ max(d, 1)⌋,
+        |x − y| + 1 ≤ b                                if b ≥ B = max(block_q, block_k)
+        |x − y| + 1 ≤ B, and d is a multiple of ⌈B/b⌉  if b < B: a block's width of some frames, not less of all
+        j < sink_frames                                whatever the distance
+    With width 1, decay ½ and B = 1 this is the paper's mask; B is a block because a thinner band costs as much.
+    """
+    frames, frame = thw[0], thw[1] * thw[2]
+    line, at = np.divmod(np.arange(frames * frame), frame)
+    q, k = runs_of(grid.q_axis, line, at), runs_of(grid.k_axis, line, at)
+    reach = _reach(frames, width * frame, decay, max(grid.block_q, grid.block_k))
+    dense = gaps(q, k) < reach[np.abs(q.line[:, None] - k.line)]
+    dense |= k.line < sink_frames
+    return blocks_of(grid, dense, q, k)
+
+
+def _reach(frames: int, band: float, decay: float, thinnest: int) -> np.ndarray:
+    """int64[frames]: by distance in frames, how far apart places may be, 1 for the same place alone; 0 for none."""
+    reach = []
+    for distance in range(frames):
+        if distance > 1 and distance & (distance - 1) == 0:
+            band *= decay  # step by step: powers are not rounded alike everywhere
+        if band >= thinnest:
+            reach.append(math.floor(min(band, 1 << 40)))
+        else:
+            reach.append(thinnest if distance % math.ceil(thinnest / band) == 0 else 0)
+    return np.array(reach)

@@ -1,0 +1,50 @@
+"""Mask sources on a command line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dbsp_core.sources import SOURCES
+
+__all__ = ["mask_settings"]
+
+_LOOKS_LIKE_A_SOURCE = re.compile(r"\w+(:|$)")
+_BETWEEN_KEYS = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")
+
+
+def mask_settings(text: str) -> dict[str, Any]:
+    """What stands under `mask:` in a configuration, from one word of a command line.
+
+    text: NAME, NAME:key=value,key=value with values as YAML has them (window:window=[7,21,33]), or a mask file's path
+    Raises ValueError, naming the fix, for text that is none of these; the source itself checks keys and values.
+    """
+    name, colon, rest = text.partition(":")
+    if name not in SOURCES:
+        if _LOOKS_LIKE_A_SOURCE.match(text) and not Path(text).exists():
+            close = difflib.get_close_matches(name, SOURCES, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"sources: {', '.join(SOURCES)}"
+            raise ValueError(f"{text!r} is neither a mask source nor a mask file that exists; {hint}")
+        return {"source": "file", "path": text}
+    settings: dict[str, Any] = {"source": name}
+    for part in _BETWEEN_KEYS.split(rest) if colon else []:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not key or not value:
+            raise ValueError(
+                f"{part!r} in {text!r} is no key=value; write NAME:key=value,key=value, for example "
+                "window:window=[7,21,33]"
+            )
+        if key in settings:
+            raise ValueError(f"{key!r} is given twice in {text!r}; give it once")
+        try:
+            settings[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(
+                f"the value of {key!r} in {text!r} is not YAML ({' '.join(str(error).split())}); close its brackets "
+                "and quotes"
+            ) from error
+    return settings

@@ -1,0 +1,104 @@
+"""Sparse VideoGen: some heads look around in space, the others along time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dbsp_core.grid import BlockGrid
+from dbsp_core.mask import BlockMask
+from dbsp_core.sources.base import HomeTokens, MaskRequest
+from dbsp_core.sources.blocks import BlockSizes
+from dbsp_core.sources.runs import blocks_of, gaps, runs_of
+
+__all__ = ["SvgSource", "spatial_bits", "temporal_bits"]
+
+TIME_FASTEST = "hwt"
+
+
+@dataclass(frozen=True)
+class SvgSource(BlockSizes):
+    """Sparse VideoGen (Xi et al., 2025, arXiv:2502.01776, §4); see `spatial_bits` and `temporal_bits`.
+
+    frames:         frames around its own, counted both ways together, that a spatial head's query sees
+    band:           places around its own, counted both ways together, that a temporal head's query sees in every
+                    frame, as a share of a frame
+    sink_frames:    first frames that every query of a spatial head sees
+    temporal_heads: which heads are temporal, alike in every layer: a share, spread evenly, or their numbers. The paper
+                    asks each head anew at every call, from a sample of its queries; this source does not look at them.
+    Temporal heads stand in order "hwt", as in the paper: a place's tokens of all frames share a block.
+    """
+
+    frames: int = 7
+    band: float = 0.3
+    sink_frames: int = 1
+    temporal_heads: float | tuple[int, ...] = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.frames < 1:
+            raise ValueError(f"frames={self.frames} must be at least 1, the query's own")
+        if not 0 < self.band <= 1:
+            raise ValueError(f"band={self.band} must lie above 0 and not above 1: a share of a frame's places")
+        if self.sink_frames < 0:
+            raise ValueError(f"sink_frames={self.sink_frames} must not be negative")
+        if isinstance(self.temporal_heads, tuple):
+            if min(self.temporal_heads, default=0) < 0:
+                raise ValueError(f"temporal_heads={list(self.temporal_heads)} must be head numbers, from 0")
+        elif not 0 <= self.temporal_heads <= 1:
+            raise ValueError(
+                f"temporal_heads={self.temporal_heads} must be a share between 0 and 1, or a list of head numbers"
+            )
+
+    def temporal(self, heads: int) -> np.ndarray:
+        """bool[heads]: which are temporal. Raises ValueError for a head that the model lacks."""
+        numbers = np.arange(heads)
+        if isinstance(self.temporal_heads, tuple):
+            if max(self.temporal_heads, default=0) >= heads:
+                raise ValueError(
+                    f"temporal_heads={list(self.temporal_heads)} has a head that the model lacks; its {heads} heads "
+                    f"are 0 to {heads - 1}"
+                )
+            return np.isin(numbers, self.temporal_heads)
+        wanted = round(self.temporal_heads * heads)
+        return (numbers + 1) * wanted // heads > numbers * wanted // heads
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        temporal = self.temporal(request.heads)
+        return replace(super().grid(request), orders=tuple(TIME_FASTEST if t else "thw" for t in temporal))
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        grid, temporal = self.grid(request), self.temporal(request.heads)
+        kinds = np.stack(
+            [
+                spatial_bits(grid, request.thw, self.frames, self.sink_frames),
+                temporal_bits(grid, request.thw, self.band),
+            ]
+        )
+        return BlockMask(torch.from_numpy(kinds[temporal.astype(np.int64)]), grid)
+
+
+def spatial_bits(grid: BlockGrid, thw: tuple[int, int, int], frames: int, sink_frames: int) -> np.ndarray:
+    """bool[nq, nk] of tokens in order "thw": blocks with a pair of tokens that may attend to each other, and text.
+
+    A query in frame i may attend to all of frame j if |i − j| ≤ ⌊frames / 2⌋ or j < sink_frames.
+    """
+    frame = np.repeat(np.arange(thw[0]), thw[1] * thw[2])
+    everything = np.zeros_like(frame)
+    q, k = runs_of(grid.q_axis, everything, frame), runs_of(grid.k_axis, everything, frame)
+    return blocks_of(grid, (gaps(q, k) <= frames // 2) | (k.first < sink_frames), q, k)
+
+
+def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], band: float) -> np.ndarray:
+    """bool[nq, nk] of tokens in order "hwt": blocks with a pair of tokens that may attend to each other, and text.
+
+    A query at place x of any frame may attend to place y of every frame if |x − y| ≤ ⌊band · s / 2⌋, of s places in a
+    frame. The first frame is no sink here: every block holds some of it, so that all blocks would be dense.
+    """
+    places = thw[1] * thw[2]
+    place = np.repeat(np.arange(places), thw[0])
+    everything = np.zeros_like(place)
+    q, k = runs_of(grid.q_axis, everything, place), runs_of(grid.k_axis, everything, place)
+    return blocks_of(grid, gaps(q, k) <= int(band * places) // 2, q, k)

@@ -1,0 +1,26 @@
+"""torch.compile around db-SP: the same output, and graphs broken at attention alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from compile_cases import run_compiled
+
+MASKS = {
+    "window": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16},
+    "sparge": {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 16},
+}
+
+
+@pytest.mark.parametrize("model", ["wan", "cogvideox"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask):
+    graphs = {}
+    for layers in (1, 3):
+        config = {"mask": MASKS[mask], "strategy": "U1R2"}
+        for difference, runs, recompiled in pool(2).run(run_compiled, model, layers, config):
+            assert difference <= 1e-6
+            assert recompiled == 0
+            graphs[layers] = runs
+    assert (graphs[3] - graphs[1]) / 2 <= 2, "at most two graphs a block: before attention and after"
+    assert graphs[1] <= 8

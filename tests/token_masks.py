@@ -1,0 +1,94 @@
+"""Masks of pairs of tokens, written out from the papers' formulas, and the blocks that hold any of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from dbsp_core import BlockGrid
+from dbsp_core.sources import MaskRequest
+from oracle import standing_place
+
+Place = tuple[int, int, int]
+Rule = Callable[[Place, Place], bool]
+"""rule(query's (t, h, w), key's (t, h, w)): whether the query may attend to the key."""
+
+
+def sliding_tiles(thw: Place, window: Place, tile: Place) -> Rule:
+    """Sliding Tile Attention, Zhang et al. 2025: odd windows have their middle clamped into the video, so that the
+    window lies within it; even ones begin window / 2 tiles before the query's, or as near as they fit."""
+
+    def sees(q: int, k: int, size: int, window: int, tile: int) -> bool:
+        tiles = math.ceil(size / tile)
+        q, k = q // tile, k // tile
+        if window >= tiles:
+            return True
+        if window % 2:
+            middle = min(max(q, window // 2), tiles - 1 - window // 2)
+            return abs(middle - k) <= window // 2
+        first = max(0, min(q - window // 2, tiles - window))
+        return first <= k < first + window
+
+    return lambda q, k: all(map(sees, q, k, thw, window, tile))
+
+
+def radial(thw: Place, width: float, decay: float, sink_frames: int, block: int) -> Rule:
+    """Radial Attention, Li et al. 2025, §4: a block for its 1, the thinnest band there is,
+    and `decay` for its halving."""
+    s = thw[1] * thw[2]
+
+    def rule(q: Place, k: Place) -> bool:
+        distance = abs(q[0] - k[0])
+        octave = int(math.log2(max(distance, 1)))
+        band = s * width * math.prod([decay] * octave)
+        apart = abs((q[1] * thw[2] + q[2]) - (k[1] * thw[2] + k[2]))
+        if k[0] < sink_frames:
+            return True
+        if band >= block:
+            return apart + 1 <= band
+        return distance % math.ceil(block / band) == 0 and apart + 1 <= block
+
+    return rule
+
+
+def radial_as_printed(thw: Place) -> Rule:
+    """The mask of Li et al. 2025, §4, to the letter: i, j frames; k, l places; s tokens of a frame; and no sink."""
+    s = thw[1] * thw[2]
+
+    def rule(q: Place, key: Place) -> bool:
+        i, j, k, l = q[0], key[0], q[1] * thw[2] + q[2], key[1] * thw[2] + key[2]  # noqa: E741
+        power = 2 ** math.floor(math.log2(max(abs(i - j), 1)))
+        near = power <= s and abs(k - l) + 1 <= s / power
+        return near or (abs(i - j) % math.ceil(power / s) == 0 and k == l)
+
+    return rule
+
+
+def spatial(frames: int, sink_frames: int) -> Rule:
+    return lambda q, k: abs(q[0] - k[0]) <= frames // 2 or k[0] < sink_frames
+
+
+def temporal(thw: Place, band: float) -> Rule:
+    half = math.floor(math.floor(band * thw[1] * thw[2]) / 2)
+    return lambda q, k: abs((q[1] - k[1]) * thw[2] + q[2] - k[2]) <= half
+
+
+def dense_blocks(rules: list[Rule], grid: BlockGrid, request: MaskRequest) -> np.ndarray:
+    """bool[H, nq, nk]: for each head's rule, the blocks that hold an allowed pair of tokens, or any text."""
+    bits = np.zeros((len(rules), grid.nq, grid.nk), dtype=bool)
+    tokens = [None] * request.text_tokens + list(itertools.product(*map(range, request.thw)))
+    for head, rule in enumerate(rules):
+        stands_at = standing_place(grid, head).tolist()
+        rows, columns = (
+            [next(b for b, start in reversed(list(enumerate(axis.starts))) if start <= place) for place in stands_at]
+            for axis in (grid.q_axis, grid.k_axis)
+        )
+        for (row, q), (column, k) in itertools.product(
+            zip(rows, tokens, strict=True), zip(columns, tokens, strict=True)
+        ):
+            if not bits[head, row, column] and (q is None or k is None or rule(q, k)):
+                bits[head, row, column] = True
+    return bits

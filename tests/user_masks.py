@@ -1,0 +1,53 @@
+"""What users may write for mask source "callable", and what they should not."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+NOT_A_FUNCTION = 3
+
+
+def band(grid, request, blocks=1):
+    """Blocks near the diagonal, wider in later layers and steps."""
+    q, k = (axis.starts for axis in (grid.q_axis, grid.k_axis))
+    reach = (blocks + request.layer + request.step + request.branch) * max(grid.block_q, grid.block_k)
+    return np.abs(q[:, None] - k) < reach
+
+
+def heads_apart(grid, request):
+    """Each head its own columns, as a tensor."""
+    columns = torch.arange(grid.nk) % request.heads
+    return (columns == torch.arange(request.heads)[:, None, None]).expand(request.heads, grid.nq, grid.nk)
+
+
+def integers(grid, request):
+    return np.ones((grid.nq, grid.nk), dtype=np.int64)
+
+
+def a_list(grid, request):
+    return [[True]]
+
+
+def transposed(grid, request):
+    return np.ones((grid.nq + 1, grid.nk), dtype=bool)
+
+
+def raises(grid, request):
+    raise KeyError("no such\nlayer")
+
+
+def on_one_rank(grid, request, fault, culprit=1):
+    """A band, but `culprit` does something else in layer 1."""
+    bits = band(grid, request)
+    if dist.get_rank() != culprit or request.layer != 1:
+        return bits
+    if fault == "raises":
+        raise RuntimeError("only here")
+    if fault == "shape":
+        return bits[:-1]
+    if fault == "dtype":
+        return bits.astype(np.float32)
+    bits[0, -1] = not bits[0, -1]
+    return bits
