@@ -15,10 +15,9 @@ from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, make_plan
 from dbsp_core.ring import ring_attention
 from dbsp_core.route import Route, build_route
-from dbsp_core.serving import require_served
 from dbsp_core.strategy import Strategy
-from dbsp_core.tables import PeriodTable, build_tables
-from dbsp_kernels import choose_kernel
+from dbsp_core.tables import PeriodTable, build_tables, whole_heads
+from dbsp_kernels import Needs, WholeHeads, choose_kernel, require_fit
 
 __all__ = ["DualBalancedAttention", "dual_balanced_attention"]
 
@@ -34,6 +33,7 @@ class DualBalancedAttention:
     n_local: int
     kernel: str = "auto"
     debug: bool = False
+    whole: WholeHeads | None = None
 
     @classmethod
     def prepare(
@@ -54,11 +54,14 @@ class DualBalancedAttention:
         n_local: places this rank has, with or without the padding at the end (default: with)
         kernel:  a name from dbsp_kernels.KERNELS, or "auto"
         debug:   before every call all ranks agree that inputs are finite and plans equal, or raise together
-        Raises ValueError when plan, mask, home layout and group don't fit each other.
+        Raises ValueError when plan, mask, home layout and group don't fit each other, or the kernel can't serve the
+        plan: on all ranks alike.
         """
         plan.strategy.require_world(group.size)
         if plan.heads != mask.heads:
             raise ValueError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
+        whole = whole_heads(plan, group.rank)
+        require_fit(kernel, Needs(lse=plan.strategy.ring > 1, ragged_rows=whole is None))
         mask = mask.refined(plan.grid)
         n_local = home.shard if n_local is None else n_local
         least = int(home.tokens_at(group.rank)[1].max(initial=-1)) + 1
@@ -70,7 +73,7 @@ class DualBalancedAttention:
         device = torch.device(device)
         route = build_route(plan, home, group.rank, n_local, device)
         tables = build_tables(plan, mask, group.rank, device)
-        return cls(plan, route, tables, group, n_local, kernel, debug)
+        return cls(plan, route, tables, group, n_local, kernel, debug, whole)
 
     def for_mask(self, plan: Plan, mask: BlockMask) -> DualBalancedAttention:
         """The same route with another mask's tables. plan: with the same owners and slots as this one's"""
@@ -92,17 +95,14 @@ class DualBalancedAttention:
         Raises ValueError before any collective when the shapes don't fit.
         """
         self._check(q, k, v)
-        batch, heads, n_local, width = q.shape
+        batch, _, _, width = q.shape
         grid, strategy = self.plan.grid, self.plan.strategy
-        flat_q, flat_k, flat_v = (t.permute(1, 2, 0, 3).reshape(heads * n_local, batch * width) for t in (q, k, v))
-        packed_q, packed_kv = self.route.to_owners(flat_q, flat_k, flat_v, self.group)
-        rows = packed_q.view(-1, grid.block_q, batch, width).permute(2, 0, 1, 3).flatten(0, 1)
-        kv = packed_kv.view(2, -1, grid.block_k, batch, width).permute(0, 3, 1, 2, 4).contiguous()
+        packed_q, packed_kv = self.route.to_owners(q, k, v, self.group)
+        rows = packed_q.view(-1, grid.block_q, width)
+        kv = packed_kv.view(2, batch, -1, grid.block_k, width)
         scale = width**-0.5 if scale is None else scale
-        out = ring_attention(rows, kv, self.tables, strategy, self.group, scale, self.kernel)
-        packed_out = out.view(batch, -1, width).transpose(0, 1).reshape(-1, batch * width)
-        home = self.route.to_homes(packed_out, self.group)
-        return home.view(heads, n_local, batch, width).permute(2, 0, 1, 3)
+        out = ring_attention(rows, kv, self.tables, strategy, self.group, scale, self.kernel, self.whole)
+        return self.route.to_homes(out.view(batch, -1, width), q, self.group)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         problem = self._problem(q, k, v)
@@ -122,8 +122,9 @@ class DualBalancedAttention:
                 f"{self.group.rank} holds {self.n_local} tokens"
             )
         try:
-            kernel = choose_kernel(self.kernel, q.device.type, q.dtype)
-            require_served(self.plan.strategy, kernel.name)
+            blocks = (self.plan.grid.block_q, self.plan.grid.block_k)
+            needs = Needs(blocks, q.shape[3], lse=len(self.tables) > 1, ragged_rows=self.whole is None)
+            choose_kernel(self.kernel, q.device.type, q.dtype, needs)
         except ValueError as error:
             return str(error)
         return None

@@ -157,4 +157,4 @@ def _rank_period(
     table = build_tables(plan, mask.refined(plan.grid), rank, torch.device(setting.device))[period]
     q = torch.randn(len(table.kv_count), plan.grid.block_q, head_dim, **setting.where)
     k, v = (torch.randn(len(table.kv_len), plan.grid.block_k, head_dim, **setting.where) for _ in range(2))
-    return lambda: block_attention(q, k, v, table.kv_index, table.kv_count, table.kv_len, kernel=setting.kernel)
+    return lambda: block_attention(q, k, v, **vars(table.expanded()), kernel=setting.kernel)

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from dbsp_kernels import KERNELS, available
+from dbsp_kernels import KERNELS, available, explain_auto
 
 __all__ = ["Finding", "examine"]
 
@@ -70,15 +70,17 @@ def _communication() -> Finding:
 
 
 def _kernels() -> list[Finding]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    usable = available(device)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    usable = available(device, dtype)
     findings = []
     for name, kernel in KERNELS.items():
-        reason = kernel.cannot_serve(device, torch.float32)
-        serves = "serves this machine; chosen by auto" if usable[:1] == [name] else "serves this machine"
+        reason = kernel.cannot_serve(device, dtype)
         fix = "" if reason is None else f"use {' or '.join(usable)}"
-        findings.append(Finding(f"kernel {name}", reason is None, reason or serves, fix))
-    return findings
+        findings.append(Finding(f"kernel {name}", reason is None, reason or "serves this machine", fix))
+    try:
+        return [*findings, Finding("kernel auto", True, explain_auto(device, dtype))]
+    except ValueError as error:  # $DBSP_KERNEL names one that cannot
+        return [*findings, Finding("kernel auto", False, str(error), f"set DBSP_KERNEL to {' or '.join(usable)}")]
 
 
 def _host(what: str, modules: tuple[str, ...], extra: str) -> Finding:

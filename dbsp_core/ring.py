@@ -7,7 +7,7 @@ import torch
 from dbsp_core.groups import PendingShift, SequenceGroup
 from dbsp_core.strategy import Strategy
 from dbsp_core.tables import PeriodTable
-from dbsp_kernels import block_attention, merge_states
+from dbsp_kernels import Running, WholeHeads, block_attention
 
 __all__ = ["ring_attention"]
 
@@ -20,37 +20,44 @@ def ring_attention(
     group: SequenceGroup,
     scale: float,
     kernel: str,
+    whole: WholeHeads | None = None,
 ) -> torch.Tensor:
     """All periods of one attention on one rank.
 
     q:      [B·Rq, Bq, D], the rank's packed rows
     kv:     [2, B, Ck, Bk, D], keys and values of the slot it starts with
-    tables: one per period, not yet repeated for the batch
+    tables: one per period, not yet expanded for the batch
+    whole:  says that rows are those of whole heads; see `dbsp_kernels.block_attention`
     returns: [B·Rq, Bq, D]
 
     In period i, ring rank r computes with slot (r + i) mod y: after each period a rank hands its slot to ring rank
     r − 1 and takes the next one from r + 1. The hand-over starts before the period's kernel and is waited for after.
+    Each period's result is merged into the running one, in 32 bits until the last.
     """
     batch = kv.shape[1]
-    out = lse = None
+    running: Running | None = None
     for period, table in enumerate(tables):
         coming = None
         if period + 1 < len(tables):
             coming = _hand_over(kv, len(tables[period + 1].kv_len), strategy, group)
-        rows = table.repeat(batch)
         keys, values = kv.flatten(1, 2)
-        part, part_lse = block_attention(
-            q, keys, values, rows.kv_index, rows.kv_count, rows.kv_len, scale=scale, kernel=kernel
+        running = block_attention(
+            q,
+            keys,
+            values,
+            **vars(table.expanded(batch)),
+            scale=scale,
+            kernel=kernel,
+            running=running,
+            out_dtype=q.dtype if coming is None else torch.promote_types(q.dtype, torch.float32),
+            whole=whole and WholeHeads(whole.heads * batch, whole.tokens),
+            lse=len(tables) > 1,
         )
-        if out is None or lse is None:
-            out, lse = (part.float() if q.itemsize < 4 and len(tables) > 1 else part), part_lse
-        else:
-            out, lse = merge_states(out, lse, part, part_lse)
         if coming is not None:
             kv = coming.wait()
-    if out is None:
+    if running is None:
         raise ValueError("ring_attention needs at least one period")
-    return out.to(q.dtype)
+    return running[0]
 
 
 def _hand_over(kv: torch.Tensor, next_blocks: int, strategy: Strategy, group: SequenceGroup) -> PendingShift:

@@ -1,7 +1,8 @@
 """Routes: the uneven all-to-all that takes (head, block) pieces from their homes to their owners, and its inverse.
 
 Each piece goes straight from home to owner, q, k and v packed into one exchange; what does not change rank does not
-travel. Tables are made from blocks and fragments; token indices are expanded on the device.
+travel. A route is tables of runs, made from blocks and fragments: one pass over memory packs what is sent, straight
+from the host's own strides, and one unpacks what came, straight into what the kernel reads.
 """
 
 from __future__ import annotations
@@ -15,60 +16,69 @@ from dbsp_core.grid import BlockAxis
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import Fragments, HomeLayout
 from dbsp_core.plan import Plan
+from dbsp_kernels.runs import Runs, copy_runs
 
 __all__ = ["Route", "build_route"]
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One rank's side of the exchange, in tokens.
+    """One rank's side of the exchange.
 
-    q_send, kv_send:       by destination, int64 places in the home tensor seen as [H·n_local]
-    q_receive, kv_receive: by source, int64 places among the packed rows [Rq·Bq] and KV blocks [Ck·Bk]
+    sent, received:         tokens of q, k and v together, by destination and by source
+    returned, came_back:    tokens of the output, likewise
+    pack_q, pack_k, pack_v: from home to the send buffer, in which each destination's q, k and v follow one another
+    unpack_q, unpack_kv:    from the receive buffer to the packed rows, and to the packed KV blocks (head 0: k, 1: v)
+    pack_out, unpack_out:   the way back
+    q_places, kv_places:    Rq·Bq and Ck·Bk
     """
 
-    q_send: tuple[torch.Tensor, ...]
-    kv_send: tuple[torch.Tensor, ...]
-    q_receive: tuple[torch.Tensor, ...]
-    kv_receive: tuple[torch.Tensor, ...]
-    home_places: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    returned: tuple[int, ...]
+    came_back: tuple[int, ...]
+    pack_q: Runs
+    pack_k: Runs
+    pack_v: Runs
+    unpack_q: Runs
+    unpack_kv: Runs
+    pack_out: Runs
+    unpack_out: Runs
     q_places: int
     kv_places: int
 
     def to_owners(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q, k, v: [H·n_local, W] at home.
+        """q, k, v: [B, H, n_local, D] at home, of any strides.
 
-        returns: packed q [Rq·Bq, W] and packed k, v together [2, Ck·Bk, W], zero beyond short blocks
+        returns: packed q [B, Rq·Bq, D] and packed k, v together [2, B, Ck·Bk, D], zero beyond short blocks
         """
-        send_sizes = [len(qs) + 2 * len(kvs) for qs, kvs in zip(self.q_send, self.kv_send, strict=True)]
-        receive_sizes = [len(qr) + 2 * len(kvr) for qr, kvr in zip(self.q_receive, self.kv_receive, strict=True)]
-        sent = q.new_empty(sum(send_sizes), q.shape[1])
-        parts = ((q, self.q_send), (k, self.kv_send), (v, self.kv_send))
-        cursor = 0
-        for rank in range(len(send_sizes)):
-            for tensor, places in parts:
-                size = len(places[rank])
-                torch.index_select(tensor, 0, places[rank], out=sent[cursor : cursor + size])
-                cursor += size
-        received = group.all_to_all(sent, receive_sizes, send_sizes)
-        packed_q = q.new_zeros(self.q_places, q.shape[1])
-        packed_kv = k.new_zeros(2, self.kv_places, k.shape[1])
-        for rank, chunk in enumerate(received.split(receive_sizes)):
-            q_places, kv_places = self.q_receive[rank], self.kv_receive[rank]
-            q_part, k_part, v_part = chunk.split([len(q_places), len(kv_places), len(kv_places)])
-            packed_q.index_copy_(0, q_places, q_part)
-            packed_kv[0].index_copy_(0, kv_places, k_part)
-            packed_kv[1].index_copy_(0, kv_places, v_part)
+        batch, _, _, width = q.shape
+        buffer = q.new_empty(sum(self.sent), batch, width)
+        for tensor, runs in ((q, self.pack_q), (k, self.pack_k), (v, self.pack_v)):
+            copy_runs(tensor, _by_batch(buffer), runs)
+        came = group.all_to_all(buffer, self.received, self.sent)
+        packed_q = q.new_empty(batch, self.q_places, width)
+        packed_kv = q.new_empty(2, batch, self.kv_places, width)
+        copy_runs(_by_batch(came), packed_q[:, None], self.unpack_q)
+        copy_runs(_by_batch(came), packed_kv.transpose(0, 1), self.unpack_kv)
         return packed_q, packed_kv
 
-    def to_homes(self, out: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-        """The way back. out: packed [Rq·Bq, W]; returns: [H·n_local, W], zero at padding tokens."""
-        sent = out.index_select(0, torch.cat(self.q_receive))
-        received = group.all_to_all(sent, [len(p) for p in self.q_send], [len(p) for p in self.q_receive])
-        home = out.new_zeros(self.home_places, out.shape[1])
-        return home.index_copy_(0, torch.cat(self.q_send), received)
+    def to_homes(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+        """The way back. out: packed [B, Rq·Bq, D]; returns: [B, H, n_local, D], strided as `like`, zero at padding."""
+        batch, _, width = out.shape
+        buffer = out.new_empty(sum(self.returned), batch, width)
+        copy_runs(out[:, None], _by_batch(buffer), self.pack_out)
+        came = group.all_to_all(buffer, self.came_back, self.returned)
+        home = torch.empty_like(like, dtype=out.dtype)
+        copy_runs(_by_batch(came), home, self.unpack_out)
+        return home
+
+
+def _by_batch(buffer: torch.Tensor) -> torch.Tensor:
+    """A buffer [tokens, B, D] as the one head [B, 1, tokens, D] that it is to runs."""
+    return buffer.transpose(0, 1)[:, None]
 
 
 def build_route(plan: Plan, home: HomeLayout, rank: int, n_local: int, device: torch.device) -> Route:
@@ -77,12 +87,36 @@ def build_route(plan: Plan, home: HomeLayout, rank: int, n_local: int, device: t
     q_pieces, kv_pieces = _Pieces.of(plan, home, plan.grid.q_axis), _Pieces.of(plan, home, plan.grid.k_axis)
     own_rows = plan.rows_of(rank)
     own_blocks = plan.slot_blocks(rank // plan.strategy.ulysses, rank % plan.strategy.ulysses)
+    q_home = [q_pieces.at_home(rank, plan.q_owner == owner) for owner in ranks]
+    kv_home = [kv_pieces.at_home(rank, _kv_wanted(plan, owner)) for owner in ranks]
+    q_packed = [q_pieces.packed(source, own_rows) for source in ranks]
+    kv_packed = [kv_pieces.packed(source, own_blocks) for source in ranks]
+    sent, (send_q, send_k, send_v) = _buffer_places(q_home, kv_home, kv_home)
+    received, (receive_q, receive_k, receive_v) = _buffer_places(q_packed, kv_packed, kv_packed)
+    returned, (return_q,) = _buffer_places(q_packed)
+    came_back, (arrive_q,) = _buffer_places(q_home)
+    to_k, to_v = np.concatenate(kv_packed), np.concatenate(kv_packed)
+    to_v[:, 0] = 1
+
+    def runs(source: np.ndarray, destination: np.ndarray) -> np.ndarray:
+        """Columns of Runs: from the places of one side to those of the other, with the destination's zeros."""
+        return np.concatenate([source[:, :2], destination[:, :2], destination[:, 2:]], axis=1)
+
+    from_q, from_kv, to_q = np.concatenate(q_home), np.concatenate(kv_home), np.concatenate(q_packed)
+    kv_runs = np.concatenate([runs(receive_k, to_k), runs(receive_v, to_v)])
+    home_runs = np.concatenate([runs(arrive_q, from_q), _padding(home, rank, n_local, plan.heads)])
     return Route(
-        q_send=tuple(q_pieces.at_home(rank, plan.q_owner == owner, n_local, device) for owner in ranks),
-        kv_send=tuple(kv_pieces.at_home(rank, _kv_wanted(plan, owner), n_local, device) for owner in ranks),
-        q_receive=tuple(q_pieces.packed(source, own_rows, device) for source in ranks),
-        kv_receive=tuple(kv_pieces.packed(source, own_blocks, device) for source in ranks),
-        home_places=plan.heads * n_local,
+        sent=sent,
+        received=received,
+        returned=returned,
+        came_back=came_back,
+        pack_q=Runs.of(runs(from_q, send_q), device),
+        pack_k=Runs.of(runs(from_kv, send_k), device),
+        pack_v=Runs.of(runs(from_kv, send_v), device),
+        unpack_q=Runs.of(runs(receive_q, to_q), device),
+        unpack_kv=Runs.of(kv_runs, device),
+        pack_out=Runs.of(runs(to_q, return_q), device),
+        unpack_out=Runs.of(home_runs, device),
         q_places=len(own_rows[0]) * plan.grid.block_q,
         kv_places=len(own_blocks[0]) * plan.grid.block_k,
     )
@@ -94,6 +128,8 @@ class _Pieces:
 
     groups: (int64 heads, their fragments); every rank walks through them alike, so that what is sent in one order is
             expected in the same
+
+    Places are int64[n, 4]: head, token, length, zeros to write behind.
     """
 
     groups: tuple[tuple[np.ndarray, Fragments], ...]
@@ -106,40 +142,69 @@ class _Pieces:
         fragments = tuple((heads, home.fragments(axis, plan.grid.standing(order))) for order, heads in groups)
         return cls(fragments, plan.heads, axis)
 
-    def at_home(self, rank: int, wanted: np.ndarray, n_local: int, device: torch.device) -> torch.Tensor:
+    def at_home(self, rank: int, wanted: np.ndarray) -> np.ndarray:
         """Home places of the wanted pieces that live on `rank`. wanted: bool[H, blocks]"""
-        starts, lengths = [], []
+        places = []
         for heads, fragments in self.groups:
             here = np.flatnonzero(fragments.rank == rank)
             head, piece = np.nonzero(wanted[heads][:, fragments.block[here]])
             piece = here[piece]
-            starts.append(heads[head] * n_local + fragments.local[piece])
-            lengths.append(fragments.length[piece])
-        return _expand(np.concatenate(starts), np.concatenate(lengths), device)
+            length = fragments.length[piece]
+            places.append(np.stack([heads[head], fragments.local[piece], length, np.zeros_like(length)], axis=1))
+        return np.concatenate(places)
 
-    def packed(self, source: int, blocks: tuple[np.ndarray, np.ndarray], device: torch.device) -> torch.Tensor:
-        """Packed places of the pieces that come from `source`. blocks: (head, block) of every packed block"""
+    def packed(self, source: int, blocks: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        """Packed places of the pieces that come from `source`, of head 0. blocks: (head, block) of each packed block
+
+        The last piece of a short block has the zeros behind it that fill the block.
+        """
         place = np.full((self.heads, len(self.axis)), -1, dtype=np.int64)
         place[blocks] = np.arange(len(blocks[0])) * self.axis.block
-        starts, lengths = [], []
+        places = []
         for heads, fragments in self.groups:
             there = np.flatnonzero(fragments.rank == source)
             start = place[heads][:, fragments.block[there]]
             head, piece = np.nonzero(start >= 0)
-            starts.append(start[head, piece] + fragments.offset[there[piece]])
-            lengths.append(fragments.length[there[piece]])
-        return _expand(np.concatenate(starts), np.concatenate(lengths), device)
+            start, piece = start[head, piece], there[piece]
+            offset, length = fragments.offset[piece], fragments.length[piece]
+            is_last = offset + length == self.axis.lengths[fragments.block[piece]]
+            zeros = np.where(is_last, self.axis.block - offset - length, 0)
+            places.append(np.stack([np.zeros_like(start), start + offset, length, zeros], axis=1))
+        return np.concatenate(places)
+
+
+def _buffer_places(*parts: list[np.ndarray]) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
+    """Where the pieces of each part lie in a buffer that holds, rank after rank, all parts of that rank in turn.
+
+    parts: by rank, places of pieces
+    returns: tokens of each rank, and of each part the places of its pieces in the buffer, zeros left out
+    """
+    cursor, sizes = 0, []
+    found: list[list[np.ndarray]] = [[] for _ in parts]
+    for of_rank in zip(*parts, strict=True):
+        first = cursor
+        for places, pieces in zip(found, of_rank, strict=True):
+            length = pieces[:, 2]
+            start = cursor + np.cumsum(length) - length
+            places.append(np.stack([np.zeros_like(start), start, length, np.zeros_like(start)], axis=1))
+            cursor += int(length.sum())
+        sizes.append(cursor - first)
+    return tuple(sizes), tuple(np.concatenate(places) for places in found)
+
+
+def _padding(home: HomeLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
+    """Columns of Runs that write zeros at the places of `rank` that hold no token."""
+    empty = np.ones(n_local, dtype=bool)
+    empty[home.tokens_at(rank)[1]] = False
+    edges = np.flatnonzero(np.diff(empty, prepend=False, append=False))
+    first, last = edges[::2], edges[1::2]
+    head = np.repeat(np.arange(heads), len(first))
+    columns = np.zeros((len(head), 6), dtype=np.int64)
+    columns[:, 2], columns[:, 3], columns[:, 5] = head, np.tile(first, heads), np.tile(last - first, heads)
+    return columns
 
 
 def _kv_wanted(plan: Plan, rank: int) -> np.ndarray:
     """bool[H, nk]: the KV blocks that `rank` holds in period 0: its ring rank's slot, for its column's heads."""
     ring_rank, column = divmod(rank, plan.strategy.ulysses)
     return (plan.kv_slot == ring_rank) & plan.head_columns[:, column, None]
-
-
-def _expand(starts: np.ndarray, lengths: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The places start, start + 1, … of every run, one after the other, expanded on the device."""
-    total = int(lengths.sum())
-    runs = torch.from_numpy(lengths).to(device)
-    before = torch.from_numpy(starts - (np.cumsum(lengths) - lengths)).to(device)
-    return torch.repeat_interleave(before, runs, output_size=total) + torch.arange(total, device=device)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dbsp_core.cli import main
+import interpreter  # noqa: F401  before anything else imports triton
 from workers import WorkerPool
 
 
@@ -35,6 +35,8 @@ def dbsp(
     def run(*args: object) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["dbsp", *map(str, args)])
         capsys.readouterr()
+        from dbsp_core.cli import main  # not before `interpreter`
+
         with pytest.raises(SystemExit) as stopped:
             main()
         return stopped.value.code, *capsys.readouterr()

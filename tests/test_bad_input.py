@@ -28,6 +28,10 @@ def assert_fails_alike(pool, message, function, *args):
         ({"strategy": "U2R2"}, "strategy U2R2 needs 2·2 = 4 GPUs but there are 3; use one of U3R1, U1R3"),
         ({"strategy": "3"}, "not of the form UxRy"),
         ({"planner": "magic"}, "unknown planner 'magic'; use one of"),
+        (
+            {"kernel": "sparge", "strategy": "U1R3"},
+            "kernel 'sparge' cannot serve this plan: it returns no log-sum-exp",
+        ),
         ({"kernel": "magic"}, "unknown kernel 'magic'; use auto or one of"),
         ({"reward": -1.0}, "must not be negative"),
     ],

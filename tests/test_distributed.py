@@ -85,6 +85,14 @@ def test_token_orders_equal_dense_attention(pool, world):
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
+@pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (3, "U1R3"), (4, "U2R2")])
+def test_the_triton_kernel_equals_dense_attention(pool, world, strategy):
+    """In Triton's interpreter, and on rings with results that accumulate."""
+    pytest.importorskip("triton")
+    case = Case(strategy, "dbsp", heads=3, tokens=200, text_tokens=21, batch=2, kernel="triton", seed=world)
+    assert all(error <= TOLERANCE for error in pool(world).run(run_case, case))
+
+
 @pytest.mark.parametrize(
     ("sabotage", "world", "strategy"),
     [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+import sys
+import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +13,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_kernels import KERNELS, Kernel, available, block_attention, choose_kernel, cpu, merge_states
+from dbsp_kernels import (
+    KERNELS,
+    Kernel,
+    Needs,
+    WholeHeads,
+    available,
+    choose_kernel,
+    cpu,
+    explain_auto,
+    flex,
+    merge_into,
+    merge_states,
+    require_fit,
+    sparge,
+)
 from generators import SEEDS, examples
+from packed import Packed, full_counts, kinder, packed, written_out
 
 each_kernel = pytest.mark.parametrize("kernel", ["reference", "cpu"])
 TOLERANCES = {
@@ -21,53 +38,6 @@ TOLERANCES = {
     torch.float16: {"rtol": 4e-3, "atol": 4e-3},
     torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2},
 }
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The arguments of `block_attention`."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    kv_index: torch.Tensor
-    kv_count: torch.Tensor
-    kv_len: torch.Tensor
-
-    def attend(self, kernel: str, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        tables = (self.kv_index, self.kv_count, self.kv_len)
-        return block_attention(self.q, self.k, self.v, *tables, scale=scale, kernel=kernel)
-
-
-def packed(rows=5, blocks=6, block_q=8, block_k=4, width=16, dtype=torch.float32, seed=0) -> Packed:
-    """Rows of every length, none at all included; short blocks; rubbish in unused entries and beyond lengths."""
-    rng = np.random.default_rng(seed)
-    index = rng.permuted(np.tile(np.arange(blocks), (rows, 1)), axis=1)
-    count = rng.integers(blocks + 1, size=rows)
-    index[np.arange(blocks) >= count[:, None]] = -7
-    length = np.where(rng.random(blocks) < 0.5, block_k, rng.integers(1, block_k + 1, size=blocks))
-    q, k, v = (
-        torch.from_numpy(rng.standard_normal(shape)).to(dtype)
-        for shape in ((rows, block_q, width), (blocks, block_k, width), (blocks, block_k, width))
-    )
-    for block, n in enumerate(length):
-        k[block, n:], v[block, n:] = 1e4, -1e4
-    return Packed(q, k, v, *(torch.from_numpy(a.astype(np.int32)) for a in (index, count, length)))
-
-
-def written_out(p: Packed, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in float64, query by query."""
-    scale = p.q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (t.double().numpy() for t in (p.q, p.k, p.v))
-    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
-    for row, count in enumerate(p.kv_count.tolist()):
-        seen = [(b, t) for b in p.kv_index[row, :count].tolist() for t in range(int(p.kv_len[b]))]
-        for query in range(q.shape[1]) if seen else ():
-            scores = np.array([q[row, query] @ k[b, t] for b, t in seen]) * scale
-            weights = np.exp(scores - scores.max())
-            lse[row, query] = scores.max() + np.log(weights.sum())
-            out[row, query] = (weights / weights.sum()) @ np.array([v[b, t] for b, t in seen])
-    return torch.from_numpy(out), torch.from_numpy(lse)
 
 
 def assert_right(p: Packed, kernel: str, scale: float | None = None) -> None:
@@ -168,6 +138,10 @@ def full(table):
     return torch.full_like(table, 6)
 
 
+def running(rows):
+    return torch.zeros(rows, 8, 16), torch.full((rows, 8), -torch.inf)
+
+
 MISTAKES = {
     "q of two dimensions": (mangled(q=lambda q: q[0]), "expected q"),
     "keys of two dimensions": (mangled(k=lambda k: k[0], v=lambda v: v[0]), "expected q"),
@@ -187,15 +161,46 @@ MISTAKES = {
     "a length of zero": (mangled(kv_len=with_entry(0)), "between 1 and block_k = 4"),
     "a length above the block": (mangled(kv_len=with_entry(5)), "between 1 and block_k = 4"),
     "an index beyond the blocks": (mangled(kv_count=full, kv_index=lambda t: full(t)), "between 0 and 5"),
+    "an order for other rows": (mangled(), r"order \[5\]", {"order": torch.arange(4).int()}),
+    "an order that names a row twice": (mangled(), "each of the 5 rows once", {"order": torch.zeros(5).int()}),
+    "an int64 order": (mangled(), "must be int32", {"order": torch.arange(5)}),
+    "more full blocks than blocks": (mangled(), "first kv_full entries", {"kv_full": torch.full((5,), 7).int()}),
+    "full blocks that are short": (
+        mangled(kv_count=torch.ones_like, kv_index=torch.zeros_like, kv_len=torch.ones_like),
+        "first kv_full entries",
+        {"kv_full": torch.ones(5).int()},
+    ),
+    "a running result of other rows": (mangled(), "running must be", {"running": running(4)}),
+    "a running lse in half precision": (
+        mangled(),
+        "running must be",
+        {"running": (running(5)[0], running(5)[1].half())},
+    ),
+    "a running result on another device": (mangled(), "running must be", {"running": (running(5)[0].to("meta"),) * 2}),
+    "a running result that is not contiguous": (
+        mangled(),
+        "running must be",
+        {"running": (running(5)[0].mT.contiguous().mT, running(5)[1])},
+    ),
     "a negative index": (mangled(kv_count=full, kv_index=lambda t: -torch.ones_like(t)), "between 0 and 5"),
 }
 
 
 @each_kernel
-@pytest.mark.parametrize(("p", "complaint"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_raises(kernel, p, complaint):
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_raises(kernel, mistake):
+    p, complaint, *options = mistake
     with pytest.raises(ValueError, match=complaint):
-        p.attend(kernel)
+        p.attend(kernel, **(options[0] if options else {}))
+
+
+@each_kernel
+def test_hints_that_are_true_change_nothing(kernel):
+    p = kinder(packed(seed=1))
+    assert full_counts(p).any()
+    order = torch.tensor([4, 2, 0, 1, 3]).int()
+    hinted = p.attend(kernel, kv_full=full_counts(p), order=order)
+    assert all(map(torch.equal, hinted, p.attend(kernel)))
 
 
 class TestMerge:
@@ -243,6 +248,12 @@ class TestMerge:
         assert merged.tolist() == [[[0.5, 0.5]]]
         assert lse.item() == pytest.approx(1000 + np.log(2))
 
+    def test_in_place_gives_the_same(self):
+        _, (a, b, _) = self.parts(0, 3)
+        expected = merge_states(*a, *b)
+        merge_into(*a, *b)
+        assert all(map(torch.equal, a, expected))
+
     def test_keeps_the_dtype_of_what_is_accumulated(self):
         lse = torch.zeros(1, 1)
         for dtype, part_dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
@@ -256,8 +267,12 @@ class TestRegistry:
     @pytest.fixture(autouse=True)
     def the_two_that_work_anywhere(self, monkeypatch):
         monkeypatch.delenv("DBSP_KERNEL", raising=False)
+        every = dict(KERNELS)
         for name in KERNELS.keys() - {"cpu", "reference"}:
-            monkeypatch.delitem(KERNELS, name)
+            del KERNELS[name]
+        yield
+        KERNELS.clear()  # and not one by one: their order counts
+        KERNELS.update(every)
 
     def test_available_lists_what_can_serve_best_first(self):
         assert available("cpu") == ["cpu", "reference"]
@@ -311,3 +326,111 @@ class TestRegistry:
     def test_a_dtype_that_no_kernel_takes_raises(self, name):
         with pytest.raises(ValueError, match=r"torch\.int32"):
             choose_kernel(name, "cpu", torch.int32)
+
+
+class TestCapabilities:
+    PLAIN = Needs(blocks=(64, 64), width=128)
+
+    def test_sparge_is_never_chosen_by_itself(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setitem(KERNELS, "sparge", replace(KERNELS["sparge"], missing=lambda: None))
+        monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], missing=lambda: "none here"))
+        assert available("cuda", torch.bfloat16)[-1] == "sparge"
+        assert choose_kernel("auto", "cuda", torch.bfloat16, Needs((128, 64), 128)).name == "reference"
+
+    @pytest.mark.parametrize(
+        ("needs", "complaint"),
+        [
+            (Needs(lse=True), r"returns no log-sum-exp.*use cpu or triton or flex or reference"),
+            (Needs(ragged_rows=True), r"whole heads alone.*use cpu or triton or flex or reference"),
+            (Needs(width=32), r"head dims from 64 to 128, not 32; use cpu or triton or flex or reference"),
+            (Needs(width=512), r"not 512; use cpu or reference"),
+        ],
+    )
+    def test_a_plan_that_a_kernel_can_never_serve_is_refused_by_name(self, monkeypatch, needs, complaint):
+        monkeypatch.delenv("DBSP_KERNEL", raising=False)
+        with pytest.raises(ValueError, match=f"kernel 'sparge' cannot serve this plan: .*{complaint}"):
+            require_fit("sparge", needs)
+        require_fit("auto", needs)
+        require_fit("sparge", self.PLAIN)
+        monkeypatch.setenv("DBSP_KERNEL", "sparge")
+        with pytest.raises(ValueError, match="kernel 'sparge' cannot serve this plan"):
+            require_fit("auto", needs)
+
+    @pytest.mark.parametrize(("capability", "served"), [((8, 0), (128, 64)), ((9, 0), (64, 128))])
+    def test_the_geometry_of_sparge_is_asked_from_the_device(self, monkeypatch, capability, served):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        sparge = replace(KERNELS["sparge"], missing=lambda: None)
+        assert sparge.cannot_serve("cuda", torch.float16, Needs(served, 128)) is None
+        reason = sparge.cannot_serve("cuda", torch.float16, Needs(served[::-1], 128))
+        assert reason == f"it serves blocks of {served[0]}×{served[1]}, not {served[1]}×{served[0]}"
+
+    def test_a_block_size_that_a_kernel_does_not_serve_raises_and_names_one_that_does(self, monkeypatch):
+        small = replace(KERNELS["cpu"], name="small", blocks=lambda: frozenset({(16, 16)}))
+        monkeypatch.setitem(KERNELS, "small", small)
+        with pytest.raises(ValueError, match=r"it serves blocks of 16×16, not 8×4; use cpu or .*reference"):
+            packed().attend("small")
+
+    def test_auto_says_what_it_takes_and_why(self, monkeypatch):
+        monkeypatch.delenv("DBSP_KERNEL", raising=False)
+        assert explain_auto("cpu", torch.float32) == "cpu, the best that serves torch.float32 on cpu"
+        monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], missing=lambda: "triton is not installed"))
+        monkeypatch.setitem(KERNELS, "flex", replace(KERNELS["flex"], missing=lambda: None))
+        why = explain_auto("cuda", torch.bfloat16)
+        assert why.startswith("flex, the best that serves torch.bfloat16 on cuda (")
+        assert "triton: triton is not installed" in why
+        monkeypatch.setenv("DBSP_KERNEL", "reference")
+        assert explain_auto("cpu", torch.float32) == "reference, because DBSP_KERNEL=reference"
+
+
+class TestFlex:
+    def test_its_block_lists_are_the_rows(self):
+        """On the CPU FlexAttention ignores them, so they are read back; on a GPU it is compared with the reference."""
+        p = kinder(packed(rows=5, blocks=6, block_q=8, block_k=8, seed=1))
+        full = full_counts(p)
+        assert 0 < full.sum() < p.kv_count.sum()
+        mask = flex.packed_block_mask(p.kv_index.clamp(min=0), p.kv_count, p.kv_len, full, (8, 8))
+        wanted = torch.zeros(5, 6, dtype=torch.bool)
+        for row, count in enumerate(p.kv_count.tolist()):
+            wanted[row, p.kv_index[row, :count].long()] = True
+        partial_lists = zip(mask.kv_num_blocks[0, 0].tolist(), mask.kv_indices[0, 0], strict=True)
+        full_lists = zip(mask.full_kv_num_blocks[0, 0].tolist(), mask.full_kv_indices[0, 0], strict=True)
+        for lists, is_full in ((partial_lists, False), (full_lists, True)):
+            for row, (count, entries) in enumerate(lists):
+                named = wanted[row] & ((p.kv_len == 8) == is_full)
+                assert sorted(entries[:count].tolist()) == named.nonzero().flatten().tolist()
+        keys = torch.arange(6 * 8)
+        assert torch.equal(mask.mask_mod(0, 0, keys * 0, keys), keys % 8 < p.kv_len.repeat_interleave(8))
+
+
+class TestSparge:
+    def test_whole_heads_with_their_mask(self, monkeypatch):
+        """Against a stand-in for SpargeAttn's function: what arrives there is heads, tokens and a block mask."""
+        heads, tokens, block_q, block_k, width = 3, 29, 8, 6, 16
+        generator = torch.Generator().manual_seed(0)
+        bits = torch.rand(heads, 4, 5, generator=generator) < 0.5
+        bits[1, 2] = False
+        poison = torch.nan
+
+        def stand_in(q, k, v, mask_id, scale, tensor_layout, output_dtype):
+            assert (q.shape, mask_id.shape, tensor_layout) == ((1, heads, tokens, width), (1, heads, 4, 5), "HND")
+            assert torch.equal(mask_id[0].bool(), bits)
+            allowed = bits.repeat_interleave(block_q, 1).repeat_interleave(block_k, 2)[:, :tokens, :tokens]
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed[None], scale=scale)
+            return out.masked_fill(~allowed.any(-1)[None, ..., None], poison).to(output_dtype)
+
+        module = types.ModuleType("spas_sage_attn")
+        module.block_sparse_sage2_attn_cuda = stand_in
+        monkeypatch.setitem(sys.modules, "spas_sage_attn", module)
+        q = torch.randn(heads * 4, block_q, width, generator=generator)
+        k, v = torch.randn(2, heads * 5, block_k, width, generator=generator)
+        count = bits.sum(-1).flatten().int()
+        index = torch.argsort(~bits, dim=-1, stable=True) + 5 * torch.arange(heads)[:, None, None]
+        length = torch.tensor([6, 6, 6, 6, 5] * heads).int()
+        p = Packed(q, k, v, index.flatten(0, 1).int(), count, length)
+        out, lse = sparge.sparge_attention(*vars(p).values(), width**-0.5, whole=WholeHeads(heads, tokens))
+        expected = p.exact()[0].unflatten(0, (heads, 4)).flatten(1, 2)[:, :tokens]
+        torch.testing.assert_close(out.view(heads, -1, width)[:, :tokens], expected.float())
+        assert (out[6] == 0).all()
+        assert lse.isnan().all()

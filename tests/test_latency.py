@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from dbsp_core import BlockGrid, BlockMask, HomeLayout, Strategy, make_plan
 from dbsp_core.hardware import Constants, Hardware
@@ -81,9 +82,9 @@ class TestBytes:
         plan, _, layout = a_plan(strategy, heads=heads, tokens=500, home=home)
         traffic = traffic_of(plan, layout)
         for rank in range(4):
-            route = build_route(plan, layout, rank, layout.shard, "cpu")
-            assert [len(places) for places in route.q_send] == traffic.queries[rank].tolist()
-            assert [len(places) for places in route.kv_send] == traffic.keys[rank].tolist()
+            route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
+            assert list(route.sent) == (traffic.queries[rank] + 2 * traffic.keys[rank]).tolist()
+            assert list(route.came_back) == traffic.queries[rank].tolist()
             assert route.q_places == traffic.rows[rank] * 16
             assert route.kv_places == traffic.slots.ravel()[rank] * 16
 
@@ -93,9 +94,9 @@ class TestBytes:
         home = HomeLayout.contiguous(480, 4)
         plan = make_plan(mask, "U2R2", home=home)
         traffic = traffic_of(plan, home)
-        route = build_route(plan, home, 1, home.shard, "cpu")
-        assert [len(places) for places in route.q_send] == traffic.queries[1].tolist()
-        assert [len(places) for places in route.kv_send] == traffic.keys[1].tolist()
+        route = build_route(plan, home, 1, home.shard, torch.device("cpu"))
+        assert list(route.sent) == (traffic.queries[1] + 2 * traffic.keys[1]).tolist()
+        assert list(route.came_back) == traffic.queries[1].tolist()
 
     def test_the_exchange_takes_what_the_busiest_rank_sends_or_receives(self):
         plan, _, _ = a_plan("U4R1", "contiguous", heads=8)

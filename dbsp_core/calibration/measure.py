@@ -92,7 +92,7 @@ def _kernel_call(case: Case, setting: Setting) -> Callable[[], object]:
     grid = mask.grid
     q = torch.randn(len(table.kv_count), grid.block_q, case.head_dim, **setting.where)
     k, v = (torch.randn(len(table.kv_len), grid.block_k, case.head_dim, **setting.where) for _ in range(2))
-    return lambda: block_attention(q, k, v, table.kv_index, table.kv_count, table.kv_len, kernel=setting.kernel)
+    return lambda: block_attention(q, k, v, **vars(table.expanded()), kernel=setting.kernel)
 
 
 def _merge_call(elements: int, device: str) -> Callable[[], object]:

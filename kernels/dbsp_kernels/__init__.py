@@ -1,6 +1,21 @@
 """Attention on packed blocks. `block_attention` is the contract, `available` says which kernels work here."""
 
-from dbsp_kernels.merge import merge_states
-from dbsp_kernels.registry import KERNELS, Kernel, available, block_attention, choose_kernel
+from dbsp_kernels.attention import block_attention
+from dbsp_kernels.merge import Running, merge_into, merge_states
+from dbsp_kernels.registry import KERNELS, Kernel, Needs, available, choose_kernel, explain_auto, require_fit
+from dbsp_kernels.sparge import WholeHeads
 
-__all__ = ["KERNELS", "Kernel", "available", "block_attention", "choose_kernel", "merge_states"]
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "Needs",
+    "Running",
+    "WholeHeads",
+    "available",
+    "block_attention",
+    "choose_kernel",
+    "explain_auto",
+    "merge_into",
+    "merge_states",
+    "require_fit",
+]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["merge_states"]
+__all__ = ["Running", "merge_into", "merge_states"]
+
+Running = tuple[torch.Tensor, torch.Tensor]
+"""A result over some of the keys: out [..., D] and lse float32[...], natural log; where it saw no key, 0 and −inf."""
 
 
 def merge_states(
@@ -26,3 +29,15 @@ def merge_states(
     share_part = weight_part / torch.where(total == 0, torch.ones_like(total), total)
     merged = out * share[..., None] + out_part * share_part[..., None]
     return merged.to(out.dtype), finite_top + torch.log(total)
+
+
+def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
+    """`merge_states` that writes the result over `out` and `lse`: on CUDA in one pass over memory."""
+    if out.is_cuda and out.is_contiguous() and lse.is_contiguous():
+        from dbsp_kernels.triton_merge import triton_merge_into  # here: triton need not be installed
+
+        triton_merge_into(out, lse, out_part.contiguous(), lse_part.contiguous())
+        return
+    merged, merged_lse = merge_states(out, lse, out_part, lse_part)
+    out.copy_(merged)
+    lse.copy_(merged_lse)

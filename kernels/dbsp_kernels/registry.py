@@ -1,4 +1,4 @@
-"""Which kernels there are, what each can do, and the one entry point to them."""
+"""Which kernels there are, what each can do, and which one serves."""
 
 from __future__ import annotations
 
@@ -6,16 +6,33 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from dbsp_kernels import cpu
+from dbsp_kernels import cpu, flex, sparge
+from dbsp_kernels.merge import Running
 from dbsp_kernels.reference import reference_attention
 
-__all__ = ["KERNELS", "Kernel", "available", "block_attention", "choose_kernel"]
+__all__ = ["KERNELS", "Kernel", "Needs", "available", "choose_kernel", "explain_auto", "interpreted", "require_fit"]
 
-_FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+_HALVES = frozenset({torch.bfloat16, torch.float16})
+_FLOATS = _HALVES | {torch.float32, torch.float64}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an attention asks of its kernel, beside device and dtype.
+
+    blocks:      (block_q, block_k); None: not known yet
+    width:       D; None: not known yet
+    lse:         its log-sum-exp is used: rings merge periods by it
+    ragged_rows: the rows are not simply all rows of whole heads: heads are split, or in a ring
+    """
+
+    blocks: tuple[int, int] | None = None
+    width: int | None = None
+    lse: bool = False
+    ragged_rows: bool = False
 
 
 def _nothing_missing() -> str | None:
@@ -26,38 +43,74 @@ def _nothing_missing() -> str | None:
 class Kernel:
     """A kernel and its capabilities.
 
-    devices: device types it runs on; dtypes: of q, k, v
-    missing: says why it cannot work on this machine, or None
+    run:         called as run(q, k, v, kv_index, kv_count, kv_len, scale, **options)
+    takes:       those of block_attention's options that it is given
+    devices:     device types it runs on; dtypes: of q, k, v
+    blocks:      says which (block_q, block_k) it serves here, or None: any
+    widths:      the least and the largest D
+    missing:     says why it cannot work on this machine, or None
+    interpreted: whether Triton's interpreter can run it on the CPU
     """
 
     name: str
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    run: Callable[..., Running]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype] = _FLOATS
+    blocks: Callable[[], frozenset[tuple[int, int]] | None] = lambda: None
+    widths: tuple[int, int] = (1, 1 << 20)
     returns_lse: bool = True
     ragged_rows: bool = True
+    takes: frozenset[str] = frozenset()
     missing: Callable[[], str | None] = _nothing_missing
+    interpreted: bool = False
 
-    def cannot_serve(self, device: str, dtype: torch.dtype) -> str | None:
-        """Why this kernel cannot serve such tensors here, or None."""
-        if device not in self.devices:
+    def cannot_serve(self, device: str, dtype: torch.dtype, needs: Needs | None = None) -> str | None:
+        """Why this kernel cannot serve such tensors and needs here, or None."""
+        needs = needs or Needs()
+        if device not in self.devices and not (device == "cpu" and self.interpreted and interpreted()):
             return f"it runs on {', '.join(sorted(self.devices))}, the tensors are on {device}"
         if dtype not in self.dtypes:
             return f"it takes {', '.join(sorted(str(d) for d in self.dtypes))}, the tensors are {dtype}"
-        return self.missing()
+        return self.cannot_fit(needs) or self.missing() or self._cannot_block(needs)
+
+    def cannot_fit(self, needs: Needs) -> str | None:
+        """Why this kernel cannot serve such a plan on any machine, or None."""
+        if needs.lse and not self.returns_lse:
+            return "it returns no log-sum-exp, by which a ring's periods are merged; use a strategy UxR1"
+        if needs.ragged_rows and not self.ragged_rows:
+            return "it serves whole heads alone, and here heads are split over ranks or cut by text of uneven length"
+        least, most = self.widths
+        if needs.width is not None and not least <= needs.width <= most:
+            return f"it serves head dims from {least} to {most}, not {needs.width}"
+        return None
+
+    def _cannot_block(self, needs: Needs) -> str | None:
+        """Asked last: the geometry of some kernels depends on the device at hand."""
+        blocks = self.blocks()
+        if needs.blocks is None or blocks is None or needs.blocks in blocks:
+            return None
+        served = ", ".join(f"{q}×{k}" for q, k in sorted(blocks))
+        return f"it serves blocks of {served}, not {needs.blocks[0]}×{needs.blocks[1]}"
 
 
-def _run_triton(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def interpreted() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on the CPU: slow, but right, and without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _run_triton(*args: object, **options: object) -> Running:
     from dbsp_kernels.triton_forward import triton_attention  # here: triton need not be installed
 
-    return triton_attention(*args)
+    return triton_attention(*args, **options)  # type: ignore[arg-type]
 
 
 def _triton_missing() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install 'dbsp-attention[gpu]'"
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    if not torch.cuda.is_available() and not interpreted():
         return "there is no GPU, and TRITON_INTERPRET=1 is not set"
+    if torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() < (8, 0):
+        return "it needs a GPU of compute capability 8.0 (Ampere) or newer"
     return None
 
 
@@ -68,106 +121,92 @@ KERNELS = {
         Kernel(
             "triton",
             _run_triton,
-            frozenset({"cuda", "cpu"}) if os.environ.get("TRITON_INTERPRET") == "1" else frozenset({"cuda"}),
+            frozenset({"cuda"}),
             _FLOATS - {torch.float64},
+            widths=(1, 256),
+            takes=frozenset({"kv_full", "order", "running", "out_dtype"}),
             missing=_triton_missing,
+            interpreted=True,
+        ),
+        Kernel(
+            "flex",
+            flex.flex_attention_packed,
+            frozenset({"cuda"}),
+            _HALVES | {torch.float32},
+            blocks=lambda: flex.BLOCKS,
+            widths=(16, 256),
+            takes=frozenset({"kv_full"}),
+            missing=flex.missing,
         ),
         Kernel("reference", reference_attention, frozenset({"cpu", "cuda"})),
+        Kernel(
+            "sparge",
+            sparge.sparge_attention,
+            frozenset({"cuda"}),
+            _HALVES,
+            blocks=sparge.blocks,
+            widths=(64, 128),
+            returns_lse=False,
+            ragged_rows=False,
+            takes=frozenset({"whole"}),
+            missing=sparge.missing,
+        ),
     )
 }
-"""By name, in the order in which "auto" prefers them."""
+"""By name, in the order in which "auto" prefers them. The reference serves all, so sparge, which quantises, is taken
+only by name."""
 
 
-def available(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
+def available(device: str = "cpu", dtype: torch.dtype = torch.float32, needs: Needs | None = None) -> list[str]:
     """Names of the kernels that can serve tensors of `dtype` on `device` here, best first."""
-    return [name for name, kernel in KERNELS.items() if kernel.cannot_serve(device, dtype) is None]
+    return [name for name, kernel in KERNELS.items() if kernel.cannot_serve(device, dtype, needs) is None]
 
 
-def choose_kernel(name: str, device: str, dtype: torch.dtype) -> Kernel:
+def _wanted(name: str) -> str:
+    """The kernel asked for: "auto" is $DBSP_KERNEL if set. Raises ValueError for one that there is not."""
+    wanted = (os.environ.get("DBSP_KERNEL") or "auto") if name == "auto" else name
+    if wanted != "auto" and wanted not in KERNELS:
+        raise ValueError(f"unknown kernel {wanted!r}; use auto or one of {', '.join(KERNELS)}")
+    return wanted
+
+
+def choose_kernel(name: str, device: str, dtype: torch.dtype, needs: Needs | None = None) -> Kernel:
     """The kernel called `name`; "auto" is $DBSP_KERNEL if set, else the best that can serve `dtype` on `device`.
 
     Raises ValueError, naming one that can, when the kernel is unknown or cannot serve.
     """
-    usable = available(device, dtype)
-    wanted = (os.environ.get("DBSP_KERNEL") or "auto") if name == "auto" else name
-    if wanted == "auto":
-        if not usable:
-            raise ValueError(f"no attention kernel serves {dtype} on {device}; use float32, float16 or bfloat16")
-        return KERNELS[usable[0]]
-    if wanted not in KERNELS:
-        raise ValueError(f"unknown kernel {wanted!r}; use auto or one of {', '.join(KERNELS)}")
-    reason = KERNELS[wanted].cannot_serve(device, dtype)
-    if reason is not None:
-        instead = " or ".join(usable) or "another dtype"
+    wanted = _wanted(name)
+    if wanted != "auto":
+        reason = KERNELS[wanted].cannot_serve(device, dtype, needs)
+        if reason is None:
+            return KERNELS[wanted]
+        instead = " or ".join(available(device, dtype, needs)) or "another dtype"
         raise ValueError(f"kernel {wanted!r} cannot be used here: {reason}; use {instead}")
-    return KERNELS[wanted]
+    for kernel in KERNELS.values():
+        if kernel.cannot_serve(device, dtype, needs) is None:
+            return kernel
+    raise ValueError(f"no attention kernel serves {dtype} on {device}; use float32, float16 or bfloat16")
 
 
-def block_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_index: torch.Tensor,
-    kv_count: torch.Tensor,
-    kv_len: torch.Tensor,
-    *,
-    scale: float | None = None,
-    kernel: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of packed query rows over packed KV blocks. Heads are gone: a row is a row.
+def require_fit(name: str, needs: Needs) -> None:
+    """Raises ValueError, naming kernels that can, when the kernel called `name` can serve such a plan on no machine.
 
-    q:        [Rq, Bq, D], one query block per row
-    k, v:     [Ck, Bk, D], KV blocks, wherever they landed
-    kv_index: int32[Rq, max], the blocks each row attends to: the first kv_count of its entries
-    kv_count: int32[Rq]
-    kv_len:   int32[Ck], real tokens of each KV block, 1..Bk; those beyond are masked
-    scale:    of the scores, default D^−1/2
-    returns:  out [Rq, Bq, D] in q's dtype, lse float32[Rq, Bq] (natural log); a row without blocks has out 0, lse −inf
-    Raises ValueError for mismatched shapes, dtypes or devices, a count above the table's width, an index outside the
-    packed blocks (checked on CPU only, where it costs no synchronisation), or a kernel that cannot serve.
+    Asks for nothing that differs between ranks, so that all of them raise alike.
     """
-    _check(q, k, v, kv_index, kv_count, kv_len)
-    chosen = choose_kernel(kernel, q.device.type, q.dtype)
-    return chosen.run(q, k, v, kv_index, kv_count, kv_len, q.shape[-1] ** -0.5 if scale is None else scale)
+    wanted = _wanted(name)
+    reason = None if wanted == "auto" else KERNELS[wanted].cannot_fit(needs)
+    if reason is not None:
+        instead = " or ".join(other for other, kernel in KERNELS.items() if kernel.cannot_fit(needs) is None)
+        raise ValueError(f"kernel {wanted!r} cannot serve this plan: {reason}; use {instead}")
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_index: torch.Tensor,
-    kv_count: torch.Tensor,
-    kv_len: torch.Tensor,
-) -> None:
-    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or k.shape[-1] != q.shape[-1]:
-        raise ValueError(
-            f"expected q [rows, block_q, D] and k, v [blocks, block_k, D], got q {tuple(q.shape)}, "
-            f"k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
-    if kv_index.ndim != 2 or len(kv_index) != len(q) or kv_count.shape != q.shape[:1] or kv_len.shape != k.shape[:1]:
-        raise ValueError(
-            f"expected kv_index [{len(q)}, max], kv_count [{len(q)}], kv_len [{len(k)}], got {tuple(kv_index.shape)}, "
-            f"{tuple(kv_count.shape)}, {tuple(kv_len.shape)}"
-        )
-    if any(table.dtype != torch.int32 for table in (kv_index, kv_count, kv_len)):
-        raise ValueError("kv_index, kv_count and kv_len must be int32")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    devices = {str(t.device) for t in (q, k, v, kv_index, kv_count, kv_len)}
-    if len(devices) > 1:
-        raise ValueError(f"q, k, v and the tables must be on one device, got {', '.join(sorted(devices))}")
-    if q.device.type == "cpu":
-        _check_ranges(kv_index, kv_count, kv_len, blocks=k.shape[0], block=k.shape[1])
-
-
-def _check_ranges(
-    kv_index: torch.Tensor, kv_count: torch.Tensor, kv_len: torch.Tensor, blocks: int, block: int
-) -> None:
-    width = kv_index.shape[1]
-    if len(kv_count) and not 0 <= int(kv_count.min()) <= int(kv_count.max()) <= width:
-        raise ValueError(f"kv_count must lie between 0 and the table's width {width}")
-    if blocks and not 1 <= int(kv_len.min()) <= int(kv_len.max()) <= block:
-        raise ValueError(f"kv_len must lie between 1 and block_k = {block}")
-    used = kv_index[torch.arange(width) < kv_count[:, None]]
-    if len(used) and not 0 <= int(used.min()) <= int(used.max()) < blocks:
-        raise ValueError(f"kv_index must lie between 0 and {blocks - 1}, the last packed KV block")
+def explain_auto(device: str, dtype: torch.dtype) -> str:
+    """What "auto" takes for `dtype` on `device` here, and why, in one sentence."""
+    name, passed = choose_kernel("auto", device, dtype).name, []
+    if os.environ.get("DBSP_KERNEL"):
+        return f"{name}, because DBSP_KERNEL={os.environ['DBSP_KERNEL']}"
+    for better in KERNELS:
+        if better == name:
+            break
+        passed.append(f"{better}: {KERNELS[better].cannot_serve(device, dtype)}")
+    return f"{name}, the best that serves {dtype} on {device}" + (f" ({'; '.join(passed)})" if passed else "")

@@ -7,24 +7,105 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["forward_kernel", "triton_attention"]
+from dbsp_kernels.merge import Running
+from dbsp_kernels.tiles import HOPPER, Tiles, padded, tiles_for
+
+__all__ = ["capability_of", "forward_kernel", "triton_attention"]
 
 LOG2_E = 1 / math.log(2)
-MAX_TILE = 128  # queries per program, and keys per step, in 16 bits: more does not fit registers and shared memory
+
+
+@triton.jit
+def _keys_tile(  # type: ignore[no-untyped-def]
+    source, block, start, block_stride, token_stride, real,
+    BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """[TILE_K, TILE_D] of keys or values: tokens `start` and following of `block`; zero beyond WIDTH, and, where
+    MASKED, at tokens that are not real."""
+    if COPY_ENGINE:
+        tile = source.load([(block * BLOCK_K + start).to(tl.int32), 0])
+        if MASKED:
+            tile = tl.where(real[:, None], tile, 0.0)
+    else:
+        keys = start + tl.arange(0, TILE_K)
+        width = tl.arange(0, TILE_D)
+        at = source + block * block_stride + keys[:, None] * token_stride + width[None, :]
+        if MASKED:
+            tile = tl.load(at, mask=real[:, None] & (width[None, :] < WIDTH), other=0.0)
+        elif TILE_D != WIDTH:
+            tile = tl.load(at, mask=width[None, :] < WIDTH, other=0.0)
+        else:
+            tile = tl.load(at)
+    return tile
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    q, k_source, v_source, top, total, acc, indices, length_ptr, first, last, scale_log2,
+    k_block, k_token, v_block, v_token,
+    BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax in base 2 over entries first … last − 1 of a row; unless MASKED all of them are full blocks.
+
+    One flat loop, so that Triton keeps several tiles of keys and values in flight. The index of the next step's block
+    is read a step ahead: else each step would begin by waiting for it.
+    """
+    STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
+    block = tl.load(indices + first, mask=first < last, other=0).to(tl.int64)
+    for step in tl.range(first * STEPS, last * STEPS, num_stages=STAGES):
+        start = step % STEPS * TILE_K
+        coming = (step + 1) // STEPS
+        next_block = tl.load(indices + coming, mask=coming < last, other=0).to(tl.int64)
+        inside = start + tl.arange(0, TILE_K) < BLOCK_K
+        real = inside
+        if MASKED:
+            real = start + tl.arange(0, TILE_K) < tl.load(length_ptr + block)
+        # Scores of keys that are not real are masked, whatever they are; but a NaN in a value survives a weight of 0.
+        k = _keys_tile(
+            k_source, block, start, k_block, k_token, inside,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, COPY_ENGINE, BLOCK_K % TILE_K != 0 and not COPY_ENGINE,
+        )  # fmt: skip
+        v = _keys_tile(
+            v_source, block, start, v_block, v_token, real,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, COPY_ENGINE, MASKED,
+        )  # fmt: skip
+        if UPCAST:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            scores = tl.where(real[None, :], scores, float("-inf"))
+        # The first step of a block has a real key, so new_top is finite from the first step on.
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        top = new_top
+        block = next_block
+    return top, total, acc
 
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, index_ptr, count_ptr, length_ptr, order_ptr, out_ptr, lse_ptr,
+    q_ptr, k_source, v_source, index_ptr, count_ptr, full_ptr, length_ptr, order_ptr,
+    out_ptr, lse_ptr, running_ptr, running_lse_ptr,
     q_row, q_token, k_block, k_token, v_block, v_token, index_width, scale_log2,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, UPCAST: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, FULL_FIRST: tl.constexpr, RUNNING: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program, up to TILE_Q queries of one row: online softmax in base 2 over the row's KV blocks.
+    """One program, up to TILE_Q queries of one row; see `triton_attention` for the arguments.
 
-    q, out: [rows, BLOCK_Q, WIDTH]; k, v: [blocks, BLOCK_K, WIDTH]; the last dimension is contiguous. TILE_K keys at a
-    time. order lists the rows, heaviest first. UPCAST computes in fp32 where the interpreter cannot do bf16.
+    q, out, running: [rows, BLOCK_Q, WIDTH]; k, v: [blocks, BLOCK_K, WIDTH], the last dimension contiguous; given as
+    pointers, or with COPY_ENGINE as tensor descriptors over [blocks · BLOCK_K, WIDTH]. FULL_FIRST: the first full[row]
+    entries are full blocks, and BLOCK_K is a multiple of TILE_K. RUNNING: the result is merged with running and
+    running_lse, which may be out and lse themselves. UPCAST computes in fp32 where the interpreter cannot do bf16.
     """
     row = tl.load(order_ptr + tl.program_id(0)).to(tl.int64)
     queries = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
@@ -36,33 +117,37 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, TILE_D], tl.float32)
+    indices = index_ptr + row * index_width
     count = tl.load(count_ptr + row)
-    for entry in range(count):
-        block = tl.load(index_ptr + row * index_width + entry).to(tl.int64)
-        length = tl.load(length_ptr + block)
-        for start in range(0, length, TILE_K):  # every step has at least one real key, so `top` becomes finite
-            keys = start + tl.arange(0, TILE_K)
-            real = keys < length
-            in_k = real[:, None] & (width[None, :] < WIDTH)
-            k = tl.load(k_ptr + block * k_block + keys[:, None] * k_token + width[None, :], mask=in_k, other=0.0)
-            v = tl.load(v_ptr + block * v_block + keys[:, None] * v_token + width[None, :], mask=in_k, other=0.0)
-            if UPCAST:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-            scores = tl.where(real[None, :], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            decay = tl.exp2(top - new_top)
-            weights = tl.exp2(scores - new_top[:, None])
-            total = total * decay + tl.sum(weights, 1)
-            acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-            top = new_top
+    full = 0
+    if FULL_FIRST:
+        full = tl.load(full_ptr + row)
+        top, total, acc = _attend(
+            q, k_source, v_source, top, total, acc, indices, length_ptr, 0, full, scale_log2,
+            k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, COPY_ENGINE, False, UPCAST, STAGES,
+        )  # fmt: skip
+    top, total, acc = _attend(
+        q, k_source, v_source, top, total, acc, indices, length_ptr, full, count, scale_log2,
+        k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, COPY_ENGINE, True, UPCAST,
+        1 if FULL_FIRST else STAGES,
+    )  # fmt: skip
     empty = total == 0.0  # a row without blocks: out 0, lse −inf
+    lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
     acc = acc / tl.where(empty, 1.0, total)[:, None]
-    lse = tl.where(empty, float("-inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
-    out_at = out_ptr + row * BLOCK_Q * WIDTH + queries[:, None] * WIDTH + width[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_q)
-    tl.store(lse_ptr + row * BLOCK_Q + queries, lse, mask=queries < BLOCK_Q)
+    places = row * BLOCK_Q + queries
+    out_at = places[:, None] * WIDTH + width[None, :]
+    if RUNNING:
+        other_lse = tl.load(running_lse_ptr + places, mask=queries < BLOCK_Q, other=0.0) * 1.4426950408889634
+        other = tl.load(running_ptr + out_at, mask=in_q, other=0.0).to(tl.float32)
+        both = tl.maximum(lse, other_lse)
+        both = tl.where(both == float("-inf"), 0.0, both)
+        share, other_share = tl.exp2(lse - both), tl.exp2(other_lse - both)
+        sum_of_shares = share + other_share
+        lse = both + tl.log2(sum_of_shares)
+        sum_of_shares = tl.where(sum_of_shares == 0.0, 1.0, sum_of_shares)
+        acc = acc * (share / sum_of_shares)[:, None] + other * (other_share / sum_of_shares)[:, None]
+    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=in_q)
+    tl.store(lse_ptr + places, lse * 0.6931471805599453, mask=queries < BLOCK_Q)
 
 
 def triton_attention(
@@ -73,35 +158,69 @@ def triton_attention(
     kv_count: torch.Tensor,
     kv_len: torch.Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract of `dbsp_kernels.block_attention`."""
+    *,
+    kv_full: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+    running: Running | None = None,
+    out_dtype: torch.dtype | None = None,
+    tiles: Tiles | None = None,
+    copy_engine: bool | None = None,
+) -> Running:
+    """The contract of `dbsp_kernels.block_attention`; tiles and copy_engine override what is best for the device."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    if scale <= 0:  # the maximum of the scores is taken before they are scaled
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
     rows, block_q, width = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(rows, block_q, device=q.device, dtype=torch.float32)
+    block_k = k.shape[1]
+    out, lse = _destination(q, running, out_dtype)
     if rows == 0:
         return out, lse
-    # Heavy rows first: a long row that starts last would leave the rest of the chip waiting for it.
-    order = torch.argsort(kv_count, descending=True).to(torch.int32)
-    tile_q, tile_k = _tiles(block_q, k.shape[1], q.dtype)
-    forward_kernel[(rows, triton.cdiv(block_q, tile_q))](
-        q, k, v, kv_index.contiguous(), kv_count, kv_len, order, out, lse,
+    interpreted = not q.is_cuda
+    capability = HOPPER if interpreted else capability_of(q.device)
+    tiles = tiles or tiles_for(block_q, block_k, width, q.dtype, capability)
+    if copy_engine is None:
+        copy_engine = capability >= HOPPER and q.itemsize == 2 and not interpreted
+    copy_engine = copy_engine and _copyable(k) and _copyable(v)
+    tile_d = padded(width)
+    k_source, v_source = (_described(t, tiles.keys, tile_d) if copy_engine else t for t in (k, v))
+    if order is None:
+        order = torch.argsort(kv_count, descending=True, stable=True).to(torch.int32)
+    other, other_lse = running or (out, lse)
+    forward_kernel[(rows, -(-block_q // tiles.queries))](
+        q, k_source, v_source, kv_index.contiguous(), kv_count, kv_count if kv_full is None else kv_full, kv_len,
+        order.contiguous(),
+        out, lse, other, other_lse,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         kv_index.shape[1], scale * LOG2_E,
-        BLOCK_Q=block_q, BLOCK_K=k.shape[1], WIDTH=width,
-        TILE_Q=tile_q,
-        TILE_K=tile_k,
-        TILE_D=max(16, triton.next_power_of_2(width)),
-        UPCAST=q.dtype == torch.bfloat16 and not q.is_cuda,
-        num_warps=8 if tile_q >= 128 else 4,
+        BLOCK_Q=block_q, BLOCK_K=block_k, WIDTH=width, TILE_Q=tiles.queries, TILE_K=tiles.keys, TILE_D=tile_d,
+        COPY_ENGINE=copy_engine, FULL_FIRST=kv_full is not None and block_k % tiles.keys == 0,
+        RUNNING=running is not None, UPCAST=q.dtype == torch.bfloat16 and interpreted,
+        STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
     return out, lse
 
 
-def _tiles(block_q: int, block_k: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Queries per program and keys per step: the next powers of two that any GPU since sm80 can hold."""
-    most_q, most_k = (64, 16) if dtype == torch.float32 else (MAX_TILE, MAX_TILE)
-    return (
-        min(most_q, max(16, triton.next_power_of_2(block_q))),
-        min(most_k, max(16, triton.next_power_of_2(block_k))),
-    )
+def _destination(q: torch.Tensor, running: Running | None, out_dtype: torch.dtype | None) -> Running:
+    """Where the result goes: over what is running, unless another dtype is asked for."""
+    dtype = out_dtype or (running[0].dtype if running else q.dtype)
+    lse = running[1] if running else torch.empty(q.shape[:2], device=q.device, dtype=torch.float32)
+    if running and running[0].dtype == dtype:
+        return running[0], lse
+    return torch.empty(q.shape, device=q.device, dtype=dtype), lse
+
+
+def capability_of(device: torch.device) -> int:
+    """90 for Hopper."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _copyable(t: torch.Tensor) -> bool:
+    """Whether Hopper's copy engine can fetch tiles of blocks [C, B, D] as one matrix [C·B, D]."""
+    one_matrix = t.stride(0) == t.shape[1] * t.stride(1)
+    return one_matrix and t.numel() > 0 and t.data_ptr() % 16 == 0 and t.stride(1) * t.itemsize % 16 == 0
+
+
+def _described(t: torch.Tensor, tile: int, tile_d: int) -> TensorDescriptor:
+    blocks, size, width = t.shape
+    return TensorDescriptor(t, [blocks * size, width], [t.stride(1), 1], [tile, tile_d])

@@ -1,0 +1,108 @@
+"""Copying runs of tokens between tensors of any strides: how routes pack what they send and unpack what they get.
+
+A run is a few tokens of one head that lie together on both sides: 24 bytes of table for up to a block of tokens, and
+no index per token in device memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from dbsp_kernels.transfer import to_device
+
+__all__ = ["COLUMNS", "Runs", "copy_runs"]
+
+SLICED = 16  # tokens a run from which on the CPU copies run by run, rather than by index
+COLUMNS = ("from_head", "from_token", "to_head", "to_token", "length", "zeros")
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """What `copy_runs` copies; no two runs write to one place.
+
+    table: int32[n, 6], COLUMNS: so many tokens are copied, and so many zeros written behind them
+    mean:  tokens and zeros of a run, on average
+    """
+
+    table: torch.Tensor
+    mean: float
+
+    @classmethod
+    def of(cls, columns: np.ndarray, device: torch.device) -> Runs:
+        """columns: int[n, 6] on the host; runs in which there is nothing to write are left out."""
+        size = columns[:, 4:].sum(axis=1)
+        kept = np.ascontiguousarray(columns[size > 0], dtype=np.int32)
+        return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
+
+    @cached_property
+    def entries(self) -> list[list[int]]:
+        """The table as Python's numbers."""
+        entries: list[list[int]] = self.table.tolist()
+        return entries
+
+    @cached_property
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """int64 each, by token: from_head, from_token, to_head, to_token; and to_head, to_token of the zeros."""
+        table = self.table.long()
+        from_head, from_token, to_head, to_token, length, zeros = table.unbind(1)
+        copied = (_spread(from_head, length), _counted(from_token, length))
+        written = (_spread(to_head, length), _counted(to_token, length))
+        return (*copied, *written, _spread(to_head, zeros), _counted(to_token + length, zeros))
+
+
+def _spread(values: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    return torch.repeat_interleave(values, sizes)
+
+
+def _counted(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """start, start + 1, … of every run, one after the other."""
+    before = starts - (sizes.cumsum(0) - sizes)
+    spread = torch.repeat_interleave(before, sizes)
+    return spread + torch.arange(len(spread), device=spread.device)
+
+
+def copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Runs) -> None:
+    """Copies runs of tokens: one pass over what is copied, whatever the strides.
+
+    source, destination: [B, heads, tokens, D] of one B, D, dtype and device; views are welcome
+    Nothing else in the destination is touched.
+    """
+    if source.is_cuda:
+        from dbsp_kernels.triton_runs import triton_copy_runs  # here: triton need not be installed
+
+        triton_copy_runs(source, destination, runs)
+        return
+    if runs.mean >= SLICED:
+        for a, i, b, j, length, zeros in runs.entries:
+            destination[:, b, j : j + length] = source[:, a, i : i + length]
+            if zeros:
+                destination[:, b, j + length : j + length + zeros] = 0
+        return
+    from_head, from_token, to_head, to_token, zero_head, zero_token = runs.places
+    for one, other in zip(source, destination, strict=True):
+        read, write = _token_matrix(one), _token_matrix(other)
+        if read is None or write is None:
+            other[to_head, to_token] = one[from_head, from_token]
+        else:  # several times as fast as indexing by head and token
+            (tokens, by_head, by_token), (places, to_by_head, to_by_token) = read, write
+            values = tokens.index_select(0, from_head * by_head + from_token * by_token)
+            places.index_copy_(0, to_head * to_by_head + to_token * to_by_token, values)
+        if len(zero_head):
+            other[zero_head, zero_token] = 0
+
+
+def _token_matrix(t: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
+    """A view [rows, D] of t [heads, tokens, D], and how many rows apart heads and tokens are; None without one."""
+    heads, tokens, width = t.shape
+    by_head, by_token = t.stride(0) if heads > 1 else 0, t.stride(1)
+    step = math.gcd(by_head, by_token)
+    if t.numel() == 0 or t.stride(2) != 1 or step < width:
+        return None
+    by_head, by_token = by_head // step, by_token // step
+    rows = (heads - 1) * by_head + (tokens - 1) * by_token + 1
+    return t.as_strided((rows, width), (step, 1)), by_head, by_token

@@ -1,0 +1,52 @@
+"""Tile shapes of the Triton kernel: a fixed table, so that every rank and every run of one GPU kind computes alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["HOPPER", "Tiles", "padded", "tiles_for"]
+
+HOPPER = 90
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one program works.
+
+    queries: of a row, per program; keys: per step of its loop; a block larger than that takes several
+    warps, stages: Triton's num_warps and num_stages (tiles of keys and values in flight)
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def padded(size: int) -> int:
+    """The next power of two that a matrix unit can work on: Triton's tiles have no other sizes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype, capability: int) -> Tiles:
+    """The tiles for blocks of block_q × block_k and heads of `width`, on a GPU of this capability (90 for Hopper).
+
+    What bounds them is shared memory, (queries + 2 · stages · keys) · width elements: 227 KB per multiprocessor on
+    Hopper, 99 KB on the smallest GPUs since sm80, and registers for queries · (keys + width) fp32 values.
+    """
+    block_q, block_k, width = padded(block_q), padded(block_k), padded(width)
+    if dtype == torch.float32:
+        return Tiles(min(block_q, 64), min(block_k, 16), warps=4, stages=2 if width <= 128 else 1)
+    if width > 128:
+        return Tiles(min(block_q, 64), min(block_k, 32), warps=4, stages=2 if width <= 256 else 1)
+    if capability // 10 not in (9, 10):  # consumer GPUs, of 12.0 too, have 99 KB
+        queries = min(block_q, 128)
+        return Tiles(queries, min(block_k, 64), warps=8 if queries == 128 else 4, stages=2)
+    if block_q < 128:
+        # Two programs fit a multiprocessor, 113 KB each at width 128: one's softmax hides behind the other's products.
+        return Tiles(block_q, min(block_k, 64), warps=4, stages=3)
+    if block_k < 128:
+        return Tiles(128, block_k, warps=8, stages=3)
+    return Tiles(128, 128, warps=8, stages=2)

@@ -1,0 +1,14 @@
+"""Tables made on the host, on their way to the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+__all__ = ["to_device"]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device; from pinned memory, so that the host need not wait for what the device is doing."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

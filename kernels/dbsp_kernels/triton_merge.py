@@ -1,0 +1,51 @@
+"""The merge of two partial results as a Triton kernel: reads both once, writes over the first."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dbsp_kernels.tiles import padded
+
+__all__ = ["merge_kernel", "triton_merge_into"]
+
+ELEMENTS = 4096  # of out, per program
+
+
+@triton.jit
+def merge_kernel(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr, tokens,
+    WIDTH: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """TILE tokens a program. out, part: [tokens, WIDTH]; lse, part_lse: float32[tokens], natural log."""
+    token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    width = tl.arange(0, TILE_D)
+    there = token < tokens
+    inside = there[:, None] & (width[None, :] < WIDTH)
+    at = token[:, None] * WIDTH + width[None, :]
+    lse = tl.load(lse_ptr + token, mask=there, other=0.0)
+    part_lse = tl.load(part_lse_ptr + token, mask=there, other=0.0)
+    out = tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    part = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    top = tl.maximum(lse, part_lse)
+    top = tl.where(top == float("-inf"), 0.0, top)  # neither saw a key: the difference of two −inf would be NaN
+    share, part_share = tl.exp(lse - top), tl.exp(part_lse - top)
+    total = share + part_share
+    lse = top + tl.log(total)
+    total = tl.where(total == 0.0, 1.0, total)
+    out = out * (share / total)[:, None] + part * (part_share / total)[:, None]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(lse_ptr + token, lse, mask=there)
+
+
+def triton_merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
+    """The contract of `dbsp_kernels.merge_into`; all four contiguous."""
+    if lse.numel() == 0:
+        return
+    width = out.shape[-1]
+    tile = max(1, ELEMENTS // padded(width))
+    grid = (-(-lse.numel() // tile),)
+    merge_kernel[grid](
+        out, lse, out_part, lse_part, lse.numel(), WIDTH=width, TILE=tile, TILE_D=padded(width), num_warps=4
+    )

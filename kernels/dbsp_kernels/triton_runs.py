@@ -1,0 +1,61 @@
+"""Copying runs of tokens, as a Triton kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dbsp_kernels.runs import Runs
+from dbsp_kernels.tiles import padded
+
+__all__ = ["copy_kernel", "triton_copy_runs"]
+
+ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each of 128 threads, in 16 bits
+
+
+@triton.jit
+def copy_kernel(  # type: ignore[no-untyped-def]
+    from_ptr, to_ptr, table_ptr, runs,
+    from_batch, from_head_stride, from_token_stride, from_width, to_batch, to_head_stride, to_token_stride, to_width,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens at a time: TOKENS of each of ROWS / TOKENS runs, of one element of the batch."""
+    row = tl.arange(0, ROWS)
+    run = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
+    batch = tl.program_id(1).to(tl.int64)
+    there = run < runs
+    entry = table_ptr + run.to(tl.int64) * 6
+    from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
+    from_token = tl.load(entry + 1, mask=there, other=0).to(tl.int64)
+    to_head = tl.load(entry + 2, mask=there, other=0).to(tl.int64)
+    to_token = tl.load(entry + 3, mask=there, other=0).to(tl.int64)
+    length = tl.load(entry + 4, mask=there, other=0)
+    size = length + tl.load(entry + 5, mask=there, other=0)
+    from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
+    to_row = to_ptr + batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
+    width = tl.arange(0, TILE_D)
+    for first in range(0, tl.max(size, 0), TOKENS):
+        token = first + row % TOKENS
+        copied = (token < length)[:, None] & (width[None, :] < WIDTH)
+        written = (token < size)[:, None] & (width[None, :] < WIDTH)
+        values = tl.load(
+            from_row[:, None] + token[:, None] * from_token_stride + width[None, :] * from_width,
+            mask=copied,
+            other=0.0,
+        )
+        tl.store(to_row[:, None] + token[:, None] * to_token_stride + width[None, :] * to_width, values, mask=written)
+
+
+def triton_copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Runs) -> None:
+    """The contract of `dbsp_kernels.runs.copy_runs`."""
+    count, width = len(runs.table), source.shape[-1]
+    if count == 0 or source.shape[0] == 0:
+        return
+    rows = max(1, ELEMENTS // padded(width))
+    # Where runs are short (heads with token orders of their own), a program takes many of them at once.
+    tokens = min(rows, 1 << (max(1, round(runs.mean)) - 1).bit_length())
+    copy_kernel[(-(-count // (rows // tokens)), source.shape[0])](
+        source, destination, runs.table, count, *source.stride(), *destination.stride(),
+        WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), num_warps=4,
+    )  # fmt: skip

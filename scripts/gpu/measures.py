@@ -1,0 +1,260 @@
+"""The measurements. Each gives rows: what, its value, and the goal where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from clock import Sampler
+from setting import Job, Setting
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dbsp_core import BlockGrid, BlockMask, HomeLayout, make_plan
+from dbsp_core.route import build_route
+from dbsp_kernels import available, block_attention
+from dbsp_kernels.runs import copy_runs
+from dbsp_kernels.tiles import HOPPER, Tiles, tiles_for
+
+__all__ = ["Row", "everything", "largest_error"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """goal: "≥ 0.8" or "≤ 1.05", or "" where a number is only noted."""
+
+    what: str
+    value: float
+    unit: str
+    goal: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if not self.goal:
+            return None
+        sign, bound = self.goal.split()
+        return self.value >= float(bound) if sign == "≥" else self.value <= float(bound)
+
+
+def everything(setting: Setting, sampler: Sampler) -> Iterator[Row]:
+    best = yield from dense_rate(setting, sampler)
+    for block in setting.blocks:
+        yield from sparse_rates(setting, sampler, block, best)
+        middle = setting.job(block, block, setting.middle)
+        yield from orders(middle, sampler)
+        yield from accumulating(middle, sampler)
+    yield from packing(setting, sampler)
+    yield from against_sparge(setting, sampler)
+    for block in setting.blocks:
+        yield from variants(setting.job(block, block, setting.middle), sampler)
+
+
+def largest_error(job: Job, rows: int = 16) -> float:
+    """Relative error of the first rows of the order and the last, against float64."""
+    q, k, v = job.inputs[0]
+    out, _ = block_attention(q, k, v, **vars(job.table), kernel="triton")
+    picked = torch.cat([job.table.order[: rows // 2], job.table.order[-(rows // 2) :]]).long()
+    table = {name: getattr(job.table, name)[picked] for name in ("kv_index", "kv_count")}
+    wide = (q[picked].double(), k.double(), v.double())
+    expected, _ = block_attention(*wide, **table, kv_len=job.table.kv_len, kernel="reference")
+    error = (out[picked].double() - expected).norm() / expected.norm()
+    return float(error) if bool(out.isfinite().all()) else float("nan")
+
+
+def dense_rate(setting: Setting, sampler: Sampler) -> Iterator[Row]:
+    """Every dense SDPA backend there is on the same heads and tokens. returns: the best rate, TFLOP/s."""
+    shape = (1, setting.heads, setting.tokens, setting.width)
+    options = {"device": setting.device, "dtype": setting.dtype}
+    sets = [[torch.randn(shape, **options) for _ in range(3)] for _ in range(setting.sets)]
+    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+    if setting.device != "cuda":
+        backends = {"math": SDPBackend.MATH}
+    best = 0.0
+    for name, backend in backends.items():
+
+        def work(i: int, backend: SDPBackend = backend) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*sets[i % len(sets)])
+
+        try:
+            ms = sampler.medians({name: work})[name]
+        except RuntimeError:  # this torch, or this GPU, lacks the backend
+            continue
+        rate = 4.0 * setting.heads * setting.tokens**2 * setting.width / ms / 1e9
+        best = max(best, rate)
+        yield Row(f"dense SDPA, {name}", rate, "TFLOP/s")
+    return best
+
+
+def sparse_rates(setting: Setting, sampler: Sampler, block: int, best: float) -> Iterator[Row]:
+    """Rates over dense SDPA's, times over FlexAttention's, and linearity in density."""
+    with_flex = "flex" in available(setting.device, setting.dtype)
+    per_density = {}
+    for density in setting.densities:
+        job = setting.job(block, block, density)
+        yield Row(f"{job.name}: relative error", largest_error(job), "‖·‖", "≤ 0.008")
+
+        def work(kernel: str, job: Job = job):  # type: ignore[no-untyped-def]
+            def once(i: int) -> object:
+                return block_attention(*job.inputs[i % setting.sets], **vars(job.table), kernel=kernel)
+
+            return once
+
+        works = {name: work(name) for name in ("triton", "flex")[: 1 + with_flex]}
+        ms = sampler.medians(works)
+        rate = job.flops / ms["triton"] / 1e9
+        measured = int(job.mask.bits.sum()) / job.mask.bits.numel()
+        per_density[density] = ms["triton"] / measured
+        yield Row(f"{job.name}: rate", rate, "TFLOP/s")
+        yield Row(
+            f"{job.name}: rate / dense SDPA", rate / best, "", "≥ 0.8" if block == setting.blocks[0] else "≥ 0.6"
+        )
+        if with_flex:
+            yield Row(f"{job.name}: time / FlexAttention", ms["triton"] / ms["flex"], "", "≤ 0.9")
+    sparsest = min(per_density)
+    linearity = per_density[sparsest] / per_density[1.0]
+    yield Row(f"{block}×{block}: linearity at {sparsest}", linearity, "", "≤ 1.05")
+
+
+def orders(job: Job, sampler: Sampler) -> Iterator[Row]:
+    """What the order of rows is worth: as packed, or by count alone, over head by head with heavy rows first."""
+    by_count = torch.argsort(job.table.kv_count, descending=True, stable=True).to(torch.int32)
+    as_packed = torch.arange(len(by_count), dtype=torch.int32, device=by_count.device)
+    tables = {"table's": job.table, "as packed": job.ordered(as_packed), "by count": job.ordered(by_count)}
+
+    def work(name: str):  # type: ignore[no-untyped-def]
+        return lambda i: block_attention(*job.inputs[i % len(job.inputs)], **vars(tables[name]), kernel="triton")
+
+    ms = sampler.medians({name: work(name) for name in tables})
+    for name in ("as packed", "by count"):
+        yield Row(f"{job.name}: rows {name} / the table's order", ms[name] / ms["table's"], "")
+
+
+def accumulating(job: Job, sampler: Sampler) -> Iterator[Row]:
+    """Merging into a running result over writing a plain one, and the same by a merge kernel of its own."""
+    q, k, v = job.inputs[0]
+    table = vars(job.table)
+    running = block_attention(q, k, v, **table, kernel="triton", out_dtype=torch.float32)
+
+    def plain(i: int) -> object:
+        return block_attention(*job.inputs[i % len(job.inputs)], **table, kernel="triton")
+
+    def merged(i: int) -> object:
+        return block_attention(*job.inputs[i % len(job.inputs)], **table, kernel="triton", running=running)
+
+    ms = sampler.medians({"plain": plain, "merged": merged})
+    yield Row(f"{job.name}: accumulate / plain forward", ms["merged"] / ms["plain"], "", "≤ 1.03")
+
+
+def variants(job: Job, sampler: Sampler) -> Iterator[Row]:
+    """Other tiles than the table's, and pointers instead of the copy engine: over what is used now."""
+    from dbsp_kernels.triton_forward import capability_of, triton_attention
+
+    block_q, block_k = job.mask.grid.block_q, job.mask.grid.block_k
+    on_gpu = job.setting.device == "cuda"
+    capability = capability_of(torch.device("cuda")) if on_gpu else HOPPER
+    used = tiles_for(block_q, block_k, job.setting.width, job.setting.dtype, capability)
+    tried = {
+        Tiles(used.queries, keys, warps, stages)
+        for keys in {min(64, block_k), block_k}
+        for warps in ((4, 8) if on_gpu else (8,))
+        for stages in ((2, 3, 4) if on_gpu else (2,))
+    }
+    works = {}
+    for tiles in sorted({used, *tried}, key=lambda t: (t != used, t.keys, t.warps, t.stages)):
+        for copies in (True, False) if on_gpu else (True,):
+
+            def work(i: int, tiles: Tiles = tiles, copies: bool = copies) -> object:
+                inputs = job.inputs[i % len(job.inputs)]
+                scale = job.setting.width**-0.5
+                return triton_attention(
+                    *inputs, job.table.kv_index, job.table.kv_count, job.table.kv_len, scale,
+                    kv_full=job.table.kv_full, order=job.table.order, tiles=tiles, copy_engine=copies,
+                )  # fmt: skip
+
+            name = f"{tiles.queries}×{tiles.keys}, {tiles.warps} warps, {tiles.stages} stages"
+            try:
+                work(0)
+            except Exception as error:
+                if "OutOfResources" not in type(error).__name__:
+                    raise
+                continue  # does not fit shared memory or registers
+            works[name + ("" if copies else ", pointers")] = work
+    ms = sampler.medians(works)
+    first, *others = ms
+    for name in others:
+        yield Row(f"{job.name}: {name} / {first}", ms[name] / ms[first], "")
+
+
+def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
+    """Packing and unpacking q, k, v of a rank over copies of the same bytes; the exchange itself is left out."""
+    grid = BlockGrid.uniform(setting.tokens, setting.blocks[-1])
+    plan = make_plan(BlockMask.dense(setting.all_heads, grid), f"U{setting.world}R1")
+    home = HomeLayout.contiguous(setting.tokens, setting.world)
+    route = build_route(plan, home, 0, home.shard, torch.device(setting.device))
+    options = {"device": setting.device, "dtype": setting.dtype}
+    width, heads = setting.width, setting.all_heads
+    sent = [torch.empty(sum(route.sent), 1, width, **options) for _ in range(setting.sets)]
+    came = [torch.randn(sum(route.received), 1, width, **options) for _ in range(setting.sets)]
+    rows = torch.empty(1, 1, route.q_places, width, **options)
+    blocks = torch.empty(1, 2, route.kv_places, width, **options)
+    twins = [torch.empty_like(buffer) for buffer in (sent[0], came[0])]
+    for layout, order in (("[B,H,n,D]", (0, 1, 2)), ("[B,n,H,D]", (0, 2, 1))):
+        shape = (3, heads, home.shard, width) if order == (0, 1, 2) else (3, home.shard, heads, width)
+        hosts = [torch.randn(shape, **options).permute(*order, 3)[:, None] for _ in range(setting.sets)]
+
+        def ours(i: int, hosts: list[torch.Tensor] = hosts) -> None:
+            turn = i % setting.sets
+            buffer = sent[turn].transpose(0, 1)[:, None]
+            for tensor, runs in zip(hosts[turn], (route.pack_q, route.pack_k, route.pack_v), strict=True):
+                copy_runs(tensor, buffer, runs)
+            arrived = came[turn].transpose(0, 1)[:, None]
+            copy_runs(arrived, rows, route.unpack_q)
+            copy_runs(arrived, blocks, route.unpack_kv)
+
+        def copies(i: int) -> None:
+            twins[0].copy_(sent[i % setting.sets])
+            twins[1].copy_(came[i % setting.sets])
+
+        ms = sampler.medians({"ours": ours, "copies": copies})
+        yield Row(f"pack + unpack of {layout} / device copies", ms["ours"] / ms["copies"], "", "≤ 1.3")
+        moved = 2 * (sent[0].nbytes + came[0].nbytes)
+        yield Row(f"device copies beside {layout}", moved / ms["copies"] / 1e9, "TB/s")
+
+
+def against_sparge(setting: Setting, sampler: Sampler) -> Iterator[Row]:
+    """SpargeAttn's kernel on the same masks, and our predicted masks beside its own, where it is installed."""
+    from dbsp_kernels import WholeHeads, sparge
+
+    if sparge.missing() is not None:
+        return
+    ((block_q, block_k),) = sparge.blocks()
+    whole = WholeHeads(setting.heads, setting.tokens)
+    for density in setting.densities:
+        job = setting.job(block_q, block_k, density)
+
+        def theirs(i: int, job: Job = job) -> object:
+            inputs = job.inputs[i % setting.sets]
+            return block_attention(*inputs, **vars(job.table), kernel="sparge", whole=whole, lse=False)
+
+        def ours(i: int, job: Job = job) -> object:
+            return block_attention(*job.inputs[i % setting.sets], **vars(job.table), kernel="triton")
+
+        ms = sampler.medians({"ours": ours, "theirs": theirs})
+        yield Row(f"{job.name}: time / SpargeAttn (8 bits)", ms["ours"] / ms["theirs"], "")
+    yield _mask_agreement(setting, block_q, block_k)
+
+
+def _mask_agreement(setting: Setting, block_q: int, block_k: int) -> Row:
+    from spas_sage_attn.utils import get_block_map_meansim
+
+    from dbsp_core.sources.base import HomeTokens, MaskRequest
+    from dbsp_core.sources.sparge import SpargeSource
+
+    shape = (1, setting.heads, setting.tokens, setting.width)
+    q, k = (torch.randn(shape, device=setting.device, dtype=setting.dtype).cumsum(2) / 30 for _ in range(2))
+    theirs = get_block_map_meansim(q, k, simthreshd1=0.3, cdfthreshd=0.92, return_lut=False)[0].bool()
+    source = SpargeSource(block_q=block_q, block_k=block_k, similarity=0.3, cdf=0.92)
+    ours = source.mask(MaskRequest(0, setting.heads, setting.thw), HomeTokens.alone(q, k)).bits
+    return Row("blocks on which our masks and SpargeAttn's agree", float((ours == theirs).float().mean()), "")
