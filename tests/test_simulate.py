@@ -141,7 +141,7 @@ def test_a_kernel_that_returns_no_log_sum_exp_serves_no_ring(monkeypatch):
         require_served(Strategy(1, 2), "cpu")
     mask = tiny_mask(heads=2)
     home = HomeLayout.contiguous(mask.grid.tokens, 2)
-    with pytest.raises(ValueError, match="kernel 'cpu' cannot be used here"):
+    with pytest.raises(ValueError, match="kernel 'cpu' cannot serve this plan: it returns no log-sum-exp"):
         DualBalancedAttention.prepare(make_plan(mask, "U1R2"), mask, home, SequenceGroup(0, 2), kernel="cpu")
 
 
