@@ -35,6 +35,12 @@ class TestFit:
         assert found.coefficients[1] == 0
         assert 1 < found.coefficients[0] < 2
 
+    def test_what_is_explained_already_is_left_out(self):
+        columns = np.array([[1.0], [2], [3]])
+        found = fit(columns, np.array([5.0, 7, 9]), given=np.full(3, 3.0))
+        assert found.coefficients == pytest.approx((2.0,))
+        assert found.residual == pytest.approx(0, abs=1e-12)
+
     def test_relative_errors_count_not_seconds(self):
         found = fit(np.array([[1.0], [1000.0]]), np.array([1.1, 900.0]))
         assert found.errors == pytest.approx(np.array([1 / 1.1, 1000 / 900]) * found.coefficients[0] - 1)

@@ -23,10 +23,11 @@ class Fit:
         return float(np.sqrt(np.mean(self.errors**2)))
 
 
-def fit(columns: np.ndarray, seconds: np.ndarray) -> Fit:
+def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.0) -> Fit:
     """The coefficients ≥ 0 with the least sum of squared relative errors.
 
     columns: float64[samples, n], n ≤ 6;  seconds: float64[samples] > 0
+    given:   float64[samples], seconds that are explained already
     Tries every set of coefficients that are not zero: exact, and there are few.
     Raises ValueError when there are fewer samples than columns.
     """
@@ -34,15 +35,15 @@ def fit(columns: np.ndarray, seconds: np.ndarray) -> Fit:
     samples, n = columns.shape
     if samples < n or (seconds <= 0).any():
         raise ValueError(f"{samples} samples cannot fix {n} constants, or a time is not positive; measure more sizes")
-    scaled = columns / seconds[:, None]
+    scaled, wanted = columns / seconds[:, None], np.ones(samples) - given / seconds
     norms = np.linalg.norm(scaled, axis=0)
     scaled = scaled / np.where(norms > 0, norms, 1)
     best, least = np.zeros(n), np.inf
     for size in range(1, n + 1):
         for chosen in itertools.combinations(range(n), size):
-            found, *_ = np.linalg.lstsq(scaled[:, chosen], np.ones(samples), rcond=None)
-            loss = float(((scaled[:, chosen] @ found - 1) ** 2).sum())
+            found, *_ = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)
+            loss = float(((scaled[:, chosen] @ found - wanted) ** 2).sum())
             if (found >= 0).all() and loss < least - 1e-12:
                 best, least = np.zeros(n), loss
                 best[list(chosen)] = found
-    return Fit(tuple((best / np.where(norms > 0, norms, 1)).tolist()), scaled @ best - 1)
+    return Fit(tuple((best / np.where(norms > 0, norms, 1)).tolist()), scaled @ best - wanted)

@@ -161,8 +161,8 @@ def _fit_call(cases: tuple[Case, ...], seconds: np.ndarray, strategy: Strategy, 
         predict_case(case, strategy, "contiguous", replace(known, pack_bytes_per_s=1.0), dtype) for case in cases
     ]
     columns = np.array([[p.pack_s, 1.0] for p in predictions])
-    rest = seconds - np.array([p.total_s - p.pack_s for p in predictions])
-    return fit(columns, np.maximum(rest, seconds * 0.05))  # noise may leave nothing
+    others = np.array([p.total_s - p.pack_s for p in predictions])
+    return fit(columns, seconds, given=others)
 
 
 def _fit_overlap(
