@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 
+from calibration_cases import die_on_one, fail_on_one
 from dbsp_core import Strategy, bench, make_plan
 from dbsp_core.bench import Comparison, replayed_seconds
 from dbsp_core.calibration.clock import Clock, core_seconds, quiet_laps, settled
@@ -148,20 +148,8 @@ class TestComparison:
         assert seconds[0] / seconds[1] == pytest.approx(plans[1].rho_before / plans[1].rho)
 
 
-def _fail_on_one(rank: int, world: int) -> int:
-    if rank == 1:
-        raise KeyError("the second rank's own fault")
-    return rank
-
-
-def _die_on_one(rank: int, world: int) -> int:
-    if rank == 1:
-        os._exit(3)
-    return rank
-
-
 @pytest.mark.parametrize(
-    ("function", "complaint"), [(_fail_on_one, "the second rank's own fault"), (_die_on_one, "rank 1 ended")]
+    ("function", "complaint"), [(fail_on_one, "the second rank's own fault"), (die_on_one, "rank 1 ended")]
 )
 def test_a_rank_that_fails_or_dies_is_reported(function, complaint):
     with pytest.raises(RuntimeError, match=complaint):
