@@ -15,7 +15,7 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.feed import MaskFeed
 from dbsp_core.grid import BlockGrid
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hardware import NEAREST, load_hardware
+from dbsp_core.hardware import NEAREST, load_hardware, warn_if_elsewhere
 from dbsp_core.home import HomeLayout, MaskProfile
 from dbsp_core.latency import AttentionShape, Topology
 from dbsp_core.mask import BlockMask
@@ -26,6 +26,7 @@ from dbsp_core.selection import StrategySelector, candidates
 from dbsp_core.serving import kernel_merges
 from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
+from dbsp_kernels import choose_kernel
 
 __all__ = ["AttentionSession"]
 
@@ -226,6 +227,9 @@ class AttentionSession:
             lambda hardware: hardware.fingerprint,
             "the hardware file",
         )
+        if self.group.rank == 0:
+            kernel = choose_kernel(self.config.kernel, device.type, torch.float32).name
+            warn_if_elsewhere(hardware, device.type, kernel)
         node_size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         strategies = candidates(ranks, grid, kernel_merges(self.config.kernel))
         return StrategySelector(strategies, hardware, Topology(ranks, min(ranks, node_size)), self.home)

@@ -20,6 +20,7 @@ from dbsp_core.partition.baselines import contiguous_heads
 from dbsp_core.sources.base import HomeTokens
 from dbsp_core.sources.pooling import Pooled, pool
 from dbsp_kernels.pooling import sum_tokens
+from dbsp_kernels.transfer import to_device
 
 __all__ = ["gather_bits", "heads_of", "pool_own_heads", "traffic"]
 
@@ -100,7 +101,7 @@ class _Sharing:
         order = np.argsort(number[block], kind="stable")
         first = np.searchsorted(number[block][order], np.arange(len(own) + 1))
         place = self.home.local[self.standing[mine[order]]]
-        return torch.from_numpy(place).to(device), torch.from_numpy(first).to(device)
+        return to_device(place, device), to_device(first, device)
 
     def pool(self, tokens: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """float32[B, H, own whole blocks, D + 1], means and similarities; int64[B, H, own cut blocks, 2·D], sums."""
@@ -114,19 +115,19 @@ class _Sharing:
         batch, heads, _, width = whole[0].shape
         rows = whole[0].new_zeros(batch, heads, len(self.axis), width)
         for blocks, part in zip(self.whole, whole, strict=True):
-            rows[:, :, torch.from_numpy(blocks).to(rows.device)] = part
+            rows[:, :, to_device(blocks, rows.device)] = part
         shared = np.unique(np.concatenate(self.cut))
         if len(shared):
             sums = cut[0].new_zeros(batch, heads, len(shared), cut[0].shape[-1])
             for blocks, part in zip(self.cut, cut, strict=True):
-                sums.index_add_(2, torch.from_numpy(np.searchsorted(shared, blocks)).to(sums.device), part)
+                sums.index_add_(2, to_device(np.searchsorted(shared, blocks), sums.device), part)
             values, directions = sums.chunk(2, dim=-1)
-            rows[:, :, torch.from_numpy(shared).to(rows.device)] = self._rows(values, directions, shared)
+            rows[:, :, to_device(shared, rows.device)] = self._rows(values, directions, shared)
         return Pooled(rows[..., :-1], rows[..., -1])
 
     def _rows(self, values: torch.Tensor, directions: torch.Tensor, blocks: np.ndarray) -> torch.Tensor:
         """float32[..., D + 1]: means and similarities of these blocks."""
-        pooled = pool(values, directions, torch.from_numpy(self.axis.lengths[blocks]).to(values.device))
+        pooled = pool(values, directions, to_device(self.axis.lengths[blocks], values.device))
         return torch.cat([pooled.mean, pooled.similarity[..., None]], dim=-1)
 
 

@@ -88,5 +88,5 @@ class SpargeSource(BlockSizes):
         if self.sink:
             bits[:, :, 0] = True
         if self.dense_text:
-            bits[:, torch.from_numpy(grid.q_axis.starts < grid.text_tokens)] = True
-            bits[:, :, torch.from_numpy(grid.k_axis.starts < grid.text_tokens)] = True
+            bits[:, : int((grid.q_axis.starts < grid.text_tokens).sum())] = True  # text stands first
+            bits[:, :, : int((grid.k_axis.starts < grid.text_tokens).sum())] = True

@@ -1,0 +1,24 @@
+"""In the steady state an attention never waits for its device: no count, plan or size is read back."""
+
+from __future__ import annotations
+
+import pytest
+
+from dbsp_core import Strategy
+from steady_cases import waits_of_a_steady_step
+
+SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 16}
+WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
+def test_nothing_waits_for_the_device(pool, world, mask):
+    for strategy in Strategy.all_for(world):
+        settings = {"mask": mask, "replan_threshold": 100.0}  # the plan stays: to adopt another is no steady state
+        assert pool(world).run(waits_of_a_steady_step, settings, str(strategy)) == [{}] * world
+
+
+def test_planning_at_once_would_be_seen(pool):
+    for waits in pool(2).run(waits_of_a_steady_step, {"mask": SPARGE, "planning": "immediate"}, "U1R2"):
+        assert waits.get("cpu", 0) > 0
