@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from dbsp_core.files import write_atomically
-from dbsp_core.settings import read_mapping, require_known
+from dbsp_core.settings import read_mapping, require_known, shipped_configs
 
 __all__ = [
     "COMMUNICATION",
@@ -34,7 +34,7 @@ __all__ = [
 
 NEAREST = {True: "h200", False: "cpu-demo"}
 """Shipped constants by whether there is a GPU, for choosing between strategies where nothing was calibrated."""
-SHIPPED = Path(__file__).resolve().parents[1] / "configs" / "hardware"
+SHIPPED = shipped_configs() / "hardware"
 LABELS = ("measured", "fitted", "published", "assumed")
 REDO = "measure anew with: dbsp calibrate --out FILE"
 

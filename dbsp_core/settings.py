@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["read_mapping", "require_known"]
+__all__ = ["read_mapping", "require_known", "shipped_configs"]
 
 
 def read_mapping(path: str | os.PathLike[str], what: str) -> Mapping[str, Any]:
@@ -33,3 +34,11 @@ def require_known(key: object, known: Collection[str], where: str) -> None:
         close = difflib.get_close_matches(str(key), list(known), n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
         raise ValueError(f"unknown key {key!r} in {where}; {hint}")
+
+
+def shipped_configs() -> Path:
+    """Where the configurations that come with db-SP are: in the repository, or in an installation as `dbsp_configs`."""
+    repository = Path(__file__).resolve().parents[1] / "configs"
+    found = None if repository.is_dir() else importlib.util.find_spec("dbsp_configs")
+    locations = list(found.submodule_search_locations or ()) if found is not None else []
+    return Path(locations[0]) if locations else repository

@@ -15,6 +15,8 @@ import pytest
 import dbsp_core
 import dbsp_kernels
 
+REPOSITORY = Path(dbsp_core.__file__).parent.parent
+
 CORE, KERNELS = (Path(package.__file__).parent for package in (dbsp_core, dbsp_kernels))
 HOSTS = {"xfuser", "para_attn", "diffusers", "transformers"}
 ADAPTERS = {"dbsp_xdit", "dbsp_para"}
@@ -94,3 +96,14 @@ def test_doctor_names_the_missing_hosts_and_the_fix():
     xdit = next(finding for what, finding in findings.items() if what.startswith("xDiT"))
     assert (xdit["ok"], xdit["detail"]) == (False, "lacks xfuser, diffusers, transformers")
     assert xdit["fix"] == "pip install 'dbsp-attention[xdit]'"
+
+
+def test_an_installation_has_every_package_and_configuration():
+    tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
+    packaged = set(tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    roots = ("dbsp_core", "dbsp_xdit", "dbsp_para", "kernels/dbsp_kernels")
+    folders = {file.parent for root in roots for file in (REPOSITORY / root).rglob("*.py")}
+    found = {str(folder.relative_to(REPOSITORY)).removeprefix("kernels/").replace("/", ".") for folder in folders}
+    configs = {file.parent for file in (REPOSITORY / "configs").rglob("*.yaml")}
+    found |= {"dbsp_" + str(folder.relative_to(REPOSITORY)).replace("/", ".") for folder in configs}
+    assert packaged == found
