@@ -7,13 +7,26 @@ peers within the same group. So there is nothing to build when the strategy chan
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 __all__ = ["PendingShift", "SequenceGroup"]
+
+
+@contextmanager
+def _told_if_it_breaks_off() -> Iterator[None]:
+    """Says in plain words what a broken connection means; the process group's own words stand behind."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "communication between the ranks of the sequence broke off: one of the other ranks may have died, or was "
+            f"too late; look for the first error in its output ({' '.join(str(error).split())})"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -25,8 +38,9 @@ class PendingShift:
     works: tuple[dist.Work, ...]
 
     def wait(self) -> torch.Tensor:
-        for work in self.works:
-            work.wait()
+        with _told_if_it_breaks_off():
+            for work in self.works:
+                work.wait()
         return self.received
 
 
@@ -62,7 +76,8 @@ class SequenceGroup:
         if self.size == 1:
             return sent
         received = sent.new_empty(sum(receive_splits), *sent.shape[1:])
-        dist.all_to_all_single(received, sent, list(receive_splits), list(send_splits), group=self.group)
+        with _told_if_it_breaks_off():
+            dist.all_to_all_single(received, sent, list(receive_splits), list(send_splits), group=self.group)
         return received
 
     def shift(self, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int) -> PendingShift:
@@ -76,7 +91,8 @@ class SequenceGroup:
             operations.append(dist.P2POp(dist.isend, sent, dist.get_global_rank(group, to), group))
         if received.numel():
             operations.append(dist.P2POp(dist.irecv, received, dist.get_global_rank(group, source), group))
-        works = dist.batch_isend_irecv(operations) if operations else []
+        with _told_if_it_breaks_off():
+            works = dist.batch_isend_irecv(operations) if operations else []
         return PendingShift(received, sent, tuple(works))
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -85,7 +101,8 @@ class SequenceGroup:
             return [mine]
         mine = mine.contiguous()
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self.group)
+        with _told_if_it_breaks_off():
+            dist.all_gather(everyone, mine, group=self.group)
         return everyone
 
     def gather_integers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:

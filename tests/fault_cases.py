@@ -1,0 +1,72 @@
+"""What the workers run: a rank that dies between attentions, and hand-overs watched from within the kernel."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+
+import dbsp_core.ring
+from dbsp_core import SequenceGroup
+from dbsp_core.config import DbspConfig
+from dbsp_core.groups import PendingShift
+from dbsp_core.session import AttentionSession
+from dbsp_core.strategy import Strategy
+
+POLLS, POLL_S = 20_000, 0.001  # ends a hang; nothing is timed
+
+
+def die_in_the_middle(rank: int, world: int, settings: dict[str, Any], strategy: str, odd: int) -> None:
+    """Five steps, in the third of which rank `odd` is gone."""
+    config = DbspConfig.load(settings)
+    session = AttentionSession(config, SequenceGroup.of(), Strategy.parse(strategy), heads=world, layers=1)
+    for step in range(5):
+        home = session.begin((4, 8, 8), 0, 900.0 - step)
+        q = torch.randn(1, world, home.shard, 16, generator=torch.Generator().manual_seed(step))
+        if step == 2 and rank == odd:
+            os._exit(1)
+        session.attend(0, q, q, q)
+    session.reuse  # noqa: B018  waits for what is being planned
+
+
+def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
+    """By period but the last: whether the next slot had arrived before the kernel returned, without being waited for.
+
+    Ring alone, every token at home: slot s holds the keys of rank s, which are all s + 1.
+    """
+    config = DbspConfig.load({"mask": {"source": "dense", "block_q": 16, "block_k": 16}, "planner": "contiguous"})
+    session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), heads=2, layers=1)
+    home = session.begin((world, 4, 8))
+    k = torch.full((1, 2, home.shard, 16), float(rank + 1))
+    pending: list[PendingShift] = []
+    arrived: list[bool] = []
+    shift = SequenceGroup.shift
+
+    def watched_shift(group: SequenceGroup, *args: Any, **options: Any) -> PendingShift:
+        pending.append(shift(group, *args, **options))
+        return pending[-1]
+
+    def waiting_kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        period = len(arrived)
+        if period + 1 < world:
+            expected = float((rank + period + 1) % world + 1)
+            arrived.append(len(pending) == period + 1 and _comes(pending[period].received, expected))
+        return torch.zeros_like(q), torch.zeros(q.shape[:2])
+
+    with (
+        mock.patch.object(SequenceGroup, "shift", watched_shift),
+        mock.patch.object(dbsp_core.ring, "block_attention", waiting_kernel),
+    ):
+        session.attend(0, k, k, k)
+    return arrived
+
+
+def _comes(received: torch.Tensor, expected: float) -> bool:
+    for _ in range(POLLS):
+        if bool((received == expected).all()):
+            return True
+        time.sleep(POLL_S)
+    return False
