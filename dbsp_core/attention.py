@@ -95,14 +95,18 @@ class DualBalancedAttention:
         Raises ValueError before any collective when the shapes don't fit.
         """
         self._check(q, k, v)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return self.route.to_homes(self._at_owners(q, k, v, scale), q, self.group)
+
+    def _at_owners(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """[B, Rq·Bq, D], the output of this rank's rows. What they were computed from is let go with it."""
         batch, _, _, width = q.shape
         grid, strategy = self.plan.grid, self.plan.strategy
         packed_q, packed_kv = self.route.to_owners(q, k, v, self.group)
         rows = packed_q.view(-1, grid.block_q, width)
         kv = packed_kv.view(2, batch, -1, grid.block_k, width)
-        scale = width**-0.5 if scale is None else scale
         out = ring_attention(rows, kv, self.tables, strategy, self.group, scale, self.kernel, self.whole)
-        return self.route.to_homes(out.view(batch, -1, width), q, self.group)
+        return out.view(batch, -1, width)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         problem = self._problem(q, k, v)

@@ -53,6 +53,7 @@ def ring_attention(
             whole=whole and WholeHeads(whole.heads * batch, whole.tokens),
             lse=len(tables) > 1,
         )
+        del keys, values  # or the slot that has been handed over would be held while the next but one comes
         if coming is not None:
             kv = coming.wait()
     if running is None:

@@ -59,6 +59,7 @@ class Route:
         for tensor, runs in ((q, self.pack_q), (k, self.pack_k), (v, self.pack_v)):
             copy_runs(tensor, _by_batch(buffer), runs)
         came = group.all_to_all(buffer, self.received, self.sent)
+        del buffer  # a third of the memory that this takes at its peak
         packed_q = q.new_empty(batch, self.q_places, width)
         packed_kv = q.new_empty(2, batch, self.kv_places, width)
         copy_runs(_by_batch(came), packed_q[:, None], self.unpack_q)
@@ -70,8 +71,10 @@ class Route:
         batch, _, width = out.shape
         buffer = out.new_empty(sum(self.returned), batch, width)
         copy_runs(out[:, None], _by_batch(buffer), self.pack_out)
+        del out
         came = group.all_to_all(buffer, self.came_back, self.returned)
-        home = torch.empty_like(like, dtype=out.dtype)
+        del buffer
+        home = torch.empty_like(like, dtype=came.dtype)
         copy_runs(_by_batch(came), home, self.unpack_out)
         return home
 
