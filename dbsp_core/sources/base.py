@@ -84,7 +84,8 @@ class MaskSource(Protocol):
     def version(self, request: MaskRequest) -> Hashable:
         """Names the mask: requests of one video size with equal versions get equal masks, which are made once.
 
-        Not asked where masks vary with calls.
+        Not asked where masks vary with calls. Asked by each rank for itself: what is wrong is for `grid` or `mask` to
+        raise, which all ranks then do together.
         """
         ...
 
