@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Attachment", "Attend", "intercept_self_attention", "patch_tokens", "unpatch_tokens"]
+__all__ = ["Attachment", "Attend", "intercept_self_attention", "patch_tokens", "steps_of", "unpatch_tokens"]
 
 Attend = Callable[..., torch.Tensor]
 """attend(q, k, v, scale=…) with q, k, v [B, H, n, D]; returns [B, H, n, D]"""
@@ -95,6 +95,12 @@ def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: A
         return output
 
     attachment.set_attribute(attention, "forward", intercepted)
+
+
+def steps_of(pipe: Any) -> int | None:
+    """How many denoising steps a diffusers pipeline is about to take; None before it knows."""
+    timesteps = pipe.scheduler.timesteps
+    return None if timesteps is None else len(timesteps)
 
 
 def patch_tokens(sample: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:

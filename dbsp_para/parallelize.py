@@ -14,7 +14,7 @@ from torch import nn
 from dbsp_core.architectures import Architecture, architecture_of
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, intercept_self_attention
+from dbsp_core.hosts import Attachment, intercept_self_attention, steps_of
 from dbsp_core.session import AttentionSession
 from dbsp_core.strategy import Strategy
 from dbsp_core.streams import StreamShards
@@ -32,15 +32,10 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
     """
     if getattr(pipe, "transformer_2", None) is not None:
         raise ValueError("db-SP runs pipelines with one transformer, this one has two")
-    parallelize_transformer(pipe.transformer, mesh=mesh, config=config, steps=lambda: _steps_of(pipe))
+    parallelize_transformer(pipe.transformer, mesh=mesh, config=config, steps=lambda: steps_of(pipe))
     attachment, session = _attached[pipe.transformer]
     share_seeds(pipe, session.group, attachment)
     return pipe
-
-
-def _steps_of(pipe: Any) -> int | None:
-    timesteps = pipe.scheduler.timesteps
-    return None if timesteps is None else len(timesteps)
 
 
 def parallelize_transformer(

@@ -9,7 +9,7 @@ import torch
 
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, patch_tokens, unpatch_tokens
+from dbsp_core.hosts import Attachment, patch_tokens, steps_of, unpatch_tokens
 from dbsp_core.session import AttentionSession
 from dbsp_xdit.flags import strategy_from
 
@@ -39,7 +39,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     strategy = strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
     group = SequenceGroup.of(get_sp_group().device_group)
     heads, layers = transformer.config.num_attention_heads, len(transformer.blocks)
-    session = AttentionSession(config, group, strategy, heads, layers, lambda: _steps_of(pipe))
+    session = AttentionSession(config, group, strategy, heads, layers, lambda: steps_of(pipe))
     attachment = Attachment()
     attachment.hook(transformer.register_forward_pre_hook, _Begin(session), with_kwargs=True)
     for layer, block in enumerate(transformer.blocks):
@@ -64,11 +64,6 @@ def session_of(pipe: Any) -> AttentionSession | None:
     """The session attached to a pipeline's transformer, if any."""
     transformer = getattr(pipe.transformer, "_orig_mod", pipe.transformer)  # as torch.compile wraps it
     return _attached.get(transformer, (None, None))[1]
-
-
-def _steps_of(pipe: Any) -> int | None:
-    timesteps = pipe.scheduler.timesteps
-    return None if timesteps is None else len(timesteps)
 
 
 def _require_wan(pipe: Any) -> None:

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from dbsp_core import Strategy
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import HomeTokens, SpargeSource
-from dbsp_core.sources.exchange import _pack, _unpack
+from dbsp_core.sources.exchange import _unpack
 from dbsp_core.sources.pooling import pool
 from dbsp_kernels.pooling import sum_tokens
+from dbsp_kernels.rows import pack_bits
 from generators import SEEDS, examples
 from sparge_cases import SpargeCase, predict_together
 from sparge_reference import predict
@@ -135,7 +136,7 @@ def test_values_that_are_not_finite_do_no_harm():
 @given(st.integers(1, 70), SEEDS)
 def test_bits_survive_packing(count, seed):
     bits = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < 0.5
-    packed = _pack(bits)
+    packed = pack_bits(bits[None])[0]
     assert packed.numpy().tobytes() == np.packbits(bits.numpy(), bitorder="little").tobytes()
     assert torch.equal(_unpack(packed, count), bits)
 

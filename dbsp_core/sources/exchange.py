@@ -20,6 +20,7 @@ from dbsp_core.partition.baselines import contiguous_heads
 from dbsp_core.sources.base import HomeTokens
 from dbsp_core.sources.pooling import Pooled, pool
 from dbsp_kernels.pooling import sum_tokens
+from dbsp_kernels.rows import pack_bits
 from dbsp_kernels.transfer import to_device
 
 __all__ = ["gather_bits", "heads_of", "pool_own_heads", "traffic"]
@@ -52,7 +53,10 @@ def gather_bits(mine: torch.Tensor, heads: int, group: SequenceGroup) -> torch.T
     most = -(-heads // group.size)
     padded = mine.new_zeros(len(mine), most, *mine.shape[2:])
     padded[:, : mine.shape[1]] = mine
-    shares = [_unpack(packed, padded.numel()).view(padded.shape) for packed in group.all_gather(_pack(padded))]
+    shares = [
+        _unpack(packed, padded.numel()).view(padded.shape)
+        for packed in group.all_gather(pack_bits(padded.view(1, -1))[0])
+    ]
     return torch.cat([bits[:, : len(heads_of(rank, heads, group.size))] for rank, bits in enumerate(shares)], dim=1)
 
 
@@ -159,14 +163,7 @@ def _to_deciders(
     ]
 
 
-def _pack(bits: torch.Tensor) -> torch.Tensor:
-    """uint8[ceil(n / 8)], the first bit lowest."""
-    flat = torch.nn.functional.pad(bits.reshape(-1), (0, -bits.numel() % 8)).view(-1, 8)
-    weight = 2 ** torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (flat * weight).sum(dim=1, dtype=torch.uint8)
-
-
 def _unpack(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """bool[count]"""
+    """bool[count] of what `pack_bits` packed as one row."""
     place = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed[:, None] >> place & 1).bool().reshape(-1)[:count]
