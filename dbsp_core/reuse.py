@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -103,11 +104,11 @@ class LaggedPlanCache:
     latest: dict[Hashable, Plan] = field(default_factory=dict)
     _plans: dict[Hashable, Plan] = field(default_factory=dict)
     _pending: dict[Hashable, Future[_Verdict]] = field(default_factory=dict)
-    _background: Background = field(default_factory=Background)
+    _background: Background = field(init=False)
     _side_streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.group.control()  # here, in the calling thread: making a group is a collective
+        self._background = _thread_of(self.group.control())  # in the calling thread: making a group is a collective
 
     def plan_for(self, key: Hashable, mask: BlockMask, make: MakePlan) -> Plan:
         """The plan in force for this call; its numbers are those of the mask it was made for.
@@ -162,6 +163,12 @@ class LaggedPlanCache:
             self._side_streams[device] = torch.cuda.Stream(device)
         self._side_streams[device].wait_event(ready)
         return torch.cuda.stream(self._side_streams[device])
+
+
+@functools.lru_cache(maxsize=16)
+def _thread_of(control: SequenceGroup) -> Background:
+    """One thread for all that use a control group: two would enter its collectives in any order."""
+    return Background()
 
 
 def _fits(plan: Plan, mask: BlockMask) -> bool:

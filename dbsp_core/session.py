@@ -235,8 +235,10 @@ class AttentionSession:
         return StrategySelector(strategies, hardware, Topology(ranks, min(ranks, node_size)), self.home)
 
     def _make_plan(self, shape: AttentionShape, mask: BlockMask, current: Plan | None) -> Plan:
-        if self._selector is None or self.strategy is not None:
-            return self._plan_with(self.strategy or Strategy(self.group.size, 1), mask)
+        if self.strategy is not None:
+            return self._plan_with(self.strategy, mask)
+        if self._selector is None:
+            raise RuntimeError("a strategy is to be chosen, but the forward pass that says among which has not begun")
         in_use = None if current is None else current.strategy
         return self._selector.choose(lambda strategy: self._plan_with(strategy, mask), shape, in_use)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -42,3 +44,23 @@ def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) 
         dist.barrier()
     cache.settle()
     return fingerprints
+
+
+def two_caches_of_one_group(rank: int, world: int) -> list[int]:
+    """The first cache's job is late on rank 0, until the second's is queued. returns: the next plans' fingerprints."""
+    queued = threading.Event()
+    caches = [LaggedPlanCache(1.0, SequenceGroup.of()) for _ in range(2)]
+
+    def make(mask: BlockMask, current: Plan | None) -> Plan:
+        if current is not None and rank == 0:
+            queued.wait(30)  # ends a hang
+        return make_plan(mask, f"U{world}R1", "snake")
+
+    first, *later = (mask_of(*np.random.default_rng(seed).integers(1, 60, 2 * world)) for seed in range(3))
+    for cache in caches:
+        cache.plan_for("layer", first, make)
+        cache.settle()
+    for cache, mask in zip(caches, later, strict=True):
+        cache.plan_for("layer", mask, make)
+    queued.set()
+    return [cache.plan_for("layer", mask, make).fingerprint for cache, mask in zip(caches, later, strict=True)]

@@ -10,7 +10,7 @@ from dbsp_core.reuse import LaggedPlanCache, PlanCache
 from dbsp_core.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
 from dbsp_core.strategy import Strategy
-from reuse_cases import mask_of, plan_where_one_rank_goes_wrong
+from reuse_cases import mask_of, plan_where_one_rank_goes_wrong, two_caches_of_one_group
 from workers import WorkerError
 
 
@@ -126,6 +126,12 @@ def test_a_planner_that_goes_wrong_on_one_rank_is_raised_on_all(pool, world, odd
     errors = raised.value.errors
     assert [rank for rank, *_ in errors] == list(range(world))
     assert all(kind == "RuntimeError" and message in text for _, kind, text in errors), errors
+
+
+def test_caches_of_one_group_compare_notes_in_one_order(pool):
+    answers = pool(3).run(two_caches_of_one_group)
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0][0] != answers[0][1]
 
 
 def test_ranks_that_agree_go_on(pool):
