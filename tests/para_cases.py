@@ -71,7 +71,7 @@ def run_sparge_case(rank: int, world: int, case: ParaCase, steps: int = 3) -> li
 
 
 def session_of(transformer: torch.nn.Module) -> AttentionSession:
-    return dbsp_para.parallelize._attached[transformer][1]
+    return dbsp_para.session_of(transformer)
 
 
 def run_through_para_attn(rank: int, world: int, ring: int, config: dict[str, Any]) -> float:
