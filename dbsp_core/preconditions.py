@@ -27,7 +27,7 @@ def require_shardable(transformer: nn.Module, self_attentions: Sequence[nn.Modul
         if backend not in (None, *_NATIVE):
             raise ValueError(
                 f"this transformer attends with backend {backend!r}, past db-SP; call "
-                "transformer.reset_attention_backend(), or set backend 'native'"
+                'transformer.set_attention_backend("native")'
             )
 
 

@@ -180,7 +180,7 @@ def run_cached(
     """
     from para_attn.first_block_cache.diffusers_adapters import apply_cache_on_pipe
 
-    options = {"num_inference_steps": 6}
+    options = {"num_inference_steps": 6, "guidance_scale": 1.5}
     reference, pipe = load(model, folder), load(model, folder)
     uncached = alone(reference, config, **options)
     apply_cache_on_pipe(reference, **cache)
