@@ -180,8 +180,9 @@ def run_cached(
     """
     from para_attn.first_block_cache.diffusers_adapters import apply_cache_on_pipe
 
-    options = {"num_inference_steps": 6, "guidance_scale": 1.5}
-    reference, pipe = load(model, folder), load(model, folder)
+    # In float64: after six steps, latents of 11 have been rounded to within 1.5e-5 in float32.
+    options = {"num_inference_steps": 6}
+    reference, pipe = (load(model, folder).to(torch.float64) for _ in range(2))
     uncached = alone(reference, config, **options)
     apply_cache_on_pipe(reference, **cache)
     passes = _count_layers(reference.transformer)
