@@ -44,7 +44,9 @@ class Architecture:
 
 ARCHITECTURES = {
     "WanTransformer3DModel": Architecture("blocks", "patch_embedding", frames_first=False, joint_text=False),
-    "CogVideoXTransformer3DModel": Architecture("transformer_blocks", "patch_embed", frames_first=True, joint_text=True),
+    "CogVideoXTransformer3DModel": Architecture(
+        "transformer_blocks", "patch_embed", frames_first=True, joint_text=True
+    ),
 }
 """By class name: diffusers need not be imported to look one up."""
 

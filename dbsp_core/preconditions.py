@@ -21,7 +21,9 @@ def require_shardable(transformer: nn.Module, self_attentions: Sequence[nn.Modul
             "this transformer is parallelized already; undo that first (dbsp_para.unparallelize), or load it anew "
             "where para-attn did it, which cannot undo it"
         )
-    if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *_processors(self_attentions))):
+    if any(
+        getattr(part, "_parallel_config", None) is not None for part in (transformer, *_processors(self_attentions))
+    ):
         raise ValueError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
     for backend in map(_backend, _processors(self_attentions)):
         if backend not in (None, *_NATIVE):

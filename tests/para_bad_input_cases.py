@@ -193,7 +193,10 @@ MISTAKES: dict[str, tuple[Callable[[Any, int], None], str]] = {
     ),
     "a batch that does not divide": (_batch_of_one, "cannot be shared by 2 batch groups"),
     "a timestep for each token": (_token_timesteps, "timestep for each token"),
-    "ring on a kernel without LSE": (_config(config={"kernel": "sparge", "strategy": "U1R2"}), "returns no log-sum-exp"),
+    "ring on a kernel without LSE": (
+        _config(config={"kernel": "sparge", "strategy": "U1R2"}),
+        "returns no log-sum-exp",
+    ),
     "a strategy for other ranks": (_config(config={"strategy": "U2R2"}), "U2R2"),
     "an unknown key": (_config(config={"strateggy": "U1R2"}), "did you mean 'strategy'"),
     "a number for config": (_config(config=5), "config must be a DbspConfig"),
