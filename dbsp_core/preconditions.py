@@ -25,16 +25,12 @@ def require_shardable(transformer: nn.Module, self_attentions: Sequence[nn.Modul
         getattr(part, "_parallel_config", None) is not None for part in (transformer, *_processors(self_attentions))
     ):
         raise ValueError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
-    for backend in map(_backend, _processors(self_attentions)):
+    for backend in map(_backend, processors):
         if backend not in (None, *_NATIVE):
             raise ValueError(
                 f"this transformer attends with backend {backend!r}, past db-SP; call "
                 'transformer.set_attention_backend("native")'
             )
-
-
-def _processors(self_attentions: Sequence[nn.Module]) -> list[Any]:
-    return [getattr(attention, "processor", None) for attention in self_attentions]
 
 
 def _backend(processor: Any) -> str | None:

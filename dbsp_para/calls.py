@@ -51,7 +51,7 @@ def watch_calls(pipe: Any, group: SequenceGroup, restart: Callable[[], None], at
 
 
 def _wrap(cls: type) -> _Class:
-    original: Callable[..., Any] = cls.__call__  # type: ignore[operator]
+    original: Callable[..., Any] = cls.__call__
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:

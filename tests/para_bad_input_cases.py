@@ -86,14 +86,14 @@ def _by_diffusers(transformer: Any, rank: int) -> None:
     from diffusers import ContextParallelConfig
 
     taken = make_transformer("wan")
-    with mock.patch.object(torch.accelerator, "device_count", lambda: 8), _device("cpu"):
+    with mock.patch.object(torch.accelerator, "device_count", return_value=8), _device("cpu"):
         taken.enable_parallelism(config=ContextParallelConfig(ulysses_degree=dist.get_world_size()))
     dbsp_para.parallelize_transformer(taken)
 
 
 def _device(name: str) -> Any:
     """diffusers asks torch for an accelerator, which this machine may not have."""
-    return mock.patch.object(torch._C, "_get_accelerator", lambda *_: torch.device(name))
+    return mock.patch.object(torch._C, "_get_accelerator", return_value=torch.device(name))
 
 
 def _by_dbsp(transformer: Any, rank: int) -> None:
