@@ -14,16 +14,15 @@ _NATIVE = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_na
 
 
 def require_shardable(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
-    """Raises ValueError, naming the fix, for a transformer that something else shards, or whose self-attention does not
-    go through torch's."""
+    """Raises ValueError, naming the fix, for a transformer that something else shards, or whose self-attention goes
+    past torch's."""
     if getattr(transformer, "_is_parallelized", False):
         raise ValueError(
             "this transformer is parallelized already; undo that first (dbsp_para.unparallelize), or load it anew "
             "where para-attn did it, which cannot undo it"
         )
-    if any(
-        getattr(part, "_parallel_config", None) is not None for part in (transformer, *_processors(self_attentions))
-    ):
+    processors = [getattr(attention, "processor", None) for attention in self_attentions]
+    if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):
         raise ValueError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
     for backend in map(_backend, processors):
         if backend not in (None, *_NATIVE):

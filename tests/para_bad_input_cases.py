@@ -192,7 +192,7 @@ MISTAKES: dict[str, tuple[Callable[[Any, int], None], str]] = {
         "got a tuple",
     ),
     "a batch that does not divide": (_batch_of_one, "cannot be shared by 2 batch groups"),
-    "a timestep for each token": (_token_timesteps, "timestep for each token"),
+    "a timestep for each token": (_token_timesteps, "timestep for each frame or token"),
     "ring on a kernel without LSE": (
         _config(config={"kernel": "sparge", "strategy": "U1R2"}),
         "returns no log-sum-exp",
