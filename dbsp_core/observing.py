@@ -152,11 +152,14 @@ class RunObserver:
         q: torch.Tensor,
         started: Mark,
         latest: Mapping[Hashable, Plan],
+        lagged: bool,
     ) -> None:
         """Takes note of an attention that was computed, or queued on its device, since `started`.
 
         key:    of its plan;  q: float[B, H, shard, D] at home
         latest: by key, plans with the numbers of the masks that were counted last
+        lagged: whether its own mask is still being counted: then the executor's plan has the last mask's numbers, and
+                `latest` has this one's once the next attention of the same key has been asked for
         """
         plan = executor.plan
         self._settle(key, latest)
@@ -175,7 +178,7 @@ class RunObserver:
             ended=self.mark(q.device),
         )
         call.judge(plan)
-        if latest.get(key) is not plan:  # these are the last mask's numbers; this one's are being counted
+        if lagged:
             self._open[key] = call
         self.calls.append(call)
 

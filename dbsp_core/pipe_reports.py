@@ -67,10 +67,12 @@ def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> N
 
 
 def model_name(pipe: Any) -> str:
-    """What a pipeline was loaded from, else its transformer's class."""
+    """What a pipeline was loaded from, of a folder the last part; else its transformer's class."""
     config = getattr(pipe, "config", None)
     name = config.get("_name_or_path") if isinstance(config, Mapping) else None
-    return str(name or type(pipe.transformer).__name__)
+    if not name:
+        return type(pipe.transformer).__name__
+    return Path(name).name if Path(name).is_dir() else str(name)
 
 
 def _keep_latents(scheduler: Any, observer: RunObserver) -> Attachment:

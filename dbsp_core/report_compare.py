@@ -14,7 +14,7 @@ __all__ = ["Comparison", "Difference", "LayerDifference", "compare"]
 
 @dataclass(frozen=True)
 class Difference:
-    """One number or setting in both runs; None where one of them has none. what: its name;  unit: "s", "bytes" or "" """
+    """One number or setting in both runs; None where one of them has none. what: its name;  unit: s, bytes or none"""
 
     what: str
     a: Any
@@ -30,7 +30,8 @@ class Difference:
     def in_words(self) -> tuple[str, str, str, str]:
         """name, a, b and change, as people read them."""
         change = self.change
-        return self.what, self._show(self.a), self._show(self.b), "" if change is None else f"{change:+.1%}"
+        shown = "" if change is None else "same" if abs(change) < 5e-4 else f"{change:+.1%}"
+        return self.what, self._show(self.a), self._show(self.b), shown
 
     def _show(self, value: Any) -> str:
         if value is None:
@@ -109,7 +110,7 @@ def _context(report: RunReport) -> dict[str, Any]:
         "host": report.host,
         "ranks": report.world_size,
         "strategies": strategies_in_words(report),
-        **_flat(environment.settings),
+        **_flat({key: value for key, value in environment.settings.items() if key not in ("report", "record")}),
         "kernel": environment.kernel,
         "tensors": environment.dtype,
         **{f"version of {name}": number for name, number in environment.software.items()},

@@ -59,7 +59,10 @@ def layer_summaries(report: RunReport) -> tuple[LayerSummary, ...]:
 def headline(report: RunReport) -> list[tuple[str, str, str]]:
     """(what, number, what it is beside) of what one looks at first."""
     t = report.totals
-    share = f"{t.bytes_sent / t.bytes_usp - 1:+.0%} against plain USP" if t.bytes_usp else "nothing to send"
+    share = "alone, there is nothing to send"
+    if t.bytes_usp:
+        more = t.bytes_sent / t.bytes_usp - 1
+        share = "as much as plain USP" if abs(more) < 0.005 else f"{more:+.0%} against plain USP"
     return [
         ("ρ_s", f"{t.rho_before:.3f} → {t.rho:.3f}", f"contiguous → db-SP; least possible {t.rho_best:.3f}"),
         ("density", f"{t.density:.3f}", "share of blocks computed"),

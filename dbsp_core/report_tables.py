@@ -85,8 +85,10 @@ def comparison_grids(names: tuple[str, str], comparison: Comparison) -> list[Gri
 
 def _pairs(a: LayerSummary | None, b: LayerSummary | None) -> list[str]:
     shown = [
-        (f"{one.density:.3f}", f"{one.rho_before:.3f}", f"{one.rho:.3f}", str(one.replans))
-        + (in_seconds(one.seconds), in_bytes(one.bytes_sent))
+        (
+            *(f"{number:.3f}" for number in (one.density, one.rho_before, one.rho)),
+            *(str(one.replans), in_seconds(one.seconds), in_bytes(one.bytes_sent)),
+        )
         if one is not None
         else ("–",) * 6
         for one in (a, b)

@@ -147,7 +147,8 @@ class AttentionSession:
             items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has masks of its own, as B·H heads
             out = executor(*items, scale=scale).view(q.shape)
         if self.observer is not None and started is not None:
-            self.observer.attended(layer, self._keys[layer], executor, q, started, self._plans.latest)
+            lagged = self.planning == "lagged"
+            self.observer.attended(layer, self._keys[layer], executor, q, started, self._plans.latest, lagged)
         return out
 
     def settle(self) -> None:

@@ -39,7 +39,7 @@ function ramp(name) {
   return { stops, at };
 }
 
-const rhoTop = Math.max(largest(calls.rho_before), largest(calls.rho), 1.01);
+const rhoTop = Math.max(largest(calls.rho_before), largest(calls.rho), 1.05);
 const maps = [
   { id: "before", column: calls.rho_before, low: 1, high: rhoTop, ramp: "ramp", show: (v) => v.toFixed(3) },
   { id: "rho", column: calls.rho, low: 1, high: rhoTop, ramp: "ramp", show: (v) => v.toFixed(3), dots: true },
