@@ -81,6 +81,10 @@ class CallColumns:
         lengths = {len(getattr(self, f.name)) for f in fields(self)}
         if len(lengths) > 1:
             raise ValueError(f"its columns have different lengths, {sorted(lengths)}")
+        for f in fields(self):
+            kinds = (str,) if f.name == "strategy" else (int, float)
+            if not all(isinstance(value, kinds) for value in getattr(self, f.name)):
+                raise ValueError(f"its column {f.name!r} does not hold {'texts' if str in kinds else 'numbers'} alone")
 
     def __len__(self) -> int:
         return len(self.layer)

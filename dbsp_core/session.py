@@ -102,6 +102,8 @@ class AttentionSession:
         if self.observer is not None:
             self.observer.begin(timestep)
         if self._home is None or self._size != (thw, text_tokens):
+            if self.observer is not None and self.observer.open:
+                self.settle()  # while what is being planned still finds its own layout
             place = torch.device(device)
             grid = self._feed.grid(place)
             if self.strategy is not None:
@@ -113,8 +115,6 @@ class AttentionSession:
             )
             self._selector = self._new_selector(grid, place) if self.strategy is None else None
             self._size = thw, text_tokens
-            if self.observer is not None and self.observer.open:
-                self.settle()
             self._plans = self._plan_cache()
             self._keys.clear()
             self._executors.clear()

@@ -56,11 +56,11 @@ def recounted_session(
 
     def kept_mask(feed: MaskFeed, layer: int, tokens: Any) -> BlockMask:
         mask = take_mask(feed, layer, tokens)
-        masks[layer] = mask
+        masks[layer] = masks["last"] = mask
         return mask
 
     def counted(executor: DualBalancedAttention, q: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
-        found.append(_recount(executor, masks[now[0]], session, q, now))
+        found.append(_recount(executor, masks.get(now[0], masks["last"]), session, q, now))
         return run(executor, q, *others, **options)
 
     draws = torch.Generator().manual_seed(rank)
