@@ -163,10 +163,10 @@ def fail_on_one_rank(rank: int, world: int, folder: str, config: dict[str, Any],
     """All attentions succeed; then rank `odd` fails and does not come. returns: what is raised, and standard error."""
     from diffusers import WanPipeline
 
-    dbsp_core.meeting.WAIT_S = 3.0
     pipe = WanPipeline.from_pretrained(folder, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     dbsp_para.parallelize_pipe(pipe, config=config)
+    dbsp_core.meeting.WAIT_S = 3.0  # not before all ranks have come this far
 
     def at_the_end(_: Any, step: int, *__: Any) -> dict[str, Any]:
         if rank == odd and step == 1:
