@@ -23,9 +23,9 @@ class Difference:
 
     @property
     def change(self) -> float | None:
-        """b over a, less 1; None where they are not numbers or a is 0."""
+        """b over a, less 1; None where they are not numbers, a is 0 or one is negative."""
         numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in (self.a, self.b))
-        return self.b / self.a - 1 if numbers and self.a else None
+        return self.b / self.a - 1 if numbers and self.a > 0 <= self.b else None
 
     def in_words(self) -> tuple[str, str, str, str]:
         """name, a, b and change, as people read them."""
