@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,8 @@ from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, steps_of
+from dbsp_core.pipe_reports import model_name, report_calls
+from dbsp_core.reporting import is_writer, make_report, write_report_files
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
 from dbsp_core.sources import DenseSource
@@ -25,7 +28,7 @@ from dbsp_para.caching import Parallelized
 from dbsp_para.calls import watch_calls
 from dbsp_para.meshes import Ranks
 
-__all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "unparallelize"]
+__all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "unparallelize", "write_report"]
 
 _attached: WeakKeyDictionary[nn.Module, tuple[Attachment, AttentionSession]] = WeakKeyDictionary()
 
@@ -44,6 +47,7 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
     with Attachment() as attachment:
         session = _parallelize(pipe.transformer, ranks, config, lambda: steps_of(pipe), attachment)
         watch_calls(pipe, ranks.everyone, session.restart, attachment)
+        report_calls(pipe, session, attachment, "para")
         _attached[pipe.transformer] = attachment, session
     return pipe
 
@@ -81,6 +85,25 @@ def session_of(pipe: Any) -> AttentionSession | None:
     return _attached.get(_transformer_of(pipe), (None, None))[1]
 
 
+def write_report(pipe: Any, folder: str | os.PathLike[str] | None = None) -> None:
+    """Writes what ran since it was parallelized, or since the last report, to `folder`. Collective; rank 0 writes.
+
+    For a transformer without a pipeline: pipelines report each of their calls.
+    pipe:   a pipeline or transformer that was parallelized with setting `report`
+    folder: default: that setting
+    Raises ValueError where there is nothing to report, RuntimeError where a rank does not come.
+    """
+    transformer = _transformer_of(pipe)
+    _, session = _attached.get(transformer, (None, None))
+    if session is None or session.observer is None:
+        raise ValueError("nothing was collected for a report; parallelize with config={'report': FOLDER, …}")
+    name = model_name(pipe) if hasattr(pipe, "transformer") else type(transformer).__name__
+    report = make_report(session, name, "para")
+    if is_writer(session.group):
+        write_report_files(report, session, Path(folder or session.config.report or "."))
+    session.observer.restart()
+
+
 def _transformer_of(pipe: Any) -> Any:
     transformer = getattr(pipe, "transformer", pipe)
     return getattr(transformer, "_orig_mod", transformer)  # as torch.compile wraps it
@@ -111,7 +134,7 @@ def _agreed(config: ConfigLike, group: SequenceGroup) -> DbspConfig:
     """
 
     def fingerprint(loaded: DbspConfig) -> int:
-        shared = replace(loaded, mask=DenseSource(), hardware=None, report=None, record=None)
+        shared = replace(loaded, mask=DenseSource(), hardware=None, report=loaded.report and "", record=None)
         return zlib.crc32(repr(shared).encode())
 
     def load() -> DbspConfig:
