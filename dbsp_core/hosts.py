@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ class Attachment:
     def __init__(self) -> None:
         self._undo = ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Attachment:
         return self
 
     def __exit__(
