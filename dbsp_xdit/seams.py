@@ -1,7 +1,7 @@
 """Where db-SP enters an xfuser run: small changes made right after the module concerned is imported, each undoable.
 
 - xfuser.cli: user mistakes are found before torchrun starts
-- xfuser.config.args: the flags; local checkpoint folders as `--model`
+- xfuser.config.args: the flags; what `--model` may be
 and, in runs with backend "dbsp" alone:
 - xfuser…runner_models.base_model: attach after the weights are loaded, report after the run
 - xfuser…runtime_state: no refusals on behalf of an attention that will not run
@@ -125,20 +125,22 @@ def _seam_args(module: ModuleType, attachment: Attachment) -> None:
         return parser
 
     @functools.wraps(from_runner_args)
-    def with_local_models(_: type, args: dict[str, Any]) -> Any:
-        from dbsp_xdit.flags import config_from
-        from dbsp_xdit.models import make_model_known
+    def with_models(_: type, args: dict[str, Any]) -> Any:
+        from dbsp_xdit.preflight import settings_of
+        from dbsp_xdit.runner_models import register
 
         try:
-            config = config_from(args)
-            if config is not None:
-                make_model_known(args["model"], config)
+            settings = settings_of(args)
         except ValueError as error:
             _exit_with(error)
+        if settings is not None:
+            config, model = settings
+            if model is not None:
+                register(args["model"], model, config)
         return from_runner_args(args)
 
     attachment.set_attribute(cls, "add_runner_args", staticmethod(with_flags))
-    attachment.set_attribute(cls, "from_runner_args", classmethod(with_local_models))
+    attachment.set_attribute(cls, "from_runner_args", classmethod(with_models))
 
 
 def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:

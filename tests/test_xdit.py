@@ -13,7 +13,7 @@ from dbsp_core import Strategy
 from dbsp_core.sources import RadialSource, WindowSource
 from dbsp_xdit.autoload import is_xfuser_run
 from dbsp_xdit.flags import config_from, parse_known
-from dbsp_xdit.models import require_model
+from dbsp_xdit.models import find_model
 from dbsp_xdit.preflight import preflight
 from dbsp_xdit.seams import wants_dbsp
 from xdit_cases import XditCase, run_xdit_case, start_xfuser
@@ -138,21 +138,25 @@ def test_mistakes_are_found_before_anything_is_launched(arguments, message):
 
 def test_local_folders_must_be_wan_pipelines(tmp_path):
     with pytest.raises(ValueError, match=r"no model_index\.json"):
-        require_model(str(tmp_path))
+        find_model(str(tmp_path))
     index = tmp_path / "model_index.json"
     index.write_text("{")
-    with pytest.raises(ValueError, match="not a pipeline index"):
-        require_model(str(tmp_path))
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        find_model(str(tmp_path))
     index.write_text(json.dumps({"_class_name": "FluxPipeline"}))
     with pytest.raises(ValueError, match="this is FluxPipeline"):
-        require_model(str(tmp_path))
+        find_model(str(tmp_path))
     index.write_text(
         json.dumps({"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]})
     )
     with pytest.raises(ValueError, match="with two"):
-        require_model(str(tmp_path))
+        find_model(str(tmp_path))
     index.write_text(json.dumps({"_class_name": "WanPipeline", "transformer_2": [None, None]}))
-    require_model(str(tmp_path))
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+        find_model(str(tmp_path))
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text("{}")
+    assert find_model(str(tmp_path)).source == str(tmp_path)
 
 
 @pytest.mark.parametrize("command", ["xdit", "dbsp-xdit"])

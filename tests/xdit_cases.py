@@ -1,7 +1,8 @@
-"""What the workers run: xfuser's real Wan wrapper with db-SP attached, against stock diffusers in one process."""
+"""What the workers run: xfuser's real wrappers and pipelines with db-SP attached, against diffusers in one process."""
 
 from __future__ import annotations
 
+import logging
 import os
 import types
 from dataclasses import dataclass, field
@@ -24,20 +25,38 @@ class XditCase:
     batch: int = 1
 
 
-def start_xfuser(rank: int, world: int) -> None:
-    """xfuser on this worker's process group, once. Its degrees are `world` and 1: configurations name the strategy."""
+def start_xfuser(rank: int, world: int, guidance: int = 1, data: int = 1) -> None:
+    """xfuser on this worker's process group, with groups for guidance and data beside the sequence's.
+
+    Its degrees are all that is left, and 1: configurations name the strategy.
+    """
     from dbsp_xdit.seams import install
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     install(active=True)
-    from xfuser import xFuserArgs
     from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
+    from xfuser.core.distributed.parallel_state import destroy_model_parallel, model_parallel_is_initialized
 
+    logging.getLogger("xfuser").setLevel(logging.ERROR)
     init_distributed_environment()
-    engine, _ = xFuserArgs(model="tiny", ulysses_degree=world, ring_degree=1).create_config()
+    if model_parallel_is_initialized():
+        destroy_model_parallel()
     config = types.SimpleNamespace(num_attention_heads=6)
     pipe = types.SimpleNamespace(transformer=types.SimpleNamespace(config=config), vae=None)
-    initialize_runtime_state(pipe, engine)
+    initialize_runtime_state(pipe, engine_config(world, guidance, data))
+
+
+def engine_config(world: int, guidance: int = 1, data: int = 1) -> Any:
+    from xfuser import xFuserArgs
+
+    args = xFuserArgs(
+        model="tiny",
+        ulysses_degree=world // guidance // data,
+        ring_degree=1,
+        use_cfg_parallel=guidance > 1,
+        data_parallel_degree=data,
+    )
+    return args.create_config()[0]
 
 
 def run_xdit_case(rank: int, world: int, case: XditCase) -> tuple[float, float]:
@@ -64,3 +83,63 @@ def run_xdit_case(rank: int, world: int, case: XditCase) -> tuple[float, float]:
         assert fingerprint(wrapped) == before, "detach left something behind"
         detach(pipe)  # nothing to do, and no harm
     return float((out - expected).abs().max()), float((out - dense).abs().max())
+
+
+@dataclass(frozen=True)
+class PipelineCase:
+    """Two generations. own: whether by xfuser's own pipeline class, else by diffusers'."""
+
+    folder: str
+    config: dict[str, Any]
+    height: int
+    own: bool = True
+    guidance: int = 1
+    guidance_scale: float = 2.0  # it multiplies rounding
+    width: int = 96
+    num_frames: int = 9
+
+
+def run_cogvideox_pipeline(rank: int, world: int, case: PipelineCase) -> tuple[float, float, float]:
+    """Largest differences of the latents: from one process, of a second generation from the first, from dense."""
+    from dbsp_xdit import attach, detach
+
+    stock = load_cogvideox(case.folder)
+    dense = latents_of(stock, case)
+    single = attach_single_process(stock.transformer, case.config, lambda: len(stock.scheduler.timesteps))
+    expected = latents_of(stock, case)
+    single.detach()
+    pipe = stock
+    if case.own:
+        from xfuser import xFuserCogVideoXPipeline
+
+        pipe = xFuserCogVideoXPipeline(stock, engine_config(world, case.guidance))
+    before = fingerprint(pipe.transformer)
+    attach(pipe, case.config)
+    out, again = latents_of(pipe, case), latents_of(pipe, case)
+    detach(pipe)
+    assert fingerprint(pipe.transformer) == before, "detach left something behind"
+    return tuple(float((a - b).abs().max()) for a, b in ((out, expected), (again, out), (out, dense)))  # type: ignore[return-value]
+
+
+def load_cogvideox(folder: str) -> Any:
+    from diffusers import CogVideoXPipeline
+
+    pipe = CogVideoXPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def latents_of(pipe: Any, case: PipelineCase, steps: int = 2, **options: Any) -> torch.Tensor:
+    output = pipe(
+        prompt="the sea at dusk",
+        height=case.height,
+        width=case.width,
+        num_frames=case.num_frames,
+        num_inference_steps=steps,
+        guidance_scale=case.guidance_scale,
+        generator=torch.Generator().manual_seed(3),
+        output_type="latent",
+        **options,
+    )
+    latents: torch.Tensor = output.frames
+    return latents
