@@ -99,8 +99,11 @@ class PipelineCase:
     num_frames: int = 9
 
 
-def run_cogvideox_pipeline(rank: int, world: int, case: PipelineCase) -> tuple[float, float, float]:
-    """Largest differences of the latents: from one process, of a second generation from the first, from dense."""
+def run_cogvideox_pipeline(rank: int, world: int, case: PipelineCase) -> tuple[float, float, float] | None:
+    """Largest differences of the latents: from one process, of a second generation from the first, from dense.
+
+    None on ranks that xfuser's own pipeline returns nothing on.
+    """
     from dbsp_xdit import attach, detach
 
     stock = load_cogvideox(case.folder)
@@ -118,6 +121,8 @@ def run_cogvideox_pipeline(rank: int, world: int, case: PipelineCase) -> tuple[f
     out, again = latents_of(pipe, case), latents_of(pipe, case)
     detach(pipe)
     assert fingerprint(pipe.transformer) == before, "detach left something behind"
+    if not isinstance(out, torch.Tensor):
+        return None
     return tuple(float((a - b).abs().max()) for a, b in ((out, expected), (again, out), (out, dense)))  # type: ignore[return-value]
 
 
