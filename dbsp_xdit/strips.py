@@ -32,7 +32,28 @@ def attach_strips(transformer: Any, session: AttentionSession, attachment: Attac
             f"home: {session.config.home} is not for xFuserCogVideoXPipeline, which shards the video by strips of rows "
             "itself; leave it out, or attach to diffusers' CogVideoXPipeline instead"
         )
+    _explain_heights(session.group.size, attachment)
     _StripSharding(transformer, session).attach(attachment)
+
+
+def _explain_heights(world: int, attachment: Attachment) -> None:
+    """xfuser refuses heights that are not whole rows of tokens on each rank; this says what to do about it."""
+    from xfuser.core.distributed import get_runtime_state
+
+    state = get_runtime_state()
+    check = state.set_video_input_parameters
+
+    @functools.wraps(check)
+    def check_height(height: int | None = None, *args: Any, **others: Any) -> None:
+        strip = world * state.vae_scale_factor_spatial * state.backbone_patch_size
+        if height is not None and height % strip:
+            raise ValueError(
+                f"height {height} is not a multiple of {strip}, which xFuserCogVideoXPipeline needs on {world} ranks; "
+                "change it, or attach db-SP to diffusers' CogVideoXPipeline, which takes any multiple of 16"
+            )
+        check(height, *args, **others)
+
+    attachment.set_attribute(state, "set_video_input_parameters", check_height)
 
 
 def strips_layout(thw: tuple[int, int, int], text_tokens: int, world: int) -> HomeLayout:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -51,3 +53,7 @@ def on_one_rank(grid, request, fault, culprit=1):
         return bits.astype(np.float32)
     bits[0, -1] = not bits[0, -1]
     return bits
+
+
+def band_of_other_branch(grid, request):
+    return band(grid, replace(request, branch=1 - request.branch))

@@ -18,11 +18,13 @@ from transformers_for_tests import Inputs, make_transformer
 
 @dataclass(frozen=True)
 class XditCase:
-    """One forward pass. thw: size of the token grid."""
+    """One forward pass. thw: size of the token grid. model: "wan" in xfuser's wrapper, or another, stock."""
 
     thw: tuple[int, int, int]
     config: dict[str, Any] = field(default_factory=dict)
     batch: int = 1
+    model: str = "wan"
+    seed: int = 1
 
 
 def start_xfuser(rank: int, world: int, guidance: int = 1, data: int = 1) -> None:
@@ -61,14 +63,10 @@ def engine_config(world: int, guidance: int = 1, data: int = 1) -> Any:
 
 def run_xdit_case(rank: int, world: int, case: XditCase) -> tuple[float, float]:
     """(largest difference from one process with the same mask, from dense attention), both on the whole output."""
-    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
-
     from dbsp_xdit import attach, detach
 
-    inputs = Inputs.random("wan", case.thw, case.batch, text_tokens=7)
-    stock = make_transformer("wan")
-    wrapped = make_transformer("wan", cls=xFuserWanTransformer3DWrapper, attention_kwargs={"thw": None})
-    wrapped.load_state_dict(stock.state_dict())
+    inputs = Inputs.random(case.model, case.thw, case.batch, text_tokens=7, seed=case.seed)
+    stock, wrapped = make_transformer(case.model), hosted_transformer(case.model)
     pipe = types.SimpleNamespace(transformer=wrapped)
     with torch.no_grad():
         dense = stock(**inputs.arguments)[0]
@@ -83,6 +81,17 @@ def run_xdit_case(rank: int, world: int, case: XditCase) -> tuple[float, float]:
         assert fingerprint(wrapped) == before, "detach left something behind"
         detach(pipe)  # nothing to do, and no harm
     return float((out - expected).abs().max()), float((out - dense).abs().max())
+
+
+def hosted_transformer(model: str, **options: Any) -> Any:
+    """As xfuser's runner has it: Wan in xfuser's wrapper, CogVideoX as diffusers makes it."""
+    if model != "wan":
+        return make_transformer(model, **options)
+    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
+
+    wrapped = make_transformer(model, cls=xFuserWanTransformer3DWrapper, attention_kwargs={"thw": None}, **options)
+    wrapped.load_state_dict(make_transformer(model, **options).state_dict())
+    return wrapped
 
 
 @dataclass(frozen=True)
