@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -129,13 +130,21 @@ def require_untouched(transformer: nn.Module) -> None:
     if getattr(transformer, "_is_parallelized", False):
         raise ValueError("this transformer is parallelized already; undo that first, or load it anew")
     for name, module in transformer.named_modules():
-        backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
-        backend = str(getattr(backend, "value", backend) or "native")
+        backend = _backend_of(getattr(module, "processor", None))
         if not backend.lstrip("_").startswith("native"):
             raise ValueError(
-                f"attention backend {backend!r} is set on {name}, around which db-SP cannot reach self-attention; call "
-                "transformer.reset_attention_backend() first"
+                f"attention backend {backend!r} is in force at {name}, around which db-SP cannot reach self-attention; "
+                'call transformer.set_attention_backend("native") first'
             )
+
+
+def _backend_of(processor: Any) -> str:
+    """The diffusers attention backend that a processor would use: its own, else the one set for all models."""
+    if not hasattr(processor, "_attention_backend"):
+        return "native"
+    registry = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
+    backend = processor._attention_backend or getattr(registry, "_active_backend", None) or "native"
+    return str(getattr(backend, "value", backend))
 
 
 def patch_tokens(sample: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
