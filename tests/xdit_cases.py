@@ -83,6 +83,25 @@ def run_xdit_case(rank: int, world: int, case: XditCase) -> tuple[float, float]:
     return float((out - expected).abs().max()), float((out - dense).abs().max())
 
 
+def registered_model(rank: int, world: int, name: str) -> dict[str, Any]:
+    """What the runner model has in mind that xfuser's registry has for a name after db-SP registered it."""
+    from xfuser import xFuserArgs
+    from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
+
+    from dbsp_core.config import DbspConfig
+    from dbsp_xdit.models import find_model
+    from dbsp_xdit.runner_models import register
+
+    register(name, find_model(name), DbspConfig())
+    model = MODEL_REGISTRY[name](xFuserArgs(model=name))
+    return {
+        "model_name": model.settings.model_name,
+        "fps": model.settings.fps,
+        "height": model.default_input_values.height,
+        "cfg": model.capabilities.use_cfg_parallel,
+    }
+
+
 def hosted_transformer(model: str, **options: Any) -> Any:
     """As xfuser's runner has it: Wan in xfuser's wrapper, CogVideoX as diffusers makes it."""
     if model != "wan":
