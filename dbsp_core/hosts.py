@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 __all__ = [
     "Attachment",
     "Attend",
+    "generation_of",
     "intercept_self_attention",
     "patch_tokens",
     "require_untouched",
-    "generation_of",
     "steps_of",
     "unpatch_tokens",
 ]
@@ -133,7 +133,7 @@ def require_untouched(transformer: nn.Module) -> None:
         backend = _backend_of(getattr(module, "processor", None))
         if not backend.lstrip("_").startswith("native"):
             raise ValueError(
-                f"attention backend {backend!r} is in force at {name}, around which db-SP cannot reach self-attention; "
+                f"attention backend {backend!r} is in force at {name}, and db-SP cannot reach self-attention there; "
                 'call transformer.set_attention_backend("native") first'
             )
 

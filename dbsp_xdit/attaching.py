@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from dbsp_core.architectures import ARCHITECTURES, architecture_of
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, require_untouched, generation_of, steps_of
+from dbsp_core.hosts import Attachment, generation_of, require_untouched, steps_of
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
 from dbsp_xdit.branches import branch_of_wan, split_batch
@@ -75,9 +75,7 @@ def session_of(pipe: Any) -> AttentionSession | None:
     return _attached.get(_uncompiled(pipe), (None, None))[1]
 
 
-def _hook_up(
-    pipe: Any, kind: str, session: AttentionSession, guidance: SequenceGroup, attachment: Attachment
-) -> None:
+def _hook_up(pipe: Any, kind: str, session: AttentionSession, guidance: SequenceGroup, attachment: Attachment) -> None:
     transformer = pipe.transformer
     if kind == "xFuserCogVideoXTransformer3DWrapper":
         attach_strips(transformer, session, attachment)

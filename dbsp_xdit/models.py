@@ -44,7 +44,9 @@ def find_model(name: str) -> Model:
         looks_local = name.startswith((".", os.sep, "~")) or name.count("/") > 1
         fault = "that folder does not exist" if looks_local else "db-SP does not know that name"
         known = ", ".join(c.name for c in CHECKPOINTS)
-        raise ValueError(f"--model {name}: {fault}; use one of {known}, their names on Hugging Face, or a local folder")
+        raise ValueError(
+            f"--model {name}: {fault}; use one of {known}, their names on Hugging Face, or a local folder"
+        )
     pipeline = _pipeline_of(folder)
     return Model(name, _most_like(pipeline, _read_json(folder / "transformer" / "config.json")))
 

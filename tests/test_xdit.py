@@ -135,7 +135,10 @@ def test_usp_asks_for_nothing():
         (["--sp-backend", "dbsp", "--attention_backend", "aiter_sparge"], "choose the mask with --sp-mask"),
         (["--sp-backend", "dbsp", "--model", "CogVideoX1.5", "--height", "770"], "multiple of 16, for example 768"),
         (["--sp-backend", "dbsp", "--model", "CogVideoX1.5", "--num_frames", "84"], r"must be 8k \+ 1 .* example 81"),
-        (["--sp-backend", "dbsp", "--model", "wan2.1-t2v-14b", "--num_frames", "82"], r"must be 4k \+ 1 .* example 81"),
+        (
+            ["--sp-backend", "dbsp", "--model", "wan2.1-t2v-14b", "--num_frames", "82"],
+            r"must be 4k \+ 1 .* example 81",
+        ),
         (["--sp-backend", "dbsp", "--model", "wan2.1-t2v-1.3b", "--use_cfg_parallel"], "one after the other"),
         (["--sp-backend", "dbsp", "--model", "black-forest-labs/FLUX.1-dev"], "does not know that name"),
     ],

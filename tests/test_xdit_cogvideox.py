@@ -39,6 +39,13 @@ def test_xfusers_own_pipeline_equals_one_process(pool, tiny, world):
     assert_equal(workers, PipelineCase(tiny, {"mask": CDF, "strategy": str(strategy)}, HEIGHT[world]), some=True)
 
 
+def test_a_wrong_order_of_strips_would_be_seen(pool, tiny):
+    workers = pool(2)
+    workers.run(start_xfuser)
+    case = PipelineCase(tiny, {"mask": MASK, "strategy": "U1R2"}, height=96, strips_ignored=True)
+    assert any(result and result[0] > 100 * TOLERANCE for result in workers.run(run_cogvideox_pipeline, case))
+
+
 @pytest.mark.parametrize("world", [3, 4])
 def test_the_stock_pipeline_equals_one_process(pool, tiny, world):
     """5 rows of 7 tokens, which no number of ranks divides, and 4 or 6 heads over 3 or 4 ranks."""
