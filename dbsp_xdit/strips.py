@@ -29,8 +29,8 @@ def attach_strips(transformer: Any, session: AttentionSession, attachment: Attac
     """
     if session.config.home is not None and session.config.home != "contiguous":
         raise ValueError(
-            f"home: {session.config.home} is not for xFuserCogVideoXPipeline, which shards the video itself, by strips of "
-            "rows; leave it out, or attach to diffusers' CogVideoXPipeline instead"
+            f"home: {session.config.home} is not for xFuserCogVideoXPipeline, which shards the video by strips itself; "
+            "leave it out, or attach to diffusers' CogVideoXPipeline instead"
         )
     _explain_heights(session.group.size, attachment)
     _StripSharding(transformer, session).attach(attachment)
