@@ -36,7 +36,8 @@ def test_xfusers_own_pipeline_equals_one_process(pool, tiny, world):
     for strategy in Strategy.all_for(world):
         config = {"mask": MASK, "strategy": str(strategy), "debug": True}
         assert_equal(workers, PipelineCase(tiny, config, HEIGHT[world]), some=True)
-    assert_equal(workers, PipelineCase(tiny, {"mask": CDF, "strategy": str(strategy)}, HEIGHT[world]), some=True)
+    for config in ({"mask": CDF, "strategy": str(strategy)}, {"mask": MASK, "strategy": "auto", "hardware": "a800"}):
+        assert_equal(workers, PipelineCase(tiny, config, HEIGHT[world]), some=True)
 
 
 def test_a_wrong_order_of_strips_would_be_seen(pool, tiny):
