@@ -18,7 +18,7 @@ from dbsp_xdit.preflight import preflight
 
 REPOSITORY = Path(dbsp_core.__file__).parent.parent
 PAGE = (REPOSITORY / "docs" / "xdit.md").read_text()
-COMMANDS = re.findall(r"^xdit .*(?:\\\n.*)*", PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^xdit (?:.*\\\n)*.*", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
