@@ -9,11 +9,12 @@ from dbsp_core.architectures import ARCHITECTURES, architecture_of
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, generation_of, require_untouched, steps_of
+from dbsp_core.pipe_reports import report_calls
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
 from dbsp_xdit.branches import branch_of_wan, split_batch
 from dbsp_xdit.flags import strategy_from
-from dbsp_xdit.strips import attach_strips
+from dbsp_xdit.strips import attach_strips, whole_latents
 from dbsp_xdit.wan import attach_wan
 
 __all__ = ["attach", "detach", "session_of"]
@@ -55,6 +56,8 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     attachment = Attachment()
     try:
         _hook_up(pipe, kind, session, guidance, attachment)
+        strips = kind == "xFuserCogVideoXTransformer3DWrapper"
+        report_calls(pipe, session, attachment, "xdit", whole=whole_latents(sequence) if strips else None)
     except BaseException:
         attachment.detach()
         raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from dbsp_core.architectures import architecture_of
+from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout
 from dbsp_core.hosts import Attachment, intercept_self_attention
 from dbsp_core.session import AttentionSession
 
-__all__ = ["attach_strips", "strips_layout"]
+__all__ = ["attach_strips", "strips_layout", "whole_latents"]
 
 
 def attach_strips(transformer: Any, session: AttentionSession, attachment: Attachment) -> None:
@@ -54,6 +56,11 @@ def _explain_heights(world: int, attachment: Attachment) -> None:
         check(height, *args, **others)
 
     attachment.set_attribute(state, "set_video_input_parameters", check_height)
+
+
+def whole_latents(sequence: SequenceGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Puts the strips of latents [B, F, C, h, W] together to [B, F, C, H, W]. Collective."""
+    return lambda strip: torch.cat(sequence.all_gather(strip), dim=-2)
 
 
 def strips_layout(thw: tuple[int, int, int], text_tokens: int, world: int) -> HomeLayout:

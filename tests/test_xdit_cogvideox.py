@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from safetensors.torch import load_file
 
 from dbsp_core import Strategy
 from dbsp_core.tiny import make_tiny
-from xdit_cases import PipelineCase, run_cogvideox_pipeline, start_xfuser
+from xdit_cases import PipelineCase, expected_latents, run_cogvideox_pipeline, start_xfuser
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
@@ -38,6 +41,20 @@ def test_xfusers_own_pipeline_equals_one_process(pool, tiny, world):
         assert_equal(workers, PipelineCase(tiny, config, HEIGHT[world]), some=True)
     for config in ({"mask": CDF, "strategy": str(strategy)}, {"mask": MASK, "strategy": "auto", "hardware": "a800"}):
         assert_equal(workers, PipelineCase(tiny, config, HEIGHT[world]), some=True)
+
+
+@pytest.mark.parametrize("guidance", [1, 2])
+def test_a_script_leaves_a_report_of_the_whole_video(pool, tiny, tmp_path, guidance):
+    workers = pool(4)
+    workers.run(start_xfuser, guidance)
+    config = {"mask": MASK, "strategy": f"U1R{4 // guidance}", "report": str(tmp_path / "report")}
+    case = PipelineCase(tiny, config, height=64, guidance=guidance)
+    assert_equal(workers, case, some=True)
+    latents = load_file(tmp_path / "report" / "latents.safetensors")["latents"]
+    assert latents.shape == (1, 4, 16, 8, 12)
+    assert float((latents - expected_latents(case)).abs().max()) <= TOLERANCE
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert (report["world_size"], len(report["layers"])) == (4 // guidance, 2)
 
 
 def test_a_wrong_order_of_strips_would_be_seen(pool, tiny):

@@ -161,6 +161,13 @@ def run_cogvideox_pipeline(rank: int, world: int, case: PipelineCase) -> tuple[f
     return tuple(float((a - b).abs().max()) for a, b in ((out, expected), (again, out), (out, dense)))  # type: ignore[return-value]
 
 
+def expected_latents(case: PipelineCase) -> torch.Tensor:
+    """Of one process."""
+    pipe = load_cogvideox(case.folder)
+    attach_single_process(pipe.transformer, {"mask": case.config["mask"]})
+    return latents_of(pipe, case)
+
+
 def _in_token_order(thw: tuple[int, int, int], text_tokens: int, world: int) -> HomeLayout:
     tokens = np.arange(text_tokens + math.prod(thw))
     return HomeLayout.from_streams([tokens[:text_tokens], tokens[text_tokens:]], world)
