@@ -93,6 +93,9 @@ def _keep_latents(scheduler: Any, observer: RunObserver) -> Attachment:
         observer.latents = output[0]
         return output
 
+    own = vars(scheduler)  # not by setattr, which xfuser's schedulers pass on to the one they wrap
+    before = own.get("step")
+    own["step"] = step_and_keep
     attachment = Attachment()
-    attachment.set_attribute(scheduler, "step", step_and_keep)
+    attachment.on_detach(lambda: own.pop("step") if before is None else own.update(step=before))
     return attachment
