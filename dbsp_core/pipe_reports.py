@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,18 @@ from dbsp_core.session import AttentionSession
 __all__ = ["model_name", "report_calls", "report_or_say_why_not"]
 
 
-def report_calls(pipe: Any, session: AttentionSession, attachment: Attachment, host: str) -> None:
+def report_calls(
+    pipe: Any,
+    session: AttentionSession,
+    attachment: Attachment,
+    host: str,
+    whole: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
     """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
 
     Python looks `__call__` up on the class, so this one pipe becomes an instance of a subclass of its own class, under
     the same name; detaching gives it its class back. A call that fails leaves nothing, and waits for nobody.
+    whole: makes a rank's latents the whole video's, where each rank denoises a part. Collective
     """
     observer = session.observer
     if observer is None:
@@ -40,6 +47,8 @@ def report_calls(pipe: Any, session: AttentionSession, attachment: Attachment, h
             raise
         finally:
             kept.detach()
+        if whole is not None and observer.latents is not None:
+            observer.latents = whole(observer.latents)
         if observer.device.type == "cuda":
             torch.cuda.synchronize(observer.device)
         observer.seconds = time.perf_counter() - start
@@ -84,6 +93,9 @@ def _keep_latents(scheduler: Any, observer: RunObserver) -> Attachment:
         observer.latents = output[0]
         return output
 
+    own = vars(scheduler)  # not by setattr, which xfuser's schedulers pass on to the one they wrap
+    before = own.get("step")
+    own["step"] = step_and_keep
     attachment = Attachment()
-    attachment.set_attribute(scheduler, "step", step_and_keep)
+    attachment.on_detach(lambda: own.pop("step") if before is None else own.update(step=before))
     return attachment

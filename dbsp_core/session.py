@@ -25,10 +25,10 @@ from dbsp_core.plan import Plan, make_plan, require_slots
 from dbsp_core.recorder import MaskRecorder
 from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReuseCounters
 from dbsp_core.selection import StrategySelector, candidates
-from dbsp_core.serving import kernel_merges, require_served
+from dbsp_core.serving import kernel_merges
 from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
-from dbsp_kernels import choose_kernel
+from dbsp_kernels import Needs, choose_kernel, require_fit
 
 __all__ = ["AttentionSession"]
 
@@ -41,8 +41,9 @@ class AttentionSession:
     heads:    attention heads of every layer
     layers:   number of layers
     steps:    tells how many denoising steps there will be, where the host knows
+    generation: gives an object that is another one for each generation, where the host has one
     observer: collects what a report tells, where one is wanted
-    Raises ValueError at construction when strategy and group don't fit.
+    Raises ValueError at construction when strategy, group and kernel don't fit.
     """
 
     config: DbspConfig
@@ -51,6 +52,7 @@ class AttentionSession:
     heads: int
     layers: int
     steps: Callable[[], int | None] = lambda: None
+    generation: Callable[[], object] = lambda: None
     observer: RunObserver | None = field(init=False)
     _feed: MaskFeed = field(init=False)
     _plans: PlanCache | LaggedPlanCache = field(init=False)
@@ -65,7 +67,7 @@ class AttentionSession:
     def __post_init__(self) -> None:
         if self.strategy is not None:
             self.strategy.require_world(self.group.size)
-            require_served(self.strategy, self.config.kernel)
+            require_fit(self.config.kernel, Needs(lse=self.strategy.ring > 1))
         self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
         self._feed = MaskFeed(
             self.config.mask,
@@ -75,6 +77,7 @@ class AttentionSession:
             self.group,
             self.steps,
             count_steps=self._recorder.wanted,
+            generation=self.generation,
         )
         self._plans = self._plan_cache()
         self.observer = None
@@ -89,16 +92,21 @@ class AttentionSession:
         text_tokens: int = 0,
         timestep: torch.Tensor | float | None = None,
         device: torch.device | str = "cpu",
+        *,
+        branch: int = 0,
+        host_home: Callable[[], HomeLayout] | None = None,
     ) -> HomeLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
         timestep: of the denoising, for masks that depend on the step
         device:   where the group's collectives run
+        branch:   guidance pass that this one is, where the host gives each to a group of ranks of its own
+        host_home: gives the layout in which the host itself shards this size of video; None: ours to choose
         Text, where the model has it in the same sequence, is sharded apart from video. A new video size drops what was
         made for the last one. Raises ValueError, on all ranks, for a size the mask source refuses.
         """
         self._reached.clear()
-        self._feed.begin(thw, text_tokens, timestep)
+        self._feed.begin(thw, text_tokens, timestep, branch)
         self._recorder.begin(self._feed.moment)
         if self.observer is not None:
             self.observer.begin(timestep)
@@ -111,8 +119,16 @@ class AttentionSession:
                 require_slots(self.strategy, grid)
             # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
             laid_out_for = self.strategy or Strategy(1, self.group.size)
-            self._home = HomeLayout.named(
-                self.config.home_layout, grid, laid_out_for, split_text=text_tokens > 0, profile=self._profile(place)
+            self._home = (
+                host_home()
+                if host_home is not None
+                else HomeLayout.named(
+                    self.config.home_layout,
+                    grid,
+                    laid_out_for,
+                    split_text=text_tokens > 0,
+                    profile=self._profile(place),
+                )
             )
             self._selector = self._new_selector(grid, place) if self.strategy is None else None
             self._size = thw, text_tokens
@@ -120,10 +136,6 @@ class AttentionSession:
             self._keys.clear()
             self._executors.clear()
         return self._home
-
-    def restart(self) -> None:
-        """Starts a new generation: the next forward pass is its first, whatever the last one's timesteps were."""
-        self._feed.restart()
 
     def end(self) -> int:
         """Ends a forward pass. returns: how many layers' attentions it reached."""

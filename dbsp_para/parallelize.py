@@ -18,15 +18,15 @@ from dbsp_core.architectures import architecture_of
 from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, steps_of
+from dbsp_core.hosts import Attachment, generation_of, steps_of
 from dbsp_core.pipe_reports import model_name, report_calls
 from dbsp_core.reporting import is_writer, make_report, write_report_files
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
 from dbsp_core.sources import DenseSource
 from dbsp_para.caching import Parallelized
-from dbsp_para.calls import watch_calls
 from dbsp_para.meshes import Ranks
+from dbsp_para.seeds import share_seeds
 
 __all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "unparallelize", "write_report"]
 
@@ -45,8 +45,9 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
         raise ValueError("db-SP runs pipelines with one transformer, this one has two")
     ranks = Ranks.of(mesh)
     with Attachment() as attachment:
-        session = _parallelize(pipe.transformer, ranks, config, lambda: steps_of(pipe), attachment)
-        watch_calls(pipe, ranks.everyone, session.restart, attachment)
+        steps, generation = (lambda: steps_of(pipe)), (lambda: generation_of(pipe))
+        session = _parallelize(pipe.transformer, ranks, config, attachment, steps, generation)
+        share_seeds(pipe, ranks.everyone, attachment)
         report_calls(pipe, session, attachment, "para")
         _attached[pipe.transformer] = attachment, session
     return pipe
@@ -68,7 +69,7 @@ def parallelize_transformer(
     """
     ranks = Ranks.of(mesh)
     with Attachment() as attachment:
-        session = _parallelize(transformer, ranks, config, steps, attachment)
+        session = _parallelize(transformer, ranks, config, attachment, steps)
         _attached[transformer] = attachment, session
     return transformer
 
@@ -110,7 +111,12 @@ def _transformer_of(pipe: Any) -> Any:
 
 
 def _parallelize(
-    transformer: Any, ranks: Ranks, config: ConfigLike, steps: Callable[[], int | None], attachment: Attachment
+    transformer: Any,
+    ranks: Ranks,
+    config: ConfigLike,
+    attachment: Attachment,
+    steps: Callable[[], int | None],
+    generation: Callable[[], object] = lambda: None,
 ) -> AttentionSession:
     """All changes to the transformer."""
     if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
@@ -120,7 +126,8 @@ def _parallelize(
     architecture = architecture_of(transformer)
     heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
     config = _agreed(config, ranks.everyone)
-    session = AttentionSession(config, ranks.sequence, config.strategy_or(ranks.strategy), heads, layers, steps)
+    strategy = config.strategy_or(ranks.strategy)
+    session = AttentionSession(config, ranks.sequence, strategy, heads, layers, steps, generation)
     sharding = shard_transformer(transformer, session, attachment)
     split_batch(transformer, ranks.batch, attachment)
     attachment.set_attribute(transformer, "_is_parallelized", Parallelized(ranks.everyone, sharding))

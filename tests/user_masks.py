@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -61,3 +63,7 @@ def band_unless_told(grid, request):
     if (dist.get_rank() if dist.is_initialized() else 0, request.step) in TOLD_TO_FAIL:
         raise RuntimeError("told to")
     return band(grid, request)
+
+
+def band_of_other_branch(grid, request):
+    return band(grid, replace(request, branch=1 - request.branch))
