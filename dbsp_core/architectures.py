@@ -16,11 +16,13 @@ __all__ = ["ARCHITECTURES", "Architecture", "architecture_of"]
 class Architecture:
     """One transformer class.
 
+    pipeline:     class name of the pipeline that it is usually in
     blocks:       attribute that lists the blocks; each has its self-attention in `attn1`
     frames_first: whether the sample is [B, F, C, H, W] rather than [B, C, F, H, W]
     joint_text:   whether text stands in the same sequence, before video
     """
 
+    pipeline: str
     blocks: str
     frames_first: bool
     joint_text: bool
@@ -41,8 +43,10 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "WanTransformer3DModel": Architecture("blocks", frames_first=False, joint_text=False),
-    "CogVideoXTransformer3DModel": Architecture("transformer_blocks", frames_first=True, joint_text=True),
+    "WanTransformer3DModel": Architecture("WanPipeline", "blocks", frames_first=False, joint_text=False),
+    "CogVideoXTransformer3DModel": Architecture(
+        "CogVideoXPipeline", "transformer_blocks", frames_first=True, joint_text=True
+    ),
 }
 """By class name: diffusers need not be imported to look one up."""
 

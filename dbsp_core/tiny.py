@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["TINY_MODELS", "make_tiny"]
+__all__ = ["TINY_MODELS", "TinyModel", "hush_libraries", "make_tiny"]
 
 _CORPUS = ["a red ball bounces over a blue floor", "a cat runs on the grass", "the sea at dusk, seen from above"]
 
@@ -34,11 +36,21 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            TINY_MODELS[model]().save_pretrained(Path(temporary) / "new")
+            TINY_MODELS[model].make().save_pretrained(Path(temporary) / "new")
         if folder.exists():
             shutil.move(folder, Path(temporary) / "old")
         shutil.move(Path(temporary) / "new", folder)
     return folder
+
+
+def hush_libraries() -> None:
+    """Turns off the libraries' own progress bars and deprecation notices, for a process that has bars of its own."""
+    import diffusers
+    import transformers
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="diffusers")
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
 
 
 def _wan() -> Any:
@@ -141,4 +153,16 @@ def _tokenizer(max_length: int) -> Any:
     )
 
 
-TINY_MODELS: dict[str, Callable[[], Any]] = {"wan": _wan, "cogvideox": _cogvideox}
+@dataclass(frozen=True)
+class TinyModel:
+    """make: builds the pipeline;  pipeline, sizes: what it will be, as `dbsp_core.checkpoints.Checkpoint` has them"""
+
+    make: Callable[[], Any]
+    pipeline: str
+    sizes: tuple[int, int, int, int]
+
+
+TINY_MODELS = {
+    "wan": TinyModel(_wan, "WanPipeline", (4, 12, 24, 1)),
+    "cogvideox": TinyModel(_cogvideox, "CogVideoXPipeline", (2, 6, 16, 2)),
+}

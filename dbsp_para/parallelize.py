@@ -9,15 +9,16 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from dbsp_core.architectures import architecture_of
-from dbsp_core.config import ConfigLike, DbspConfig
+from dbsp_core.config import ConfigLike
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, steps_of
+from dbsp_core.in_force import announce, identify, settings_for
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
 from dbsp_core.strategy import Strategy
 from dbsp_para.seeds import share_seeds
 
-__all__ = ["parallelize_pipe", "parallelize_transformer", "unparallelize"]
+__all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "unparallelize"]
 
 _attached: WeakKeyDictionary[nn.Module, tuple[Attachment, AttentionSession]] = WeakKeyDictionary()
 
@@ -29,6 +30,7 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
     """
     if getattr(pipe, "transformer_2", None) is not None:
         raise ValueError("db-SP runs pipelines with one transformer, this one has two")
+    config = settings_for(config, pipe.transformer, _ranks(mesh)[0], pipe=pipe)
     parallelize_transformer(pipe.transformer, mesh=mesh, config=config, steps=lambda: steps_of(pipe))
     attachment, session = _attached[pipe.transformer]
     share_seeds(pipe, session.group, attachment)
@@ -42,7 +44,8 @@ def parallelize_transformer(
 
     transformer: a diffusers WanTransformer3DModel or CogVideoXTransformer3DModel
     mesh:        para-attn's device mesh with dimensions (batch, ring, ulysses); default: all ranks, Ulysses alone
-    config:      a DbspConfig, a mapping, the path of a YAML file, or None; its strategy overrides the mesh's
+    config:      a DbspConfig, a mapping, the path of a YAML file, or None for the one shipped for
+                 its checkpoint (dense for others); its strategy overrides the mesh's
     steps:       tells how many denoising steps there will be, for settings that depend on it
     returns:     the transformer
     Raises ValueError for an unknown or already parallelized transformer, or a strategy that does not fit the ranks.
@@ -50,10 +53,11 @@ def parallelize_transformer(
     architecture = architecture_of(transformer)
     if transformer in _attached or getattr(transformer, "_is_parallelized", False):
         raise ValueError("this transformer is parallelized already; undo that first (dbsp_para.unparallelize)")
-    config = DbspConfig.load(config)
     group, strategy = _ranks(mesh)
+    config = settings_for(config, transformer, group)
     heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
     session = AttentionSession(config, group, config.strategy_or(strategy), heads, layers, steps)
+    announce(config, identify(transformer), group, session.strategy, next(transformer.parameters()).device)
     attachment = Attachment()
     shard_transformer(transformer, session, attachment)
     attachment.set_attribute(transformer, "_is_parallelized", True)  # para-attn looks for it
@@ -66,6 +70,11 @@ def unparallelize(pipe: Any) -> None:
     attachment, _ = _attached.pop(getattr(pipe, "transformer", pipe), (None, None))
     if attachment is not None:
         attachment.detach()
+
+
+def session_of(pipe: Any) -> AttentionSession | None:
+    """The session of a parallelized pipe's transformer, if any."""
+    return _attached.get(pipe.transformer, (None, None))[1]
 
 
 def _ranks(mesh: Any) -> tuple[SequenceGroup, Strategy]:

@@ -7,9 +7,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from dbsp_core.config import ConfigLike, DbspConfig
+from dbsp_core.config import ConfigLike
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, patch_tokens, steps_of, unpatch_tokens
+from dbsp_core.in_force import announce, identify, settings_for
 from dbsp_core.session import AttentionSession
 from dbsp_xdit.flags import strategy_from
 
@@ -22,7 +23,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     """Makes the self-attention of `pipe.transformer` dual-balanced, on xfuser's sequence-parallel group.
 
     pipe:   a diffusers pipeline with an xFuserWanTransformer3DWrapper, after xfuser's groups were initialised
-    config: a DbspConfig, a mapping, the path of a YAML file, or None for the defaults
+    config: a DbspConfig, a mapping, a YAML file, or None for the one shipped for its checkpoint
     Raises ValueError for a transformer db-SP does not know, one that has it already, or a strategy that does not fit.
     """
     from xfuser.core.distributed import (
@@ -31,15 +32,16 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         get_ulysses_parallel_world_size,
     )
 
-    config = DbspConfig.load(config)
     transformer = pipe.transformer
     _require_wan(pipe)
     if transformer in _attached:
         raise ValueError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
-    strategy = strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
     group = SequenceGroup.of(get_sp_group().device_group)
+    config = settings_for(config, transformer, group, pipe=pipe)
+    strategy = strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
     heads, layers = transformer.config.num_attention_heads, len(transformer.blocks)
     session = AttentionSession(config, group, strategy, heads, layers, lambda: steps_of(pipe))
+    announce(config, identify(transformer, pipe), group, strategy, next(transformer.parameters()).device)
     attachment = Attachment()
     attachment.hook(transformer.register_forward_pre_hook, _Begin(session), with_kwargs=True)
     for layer, block in enumerate(transformer.blocks):

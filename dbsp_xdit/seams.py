@@ -18,9 +18,10 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from dbsp_core.hosts import Attachment
+from dbsp_core.mistakes import exit_with, is_ours
 
 __all__ = ["install", "uninstall", "wants_dbsp"]
 
@@ -106,7 +107,7 @@ def _seam_cli(module: ModuleType, attachment: Attachment) -> None:
         try:
             preflight(sys.argv[1:] if args is None else args)
         except ValueError as error:
-            _exit_with(error)
+            exit_with(error)
         original(args)
 
     attachment.set_attribute(module, "main", main)
@@ -134,7 +135,7 @@ def _seam_args(module: ModuleType, attachment: Attachment) -> None:
             if config is not None:
                 make_model_known(args["model"], config)
         except ValueError as error:
-            _exit_with(error)
+            exit_with(error)
         return from_runner_args(args)
 
     attachment.set_attribute(cls, "add_runner_args", staticmethod(with_flags))
@@ -156,18 +157,19 @@ def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
             if config is not None:
                 attach(self.pipe, config)
         except ValueError as error:
-            _exit_with(error)
+            exit_with(error)
 
     @functools.wraps(run)
     def run_then_report(self: Any, input_args: dict[str, Any]) -> Any:
-        from dbsp_xdit.recording import recorded
+        from dbsp_core.run_recording import recorded
+        from dbsp_xdit.attaching import session_of
 
         try:
-            with recorded(self.pipe, model=str(self.config.model)):
+            with recorded(session_of(self.pipe), self.pipe, model=str(self.config.model), host="xdit"):
                 return run(self, input_args)
         except ValueError as error:
-            if _is_ours(error):
-                _exit_with(error)
+            if is_ours(error):
+                exit_with(error)
             raise
 
     attachment.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
@@ -191,17 +193,3 @@ def _seam_runtime_state(module: ModuleType, attachment: Attachment) -> None:
 
     attachment.set_attribute(cls, "_check_if_backend_compatible_with_current_configuration", check_as_if_without_ring)
     attachment.set_attribute(module.DiTRuntimeState, "_check_model_and_parallel_config", lambda self, **_: None)
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether an error was raised by db-SP's own code, hence says all there is to say in its message."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("dbsp_")
-
-
-def _exit_with(error: ValueError) -> NoReturn:
-    """One line for a user's mistake, and exit code 2."""
-    print(f"dbsp: error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(2) from error

@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save
 
 from dbsp_core.files import write_atomically
 from dbsp_core.hosts import Attachment
 from dbsp_core.report import RunReport, balance_picture, layer_reports
 from dbsp_core.session import AttentionSession
-from dbsp_xdit.attaching import session_of
 
 __all__ = ["recorded"]
 
 
 @contextmanager
-def recorded(pipe: Any, model: str) -> Iterator[None]:
-    """Writes the report of the pipeline runs inside, once they succeeded, on rank 0. Without a folder, nothing."""
-    session = session_of(pipe)
-    if session is None or session.config.report is None or dist.get_rank() != 0:
+def recorded(session: AttentionSession | None, pipe: Any, model: str, host: str) -> Iterator[None]:
+    """Writes the report of the pipeline runs inside, once they succeeded, on rank 0. Without a folder, nothing.
+
+    session: that is attached to the pipeline, if any
+    """
+    if session is None or session.config.report is None or session.group.rank != 0:
         yield
         return
     latents: list[torch.Tensor] = []
@@ -35,7 +35,7 @@ def recorded(pipe: Any, model: str) -> Iterator[None]:
         yield
     finally:
         attachment.detach()
-    _write(session, model, time.perf_counter() - start, latents)
+    _write(session, model, host, time.perf_counter() - start, latents)
 
 
 def _keep_latents(scheduler: Any, latents: list[torch.Tensor]) -> Attachment:
@@ -52,14 +52,14 @@ def _keep_latents(scheduler: Any, latents: list[torch.Tensor]) -> Attachment:
     return attachment
 
 
-def _write(session: AttentionSession, model: str, seconds: float, latents: list[torch.Tensor]) -> None:
+def _write(session: AttentionSession, model: str, host: str, seconds: float, latents: list[torch.Tensor]) -> None:
     folder = Path(session.config.report or ".")
     write_atomically(folder / "balance.png", balance_picture(session.records))
     if latents:
         write_atomically(folder / "latents.safetensors", save({"latents": latents[0].float().cpu().contiguous()}))
     RunReport(
         model=model,
-        host="xdit",
+        host=host,
         world_size=session.group.size,
         strategy=session.strategy_in_words,
         planner=session.config.planner,
