@@ -143,6 +143,9 @@ class Identity:
     def __str__(self) -> str:
         if self.checkpoint is not None:
             return self.checkpoint.name
+        for name, tiny in TINY_MODELS.items():
+            if (tiny.pipeline, tiny.sizes) == (self.pipeline, self.sizes):
+                return f"{TINY}{name}"
         layers, heads, head_dim, _ = self.sizes
         return f"a {self.pipeline} with {layers} layers and {heads} heads of {head_dim}"
 

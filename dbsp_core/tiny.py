@@ -132,17 +132,18 @@ def _cogvideox() -> Any:
 
 
 def _tokenizer(max_length: int) -> Any:
-    """A tokenizer of a few dozen pieces, trained here and now."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    """A tokenizer of a few dozen pieces: letters, and the words of a few prompts. Always the same: nothing is trained,
+    since training breaks ties differently in every process."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.Unigram())
+    letters = "▁abcdefghijklmnopqrstuvwxyz0123456789,.!?'-"
+    words = sorted({f"▁{word}" for sentence in _CORPUS for word in sentence.replace(",", "").split()} - {"▁a"})
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces = [*special, *((letter, -8.0) for letter in letters), *((word, -6.0) for word in words)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=96, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator(_CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -26,8 +26,8 @@ def check(config: DbspConfig, model: str, identity: Identity) -> None:
     preflight([f"--model={model}", "--sp_backend=dbsp"])
 
 
-def runner_arguments(config_file: str, config: DbspConfig, world: int) -> list[str]:
-    """xdit's arguments for the video that a configuration describes."""
+def runner_arguments(config_file: Path, config: DbspConfig, world: int) -> list[str]:
+    """xdit's arguments for the video that a configuration describes. What else xfuser writes goes beside the file."""
     video = config.video
     strategy = config.strategy_or(Strategy(world, 1)) or Strategy(world, 1)  # "auto" needs degrees for their product
     options = {
@@ -45,6 +45,7 @@ def runner_arguments(config_file: str, config: DbspConfig, world: int) -> list[s
         "guidance_scale": video.guidance_scale,
         "flow_shift": video.flow_shift,
         "seed": video.seed,
+        "output_directory": config_file.parent,
     }
     return [f"--{name}={value}" for name, value in options.items() if value is not None]
 
@@ -56,7 +57,7 @@ def main(arguments: list[str]) -> None:
     install(active=True)
     _save_on_rank_0(Path(video), config.video.fps or 16)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    sys.argv = ["xfuser.runner", *runner_arguments(config_file, config, world)]
+    sys.argv = ["xfuser.runner", *runner_arguments(Path(config_file), config, world)]
     runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)
 
 
