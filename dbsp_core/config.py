@@ -185,8 +185,9 @@ def _checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]
     """The values of a dataclass's fields, converted to the fields' types. Raises SettingError otherwise."""
     hints = get_type_hints(cls)
     converted = {}
-    for key, value in values.items():
+    for key in values:
         require_known(key, setting_names(cls), where, _elsewhere() if cls is DbspConfig else None)
+    for key, value in values.items():
         try:
             converted[key] = _convert(value, hints[key], f"{key!r} in {where}" if where else repr(key))
         except SettingError as error:
