@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core.agreement import on_all_ranks
-from dbsp_core.architectures import architecture_of
+from dbsp_core.architectures import ARCHITECTURES, architecture_of
 from dbsp_core.checkpoints import Identity, identity_of, identity_of_model
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
@@ -33,9 +33,12 @@ _LOCAL = ("report", "record", "origin", "model", "video", "hardware", "mask")
 
 def identify(transformer: Any, pipe: Any = None) -> Identity:
     """What a transformer is. pipe: its pipeline, where there is one. Raises ValueError for an unknown class."""
-    name = type(pipe).__name__
-    pipeline = name if name.endswith("Pipeline") else architecture_of(transformer).pipeline
-    return identity_of(pipeline, transformer.config)
+    name = type(pipe).__name__.removeprefix("xFuser")
+    if not name.endswith("Pipeline"):
+        kind = type(transformer).__name__  # xfuser wraps CogVideoX's in a class that is not derived from it
+        wrapped = (a for known, a in ARCHITECTURES.items() if known.removesuffix("Model") in kind)
+        name = (next(wrapped, None) or architecture_of(transformer)).pipeline
+    return identity_of(name, transformer.config)
 
 
 def default_config(identity: Identity | None) -> DbspConfig:

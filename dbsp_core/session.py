@@ -26,7 +26,7 @@ from dbsp_core.selection import StrategySelector, candidates
 from dbsp_core.serving import kernel_merges
 from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
-from dbsp_kernels import choose_kernel
+from dbsp_kernels import Needs, choose_kernel, require_fit
 
 __all__ = ["AttentionSession"]
 
@@ -39,7 +39,8 @@ class AttentionSession:
     heads:    attention heads of every layer
     layers:   number of layers
     steps:    tells how many denoising steps there will be, where the host knows
-    Raises ValueError at construction when strategy and group don't fit.
+    generation: gives an object that is another one for each generation, where the host has one
+    Raises ValueError at construction when strategy, group and kernel don't fit.
     """
 
     config: DbspConfig
@@ -48,6 +49,7 @@ class AttentionSession:
     heads: int
     layers: int
     steps: Callable[[], int | None] = lambda: None
+    generation: Callable[[], object] = lambda: None
     _feed: MaskFeed = field(init=False)
     _plans: PlanCache | LaggedPlanCache = field(init=False)
     _recorder: MaskRecorder = field(init=False)
@@ -61,6 +63,7 @@ class AttentionSession:
     def __post_init__(self) -> None:
         if self.strategy is not None:
             self.strategy.require_world(self.group.size)
+            require_fit(self.config.kernel, Needs(lse=self.strategy.ring > 1))
         self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
         self._feed = MaskFeed(
             self.config.mask,
@@ -70,6 +73,7 @@ class AttentionSession:
             self.group,
             self.steps,
             count_steps=self._recorder.wanted,
+            generation=self.generation,
         )
         self._plans = self._plan_cache()
 
@@ -80,16 +84,21 @@ class AttentionSession:
         text_tokens: int = 0,
         timestep: torch.Tensor | float | None = None,
         device: torch.device | str = "cpu",
+        *,
+        branch: int = 0,
+        host_home: Callable[[], HomeLayout] | None = None,
     ) -> HomeLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
         timestep: of the denoising, for masks that depend on the step
         device:   where the group's collectives run
+        branch:   guidance pass that this one is, where the host gives each to a group of ranks of its own
+        host_home: gives the layout in which the host itself shards this size of video; None: ours to choose
         Text, where the model has it in the same sequence, is sharded apart from video. A new video size drops what was
         made for the last one. Raises ValueError, on all ranks, for a size the mask source refuses.
         """
         self._reached.clear()
-        self._feed.begin(thw, text_tokens, timestep)
+        self._feed.begin(thw, text_tokens, timestep, branch)
         self._recorder.begin(self._feed.moment)
         if self._home is None or self._size != (thw, text_tokens):
             place = torch.device(device)
@@ -98,8 +107,16 @@ class AttentionSession:
                 require_slots(self.strategy, grid)
             # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
             laid_out_for = self.strategy or Strategy(1, self.group.size)
-            self._home = HomeLayout.named(
-                self.config.home_layout, grid, laid_out_for, split_text=text_tokens > 0, profile=self._profile(place)
+            self._home = (
+                host_home()
+                if host_home is not None
+                else HomeLayout.named(
+                    self.config.home_layout,
+                    grid,
+                    laid_out_for,
+                    split_text=text_tokens > 0,
+                    profile=self._profile(place),
+                )
             )
             self._selector = self._new_selector(grid, place) if self.strategy is None else None
             self._size = thw, text_tokens

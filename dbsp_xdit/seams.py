@@ -1,7 +1,7 @@
 """Where db-SP enters an xfuser run: small changes made right after the module concerned is imported, each undoable.
 
 - xfuser.cli: user mistakes are found before torchrun starts
-- xfuser.config.args: the flags; local checkpoint folders as `--model`
+- xfuser.config.args: the flags; what `--model` may be
 and, in runs with backend "dbsp" alone:
 - xfuser…runner_models.base_model: attach after the weights are loaded, report after the run
 - xfuser…runtime_state: no refusals on behalf of an attention that will not run
@@ -15,7 +15,8 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -126,25 +127,27 @@ def _seam_args(module: ModuleType, attachment: Attachment) -> None:
         return parser
 
     @functools.wraps(from_runner_args)
-    def with_local_models(_: type, args: dict[str, Any]) -> Any:
-        from dbsp_xdit.flags import config_from
-        from dbsp_xdit.models import make_model_known
+    def with_models(_: type, args: dict[str, Any]) -> Any:
+        from dbsp_xdit.preflight import settings_of
+        from dbsp_xdit.runner_models import register
 
         try:
-            config = config_from(args)
-            if config is not None:
-                make_model_known(args["model"], config)
+            settings = settings_of(args)
         except ValueError as error:
             exit_with(error)
+        if settings is not None:
+            config, model = settings
+            if model is not None:
+                register(args["model"], model, config)
         return from_runner_args(args)
 
     attachment.set_attribute(cls, "add_runner_args", staticmethod(with_flags))
-    attachment.set_attribute(cls, "from_runner_args", classmethod(with_local_models))
+    attachment.set_attribute(cls, "from_runner_args", classmethod(with_models))
 
 
 def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
     cls = module.xFuserModel
-    post_load, run = cls._post_load_and_state_initialization, cls.run
+    post_load, initialize, run = cls._post_load_and_state_initialization, cls.initialize, cls.run
 
     @functools.wraps(post_load)
     def post_load_then_attach(self: Any, input_args: dict[str, Any]) -> None:
@@ -159,20 +162,22 @@ def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
         except ValueError as error:
             exit_with(error)
 
+    @functools.wraps(initialize)
+    def initialize_or_exit(self: Any, input_args: dict[str, Any]) -> None:
+        with _our_errors_in_one_line():  # it generates once where torch.compile is asked for
+            initialize(self, input_args)
+
     @functools.wraps(run)
     def run_then_report(self: Any, input_args: dict[str, Any]) -> Any:
         from dbsp_core.run_recording import recorded
         from dbsp_xdit.attaching import session_of
 
-        try:
-            with recorded(session_of(self.pipe), self.pipe, model=str(self.config.model), host="xdit"):
-                return run(self, input_args)
-        except ValueError as error:
-            if is_ours(error):
-                exit_with(error)
-            raise
+        report = recorded(session_of(self.pipe), self.pipe, model=str(self.config.model), host="xdit")
+        with _our_errors_in_one_line(), report:
+            return run(self, input_args)
 
     attachment.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
+    attachment.set_attribute(cls, "initialize", initialize_or_exit)
     attachment.set_attribute(cls, "run", run_then_report)
 
 
@@ -193,3 +198,13 @@ def _seam_runtime_state(module: ModuleType, attachment: Attachment) -> None:
 
     attachment.set_attribute(cls, "_check_if_backend_compatible_with_current_configuration", check_as_if_without_ring)
     attachment.set_attribute(module.DiTRuntimeState, "_check_model_and_parallel_config", lambda self, **_: None)
+
+
+@contextmanager
+def _our_errors_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if is_ours(error):
+            exit_with(error)
+        raise

@@ -79,6 +79,7 @@ def check_video(folder: Path, latents: torch.Tensor, ranks: int, host: str) -> N
     ("host", "model", "ranks"),
     [
         ("xdit", "wan", 2),
+        ("xdit", "cogvideox", 1),
         ("para", "wan", 1),
         ("para", "cogvideox", 2),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -62,3 +63,7 @@ def dies_in_the_second_step(grid, request):
         sys.stderr.write("the memory ran out\n")
         os.kill(os.getpid(), signal.SIGKILL)
     return np.ones((grid.nq, grid.nk), dtype=bool)
+
+
+def band_of_other_branch(grid, request):
+    return band(grid, replace(request, branch=1 - request.branch))
