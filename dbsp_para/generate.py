@@ -28,8 +28,7 @@ def generate(config: DbspConfig, video: Path) -> None:
     import diffusers
     from diffusers.utils import export_to_video
 
-    from dbsp_core.run_recording import recorded
-    from dbsp_para.parallelize import parallelize_pipe, session_of
+    from dbsp_para.parallelize import parallelize_pipe
 
     wanted = config.video
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.model, torch_dtype=config.torch_dtype)
@@ -38,17 +37,16 @@ def generate(config: DbspConfig, video: Path) -> None:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=wanted.flow_shift)
     pipe.set_progress_bar_config(disable=dist.get_rank() != 0)
     parallelize_pipe(pipe, config=config)
-    with recorded(session_of(pipe), pipe, model=str(config.model), host="para"):
-        frames = pipe(
-            prompt=wanted.prompt,
-            negative_prompt=wanted.negative_prompt,
-            height=wanted.height,
-            width=wanted.width,
-            num_frames=wanted.num_frames,
-            num_inference_steps=wanted.steps,
-            guidance_scale=wanted.guidance_scale,
-            generator=torch.Generator(_device()).manual_seed(wanted.seed or 0),
-        ).frames[0]
+    frames = pipe(
+        prompt=wanted.prompt,
+        negative_prompt=wanted.negative_prompt,
+        height=wanted.height,
+        width=wanted.width,
+        num_frames=wanted.num_frames,
+        num_inference_steps=wanted.steps,
+        guidance_scale=wanted.guidance_scale,
+        generator=torch.Generator(_device()).manual_seed(wanted.seed or 0),
+    ).frames[0]
     if dist.get_rank() == 0:
         export_to_video(frames, str(video), fps=wanted.fps or 16)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,12 +15,14 @@ from dbsp_core.config import ConfigLike
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, steps_of
 from dbsp_core.in_force import announce, identify, settings_for
+from dbsp_core.pipe_reports import model_name, report_calls
+from dbsp_core.reporting import is_writer, make_report, write_report_files
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
 from dbsp_core.strategy import Strategy
 from dbsp_para.seeds import share_seeds
 
-__all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "unparallelize"]
+__all__ = ["parallelize_pipe", "parallelize_transformer", "unparallelize", "write_report"]
 
 _attached: WeakKeyDictionary[nn.Module, tuple[Attachment, AttentionSession]] = WeakKeyDictionary()
 
@@ -34,6 +38,7 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
     parallelize_transformer(pipe.transformer, mesh=mesh, config=config, steps=lambda: steps_of(pipe))
     attachment, session = _attached[pipe.transformer]
     share_seeds(pipe, session.group, attachment)
+    report_calls(pipe, session, attachment, "para")
     return pipe
 
 
@@ -72,9 +77,24 @@ def unparallelize(pipe: Any) -> None:
         attachment.detach()
 
 
-def session_of(pipe: Any) -> AttentionSession | None:
-    """The session of a parallelized pipe's transformer, if any."""
-    return _attached.get(pipe.transformer, (None, None))[1]
+def write_report(pipe: Any, folder: str | os.PathLike[str] | None = None) -> None:
+    """Writes what ran since it was parallelized, or since the last report, to `folder`. Collective; rank 0 writes.
+
+    For a transformer without a pipeline, or one that para-attn's own functions parallelized: pipelines parallelized
+    here report each of their calls.
+    pipe:   a pipeline or transformer that was parallelized with setting `report`
+    folder: default: that setting
+    Raises ValueError where there is nothing to report, RuntimeError where a rank does not come.
+    """
+    transformer = getattr(pipe, "transformer", pipe)
+    _, session = _attached.get(transformer, (None, None))
+    if session is None or session.observer is None:
+        raise ValueError("nothing was collected for a report; parallelize with config={'report': FOLDER, …}")
+    name = model_name(pipe) if pipe is not transformer else type(transformer).__name__
+    report = make_report(session, name, "para")
+    if is_writer(session.group):
+        write_report_files(report, session, Path(folder or session.config.report or "."))
+    session.observer.restart()
 
 
 def _ranks(mesh: Any) -> tuple[SequenceGroup, Strategy]:

@@ -10,6 +10,7 @@ from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, generation_of, require_untouched, steps_of
 from dbsp_core.in_force import announce, identify, settings_for
+from dbsp_core.pipe_reports import report_calls
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
 from dbsp_xdit.branches import branch_of_wan, split_batch
@@ -57,6 +58,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     attachment = Attachment()
     try:
         _hook_up(pipe, kind, session, guidance, attachment)
+        report_calls(pipe, session, attachment, "xdit")
     except BaseException:
         attachment.detach()
         raise

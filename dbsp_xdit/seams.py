@@ -169,11 +169,9 @@ def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
 
     @functools.wraps(run)
     def run_then_report(self: Any, input_args: dict[str, Any]) -> Any:
-        from dbsp_core.run_recording import recorded
-        from dbsp_xdit.attaching import session_of
+        from dbsp_xdit.recording import recorded
 
-        report = recorded(session_of(self.pipe), self.pipe, model=str(self.config.model), host="xdit")
-        with _our_errors_in_one_line(), report:
+        with _our_errors_in_one_line(), recorded(self.pipe, model=str(self.config.model)):
             return run(self, input_args)
 
     attachment.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
