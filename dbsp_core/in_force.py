@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dbsp_core.agreement import on_all_ranks
 from dbsp_core.architectures import ARCHITECTURES, architecture_of
@@ -17,7 +18,7 @@ from dbsp_core.checkpoints import Identity, identity_of, identity_of_model
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.launching import NOTICE
-from dbsp_core.settings import shipped_configs
+from dbsp_core.settings import Settings, shipped_configs
 from dbsp_core.sources import SOURCES, DenseSource
 from dbsp_core.steps import DenseSchedule
 from dbsp_core.strategy import Strategy
@@ -50,24 +51,23 @@ def default_config(identity: Identity | None) -> DbspConfig:
     return DbspConfig.load(path)
 
 
-def settings_for(
-    config: ConfigLike, transformer: Any, group: SequenceGroup, device: torch.device | None = None, pipe: Any = None
-) -> DbspConfig:
+def settings_for(config: ConfigLike, transformer: Any, group: SequenceGroup, pipe: Any = None) -> DbspConfig:
     """The settings for a transformer: those given, or else those shipped for its checkpoint. Collective.
 
-    device: where the group's collectives run; default: as its backend needs
     Raises ValueError on all ranks together: for a mistake in them on any rank, for a configuration of another model,
     for settings that differ between ranks.
     """
 
     def load() -> DbspConfig:
+        if not isinstance(config, (DbspConfig, Settings, Mapping, str, os.PathLike, type(None))):
+            raise ValueError(f"config must be a DbspConfig, a mapping or a YAML file, got a {type(config).__name__}")
         if config is None:
             return default_config(identify(transformer, pipe))
         loaded = DbspConfig.load(config)
         require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
         return loaded
 
-    return on_all_ranks(group, load, device or _device_of(group), _fingerprint, "the configuration")
+    return on_all_ranks(group.control(), load, torch.device("cpu"), _fingerprint, "the configuration")
 
 
 def require_same_model(config: DbspConfig, actual: Identity | None, with_pipeline: bool = True) -> None:
@@ -130,13 +130,6 @@ def _set_apart(settings: Any, default: Any) -> str:
 def _say(text: str) -> None:
     sys.stderr.write(f"{NOTICE}{text}\n")
     sys.stderr.flush()
-
-
-def _device_of(group: SequenceGroup) -> torch.device:
-    if group.group is not None and dist.get_backend(group.group) != "gloo" and torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        return torch.device("cuda" if kind is None else kind.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
 
 
 def _fingerprint(config: DbspConfig) -> int:
