@@ -77,6 +77,7 @@ class Job:
     settings: what stands in the configuration file that the ranks read, but for paths
     origin:   where the settings come from, in words
     model:    what the ranks load: a repository's name or a folder; None: a tiny checkpoint, to be made
+    tiny:     its architecture
     """
 
     config: DbspConfig
@@ -95,7 +96,7 @@ class Job:
     def settings_in(self, work: Path) -> dict[str, Any]:
         """What the ranks read."""
         report = None if self.report is None else str(work / "report")
-        return self.settings | {"model": self.model or str(work / "model"), "report": report}
+        return self.settings | {"model": self.model or str(work / f"{TINY}{self.tiny}"), "report": report}
 
     @property
     def log(self) -> Path:
@@ -247,7 +248,7 @@ def run_job(job: Job, watcher: Watcher) -> bool:
         work = Path(folder)
         if job.tiny is not None:
             hush_libraries()
-            make_tiny(job.tiny, work / "model")
+            make_tiny(job.tiny, work / f"{TINY}{job.tiny}")
         (work / "dbsp.yaml").write_text(yaml.safe_dump(job.settings_in(work), allow_unicode=True))
         noticed = watcher.noticed
         watcher.noticed = lambda line: noticed(line.replace(f"from {work / 'dbsp.yaml'}", job.origin))

@@ -29,7 +29,7 @@ def attach_strips(transformer: Any, session: AttentionSession, attachment: Attac
     """
     if session.config.home is not None and session.config.home != "contiguous":
         raise ValueError(
-            f"home: {session.config.home} is not for xFuserCogVideoXPipeline, which cuts the video into strips itself; "
+            f"home: {session.config.home} is not for xFuserCogVideoXPipeline, which cuts the video into strips; "
             "leave it out, or attach to diffusers' CogVideoXPipeline instead"
         )
     _explain_heights(session.group.size, attachment)

@@ -69,7 +69,8 @@ def movie(path: Path) -> tuple[tuple[int, int], int]:
 def check_video(folder: Path, latents: torch.Tensor, ranks: int, host: str) -> None:
     assert movie(folder / "ball.mp4") == ((SIZES["width"], SIZES["height"]), SIZES["num_frames"])
     report = RunReport.read(folder / "report" / "report.json")
-    assert (report.world_size, report.host) == (ranks, host)
+    assert (report.world_size, report.host, report.model[:5]) == (ranks, host, "tiny-")
+    assert (folder / "report" / "report.html").is_file()
     made = load_file(folder / "report" / "latents.safetensors")["latents"]
     assert made.shape == latents.shape
     assert float((made - latents).abs().max()) <= TOLERANCE
