@@ -156,12 +156,20 @@ def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):
 def test_an_interrupt_ends_all_ranks_and_leaves_nothing_half_written(tmp_path):
     log = tmp_path / "ball.log"
     options = ["--host", "para", "--nproc", 2, "--set", "video.steps=1000"]
-    run = subprocess.Popen(command("tiny-wan", tmp_path / "ball.mp4", *options), stderr=subprocess.PIPE, text=True)
-    while run.poll() is None and not (log.is_file() and "/1000 [" in log.read_text()):
-        time.sleep(0.2)
-    assert len(processes_with(tmp_path)) == 3 + 1, "this one, torchrun and two ranks"
-    run.send_signal(signal.SIGINT)
-    _, said = run.communicate(timeout=120)
+    run = subprocess.Popen(
+        command("tiny-wan", tmp_path / "ball.mp4", *options),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test in the background ignores it
+    )
+    try:
+        while run.poll() is None and not (log.is_file() and "/1000 [" in log.read_text()):
+            time.sleep(0.2)
+        assert len(processes_with(tmp_path)) == 3 + 1, "this one, torchrun and two ranks"
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=120)
+    finally:
+        run.terminate()  # which ends the ranks, should the interrupt not have done so
     assert run.returncode == 130, said
     assert "Traceback" not in said
     assert processes_with(tmp_path) == []
