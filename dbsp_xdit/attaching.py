@@ -9,6 +9,7 @@ from dbsp_core.architectures import ARCHITECTURES, architecture_of
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, generation_of, require_untouched, steps_of
+from dbsp_core.in_force import announce, identify, settings_for
 from dbsp_core.pipe_reports import report_calls
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
@@ -30,18 +31,18 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
 
     pipe:   with xfuser's Wan or CogVideoX transformer, which keep their own sharding, or with diffusers' stock one,
             which is then sharded by db-SP; after xfuser's groups were initialised, before torch.compile
-    config: a DbspConfig, a mapping, the path of a YAML file, or None for the defaults
+    config: a DbspConfig, a mapping, a YAML file, or None for the one shipped for its checkpoint
     Raises ValueError, on all ranks and before any of them waits for another, for a transformer that db-SP does not
     know or somebody else has changed, for a kind of parallelism or a strategy that does not fit.
     """
-    config = DbspConfig.load(config)
     transformer = pipe.transformer
     if transformer in _attached:
         raise ValueError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
     kind = _kind_of(pipe)
     require_untouched(transformer)
-    strategy = _require_parallel_kinds(config)
     sequence, guidance = _groups()
+    config = settings_for(config, transformer, sequence, pipe=pipe)
+    strategy = _require_parallel_kinds(config)
     blocks = _WRAPPERS.get(kind)
     layers = len(getattr(transformer, blocks) if blocks else architecture_of(transformer).blocks_of(transformer))
     session = AttentionSession(
@@ -53,6 +54,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         steps=lambda: steps_of(pipe),
         generation=lambda: generation_of(pipe),
     )
+    announce(config, identify(transformer, pipe), sequence, strategy, next(transformer.parameters()).device)
     attachment = Attachment()
     try:
         _hook_up(pipe, kind, session, guidance, attachment)
