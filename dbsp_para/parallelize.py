@@ -116,8 +116,6 @@ def _parallelize(
     """All changes to the transformer."""
     if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
         raise ValueError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
-    if hasattr(transformer, "_orig_mod"):
-        raise ValueError("this transformer is compiled; parallelize first, then torch.compile")
     architecture = architecture_of(transformer)
     heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
     config = settings_for(config, transformer, ranks.everyone, pipe=pipe)

@@ -6,14 +6,17 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dbsp_core.architectures import ARCHITECTURES, architecture_of
+from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, generation_of, require_untouched, steps_of
+from dbsp_core.hosts import Attachment, generation_of, steps_of
 from dbsp_core.in_force import announce, identify, settings_for
 from dbsp_core.pipe_reports import report_calls
+from dbsp_core.preconditions import require_untouched
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
-from dbsp_xdit.branches import branch_of_wan, split_batch
+from dbsp_core.strategy import Strategy
+from dbsp_xdit.branches import branch_of_wan
 from dbsp_xdit.flags import strategy_from
 from dbsp_xdit.strips import attach_strips, whole_latents
 from dbsp_xdit.wan import attach_wan
@@ -39,32 +42,28 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     if transformer in _attached:
         raise ValueError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
     kind = _kind_of(pipe)
-    require_untouched(transformer)
+    blocks = _blocks_of(_uncompiled(pipe), kind)
+    require_untouched(transformer, [block.attn1 for block in blocks])
+    _require_parallel_kinds()
     sequence, guidance = _groups()
     config = settings_for(config, transformer, sequence, pipe=pipe)
-    strategy = _require_parallel_kinds(config)
-    blocks = _WRAPPERS.get(kind)
-    layers = len(getattr(transformer, blocks) if blocks else architecture_of(transformer).blocks_of(transformer))
+    strategy = _strategy(config)
     session = AttentionSession(
         config,
         sequence,
         strategy,
         transformer.config.num_attention_heads,
-        layers,
+        len(blocks),
         steps=lambda: steps_of(pipe),
         generation=lambda: generation_of(pipe),
     )
     announce(config, identify(transformer, pipe), sequence, strategy, next(transformer.parameters()).device)
-    attachment = Attachment()
-    try:
+    with Attachment() as attachment:
         _hook_up(pipe, kind, session, guidance, attachment)
         strips = kind == "xFuserCogVideoXTransformer3DWrapper"
         report_calls(pipe, session, attachment, "xdit", whole=whole_latents(sequence) if strips else None)
-    except BaseException:
-        attachment.detach()
-        raise
-    attachment.set_attribute(transformer, "_is_parallelized", True)
-    _attached[transformer] = attachment, session
+        attachment.set_attribute(transformer, "_is_parallelized", True)
+        _attached[transformer] = attachment, session
     return session
 
 
@@ -86,7 +85,7 @@ def _hook_up(pipe: Any, kind: str, session: AttentionSession, guidance: Sequence
         attach_strips(transformer, session, attachment)
         return
     if guidance.size > 1 and kind == "stock" and architecture_of(transformer).joint_text:
-        split_batch(transformer, guidance, attachment)
+        split_batch(transformer, guidance, attachment, repeat_uneven=True)
     else:
         _require_branches_apart(pipe, guidance)
     if kind == "stock":
@@ -118,13 +117,26 @@ def _kind_of(pipe: Any) -> str:
     )
 
 
-def _require_parallel_kinds(config: DbspConfig) -> Any:
-    """The strategy that configuration and xfuser's degrees make. Raises ValueError for what doesn't go together."""
+def _blocks_of(transformer: Any, kind: str) -> Any:
+    return (
+        getattr(transformer, _WRAPPERS[kind])
+        if kind in _WRAPPERS
+        else architecture_of(transformer).blocks_of(transformer)
+    )
+
+
+def _strategy(config: DbspConfig) -> Strategy | None:
+    """What configuration and xfuser's degrees make; None for "auto". Raises ValueError where they don't agree."""
+    from xfuser.core.distributed import get_ring_parallel_world_size, get_ulysses_parallel_world_size
+
+    return strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
+
+
+def _require_parallel_kinds() -> None:
+    """Raises ValueError where xfuser's groups are not there yet, or are of kinds that don't go with ours."""
     from xfuser.core.distributed import (
         get_pipeline_parallel_world_size,
-        get_ring_parallel_world_size,
         get_tensor_model_parallel_world_size,
-        get_ulysses_parallel_world_size,
         model_parallel_is_initialized,
     )
 
@@ -139,7 +151,6 @@ def _require_parallel_kinds(config: DbspConfig) -> Any:
     ):
         if degree > 1:
             raise ValueError(f"{kind}={degree} does not go with db-SP; leave it at 1")
-    return strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
 
 
 def _groups() -> tuple[SequenceGroup, SequenceGroup]:

@@ -46,9 +46,7 @@ def references(folders, tmp_path_factory):
 def cases(host: str, model: str, world: int) -> list[MatrixCase]:
     return [
         MatrixCase(host, model, f"{model} {name}", {"mask": mask, "strategy": str(strategy), "home": home})
-        for strategy, home, (name, mask) in product(
-            Strategy.all_for(world), ("contiguous", "striped"), MASKS.items()
-        )
+        for strategy, home, (name, mask) in product(Strategy.all_for(world), ("contiguous", "striped"), MASKS.items())
     ]
 
 
