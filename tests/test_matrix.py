@@ -1,4 +1,4 @@
-"""Both hosts × both models × 1 to 4 ranks × every strategy × home layouts × masks: whole pipelines equal one process."""
+"""Both hosts × both models × ranks × every strategy × home layouts × masks: whole pipelines equal one process."""
 
 from __future__ import annotations
 
