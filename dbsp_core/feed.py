@@ -42,6 +42,10 @@ class MaskFeed:
     _thw: tuple[int, int, int] = (0, 0, 0)
     _text_tokens: int = 0
 
+    def restart(self) -> None:
+        """Starts a new generation: the next forward pass is the first of its first step."""
+        self._counter, self.moment = StepCounter(), Moment()
+
     def begin(
         self, thw: tuple[int, int, int], text_tokens: int, timestep: torch.Tensor | float | None, branch: int = 0
     ) -> None:
@@ -56,7 +60,8 @@ class MaskFeed:
             if (
                 generation is not self._last_generation
             ):  # the last may have failed at the step that this one begins with
-                self._last_generation, self._counter = generation, StepCounter()
+                self._last_generation = generation
+                self.restart()
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
             now = self._counter.advance(float(first))
             self.moment = Moment(now.step, now.branch + branch)

@@ -25,10 +25,10 @@ from dbsp_core.plan import Plan, make_plan, require_slots
 from dbsp_core.recorder import MaskRecorder
 from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReuseCounters
 from dbsp_core.selection import StrategySelector, candidates
-from dbsp_core.serving import kernel_merges
+from dbsp_core.serving import kernel_merges, require_served
 from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
-from dbsp_kernels import Needs, choose_kernel, require_fit
+from dbsp_kernels import choose_kernel
 
 __all__ = ["AttentionSession"]
 
@@ -67,7 +67,7 @@ class AttentionSession:
     def __post_init__(self) -> None:
         if self.strategy is not None:
             self.strategy.require_world(self.group.size)
-            require_fit(self.config.kernel, Needs(lse=self.strategy.ring > 1))
+            require_served(self.strategy, self.config.kernel)
         self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
         self._feed = MaskFeed(
             self.config.mask,
@@ -136,6 +136,10 @@ class AttentionSession:
             self._keys.clear()
             self._executors.clear()
         return self._home
+
+    def restart(self) -> None:
+        """Starts a new generation: the next forward pass is its first, whatever the last one's timesteps were."""
+        self._feed.restart()
 
     def end(self) -> int:
         """Ends a forward pass. returns: how many layers' attentions it reached."""

@@ -10,12 +10,13 @@ dbsp_para.unparallelize(pipe)                                             # as i
 """
 
 from dbsp_para.para_attn_seam import install, uninstall
-from dbsp_para.parallelize import parallelize_pipe, parallelize_transformer, unparallelize, write_report
+from dbsp_para.parallelize import parallelize_pipe, parallelize_transformer, session_of, unparallelize, write_report
 
 __all__ = [
     "install",
     "parallelize_pipe",
     "parallelize_transformer",
+    "session_of",
     "uninstall",
     "unparallelize",
     "write_report",

@@ -57,3 +57,13 @@ def on_one_rank(grid, request, fault, culprit=1):
 
 def band_of_other_branch(grid, request):
     return band(grid, replace(request, branch=1 - request.branch))
+
+
+TOLD_TO_FAIL: set[tuple[int, int]] = set()
+"""(rank, step) of what `band_unless_told` must not survive."""
+
+
+def band_unless_told(grid, request):
+    if (dist.get_rank() if dist.is_initialized() else 0, request.step) in TOLD_TO_FAIL:
+        raise RuntimeError("told to")
+    return band(grid, request)
