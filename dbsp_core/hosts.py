@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -20,7 +19,6 @@ __all__ = [
     "generation_of",
     "intercept_self_attention",
     "patch_tokens",
-    "require_untouched",
     "steps_of",
     "unpatch_tokens",
 ]
@@ -125,35 +123,6 @@ def steps_of(pipe: Any) -> int | None:
 def generation_of(pipe: Any) -> object:
     """An object that a diffusers pipeline makes anew for each generation; None where it has none."""
     return getattr(getattr(pipe, "scheduler", None), "timesteps", None)
-
-
-def require_untouched(transformer: nn.Module) -> None:
-    """Raises ValueError for a transformer whose sequence or attention somebody else has in hand."""
-    if hasattr(transformer, "_orig_mod"):
-        raise ValueError("this transformer is compiled already; attach db-SP first, then call torch.compile")
-    if getattr(transformer, "_parallel_config", None) is not None:
-        raise ValueError(
-            "this transformer is parallelized already, by diffusers' enable_parallelism; load it anew, and leave that "
-            "call out"
-        )
-    if getattr(transformer, "_is_parallelized", False):
-        raise ValueError("this transformer is parallelized already; undo that first, or load it anew")
-    for name, module in transformer.named_modules():
-        backend = _backend_of(getattr(module, "processor", None))
-        if not backend.lstrip("_").startswith("native"):
-            raise ValueError(
-                f"attention backend {backend!r} is in force at {name}, and db-SP cannot reach self-attention there; "
-                'call transformer.set_attention_backend("native") first'
-            )
-
-
-def _backend_of(processor: Any) -> str:
-    """The diffusers attention backend that a processor would use: its own, else the one set for all models."""
-    if not hasattr(processor, "_attention_backend"):
-        return "native"
-    registry = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
-    backend = processor._attention_backend or getattr(registry, "_active_backend", None) or "native"
-    return str(getattr(backend, "value", backend))
 
 
 def patch_tokens(sample: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:

@@ -8,8 +8,9 @@ from weakref import WeakKeyDictionary
 from dbsp_core.architectures import ARCHITECTURES, architecture_of
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, generation_of, require_untouched, steps_of
+from dbsp_core.hosts import Attachment, generation_of, steps_of
 from dbsp_core.pipe_reports import report_calls
+from dbsp_core.preconditions import require_shardable
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
 from dbsp_xdit.branches import branch_of_wan, split_batch
@@ -39,17 +40,19 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     if transformer in _attached:
         raise ValueError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
     kind = _kind_of(pipe)
-    require_untouched(transformer)
+    if hasattr(transformer, "_orig_mod"):
+        raise ValueError("this transformer is compiled already; attach db-SP first, then call torch.compile")
+    name = _WRAPPERS.get(kind)
+    blocks: Any = getattr(transformer, name) if name else architecture_of(transformer).blocks_of(transformer)
+    require_shardable(transformer, [block.attn1 for block in blocks])
     strategy = _require_parallel_kinds(config)
     sequence, guidance = _groups()
-    blocks = _WRAPPERS.get(kind)
-    layers = len(getattr(transformer, blocks) if blocks else architecture_of(transformer).blocks_of(transformer))
     session = AttentionSession(
         config,
         sequence,
         strategy,
         transformer.config.num_attention_heads,
-        layers,
+        len(blocks),
         steps=lambda: steps_of(pipe),
         generation=lambda: generation_of(pipe),
     )
