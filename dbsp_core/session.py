@@ -137,10 +137,6 @@ class AttentionSession:
             self._executors.clear()
         return self._home
 
-    def restart(self) -> None:
-        """Starts a new generation: the next forward pass is its first, whatever the last one's timesteps were."""
-        self._feed.restart()
-
     def end(self) -> int:
         """Ends a forward pass. returns: how many layers' attentions it reached."""
         return len(self._reached)

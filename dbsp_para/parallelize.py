@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
-from dbsp_core.agreement import on_all_ranks
 from dbsp_core.architectures import architecture_of
 from dbsp_core.batches import split_batch
-from dbsp_core.config import ConfigLike, DbspConfig
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, steps_of
+from dbsp_core.config import ConfigLike
+from dbsp_core.hosts import Attachment, generation_of, steps_of
+from dbsp_core.in_force import announce, identify, settings_for
 from dbsp_core.pipe_reports import model_name, report_calls
 from dbsp_core.reporting import is_writer, make_report, write_report_files
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
-from dbsp_core.sources import DenseSource
 from dbsp_para.caching import Parallelized
-from dbsp_para.calls import watch_calls
 from dbsp_para.meshes import Ranks
+from dbsp_para.seeds import share_seeds
 
 __all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "unparallelize", "write_report"]
 
@@ -45,8 +40,8 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
         raise ValueError("db-SP runs pipelines with one transformer, this one has two")
     ranks = Ranks.of(mesh)
     with Attachment() as attachment:
-        session = _parallelize(pipe.transformer, ranks, config, lambda: steps_of(pipe), attachment)
-        watch_calls(pipe, ranks.everyone, session.restart, attachment)
+        session = _parallelize(pipe.transformer, ranks, config, attachment, lambda: steps_of(pipe), pipe)
+        share_seeds(pipe, ranks.everyone, attachment)
         report_calls(pipe, session, attachment, "para")
         _attached[pipe.transformer] = attachment, session
     return pipe
@@ -59,7 +54,8 @@ def parallelize_transformer(
 
     transformer: a diffusers WanTransformer3DModel or CogVideoXTransformer3DModel
     mesh:        para-attn's device mesh with dimensions (batch, ring, ulysses); default: all ranks, Ulysses alone
-    config:      a DbspConfig, a mapping, the path of a YAML file, or None; its strategy overrides the mesh's
+    config:      a DbspConfig, a mapping, the path of a YAML file, or None for the one shipped for
+                 its checkpoint (dense for others); its strategy overrides the mesh's
     steps:       tells how many denoising steps there will be, for settings that depend on it
     returns:     the transformer
     Called by all ranks of the mesh together. Raises ValueError, on all of them, for an unknown or already parallelized
@@ -68,7 +64,7 @@ def parallelize_transformer(
     """
     ranks = Ranks.of(mesh)
     with Attachment() as attachment:
-        session = _parallelize(transformer, ranks, config, steps, attachment)
+        session = _parallelize(transformer, ranks, config, attachment, steps)
         _attached[transformer] = attachment, session
     return transformer
 
@@ -110,7 +106,12 @@ def _transformer_of(pipe: Any) -> Any:
 
 
 def _parallelize(
-    transformer: Any, ranks: Ranks, config: ConfigLike, steps: Callable[[], int | None], attachment: Attachment
+    transformer: Any,
+    ranks: Ranks,
+    config: ConfigLike,
+    attachment: Attachment,
+    steps: Callable[[], int | None],
+    pipe: Any = None,
 ) -> AttentionSession:
     """All changes to the transformer."""
     if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
@@ -119,30 +120,14 @@ def _parallelize(
         raise ValueError("this transformer is compiled; parallelize first, then torch.compile")
     architecture = architecture_of(transformer)
     heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
-    config = _agreed(config, ranks.everyone)
-    session = AttentionSession(config, ranks.sequence, config.strategy_or(ranks.strategy), heads, layers, steps)
+    config = settings_for(config, transformer, ranks.everyone, pipe=pipe)
+    strategy = config.strategy_or(ranks.strategy)
+    session = AttentionSession(
+        config, ranks.sequence, strategy, heads, layers, steps, generation=lambda: generation_of(pipe)
+    )
+    device = next(transformer.parameters()).device
+    announce(config, identify(transformer, pipe), ranks.everyone, strategy, device)
     sharding = shard_transformer(transformer, session, attachment)
     split_batch(transformer, ranks.batch, attachment)
     attachment.set_attribute(transformer, "_is_parallelized", Parallelized(ranks.everyone, sharding))
     return session
-
-
-def _agreed(config: ConfigLike, group: SequenceGroup) -> DbspConfig:
-    """The configuration, which all ranks could load, with equal settings. Collective.
-
-    Masks are compared later, when they are used.
-    """
-
-    def fingerprint(loaded: DbspConfig) -> int:
-        shared = replace(loaded, mask=DenseSource(), hardware=None, report=loaded.report and "", record=None)
-        return zlib.crc32(repr(shared).encode())
-
-    def load() -> DbspConfig:
-        if not (config is None or isinstance(config, (DbspConfig, Mapping, str, os.PathLike))):
-            raise ValueError(
-                f"config must be a DbspConfig, a mapping or the path of a YAML file, got {type(config).__name__}"
-            )
-        return DbspConfig.load(config)
-
-    cpu = torch.device("cpu")
-    return on_all_ranks(group.control(), load, cpu, fingerprint, "the configuration")

@@ -9,6 +9,7 @@ from dbsp_core.architectures import ARCHITECTURES, architecture_of
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, generation_of, steps_of
+from dbsp_core.in_force import announce, identify, settings_for
 from dbsp_core.pipe_reports import report_calls
 from dbsp_core.preconditions import require_shardable
 from dbsp_core.session import AttentionSession
@@ -31,11 +32,10 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
 
     pipe:   with xfuser's Wan or CogVideoX transformer, which keep their own sharding, or with diffusers' stock one,
             which is then sharded by db-SP; after xfuser's groups were initialised, before torch.compile
-    config: a DbspConfig, a mapping, the path of a YAML file, or None for the defaults
+    config: a DbspConfig, a mapping, a YAML file, or None for the one shipped for its checkpoint
     Raises ValueError, on all ranks and before any of them waits for another, for a transformer that db-SP does not
     know or somebody else has changed, for a kind of parallelism or a strategy that does not fit.
     """
-    config = DbspConfig.load(config)
     transformer = pipe.transformer
     if transformer in _attached:
         raise ValueError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
@@ -45,8 +45,9 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     name = _WRAPPERS.get(kind)
     blocks: Any = getattr(transformer, name) if name else architecture_of(transformer).blocks_of(transformer)
     require_shardable(transformer, [block.attn1 for block in blocks])
-    strategy = _require_parallel_kinds(config)
     sequence, guidance = _groups()
+    config = settings_for(config, transformer, sequence, pipe=pipe)
+    strategy = _require_parallel_kinds(config)
     session = AttentionSession(
         config,
         sequence,
@@ -56,6 +57,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         steps=lambda: steps_of(pipe),
         generation=lambda: generation_of(pipe),
     )
+    announce(config, identify(transformer, pipe), sequence, strategy, next(transformer.parameters()).device)
     attachment = Attachment()
     try:
         _hook_up(pipe, kind, session, guidance, attachment)
@@ -126,14 +128,8 @@ def _require_parallel_kinds(config: DbspConfig) -> Any:
         get_ring_parallel_world_size,
         get_tensor_model_parallel_world_size,
         get_ulysses_parallel_world_size,
-        model_parallel_is_initialized,
     )
 
-    if not model_parallel_is_initialized():
-        raise ValueError(
-            "xfuser's process groups are not initialised; call xfuser.core.distributed.initialize_runtime_state, or "
-            "build the pipeline with xfuser, before dbsp_xdit.attach"
-        )
     for kind, degree in (
         ("pipefusion_parallel_degree", get_pipeline_parallel_world_size()),
         ("tensor_parallel_degree", get_tensor_model_parallel_world_size()),
@@ -145,8 +141,13 @@ def _require_parallel_kinds(config: DbspConfig) -> Any:
 
 def _groups() -> tuple[SequenceGroup, SequenceGroup]:
     """The ranks that share a sequence, and those that share the branches of guidance."""
-    from xfuser.core.distributed import get_cfg_group, get_sp_group
+    from xfuser.core.distributed import get_cfg_group, get_sp_group, model_parallel_is_initialized
 
+    if not model_parallel_is_initialized():
+        raise ValueError(
+            "xfuser's process groups are not initialised; call xfuser.core.distributed.initialize_runtime_state, or "
+            "build the pipeline with xfuser, before dbsp_xdit.attach"
+        )
     return SequenceGroup.of(get_sp_group().device_group), SequenceGroup.of(get_cfg_group().device_group)
 
 

@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from dbsp_core.checkpoints import identity_of_model
 from dbsp_core.config import DbspConfig
+from dbsp_core.in_force import default_config, require_same_model
 from dbsp_core.planners import PLANNERS
 from dbsp_core.sources import SOURCES
 from dbsp_core.sources.spec import mask_settings
@@ -37,7 +39,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="usp",
         help="Sequence parallelism of self-attention: xDiT's own (usp) or dual-balanced block-sparse (dbsp).",
     )
-    group.add_argument("--sp_config", help="YAML file with db-SP's settings; the flags below override it.")
+    group.add_argument(
+        "--sp_config",
+        help="YAML file with db-SP's settings, or a shipped one's name; the flags below override it. Default: what is "
+        "shipped for the model.",
+    )
     group.add_argument(
         "--sp_strategy", help="UxRy, for example U4R2, or auto; default: --ulysses_degree and --ring_degree."
     )
@@ -88,7 +94,11 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
             raise ValueError(f"--{given[0].replace('_', '-')} has no effect without --sp-backend dbsp; add it")
         return None
     mask = args.get("sp_mask")
-    config = DbspConfig.load(args.get("sp_config")).with_overrides(
+    model = None if args.get("model") is None else identity_of_model(args["model"])
+    nothing_given = mask is None and args.get("sp_config") is None
+    base = default_config(model) if nothing_given else DbspConfig.load(args.get("sp_config"))
+    require_same_model(base, model)
+    config = base.with_overrides(
         strategy=args.get("sp_strategy"),
         planner=args.get("sp_planner"),
         mask=None if mask is None else mask_settings(mask),

@@ -22,14 +22,7 @@ def register(name: str, model: Model, config: DbspConfig) -> None:
     from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
 
     make = {"WanPipeline": _wan, "CogVideoXPipeline": _cogvideox}[model.like.pipeline]
-    MODEL_REGISTRY[name] = make(model, _dtype(config.dtype))
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if torch.accelerator.is_available() else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    MODEL_REGISTRY[name] = make(model, config.torch_dtype)
 
 
 def _wan(model: Model, dtype: torch.dtype) -> type:

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from dbsp_core.hosts import Attachment
+from dbsp_core.mistakes import exit_with, is_ours
 
 __all__ = ["install", "uninstall", "wants_dbsp"]
 
@@ -107,7 +108,7 @@ def _seam_cli(module: ModuleType, attachment: Attachment) -> None:
         try:
             preflight(sys.argv[1:] if args is None else args)
         except ValueError as error:
-            _exit_with(error)
+            exit_with(error)
         original(args)
 
     attachment.set_attribute(module, "main", main)
@@ -133,7 +134,7 @@ def _seam_args(module: ModuleType, attachment: Attachment) -> None:
         try:
             settings = settings_of(args)
         except ValueError as error:
-            _exit_with(error)
+            exit_with(error)
         if settings is not None:
             config, model = settings
             if model is not None:
@@ -159,7 +160,7 @@ def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
             if config is not None:
                 attach(self.pipe, config)
         except ValueError as error:
-            _exit_with(error)
+            exit_with(error)
 
     @functools.wraps(initialize)
     def initialize_or_exit(self: Any, input_args: dict[str, Any]) -> None:
@@ -202,20 +203,6 @@ def _our_errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if _is_ours(error):
-            _exit_with(error)
+        if is_ours(error):
+            exit_with(error)
         raise
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether an error was raised by db-SP's own code, hence says all there is to say in its message."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("dbsp_")
-
-
-def _exit_with(error: ValueError) -> NoReturn:
-    """One line for a user's mistake, and exit code 2."""
-    print(f"dbsp: error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(2) from error

@@ -1,4 +1,4 @@
-"""What happens at each call of a parallelized pipeline: the same noise on every rank, and a generation of its own."""
+"""The same noise on every rank, also for a pipeline called without a generator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ import torch
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment
 
-__all__ = ["watch_calls"]
-
-
-@dataclass(frozen=True)
-class _Watched:
-    group: SequenceGroup
-    restart: Callable[[], None]
+__all__ = ["share_seeds"]
 
 
 @dataclass(frozen=True)
@@ -28,15 +22,14 @@ class _Class:
 
     wrapper: Callable[..., Any]
     change: Attachment
-    pipes: WeakKeyDictionary[Any, _Watched] = field(default_factory=WeakKeyDictionary)
+    pipes: WeakKeyDictionary[Any, SequenceGroup] = field(default_factory=WeakKeyDictionary)
 
 
 _classes: dict[type, _Class] = {}
 
 
-def watch_calls(pipe: Any, group: SequenceGroup, restart: Callable[[], None], attachment: Attachment) -> None:
-    """Calls `restart` before each generation, and gives those without `generator` one that all ranks of `group` seed
-    alike, with their first rank's draw.
+def share_seeds(pipe: Any, group: SequenceGroup, attachment: Attachment) -> None:
+    """Gives calls without `generator` one that all ranks of `group` seed alike, with their first rank's draw.
 
     Python looks `__call__` up on the class, so the class's is wrapped. Other pipes of the class pass through, and with
     the last watched one detached the class is as before, unless something else was wrapped around it meanwhile (as
@@ -46,7 +39,7 @@ def watch_calls(pipe: Any, group: SequenceGroup, restart: Callable[[], None], at
     if cls not in _classes:
         _classes[cls] = _wrap(cls)
     watched = _classes[cls]
-    watched.pipes[pipe] = _Watched(group, restart)
+    watched.pipes[pipe] = group
     attachment.on_detach(lambda: _forget(pipe, cls))
 
 
@@ -55,10 +48,9 @@ def _wrap(cls: type) -> _Class:
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
-        known = _classes[cls].pipes.get(self) if cls in _classes else None
-        if known is not None:
-            known.restart()
-            generator = _same_everywhere(self, known.group) if generator is None else generator
+        group = _classes[cls].pipes.get(self) if cls in _classes else None
+        if group is not None and generator is None:
+            generator = _same_everywhere(self, group)
         return original(self, *args, generator=generator, **kwargs)
 
     change = Attachment()
