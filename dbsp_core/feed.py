@@ -53,9 +53,8 @@ class MaskFeed:
         self._thw, self._text_tokens = thw, text_tokens
         if timestep is not None and (self.count_steps or self.source.varies != "never" or self.schedule.by_step):
             generation = self.generation()
-            if (
-                generation is not self._last_generation
-            ):  # the last may have failed at the step that this one begins with
+            if generation is not self._last_generation:
+                # The last one may have failed at the step with which this one begins.
                 self._last_generation, self._counter = generation, StepCounter()
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
             now = self._counter.advance(float(first))

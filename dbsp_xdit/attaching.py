@@ -44,8 +44,8 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     kind = _kind_of(pipe)
     blocks = _blocks_of(_uncompiled(pipe), kind)
     require_untouched(transformer, [block.attn1 for block in blocks])
-    _require_parallel_kinds()
     sequence, guidance = _groups()
+    _require_parallel_kinds()
     config = settings_for(config, transformer, sequence, pipe=pipe)
     strategy = _strategy(config)
     session = AttentionSession(
@@ -118,11 +118,9 @@ def _kind_of(pipe: Any) -> str:
 
 
 def _blocks_of(transformer: Any, kind: str) -> Any:
-    return (
-        getattr(transformer, _WRAPPERS[kind])
-        if kind in _WRAPPERS
-        else architecture_of(transformer).blocks_of(transformer)
-    )
+    if kind in _WRAPPERS:
+        return getattr(transformer, _WRAPPERS[kind])
+    return architecture_of(transformer).blocks_of(transformer)
 
 
 def _strategy(config: DbspConfig) -> Strategy | None:
@@ -133,18 +131,9 @@ def _strategy(config: DbspConfig) -> Strategy | None:
 
 
 def _require_parallel_kinds() -> None:
-    """Raises ValueError where xfuser's groups are not there yet, or are of kinds that don't go with ours."""
-    from xfuser.core.distributed import (
-        get_pipeline_parallel_world_size,
-        get_tensor_model_parallel_world_size,
-        model_parallel_is_initialized,
-    )
+    """Raises ValueError where xfuser's groups are of kinds that don't go with ours."""
+    from xfuser.core.distributed import get_pipeline_parallel_world_size, get_tensor_model_parallel_world_size
 
-    if not model_parallel_is_initialized():
-        raise ValueError(
-            "xfuser's process groups are not initialised; call xfuser.core.distributed.initialize_runtime_state, or "
-            "build the pipeline with xfuser, before dbsp_xdit.attach"
-        )
     for kind, degree in (
         ("pipefusion_parallel_degree", get_pipeline_parallel_world_size()),
         ("tensor_parallel_degree", get_tensor_model_parallel_world_size()),
@@ -155,8 +144,13 @@ def _require_parallel_kinds() -> None:
 
 def _groups() -> tuple[SequenceGroup, SequenceGroup]:
     """The ranks that share a sequence, and those that share the branches of guidance."""
-    from xfuser.core.distributed import get_cfg_group, get_sp_group
+    from xfuser.core.distributed import get_cfg_group, get_sp_group, model_parallel_is_initialized
 
+    if not model_parallel_is_initialized():
+        raise ValueError(
+            "xfuser's process groups are not initialised; call xfuser.core.distributed.initialize_runtime_state, or "
+            "build the pipeline with xfuser, before dbsp_xdit.attach"
+        )
     return SequenceGroup.of(get_sp_group().device_group), SequenceGroup.of(get_cfg_group().device_group)
 
 

@@ -58,6 +58,10 @@ def on_one_rank(grid, request, fault, culprit=1):
     return bits
 
 
+def band_of_other_branch(grid, request):
+    return band(grid, replace(request, branch=1 - request.branch))
+
+
 TOLD_TO_FAIL: set[tuple[int, int]] = set()
 """(rank, step) of what `band_unless_told` must not survive."""
 
@@ -73,7 +77,3 @@ def dies_in_the_second_step(grid, request):
         sys.stderr.write("the memory ran out\n")
         os.kill(os.getpid(), signal.SIGKILL)
     return np.ones((grid.nq, grid.nk), dtype=bool)
-
-
-def band_of_other_branch(grid, request):
-    return band(grid, replace(request, branch=1 - request.branch))

@@ -16,7 +16,11 @@ from xdit_cases import PipelineCase, engine_config, hosted_transformer, latents_
 
 
 def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> str:
-    """The message of the ValueError that attaching raises. No collective is answered meanwhile: none may be asked."""
+    """The message of the ValueError that attaching raises. No collective is answered meanwhile: none may be asked.
+
+    Comparing the settings is one, on all ranks and before anything is decided by them; it has tests of its own.
+    """
+    from dbsp_core.config import DbspConfig
     from dbsp_core.groups import SequenceGroup
     from dbsp_xdit import attach
 
@@ -24,7 +28,10 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
         raise AssertionError("a collective before the error")
 
     pipe = PIPES[kind]()
-    with mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused, shift=refused):
+    with (
+        mock.patch("dbsp_xdit.attaching.settings_for", lambda given, *_, **__: DbspConfig.load(given)),
+        mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused, shift=refused),
+    ):
         try:
             attach(pipe, config)
         except ValueError as error:
