@@ -6,11 +6,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from dbsp_core.architectures import architecture_of
+from dbsp_core.attached import keep, release, session_on
 from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike
 from dbsp_core.hosts import Attachment, generation_of, steps_of
@@ -24,8 +22,6 @@ from dbsp_para.meshes import Ranks
 from dbsp_para.seeds import share_seeds
 
 __all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "unparallelize", "write_report"]
-
-_attached: WeakKeyDictionary[nn.Module, tuple[Attachment, AttentionSession]] = WeakKeyDictionary()
 
 
 def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) -> Any:
@@ -43,7 +39,7 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
         session = _parallelize(pipe.transformer, ranks, config, attachment, lambda: steps_of(pipe), pipe)
         share_seeds(pipe, ranks.everyone, attachment)
         report_calls(pipe, session, attachment, "para")
-        _attached[pipe.transformer] = attachment, session
+        keep(pipe.transformer, attachment, session)
     return pipe
 
 
@@ -65,20 +61,18 @@ def parallelize_transformer(
     ranks = Ranks.of(mesh)
     with Attachment() as attachment:
         session = _parallelize(transformer, ranks, config, attachment, steps)
-        _attached[transformer] = attachment, session
+        keep(transformer, attachment, session)
     return transformer
 
 
 def unparallelize(pipe: Any) -> None:
     """Undoes `parallelize_pipe`: attributes, hooks and classes are as before. `pipe` may be the transformer itself."""
-    attachment, _ = _attached.pop(_transformer_of(pipe), (None, None))
-    if attachment is not None:
-        attachment.detach()
+    release(getattr(pipe, "transformer", pipe))
 
 
 def session_of(pipe: Any) -> AttentionSession | None:
     """The session of a parallelized pipeline or transformer, if any: its plans, strategies and counters."""
-    return _attached.get(_transformer_of(pipe), (None, None))[1]
+    return session_on(getattr(pipe, "transformer", pipe))
 
 
 def write_report(pipe: Any, folder: str | os.PathLike[str] | None = None) -> None:
@@ -89,20 +83,14 @@ def write_report(pipe: Any, folder: str | os.PathLike[str] | None = None) -> Non
     folder: default: that setting
     Raises ValueError where there is nothing to report, RuntimeError where a rank does not come.
     """
-    transformer = _transformer_of(pipe)
-    _, session = _attached.get(transformer, (None, None))
+    session = session_of(pipe)
     if session is None or session.observer is None:
         raise ValueError("nothing was collected for a report; parallelize with config={'report': FOLDER, …}")
-    name = model_name(pipe) if hasattr(pipe, "transformer") else type(transformer).__name__
+    name = model_name(pipe) if hasattr(pipe, "transformer") else type(getattr(pipe, "_orig_mod", pipe)).__name__
     report = make_report(session, name, "para")
     if is_writer(session.group):
         write_report_files(report, session, Path(folder or session.config.report or "."))
     session.observer.restart()
-
-
-def _transformer_of(pipe: Any) -> Any:
-    transformer = getattr(pipe, "transformer", pipe)
-    return getattr(transformer, "_orig_mod", transformer)  # as torch.compile wraps it
 
 
 def _parallelize(

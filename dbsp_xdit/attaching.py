@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from dbsp_core.architectures import ARCHITECTURES, architecture_of
+from dbsp_core.attached import keep, release, session_on
 from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
@@ -26,8 +26,6 @@ __all__ = ["attach", "detach", "session_of"]
 _WRAPPERS = {"xFuserWanTransformer3DWrapper": "blocks", "xFuserCogVideoXTransformer3DWrapper": "transformer_blocks"}
 """xfuser's transformers that db-SP knows, and their attribute that lists the blocks."""
 
-_attached: WeakKeyDictionary[Any, tuple[Attachment, AttentionSession]] = WeakKeyDictionary()
-
 
 def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     """Makes the self-attention of `pipe.transformer` dual-balanced, on xfuser's sequence-parallel group.
@@ -39,10 +37,10 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     know or somebody else has changed, for a kind of parallelism or a strategy that does not fit.
     """
     transformer = pipe.transformer
-    if transformer in _attached:
+    if session_on(transformer) is not None:
         raise ValueError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
     kind = _kind_of(pipe)
-    blocks = _blocks_of(_uncompiled(pipe), kind)
+    blocks = _blocks_of(transformer, kind)
     require_untouched(transformer, [block.attn1 for block in blocks])
     sequence, guidance = _groups()
     _require_parallel_kinds()
@@ -63,20 +61,18 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         strips = kind == "xFuserCogVideoXTransformer3DWrapper"
         report_calls(pipe, session, attachment, "xdit", whole=whole_latents(sequence) if strips else None)
         attachment.set_attribute(transformer, "_is_parallelized", True)
-        _attached[transformer] = attachment, session
+        keep(transformer, attachment, session)
     return session
 
 
 def detach(pipe: Any) -> None:
     """Undoes `attach`: attributes, hooks and classes are as before. Nothing happens where nothing is attached."""
-    attachment, _ = _attached.pop(_uncompiled(pipe), (None, None))
-    if attachment is not None:
-        attachment.detach()
+    release(pipe.transformer)
 
 
 def session_of(pipe: Any) -> AttentionSession | None:
     """The session attached to a pipeline's transformer, if any."""
-    return _attached.get(_uncompiled(pipe), (None, None))[1]
+    return session_on(pipe.transformer)
 
 
 def _hook_up(pipe: Any, kind: str, session: AttentionSession, guidance: SequenceGroup, attachment: Attachment) -> None:
@@ -92,11 +88,6 @@ def _hook_up(pipe: Any, kind: str, session: AttentionSession, guidance: Sequence
         shard_transformer(transformer, session, attachment)
     else:
         attach_wan(transformer, session, branch_of_wan(pipe, guidance), attachment)
-
-
-def _uncompiled(pipe: Any) -> Any:
-    """The pipeline's transformer, which torch.compile may have wrapped since."""
-    return getattr(pipe.transformer, "_orig_mod", pipe.transformer)
 
 
 def _kind_of(pipe: Any) -> str:
