@@ -7,7 +7,8 @@ from the host's own strides, and one unpacks what came, straight into what the k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +47,13 @@ class Route:
     unpack_out: Runs
     q_places: int
     kv_places: int
+
+    def to(self, device: torch.device) -> Route:
+        """The same with its tables on a device."""
+        if self.pack_q.table.device.type == device.type == "cpu":
+            return self
+        moved: dict[str, Any] = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Runs)}
+        return replace(self, **moved)
 
     def to_owners(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup

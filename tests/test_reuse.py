@@ -6,7 +6,7 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.config import DbspConfig
-from dbsp_core.reuse import LaggedPlanCache, PlanCache
+from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReplanRule
 from dbsp_core.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
 from dbsp_core.strategy import Strategy
@@ -28,7 +28,7 @@ ABOVE = mask_of(7, 3, 2, 4)
 
 @pytest.fixture
 def cache():
-    cache = PlanCache(threshold=1.25)
+    cache = PlanCache(ReplanRule(1.25))
     assert cache.plan_for(0, FIRST, plan_u2).rho == 1.0
     return cache
 
@@ -70,7 +70,7 @@ class TestLagged:
 
     @pytest.fixture
     def lagged(self):
-        return LaggedPlanCache(1.25, SequenceGroup(0, 1))
+        return LaggedPlanCache(ReplanRule(1.25), SequenceGroup(0, 1))
 
     def test_the_first_call_plans_at_once(self, lagged):
         assert lagged.plan_for(0, FIRST, plan_u2).fingerprint == plan_u2(FIRST).fingerprint
