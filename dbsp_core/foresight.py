@@ -19,13 +19,12 @@ from dbsp_core.grid import BlockGrid
 from dbsp_core.imbalance import imbalance_ratio, period_counts
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan
+from dbsp_core.strategy import Strategy
 
-__all__ = ["ForeseenMask", "Trend", "longest_serving"]
+__all__ = ["ForeseenMask", "Trend", "ahead_of", "longest_serving"]
 
 WINDOW = 4
 """Calls over which a head's change is measured: one call's is mostly noise."""
-AHEAD_ULYSSES, AHEAD_RING = tuple(range(1, 12)), (3, 6, 9)
-"""Calls ahead for which plans are tried, beside one for the latest mask: fewer where planning takes longer."""
 HORIZON = 25
 """Calls over which a plan is judged."""
 UNIT = 1024
@@ -67,19 +66,22 @@ class Trend:
 class _ForeseenCounts(MaskCounts):
     """Another mask's counts, each head's times a whole number."""
 
-    def __init__(self, known: MaskCounts, growth: np.ndarray) -> None:
-        self._known, self._growth = known, growth
+    def __init__(self, base: MaskCounts, growth: np.ndarray) -> None:
+        self._base, self._growth = base, growth
 
     @property
     def rows(self) -> np.ndarray:
-        return self._known.rows * self._growth[:, None]
+        return self._base.rows * self._growth[:, None]
 
     @property
     def columns(self) -> np.ndarray:
-        return self._known.columns * self._growth[:, None]
+        return self._base.columns * self._growth[:, None]
 
     def cells(self, slots: np.ndarray, ring: int) -> np.ndarray:
-        return self._known.cells(slots, ring) * self._growth[:, None, None]
+        return self._base.cells(slots, ring) * self._growth[:, None, None]
+
+    def count(self, many: Sequence[np.ndarray], ring: int) -> None:
+        self._base.count(many, ring)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +101,11 @@ class ForeseenMask(BlockMask):
 
     def refined(self, grid: BlockGrid) -> BlockMask:
         return self if grid == self.grid else ForeseenMask.of(self.base.refined(grid), self.growth)
+
+
+def ahead_of(strategy: Strategy) -> tuple[int, ...]:
+    """Calls ahead for which plans are tried, beside one for the latest mask: fewer where planning takes longer."""
+    return (1, 3, 5, 7, 9) if strategy.ring == 1 else (3, 6, 9)
 
 
 def longest_serving(
@@ -123,8 +130,7 @@ def longest_serving(
     best, plan = _service(first, mask, growth, threshold, budget), first
     if (growth == UNIT).all():
         return first
-    ahead = AHEAD_ULYSSES if first.strategy.ring == 1 else AHEAD_RING
-    for later in trend.growth([lead + calls for calls in ahead]):
+    for later in trend.growth([lead + calls for calls in ahead_of(first.strategy)]):
         other = again(ForeseenMask.of(mask, later))
         service = _service(other, mask, growth, threshold, budget)
         if service > best:

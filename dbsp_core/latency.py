@@ -138,7 +138,7 @@ def predict(
             for tokens in (traffic.to_owners, traffic.to_homes)
         ),
         periods=_periods(plan, traffic, shape, known, topology),
-        pack_s=_packed_bytes(plan, traffic, home, shape) / known.pack_bytes_per_s,
+        pack_s=packed_bytes(plan, traffic, home, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
         overlap=known.overlap,
     )
@@ -215,7 +215,7 @@ def _p2p_s(strategy: Strategy, slot_bytes: np.ndarray, known: Constants, topolog
     ]
 
 
-def _packed_bytes(plan: Plan, traffic: Traffic, home: HomeLayout, shape: AttentionShape) -> float:
+def packed_bytes(plan: Plan, traffic: Traffic, home: HomeLayout, shape: AttentionShape) -> float:
     """Of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner."""
     at_home = 4 * shape.heads * home.shard
     packed = 2 * traffic.rows * plan.grid.block_q + 2 * traffic.slots.ravel() * plan.grid.block_k
