@@ -14,7 +14,7 @@ from dbsp_core.home import HomeLayout
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan
 from dbsp_core.strategy import Strategy
-from dbsp_core.traffic import Traffic, traffic_of
+from dbsp_core.traffic import Traffic, queries_go_ahead, traffic_of
 
 __all__ = [
     "AttentionShape",
@@ -132,11 +132,11 @@ def predict(
     _require_fit(plan, shape, topology)
     _require_network(hardware, topology)
     traffic = traffic_of(plan, home)
+    exchanged = [traffic.to_owners, traffic.to_homes]
+    if queries_go_ahead(plan):
+        exchanged = [traffic.queries, 2 * traffic.keys, traffic.to_homes]
     return Prediction(
-        exchange_s=sum(
-            _exchange_s(tokens * shape.token_bytes, known, topology)
-            for tokens in (traffic.to_owners, traffic.to_homes)
-        ),
+        exchange_s=sum(_exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
         periods=_periods(plan, traffic, shape, known, topology),
         pack_s=packed_bytes(plan, traffic, home, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
