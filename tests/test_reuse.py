@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
@@ -97,6 +99,20 @@ class TestLagged:
             plan = lagged.plan_for(0, mask, plan_u2)
         assert plan.fingerprint == plan_u2(FIRST).fingerprint
         assert lagged.counters.replans == 1
+
+    def test_what_goes_with_a_new_plan_is_prepared_in_the_thread_before_it_is_adopted(self, lagged):
+        prepared = []
+
+        def ready(plan: Plan) -> None:
+            prepared.append((plan.fingerprint, threading.current_thread().name))
+
+        seen = []
+        for mask in (FIRST, ABOVE, ABOVE, ABOVE):
+            seen.append((lagged.plan_for(0, mask, plan_u2, ready=ready).fingerprint, len(prepared)))
+        lagged.settle()
+        new = plan_u2(ABOVE).fingerprint
+        assert prepared == [(new, "dbsp-planning")]
+        assert [count for fingerprint, count in seen if fingerprint == new] == [1, 1]
 
     def test_attentions_do_not_mix(self, lagged):
         for _ in range(2):
