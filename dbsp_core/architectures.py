@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ARCHITECTURES", "Architecture", "architecture_of"]
+__all__ = ["ARCHITECTURES", "Architecture", "architecture_of", "register_architecture"]
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,15 @@ class Architecture:
     blocks:       attribute that lists the blocks; each has its self-attention in `attn1`
     frames_first: whether the sample is [B, F, C, H, W] rather than [B, C, F, H, W]
     joint_text:   whether text stands in the same sequence, before video
+    embedding:    the module that makes tokens of the sample: [B, C, t, h, w], or [B, text and video tokens, C]
+    pipeline:     class name of the pipeline that it is usually in, where published checkpoints are known by it
     """
 
     blocks: str
     frames_first: bool
     joint_text: bool
+    embedding: str = "patch_embedding"
+    pipeline: str = ""
 
     def blocks_of(self, transformer: nn.Module) -> nn.ModuleList:
         blocks: nn.ModuleList = getattr(transformer, self.blocks)
@@ -41,10 +45,22 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "WanTransformer3DModel": Architecture("blocks", frames_first=False, joint_text=False),
-    "CogVideoXTransformer3DModel": Architecture("transformer_blocks", frames_first=True, joint_text=True),
+    "WanTransformer3DModel": Architecture("blocks", frames_first=False, joint_text=False, pipeline="WanPipeline"),
+    "CogVideoXTransformer3DModel": Architecture(
+        "transformer_blocks",
+        frames_first=True,
+        joint_text=True,
+        embedding="patch_embed",
+        pipeline="CogVideoXPipeline",
+    ),
 }
 """By class name: diffusers need not be imported to look one up."""
+
+
+def register_architecture(class_name: str, architecture: Architecture) -> None:
+    """Makes a transformer class known, by its name; see docs/adding-a-model.md. Raises ValueError for a name taken."""
+    if ARCHITECTURES.setdefault(class_name, architecture) != architecture:
+        raise ValueError(f"{class_name} is known already, with other settings; register a subclass under another name")
 
 
 def architecture_of(transformer: nn.Module) -> Architecture:
@@ -53,5 +69,6 @@ def architecture_of(transformer: nn.Module) -> Architecture:
         if cls.__name__ in ARCHITECTURES:
             return ARCHITECTURES[cls.__name__]
     raise ValueError(
-        f"db-SP does not know {type(transformer).__name__}; it knows {', '.join(ARCHITECTURES)} and their subclasses"
+        f"db-SP does not know {type(transformer).__name__}; it knows {', '.join(ARCHITECTURES)} and their subclasses; "
+        "others of their kind need one entry: docs/adding-a-model.md"
     )

@@ -25,6 +25,7 @@ class MaskFeed:
 
     steps:       tells how many denoising steps there will be, where a host knows
     count_steps: whether to keep `moment` also where no mask depends on it
+    generation:  gives an object that is another one for each generation, where a host has one
     """
 
     source: MaskSource
@@ -34,22 +35,33 @@ class MaskFeed:
     group: SequenceGroup
     steps: Callable[[], int | None] = lambda: None
     count_steps: bool = False
+    generation: Callable[[], object] = lambda: None
     moment: Moment = field(default_factory=Moment)
     _counter: StepCounter = field(default_factory=StepCounter)
+    _last_generation: object = None
     _thw: tuple[int, int, int] = (0, 0, 0)
     _text_tokens: int = 0
     _names: dict[int, Hashable] = field(default_factory=dict)
     _named: Hashable = None
 
-    def begin(self, thw: tuple[int, int, int], text_tokens: int, timestep: torch.Tensor | float | None) -> None:
+    def begin(
+        self, thw: tuple[int, int, int], text_tokens: int, timestep: torch.Tensor | float | None, branch: int = 0
+    ) -> None:
         """Starts a forward pass.
 
         timestep: of the denoising; read (a host synchronisation) where masks or their plans depend on it
+        branch:   of a step's passes, where this group of ranks is given only the later ones
         """
         self._thw, self._text_tokens = thw, text_tokens
         if timestep is not None and (self.count_steps or self.source.varies != "never" or self.schedule.by_step):
+            generation = self.generation()
+            if (
+                generation is not self._last_generation
+            ):  # the last may have failed at the step that this one begins with
+                self._last_generation, self._counter = generation, StepCounter()
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
-            self.moment = self._counter.advance(float(first))
+            now = self._counter.advance(float(first))
+            self.moment = Moment(now.step, now.branch + branch)
         self._names = {} if self._named != self._naming else self._names
 
     def grid(self, device: torch.device) -> BlockGrid:

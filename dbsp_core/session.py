@@ -19,6 +19,8 @@ from dbsp_core.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhe
 from dbsp_core.home import HomeLayout, MaskProfile
 from dbsp_core.latency import AttentionShape, Topology, exchange_cost_of
 from dbsp_core.mask import BlockMask
+from dbsp_core.meeting import meeting_group
+from dbsp_core.observing import RunObserver
 from dbsp_core.plan import Plan, make_plan, require_slots
 from dbsp_core.recorder import MaskRecorder
 from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReplanRule, ReuseCounters
@@ -27,7 +29,7 @@ from dbsp_core.selection import StrategySelector, candidates
 from dbsp_core.serving import kernel_merges
 from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
-from dbsp_kernels import choose_kernel
+from dbsp_kernels import Needs, choose_kernel, require_fit
 
 __all__ = ["AttentionSession"]
 
@@ -40,7 +42,9 @@ class AttentionSession:
     heads:    attention heads of every layer
     layers:   number of layers
     steps:    tells how many denoising steps there will be, where the host knows
-    Raises ValueError at construction when strategy and group don't fit.
+    generation: gives an object that is another one for each generation, where the host has one
+    observer: collects what a report tells, where one is wanted
+    Raises ValueError at construction when strategy, group and kernel don't fit.
     """
 
     config: DbspConfig
@@ -49,6 +53,8 @@ class AttentionSession:
     heads: int
     layers: int
     steps: Callable[[], int | None] = lambda: None
+    generation: Callable[[], object] = lambda: None
+    observer: RunObserver | None = field(init=False)
     _feed: MaskFeed = field(init=False)
     _plans: PlanCache | LaggedPlanCache = field(init=False)
     _recorder: MaskRecorder = field(init=False)
@@ -65,6 +71,7 @@ class AttentionSession:
     def __post_init__(self) -> None:
         if self.strategy is not None:
             self.strategy.require_world(self.group.size)
+            require_fit(self.config.kernel, Needs(lse=self.strategy.ring > 1))
         self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
         self._feed = MaskFeed(
             self.config.mask,
@@ -74,8 +81,13 @@ class AttentionSession:
             self.group,
             self.steps,
             count_steps=self._recorder.wanted,
+            generation=self.generation,
         )
         self._plans = self._plan_cache()
+        self.observer = None
+        if self.config.report is not None:
+            self.observer = RunObserver()
+            meeting_group(self.group)  # while no rank can have failed yet: making it is a collective
 
     @torch.compiler.disable
     def begin(
@@ -84,26 +96,43 @@ class AttentionSession:
         text_tokens: int = 0,
         timestep: torch.Tensor | float | None = None,
         device: torch.device | str = "cpu",
+        *,
+        branch: int = 0,
+        host_home: Callable[[], HomeLayout] | None = None,
     ) -> HomeLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
         timestep: of the denoising, for masks that depend on the step
         device:   where the group's collectives run
+        branch:   guidance pass that this one is, where the host gives each to a group of ranks of its own
+        host_home: gives the layout in which the host itself shards this size of video; None: ours to choose
         Text, where the model has it in the same sequence, is sharded apart from video. A new video size drops what was
         made for the last one. Raises ValueError, on all ranks, for a size the mask source refuses.
         """
         self._reached.clear()
-        self._feed.begin(thw, text_tokens, timestep)
+        self._feed.begin(thw, text_tokens, timestep, branch)
         self._recorder.begin(self._feed.moment)
+        if self.observer is not None:
+            self.observer.begin(timestep)
         if self._home is None or self._size != (thw, text_tokens):
+            if self.observer is not None and self.observer.open:
+                self.settle()  # while what is being planned still finds its own layout
             place = torch.device(device)
             grid = self._feed.grid(place)
             if self.strategy is not None:
                 require_slots(self.strategy, grid)
             # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
             laid_out_for = self.strategy or Strategy(1, self.group.size)
-            self._home = HomeLayout.named(
-                self.config.home_layout, grid, laid_out_for, split_text=text_tokens > 0, profile=self._profile(place)
+            self._home = (
+                host_home()
+                if host_home is not None
+                else HomeLayout.named(
+                    self.config.home_layout,
+                    grid,
+                    laid_out_for,
+                    split_text=text_tokens > 0,
+                    profile=self._profile(place),
+                )
             )
             self._hardware = self._constants(place)
             self._selector = self._new_selector(grid, self._hardware, place) if self.strategy is None else None
@@ -133,12 +162,24 @@ class AttentionSession:
         """q, k, v: [B, H, shard, D], this rank's tokens, padding included. returns: [B, H, shard, D]."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         tokens = HomeTokens(q, k, self.home, self.group, scale)
+        started = None if self.observer is None else self.observer.mark(q.device)
         executor = self._executor(layer, tokens)
         self._reached.add(layer)
         if executor.plan.heads == q.shape[1]:
-            return executor(q, k, v, scale=scale)
-        items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has masks of its own, as B·H heads
-        return executor(*items, scale=scale).view(q.shape)
+            out = executor(q, k, v, scale=scale)
+        else:
+            items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has masks of its own, as B·H heads
+            out = executor(*items, scale=scale).view(q.shape)
+        if self.observer is not None and started is not None:
+            lagged = self.planning == "lagged"
+            self.observer.attended(layer, self._keys[layer], executor, q, started, self._plans.latest, lagged)
+        return out
+
+    def settle(self) -> None:
+        """Waits for pending plans, so that whatever is read covers every call."""
+        self._plans.settle()
+        if self.observer is not None:
+            self.observer.settle(self._plans.latest)
 
     @property
     def records(self) -> dict[int, Plan]:
@@ -222,12 +263,16 @@ class AttentionSession:
         """In the planning thread: what the next call of this attention needs of a new plan."""
         self._routes[key] = build_route(plan, home, self.group.rank, home.shard, torch.device("cpu"))
 
+    @property
+    def planning(self) -> str:
+        """ "immediate" or "lagged": what "auto" comes to for these masks."""
+        if self.config.planning != "auto":
+            return self.config.planning
+        return "lagged" if self.config.mask.varies == "calls" else "immediate"
+
     def _plan_cache(self) -> PlanCache | LaggedPlanCache:
-        planning = self.config.planning
-        if planning == "auto":
-            planning = "lagged" if self.config.mask.varies == "calls" else "immediate"
         rule = ReplanRule(self.config.replan_threshold, self.config.replan_budget)
-        return LaggedPlanCache(rule, self.group) if planning == "lagged" else PlanCache(rule)
+        return LaggedPlanCache(rule, self.group) if self.planning == "lagged" else PlanCache(rule)
 
     def _profile(self, device: torch.device) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["TINY_MODELS", "make_tiny"]
+__all__ = ["TINY_MODELS", "TinyModel", "hush_libraries", "make_tiny"]
 
 _CORPUS = ["a red ball bounces over a blue floor", "a cat runs on the grass", "the sea at dusk, seen from above"]
 
@@ -34,11 +36,21 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            TINY_MODELS[model]().save_pretrained(Path(temporary) / "new")
+            TINY_MODELS[model].make().save_pretrained(Path(temporary) / "new")
         if folder.exists():
             shutil.move(folder, Path(temporary) / "old")
         shutil.move(Path(temporary) / "new", folder)
     return folder
+
+
+def hush_libraries() -> None:
+    """Turns off the libraries' own progress bars and deprecation notices, for a process that has bars of its own."""
+    import diffusers
+    import transformers
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="diffusers")
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
 
 
 def _wan() -> Any:
@@ -120,17 +132,18 @@ def _cogvideox() -> Any:
 
 
 def _tokenizer(max_length: int) -> Any:
-    """A tokenizer of a few dozen pieces, trained here and now."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    """A tokenizer of a few dozen pieces: letters, and the words of a few prompts. Always the same: nothing is trained,
+    since training breaks ties differently in every process."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.Unigram())
+    letters = "▁abcdefghijklmnopqrstuvwxyz0123456789,.!?'-"
+    words = sorted({f"▁{word}" for sentence in _CORPUS for word in sentence.replace(",", "").split()} - {"▁a"})
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces = [*special, *((letter, -8.0) for letter in letters), *((word, -6.0) for word in words)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=96, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator(_CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -141,4 +154,16 @@ def _tokenizer(max_length: int) -> Any:
     )
 
 
-TINY_MODELS: dict[str, Callable[[], Any]] = {"wan": _wan, "cogvideox": _cogvideox}
+@dataclass(frozen=True)
+class TinyModel:
+    """make: builds the pipeline;  pipeline, sizes: what it will be, as `dbsp_core.checkpoints.Checkpoint` has them"""
+
+    make: Callable[[], Any]
+    pipeline: str
+    sizes: tuple[int, int, int, int]
+
+
+TINY_MODELS = {
+    "wan": TinyModel(_wan, "WanPipeline", (4, 12, 24, 1)),
+    "cogvideox": TinyModel(_cogvideox, "CogVideoXPipeline", (2, 6, 16, 2)),
+}

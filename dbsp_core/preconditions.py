@@ -1,0 +1,41 @@
+"""What must be true of a transformer before db-SP takes its self-attention in hand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+__all__ = ["require_untouched"]
+
+
+def require_untouched(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
+    """Raises ValueError, naming the fix, for a transformer that is compiled, that somebody else shards, or whose
+    self-attention goes past torch's."""
+    if hasattr(transformer, "_orig_mod"):
+        raise ValueError("this transformer is compiled already; parallelize first, then call torch.compile")
+    if getattr(transformer, "_is_parallelized", False):
+        raise ValueError(
+            "this transformer is parallelized already; undo that first (dbsp_para.unparallelize, dbsp_xdit.detach), "
+            "or load it anew where para-attn did it, which cannot undo it"
+        )
+    processors = [getattr(attention, "processor", None) for attention in self_attentions]
+    if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):
+        raise ValueError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
+    for backend in map(_backend, processors):
+        if not backend.lstrip("_").startswith("native"):
+            raise ValueError(
+                f"this transformer attends with backend {backend!r}, past db-SP; call "
+                'transformer.set_attention_backend("native")'
+            )
+
+
+def _backend(processor: Any) -> str:
+    """The diffusers attention backend that a processor would use: its own, else the one set for all models."""
+    if not hasattr(processor, "_attention_backend"):
+        return "native"
+    registry = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
+    backend = processor._attention_backend or getattr(registry, "_active_backend", None) or "native"
+    return str(getattr(backend, "value", backend))
