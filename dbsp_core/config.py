@@ -15,13 +15,12 @@ import torch
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PlannerSettings, require_planner
 from dbsp_core.selection import AUTO
-from dbsp_core.serving import require_served
 from dbsp_core.settings import SettingError, Settings, find_config, read_settings, require_known
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.steps import DenseSchedule
 from dbsp_core.strategy import Strategy
 from dbsp_core.video import VideoSettings
-from dbsp_kernels import KERNELS
+from dbsp_kernels import KERNELS, Needs, require_fit
 
 __all__ = ["DTYPES", "ConfigLike", "DbspConfig", "setting_names"]
 
@@ -47,8 +46,11 @@ class DbspConfig:
     reward:           R_b of the paper's biased greedy: how strongly blocks are held where they are
     head_cap:         whether the paper's planner keeps head counts per Ulysses column equal (up to one)
     tolerance:        ρ_s at which planner "dbsp" is content; None: 1.002 for Ulysses alone, 1.005 with a ring
-    exchange_cost:    what exchanging all of Q, K, V once costs in units of ρ_s, for planner "dbsp" to weigh
+    exchange_cost:    what exchanging all of Q, K, V once costs in units of ρ_s, for planner "dbsp" to weigh; None: as
+                      the constants of `hardware` say
     replan_threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this
+    replan_budget:    and while what it has wasted, Σ over its calls of ρ_s less the least known when it was made,
+                      stays at or below this; new plans then look ahead. None: the threshold alone, as in the paper
     planning:         "immediate" plans from each call's own mask, "lagged" one call behind, without waiting; "auto" is
                       lagged for masks computed from queries and keys
     kernel:           "auto" or a kernel's name
@@ -71,8 +73,9 @@ class DbspConfig:
     reward: float = 1.0
     head_cap: bool = False
     tolerance: float | None = None
-    exchange_cost: float = 0.0
+    exchange_cost: float | None = None
     replan_threshold: float = 1.10
+    replan_budget: float | None = 0.30
     planning: str = "auto"
     kernel: str = "auto"
     dtype: str = "auto"
@@ -98,11 +101,15 @@ class DbspConfig:
         _require("kernel", self.kernel, ("auto", *KERNELS))
         _require("planning", self.planning, PLANNING)
         _require("dtype", self.dtype, DTYPES)
-        PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost)
+        PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost or 0.0)
         if not self.replan_threshold >= 1:
             raise ValueError(f"replan_threshold={self.replan_threshold} must be at least 1, the least ρ_s there is")
+        if self.replan_budget is not None and not self.replan_budget > 0:
+            raise ValueError(
+                f"replan_budget={self.replan_budget} must be positive, or null to replan by the threshold alone"
+            )
         if isinstance(self.strategy, Strategy):
-            require_served(self.strategy, self.kernel)
+            require_fit(self.kernel, Needs(lse=self.strategy.ring > 1))
 
     def strategy_or(self, host: Strategy) -> Strategy | None:
         """The strategy to use where the host has its own; None for "auto"."""

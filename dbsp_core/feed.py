@@ -41,6 +41,8 @@ class MaskFeed:
     _last_generation: object = None
     _thw: tuple[int, int, int] = (0, 0, 0)
     _text_tokens: int = 0
+    _names: dict[int, Hashable] = field(default_factory=dict)
+    _named: Hashable = None
 
     def begin(
         self, thw: tuple[int, int, int], text_tokens: int, timestep: torch.Tensor | float | None, branch: int = 0
@@ -59,16 +61,41 @@ class MaskFeed:
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
             now = self._counter.advance(float(first))
             self.moment = Moment(now.step, now.branch + branch)
+        self._names = {} if self._named != self._naming else self._names
 
     def grid(self, device: torch.device) -> BlockGrid:
         """The source's grid for this video. Collective: what the source refuses on one rank is refused on all."""
         return on_all_ranks(self.group, lambda: self.source.grid(self._request(0)), device)
 
+    def name_masks(self, device: torch.device) -> None:
+        """Asks the source what the masks of this forward pass are called, unless it was asked before.
+
+        Collective then: the ValueError of one rank, all raise. Ranks that keep a mask which another can't name would
+        wait for it in vain.
+        """
+        if self.source.varies == "calls":
+            return
+        if self._named != self._naming:
+            self._names = on_all_ranks(self.group, self._versions, device)
+            self._named = self._naming
+
+    @property
+    def _naming(self) -> Hashable:
+        """What the names of masks depend on."""
+        depends = self.source.varies == "steps" or self.schedule.by_step
+        return self._thw, self._text_tokens, self.moment if depends else Moment()
+
+    def _versions(self) -> dict[int, Hashable]:
+        layers = (layer for layer in range(self.layers) if not self._is_dense(layer))
+        return {layer: self.source.version(self._request(layer)) for layer in layers}
+
     def version(self, layer: int) -> Hashable | None:
         """Names the mask of this layer now: equal versions are equal masks. None where it is computed from q and k."""
         if self._is_dense(layer):
             return _DENSE
-        return None if self.source.varies == "calls" else (self.source.version(self._request(layer)),)
+        if self.source.varies == "calls":
+            return None
+        return (self._names[layer] if layer in self._names else self.source.version(self._request(layer)),)
 
     def mask(self, layer: int, tokens: HomeTokens) -> BlockMask:
         """The mask of this layer now. Collective: the same bits on every rank, or ValueError on every rank."""

@@ -8,14 +8,17 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["require_untouched"]
+__all__ = ["require_uncompiled", "require_untouched"]
+
+
+def require_uncompiled(transformer: nn.Module) -> None:
+    """Raises ValueError for what torch.compile returned: its hooks would not be reached."""
+    if hasattr(transformer, "_orig_mod"):
+        raise ValueError("this transformer is compiled already; parallelize first, then call torch.compile")
 
 
 def require_untouched(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
-    """Raises ValueError, naming the fix, for a transformer that is compiled, that somebody else shards, or whose
-    self-attention goes past torch's."""
-    if hasattr(transformer, "_orig_mod"):
-        raise ValueError("this transformer is compiled already; parallelize first, then call torch.compile")
+    """Raises ValueError, naming the fix, for a transformer that somebody else shards, or whose attention is not torch's."""
     if getattr(transformer, "_is_parallelized", False):
         raise ValueError(
             "this transformer is parallelized already; undo that first (dbsp_para.unparallelize, dbsp_xdit.detach), "

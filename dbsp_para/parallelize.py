@@ -14,6 +14,7 @@ from dbsp_core.config import ConfigLike
 from dbsp_core.hosts import Attachment, generation_of, steps_of
 from dbsp_core.in_force import announce, identify, settings_for
 from dbsp_core.pipe_reports import model_name, report_calls
+from dbsp_core.preconditions import require_uncompiled
 from dbsp_core.reporting import is_writer, make_report, write_report_files
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
@@ -104,6 +105,7 @@ def _parallelize(
     """All changes to the transformer."""
     if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
         raise ValueError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
+    require_uncompiled(transformer)
     architecture = architecture_of(transformer)
     heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
     config = settings_for(config, transformer, ranks.everyone, pipe=pipe)

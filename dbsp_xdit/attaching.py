@@ -12,7 +12,7 @@ from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, generation_of, steps_of
 from dbsp_core.in_force import announce, identify, settings_for
 from dbsp_core.pipe_reports import report_calls
-from dbsp_core.preconditions import require_untouched
+from dbsp_core.preconditions import require_uncompiled, require_untouched
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
 from dbsp_core.strategy import Strategy
@@ -40,6 +40,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     if session_on(transformer) is not None:
         raise ValueError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
     kind = _kind_of(pipe)
+    require_uncompiled(transformer)
     blocks = _blocks_of(transformer, kind)
     require_untouched(transformer, [block.attn1 for block in blocks])
     sequence, guidance = _groups()

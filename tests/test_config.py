@@ -284,7 +284,7 @@ BAD_FILES = {
     ),
     "with a ring and a kernel that cannot": (
         b"strategy: U1R2\nkernel: sparge",
-        ":2: kernel 'sparge' returns no",
+        ":2: kernel 'sparge' cannot serve this plan: it returns no",
     ),
     "with an unknown key in dense": (
         b"dense:\n  frist_steps: 3",
