@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 
 from dbsp_core.config import DbspConfig
 from dbsp_core.files import write_atomically
-from dbsp_core.launching import Watcher, run_watched
+from dbsp_core.generation.launching import Watcher, run_watched
 from dbsp_core.mask_file import save_mask
-from dbsp_core.report import RunReport
-from dbsp_core.report_html import report_page
-from dbsp_core.report_tables import layer_table
+from dbsp_core.reports.html import report_page
+from dbsp_core.reports.report import RunReport
+from dbsp_core.reports.tables import layer_table
 from dbsp_core.single import attach_single_process
 from dbsp_core.sources import MaskRequest
 from dbsp_core.strategy import Strategy
