@@ -12,7 +12,7 @@ from typing import Any
 
 SAFETY_NET_S = 300  # ends a hang; no test is timed by it
 MOST_THREADS = 150
-"""Of a worker. Every gloo group brings threads that poll for as long as the process lives, also once it is destroyed."""
+"""Of a worker. Every gloo group brings threads that poll for as long as the process lives, destroyed or not."""
 
 
 class WorkerError(AssertionError):
