@@ -1,0 +1,87 @@
+"""Stage 1, the autoencoder: diffusers' AutoencoderKLWan with few channels, trained to give pictures back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from loop import History, cosine, generator_of, train
+from rich.progress import Progress
+from world import FRAMES, HEIGHT, WIDTH, Scene, render
+
+__all__ = ["encode", "make_autoencoder", "train_autoencoder"]
+
+CLIP = 9  # frames to a training clip
+CROP = 64  # pixels to a side of the early clips; the later ones are whole frames
+KL = 1e-6
+LEARNING_RATE = 2e-3
+
+
+def make_autoencoder(width: int = 16) -> Any:
+    """4 × in time, 8 × in space, 16 channels, as Wan2.1's; 2×2 pixels enter as one, which makes it cheap."""
+    from diffusers import AutoencoderKLWan
+
+    vae = AutoencoderKLWan(
+        base_dim=width,
+        z_dim=16,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        latents_mean=[0.0] * 16,
+        latents_std=[1.0] * 16,
+    )
+    with torch.no_grad():  # latents begin nearly without noise: under noise of deviation 1 colours stay grey for long
+        vae.quant_conv.weight[16:].zero_()
+        vae.quant_conv.bias[16:].fill_(-6.0)
+    return vae
+
+
+def train_autoencoder(vae: Any, steps: int, batch: int, seed: int, folder: Path, progress: Progress) -> History:
+    """Trains in place: L1, and a little KL divergence. The last third of the steps sees whole frames."""
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+
+    def step(index: int) -> float:
+        generator = generator_of(seed, index)
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * cosine(index, steps, min(100, steps // 10))
+        clips = _clips(index, batch, seed, index >= 2 * steps // 3, generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            posterior = vae.encode(clips).latent_dist
+            noise = torch.randn(posterior.mean.shape, generator=generator)
+            back = vae.decode(posterior.mean + posterior.std * noise).sample
+        error = (back.float() - clips).abs().mean()
+        spread = (posterior.mean.float() ** 2 + posterior.var.float() - 1 - posterior.logvar.float()).mean() / 2
+        optimizer.zero_grad()
+        (error + KL * spread).backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        return error.item()
+
+    return train("autoencoder", steps, {"vae": vae, "optimizer": optimizer}, step, folder, progress)
+
+
+def _clips(index: int, batch: int, seed: int, whole: bool, generator: torch.Generator) -> torch.Tensor:
+    """float32[b, 3, CLIP, h, w]: `batch` crops, or a quarter as many whole frames of about the same cost."""
+    count = max(1, batch // 4) if whole else batch
+    clips = []
+    for item in range(count):
+        start = int(torch.randint(FRAMES - CLIP + 1, (1,), generator=generator))
+        clip = render(Scene.draw(seed, index * batch + item), CLIP, start)
+        if not whole:
+            top = int(torch.randint(HEIGHT - CROP + 1, (1,), generator=generator))
+            left = int(torch.randint(WIDTH - CROP + 1, (1,), generator=generator))
+            clip = clip[:, :, top : top + CROP, left : left + CROP]
+        clips.append(clip)
+    return torch.stack(clips)
+
+
+@torch.no_grad()
+def encode(vae: Any, videos: torch.Tensor) -> torch.Tensor:
+    """float32[b, 3, f, h, w] → float32[b, 16, 1 + (f − 1) / 4, h / 8, w / 8], not standardised."""
+    with torch.autocast("cpu", torch.bfloat16):
+        latents: torch.Tensor = vae.encode(videos).latent_dist.mean
+    return latents.float()
