@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ARCHITECTURES", "Architecture", "architecture_of"]
+__all__ = ["ARCHITECTURES", "Architecture", "architecture_of", "register_architecture"]
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,18 @@ ARCHITECTURES = {
 """By class name: diffusers need not be imported to look one up."""
 
 
+def register_architecture(class_name: str, architecture: Architecture) -> None:
+    """Makes a transformer class known, by its name; see docs/adding-a-model.md. Raises ValueError for a name taken."""
+    if ARCHITECTURES.setdefault(class_name, architecture) != architecture:
+        raise ValueError(f"{class_name} is known already, with other settings; register a subclass under another name")
+
+
 def architecture_of(transformer: nn.Module) -> Architecture:
     """The architecture of a transformer or of a class it derives from. Raises ValueError for an unknown one."""
     for cls in type(transformer).__mro__:
         if cls.__name__ in ARCHITECTURES:
             return ARCHITECTURES[cls.__name__]
     raise ValueError(
-        f"db-SP does not know {type(transformer).__name__}; it knows {', '.join(ARCHITECTURES)} and their subclasses"
+        f"db-SP does not know {type(transformer).__name__}; it knows {', '.join(ARCHITECTURES)} and their subclasses; "
+        "others of their kind need one entry: docs/adding-a-model.md"
     )

@@ -1,0 +1,37 @@
+"""docs/adding-a-model.md: its worked example runs as printed, and is right."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dbsp_core.architectures import ARCHITECTURES, Architecture, register_architecture
+
+PAGE = Path(__file__).parents[1] / "docs" / "adding-a-model.md"
+
+
+def test_the_page_s_example_is_right_on_two_ranks(tmp_path):
+    (example,) = [
+        code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "init_process" in code
+    ]
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run.stderr[-2000:]
+    measured = re.findall(r"from one process (\S+), from dense (\S+)", run.stdout)
+    assert len(measured) == 2
+    for from_one_process, from_dense in measured:
+        assert float(from_one_process) <= 1e-5
+        assert float(from_dense) > 1e-3, "the mask must matter"
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="known already"):
+        register_architecture("WanTransformer3DModel", Architecture("layers", frames_first=True, joint_text=False))
+    register_architecture("WanTransformer3DModel", ARCHITECTURES["WanTransformer3DModel"])
