@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
 from loop import History, cosine, generator_of, train
+from muon import optimizers_of
 from rich.progress import Progress
 from world import FRAMES, HEIGHT, WIDTH, Scene, render
 
@@ -15,13 +18,11 @@ __all__ = ["encode", "make_autoencoder", "train_autoencoder"]
 CLIP = 9  # frames to a training clip
 CROP = 64  # pixels to a side of the early clips; the later ones are whole frames
 KL = 1e-6
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 6e-3
 
 
 def make_autoencoder(width: int = 16) -> Any:
     """4 × in time, 8 × in space, 16 channels, as Wan2.1's; 2×2 pixels enter as one, which makes it cheap."""
-    from diffusers import AutoencoderKLWan
-
     vae = AutoencoderKLWan(
         base_dim=width,
         z_dim=16,
@@ -34,20 +35,32 @@ def make_autoencoder(width: int = 16) -> Any:
         latents_mean=[0.0] * 16,
         latents_std=[1.0] * 16,
     )
-    with torch.no_grad():  # latents begin nearly without noise: under noise of deviation 1 colours stay grey for long
-        vae.quant_conv.weight[16:].zero_()
-        vae.quant_conv.bias[16:].fill_(-6.0)
+    _begin_clear(vae)
     return vae
+
+
+@torch.no_grad()
+def _begin_clear(vae: Any) -> None:
+    """Latents begin nearly without noise, and residual branches at zero: else colours stay grey for long."""
+    vae.quant_conv.weight[16:].zero_()
+    vae.quant_conv.bias[16:].fill_(-6.0)
+    for module in vae.modules():
+        if isinstance(module, WanResidualBlock):
+            module.conv2.weight.zero_()
 
 
 def train_autoencoder(vae: Any, steps: int, batch: int, seed: int, folder: Path, progress: Progress) -> History:
     """Trains in place: L1, and a little KL divergence. The last third of the steps sees whole frames."""
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    convolutions = [p for p in vae.parameters() if p.ndim >= 4 and p[0].numel() > 1]  # norms have such shapes too
+    optimizers = optimizers_of(vae, convolutions, LEARNING_RATE)
 
     def step(index: int) -> float:
         generator = generator_of(seed, index)
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * cosine(index, steps, min(100, steps // 10))
+        share = cosine(index, steps, min(50, steps // 10))
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = (LEARNING_RATE if optimizer is optimizers["muon"] else LEARNING_RATE / 4) * share
         clips = _clips(index, batch, seed, index >= 2 * steps // 3, generator)
         with torch.autocast("cpu", torch.bfloat16):
             posterior = vae.encode(clips).latent_dist
@@ -55,13 +68,12 @@ def train_autoencoder(vae: Any, steps: int, batch: int, seed: int, folder: Path,
             back = vae.decode(posterior.mean + posterior.std * noise).sample
         error = (back.float() - clips).abs().mean()
         spread = (posterior.mean.float() ** 2 + posterior.var.float() - 1 - posterior.logvar.float()).mean() / 2
-        optimizer.zero_grad()
         (error + KL * spread).backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers.values():
+            optimizer.step()
         return error.item()
 
-    return train("autoencoder", steps, {"vae": vae, "optimizer": optimizer}, step, folder, progress)
+    return train("autoencoder", steps, {"vae": vae, **optimizers}, step, folder, progress)
 
 
 def _clips(index: int, batch: int, seed: int, whole: bool, generator: torch.Generator) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from loop import History, cosine, generator_of, train
+from muon import optimizers_of
 from plain import written_out
 from rich.progress import Progress
 from text import PADDED
@@ -118,39 +119,30 @@ def train_transformer(
     average = torch.optim.swa_utils.AveragedModel(
         transformer, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(AVERAGE)
     )
-    optimizers, parts = _optimizers(transformer, rate)
+    hidden = [p for p in transformer.blocks.parameters() if p.ndim == 2]
+    optimizers = optimizers_of(transformer, hidden, rate)
     total = sum(phase.steps for phase in phases)
 
     def step(index: int) -> float:
         generator = generator_of(seed, index)
         share = cosine(index, total, min(100, total // 10))
-        for optimizer in optimizers:
+        for optimizer in optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate * share
         with torch.autocast("cpu", torch.bfloat16), written_out():
             loss = _loss(transformer, videos, _phase_at(phases, index), generator)
-        for optimizer in optimizers:
+        for optimizer in optimizers.values():
             optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
-        for optimizer in optimizers:
+        for optimizer in optimizers.values():
             optimizer.step()
         average.update_parameters(transformer)
         return loss.item()
 
-    parts |= {"transformer": transformer, "average": average}
+    parts = {**optimizers, "transformer": transformer, "average": average}
     history = train("transformer", total, parts, step, folder, progress)
     return average.module, history
-
-
-def _optimizers(transformer: Any, rate: float) -> tuple[list[Any], dict[str, Any]]:
-    """Muon for the matrices inside the blocks, which learns in about half of AdamW's steps; AdamW for the rest."""
-    inside = {id(p) for p in transformer.blocks.parameters() if p.ndim == 2}
-    matrices = [p for p in transformer.parameters() if id(p) in inside]
-    rest = [p for p in transformer.parameters() if id(p) not in inside]
-    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
-    return [muon, adamw], {"muon": muon, "adamw": adamw}
 
 
 def _phase_at(phases: list[Phase], index: int) -> Phase:

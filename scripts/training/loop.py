@@ -34,7 +34,7 @@ def train(
     step: Callable[[int], float],
     folder: Path,
     progress: Progress,
-    save_every: int = 100,
+    save_every: int = 50,
 ) -> History:
     """Calls step(0), …, step(steps − 1), from where `folder`/NAME.pt left off, and keeps that file up to date.
 
