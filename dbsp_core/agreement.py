@@ -9,7 +9,7 @@ import torch
 
 from dbsp_core.groups import SequenceGroup
 
-__all__ = ["agree", "on_all_ranks"]
+__all__ = ["agree", "gather_texts", "on_all_ranks"]
 
 Result = TypeVar("Result")
 
@@ -52,7 +52,7 @@ def agree(
     states = group.gather_integers([int(problem is None), mark], device)
     failed = [rank for rank, (fine, _) in enumerate(states) if not fine]
     if failed:
-        texts = _gather_texts(group, problem or "", device)
+        texts = gather_texts(group, problem or "", device)
         where = "" if len(failed) == group.size else f"rank(s) {failed}: "
         raise error(where + texts[failed[0]])
     marks = [mark for _, mark in states]
@@ -62,8 +62,8 @@ def agree(
         raise error(complaint.format(differing))
 
 
-def _gather_texts(group: SequenceGroup, text: str, device: torch.device) -> list[str]:
-    """Every rank's text, by rank."""
+def gather_texts(group: SequenceGroup, text: str, device: torch.device) -> list[str]:
+    """Every rank's text, by rank. Collective."""
     mine = text.encode()
     length = max(size for (size,) in group.gather_integers([len(mine)], device))
     padded = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8).to(device)

@@ -19,11 +19,13 @@ class Architecture:
     blocks:       attribute that lists the blocks; each has its self-attention in `attn1`
     frames_first: whether the sample is [B, F, C, H, W] rather than [B, C, F, H, W]
     joint_text:   whether text stands in the same sequence, before video
+    embedding:    the module that makes tokens of the sample: [B, C, t, h, w], or [B, text and video tokens, C]
     """
 
     blocks: str
     frames_first: bool
     joint_text: bool
+    embedding: str = "patch_embedding"
 
     def blocks_of(self, transformer: nn.Module) -> nn.ModuleList:
         blocks: nn.ModuleList = getattr(transformer, self.blocks)
@@ -42,7 +44,9 @@ class Architecture:
 
 ARCHITECTURES = {
     "WanTransformer3DModel": Architecture("blocks", frames_first=False, joint_text=False),
-    "CogVideoXTransformer3DModel": Architecture("transformer_blocks", frames_first=True, joint_text=True),
+    "CogVideoXTransformer3DModel": Architecture(
+        "transformer_blocks", frames_first=True, joint_text=True, embedding="patch_embed"
+    ),
 }
 """By class name: diffusers need not be imported to look one up."""
 

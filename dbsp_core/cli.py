@@ -15,6 +15,7 @@ from rich.table import Table
 
 from dbsp_core.cli_calibrate import calibrate_command
 from dbsp_core.cli_masks import masks_app
+from dbsp_core.cli_report import report_command
 from dbsp_core.cli_simulate import simulate_command
 from dbsp_core.doctor import examine
 from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
@@ -150,6 +151,7 @@ def doctor(as_json: JsonFlag = False) -> None:
 
 
 app.command("calibrate")(calibrate_command)
+app.command("report")(report_command)
 app.command("simulate")(simulate_command)
 
 

@@ -47,7 +47,7 @@ class DbspConfig:
                       lagged for masks computed from queries and keys
     kernel:           "auto" or a kernel's name
     dtype:            in which a local checkpoint is loaded; auto is bfloat16 on an accelerator, float32 without
-    report:           folder for report.json and balance.png, or None
+    report:           folder for the report (see docs/report.md), or None: nothing is observed
     record:           folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set
     debug:            all ranks check before each attention that inputs are finite and plans equal
     """

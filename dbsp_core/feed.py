@@ -39,6 +39,10 @@ class MaskFeed:
     _thw: tuple[int, int, int] = (0, 0, 0)
     _text_tokens: int = 0
 
+    def restart(self) -> None:
+        """Starts a new generation: the next forward pass is the first of its first step."""
+        self._counter, self.moment = StepCounter(), Moment()
+
     def begin(self, thw: tuple[int, int, int], text_tokens: int, timestep: torch.Tensor | float | None) -> None:
         """Starts a forward pass.
 

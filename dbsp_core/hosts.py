@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,35 +22,42 @@ _MISSING = object()
 
 
 class Attachment:
-    """A stack of changes to a host; `detach` undoes them in reverse, once."""
+    """A stack of changes to a host; `detach` undoes them in reverse, once, all of them even when undoing one fails.
+
+    As a context manager, around the making of the changes, it is all or nothing: an exception undoes those made.
+    """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.detach()
 
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Sets an instance attribute; afterwards the instance has the old one, or none, as before."""
         before = vars(target).get(name, _MISSING)
         setattr(target, name, value)
-
-        def undo() -> None:
-            if before is _MISSING:
-                delattr(target, name)
-            else:
-                setattr(target, name, before)
-
-        self._undo.append(undo)
+        if before is _MISSING:
+            self._undo.callback(delattr, target, name)
+        else:
+            self._undo.callback(setattr, target, name, before)
 
     def hook(self, register: Callable[..., Any], function: Callable[..., Any], **options: Any) -> None:
         """Registers a module hook, for example hook(module.register_forward_hook, function, with_kwargs=True)."""
-        self._undo.append(register(function, **options).remove)
+        self._undo.callback(register(function, **options).remove)
 
     def on_detach(self, function: Callable[[], None]) -> None:
-        self._undo.append(function)
+        self._undo.callback(function)
 
     def detach(self) -> None:
         """Leaves the host as it was."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
 
 class _Intercept(TorchFunctionMode):
@@ -76,8 +85,8 @@ def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: A
     """Lets `attend` compute the attention inside one self-attention module, whose projections and norms stay.
 
     attend: called with q, k, v [B, H, n, D] and scale=…
-    The module raises RuntimeError when its attention is not reached: another backend would silently attend to this
-    rank's tokens alone.
+    The module raises ValueError, before anything is exchanged, when its attention is not reached: another backend
+    would silently attend to this rank's tokens alone.
     """
     forward = attention.forward
 
@@ -88,9 +97,9 @@ def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: A
         with mode:
             output = forward(*args, **kwargs)
         if mode.calls != 1:
-            raise RuntimeError(
-                f"self-attention reached torch's scaled_dot_product_attention {mode.calls} times, expected once; set "
-                "the transformer's attention backend to 'native'"
+            raise ValueError(
+                f"self-attention reached torch's scaled_dot_product_attention {mode.calls} times, expected once; "
+                "keep to attention backend 'native' and to processors that call it"
             )
         return output
 

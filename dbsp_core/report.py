@@ -1,25 +1,27 @@
-"""What happened in a run: JSON, picture, table."""
+"""What happened in a run, as data: report.json, and the numbers that its page and tables show."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from io import BytesIO
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
-from rich.table import Table
 
 from dbsp_core.files import write_atomically
-from dbsp_core.plan import Plan
 
-__all__ = ["LayerReport", "RunReport", "balance_picture", "layer_reports"]
+__all__ = ["FORMAT", "CallColumns", "Environment", "LayerReport", "RankTotals", "RunReport", "Totals"]
+
+FORMAT = "db-SP report 2"
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer's numbers; see `dbsp_core.Plan`."""
+    """One layer's numbers at its last attention; see `dbsp_core.Plan`."""
 
     layer: int
     density: float
@@ -30,11 +32,151 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class Environment:
+    """What the run ran with.
+
+    settings: of `DbspConfig` in force, as they would stand in YAML, with what "auto" and defaults came to
+    software: versions by name;  hardware: the device of each rank
+    """
+
+    settings: Mapping[str, Any]
+    software: Mapping[str, str]
+    hardware: Sequence[str]
+    kernel: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class CallColumns:
+    """Every attention of the run, in the order in which they came: columns of one length.
+
+    step, branch: of the denoising, and of the step's guidance passes
+    strategy:     "UxRy"
+    replanned:    1 where a plan was used for the first time;  plan_ms: then the time of making it, on rank 0
+    rho_bound:    ρ_s that no plan of this granularity can beat
+    seconds, seconds_mean: of the slowest rank, and mean over ranks; mask, plan, exchange, kernels and way home
+    bytes_to_owners, bytes_ring, bytes_to_homes: sent to other ranks, sum over ranks
+    bytes_busiest: all three, of the rank that sends most;  bytes_usp: of all ranks, had it been plain USP
+    """
+
+    layer: Sequence[int]
+    step: Sequence[int]
+    branch: Sequence[int]
+    strategy: Sequence[str]
+    replanned: Sequence[int]
+    plan_ms: Sequence[float]
+    density: Sequence[float]
+    rho_before: Sequence[float]
+    rho: Sequence[float]
+    rho_bound: Sequence[float]
+    seconds: Sequence[float]
+    seconds_mean: Sequence[float]
+    bytes_to_owners: Sequence[int]
+    bytes_ring: Sequence[int]
+    bytes_to_homes: Sequence[int]
+    bytes_busiest: Sequence[int]
+    bytes_usp: Sequence[int]
+
+    def __post_init__(self) -> None:
+        lengths = {len(getattr(self, f.name)) for f in fields(self)}
+        if len(lengths) > 1:
+            raise ValueError(f"its columns have different lengths, {sorted(lengths)}")
+        for f in fields(self):
+            kinds = (str,) if f.name == "strategy" else (int, float)
+            if not all(isinstance(value, kinds) for value in getattr(self, f.name)):
+                raise ValueError(f"its column {f.name!r} does not hold {'texts' if str in kinds else 'numbers'} alone")
+
+    def __len__(self) -> int:
+        return len(self.layer)
+
+
+@dataclass(frozen=True)
+class RankTotals:
+    """Sums over the run, by rank.
+
+    attention_s: seconds in attention;  bytes_sent: to other ranks in attention
+    work, work_before: by layer, dense blocks of each rank under db-SP's plans, and under contiguous ones
+    """
+
+    attention_s: Sequence[float]
+    bytes_sent: Sequence[int]
+    work: Mapping[str, Sequence[int]]
+    work_before: Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the columns come to.
+
+    calls, replans, steps: numbers of attentions, of plans made, of denoising steps
+    rho_before, rho, rho_best: means over attentions: contiguous, used, and the least possible;  rho_worst: of used
+    attention_s:      seconds in attention of the slowest rank at each;  attention_mean_s: mean over ranks
+    attention_share:  of `seconds`
+    plan_s:           making plans
+    bytes_*:          sent by all ranks
+    saved_s, left_s:  modelled from ρ_s: seconds that contiguous plans would have taken more, and that perfectly even
+                      work would have taken less, if attention took time in proportion to its slowest rank's blocks
+    strategies:       how many attentions each was used in
+    """
+
+    calls: int
+    replans: int
+    steps: int
+    density: float
+    rho_before: float
+    rho: float
+    rho_best: float
+    rho_worst: float
+    attention_s: float
+    attention_mean_s: float
+    attention_share: float
+    plan_s: float
+    bytes_to_owners: int
+    bytes_ring: int
+    bytes_to_homes: int
+    bytes_sent: int
+    bytes_usp: int
+    saved_s: float
+    left_s: float
+    strategies: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, calls: CallColumns, seconds: float) -> Totals:
+        """seconds: of the whole run"""
+        time, rho, before = (np.array(column) for column in (calls.seconds, calls.rho, calls.rho_before))
+        kinds = [sum(column) for column in (calls.bytes_to_owners, calls.bytes_ring, calls.bytes_to_homes)]
+        attention_s = float(time.sum())
+        return cls(
+            calls=len(calls),
+            replans=sum(calls.replanned),
+            steps=len(set(calls.step)),
+            density=_mean(calls.density),
+            rho_before=_mean(calls.rho_before),
+            rho=_mean(calls.rho),
+            rho_best=_mean(calls.rho_bound),
+            rho_worst=max(calls.rho, default=1.0),
+            attention_s=attention_s,
+            attention_mean_s=float(sum(calls.seconds_mean)),
+            attention_share=attention_s / seconds if seconds else 0.0,
+            plan_s=float(sum(calls.plan_ms)) / 1e3,
+            bytes_to_owners=kinds[0],
+            bytes_ring=kinds[1],
+            bytes_to_homes=kinds[2],
+            bytes_sent=sum(kinds),
+            bytes_usp=sum(calls.bytes_usp),
+            saved_s=float((time * (before / rho - 1)).sum()),
+            left_s=float((time * (1 - 1 / rho)).sum()),
+            strategies=dict(sorted(Counter(calls.strategy).items())),
+        )
+
+
+@dataclass(frozen=True)
 class RunReport:
     """One run.
 
     max_abs_diff: largest difference of the final latents from one process without parallelism, or None if not compared
-    seconds:      the pipeline's wall time on rank 0, loading and compiling excluded
+    seconds:      the pipeline's wall time on rank 0, loading and compiling excluded; of a transformer without a
+                  pipeline, from its first attention to the end of its last
     """
 
     model: str
@@ -43,87 +185,54 @@ class RunReport:
     strategy: str
     planner: str
     max_abs_diff: float | None
-    layers: tuple[LayerReport, ...]
+    layers: Sequence[LayerReport]
     seconds: float
+    environment: Environment
+    calls: CallColumns
+    ranks: RankTotals
+
+    @cached_property
+    def totals(self) -> Totals:
+        """Of all attentions."""
+        return Totals.of(self.calls, self.seconds)
 
     @classmethod
     def read(cls, path: Path) -> RunReport:
-        """Reads a report.json. Raises ValueError when it is not one."""
+        """Reads a report.json, or that of a folder. Raises ValueError when it is not one."""
+        path = path / "report.json" if path.is_dir() else path
         try:
-            values = json.loads(path.read_text())
-            return cls(**{**values, "layers": tuple(LayerReport(**layer) for layer in values["layers"])})
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a db-SP report ({error}); make one with --sp-report DIR") from error
+            values = json.loads(path.read_text(), parse_constant=_refuse)
+            if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+                raise ValueError(f"it is not of format {FORMAT!r}")
+            values.pop("totals", None)  # they follow from the columns
+            return cls(
+                **{
+                    **values,
+                    "layers": tuple(LayerReport(**layer) for layer in values["layers"]),
+                    "environment": Environment(**values["environment"]),
+                    "calls": CallColumns(**values["calls"]),
+                    "ranks": RankTotals(**values["ranks"]),
+                }
+            )
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not a db-SP report ({' '.join(str(error).split())}); a run leaves one in the folder of "
+                "setting `report`, or --sp-report DIR"
+            ) from error
+
+    def to_json(self) -> str:
+        """What `read` reads, with `totals` for other readers."""
+        content = {"format": FORMAT, **asdict(self), "totals": asdict(self.totals)}
+        return json.dumps(content, allow_nan=False) + "\n"
 
     def write(self, path: Path) -> None:
         """Writes JSON, whole or not at all."""
-        write_atomically(path, json.dumps(asdict(self), indent=2) + "\n")
-
-    def table(self) -> Table:
-        """The same as a table for the terminal."""
-        title = f"{self.model} on {self.world_size} ranks, {self.strategy}, planner {self.planner}"
-        table = Table(title=title, caption=self._caption())
-        for name in ("layer", "density", "ρ_s before", "ρ_s", "bound", "moved"):
-            table.add_column(name, justify="right")
-        for layer in self.layers:
-            numbers = (layer.rho_before, layer.rho, layer.rho_bound)
-            table.add_row(
-                str(layer.layer), f"{layer.density:.3f}", *(f"{n:.3f}" for n in numbers), f"{layer.moved:.1%}"
-            )
-        return table
-
-    def _caption(self) -> str:
-        compared = "not compared" if self.max_abs_diff is None else f"differs by {self.max_abs_diff:.1e}"
-        return f"{self.seconds:.1f} s; final latents against one process: {compared}"
+        write_atomically(path, self.to_json())
 
 
-def layer_reports(records: Mapping[int, Plan]) -> tuple[LayerReport, ...]:
-    """The numbers of every layer that ran, by layer."""
-    return tuple(
-        LayerReport(
-            layer=layer,
-            density=record.density,
-            rho_before=record.rho_before,
-            rho=record.rho,
-            rho_bound=record.rho_bound,
-            moved=record.moved,
-        )
-        for layer, record in sorted(records.items())
-    )
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
 
 
-def balance_picture(records: Mapping[int, Plan]) -> bytes:
-    """PNG: per layer, the dense blocks of each rank before (contiguous) and after, ρ_s above. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    layers = sorted(records)
-    figure = Figure(figsize=(max(7.0, 1.5 + 0.9 * len(layers)), 6.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 1, sharex=True, sharey=True)
-    rows = (
-        (axes[0], "before: contiguous", [records[i].work_before for i in layers]),
-        (axes[1], f"after: {records[layers[0]].planner}", [records[i].work for i in layers]),
-    )
-    for axis, title, work in rows:
-        totals = np.array([periods.sum(axis=0) for periods in work])
-        ranks = totals.shape[1]
-        width = 0.8 / ranks
-        for rank in range(ranks):
-            place = np.arange(len(layers)) + (rank - (ranks - 1) / 2) * width
-            axis.bar(place, totals[:, rank], width * 0.92, label=f"rank {rank}", color=f"C{rank % 10}")
-        middle = np.arange(len(layers))
-        axis.hlines(totals.mean(axis=1), middle - 0.45, middle + 0.45, "black", "dotted")
-        for index, layer in enumerate(layers):
-            plan = records[layer]
-            rho = plan.rho_before if axis is axes[0] else plan.rho
-            axis.annotate(
-                f"ρ_s {rho:.3f}", (index, totals[index].max()), (0, 4), textcoords="offset points", ha="center", size=8
-            )
-        axis.set(title=title, ylabel="dense blocks")
-        axis.margins(y=0.18)
-    axes[1].set(xlabel="layer", xticks=np.arange(len(layers)), xticklabels=layers)
-    axes[0].legend(ncols=min(8, ranks), fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.12))
-    picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
-    return picture.getvalue()
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")

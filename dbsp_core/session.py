@@ -19,11 +19,13 @@ from dbsp_core.hardware import NEAREST, load_hardware, warn_if_elsewhere
 from dbsp_core.home import HomeLayout, MaskProfile
 from dbsp_core.latency import AttentionShape, Topology
 from dbsp_core.mask import BlockMask
+from dbsp_core.meeting import meeting_group
+from dbsp_core.observing import RunObserver
 from dbsp_core.plan import Plan, make_plan, require_slots
 from dbsp_core.recorder import MaskRecorder
 from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReuseCounters
 from dbsp_core.selection import StrategySelector, candidates
-from dbsp_core.serving import kernel_merges
+from dbsp_core.serving import kernel_merges, require_served
 from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
 from dbsp_kernels import choose_kernel
@@ -39,6 +41,7 @@ class AttentionSession:
     heads:    attention heads of every layer
     layers:   number of layers
     steps:    tells how many denoising steps there will be, where the host knows
+    observer: collects what a report tells, where one is wanted
     Raises ValueError at construction when strategy and group don't fit.
     """
 
@@ -48,6 +51,7 @@ class AttentionSession:
     heads: int
     layers: int
     steps: Callable[[], int | None] = lambda: None
+    observer: RunObserver | None = field(init=False)
     _feed: MaskFeed = field(init=False)
     _plans: PlanCache | LaggedPlanCache = field(init=False)
     _recorder: MaskRecorder = field(init=False)
@@ -61,6 +65,7 @@ class AttentionSession:
     def __post_init__(self) -> None:
         if self.strategy is not None:
             self.strategy.require_world(self.group.size)
+            require_served(self.strategy, self.config.kernel)
         self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
         self._feed = MaskFeed(
             self.config.mask,
@@ -72,6 +77,10 @@ class AttentionSession:
             count_steps=self._recorder.wanted,
         )
         self._plans = self._plan_cache()
+        self.observer = None
+        if self.config.report is not None:
+            self.observer = RunObserver()
+            meeting_group(self.group)  # while no rank can have failed yet: making it is a collective
 
     @torch.compiler.disable
     def begin(
@@ -91,7 +100,11 @@ class AttentionSession:
         self._reached.clear()
         self._feed.begin(thw, text_tokens, timestep)
         self._recorder.begin(self._feed.moment)
+        if self.observer is not None:
+            self.observer.begin(timestep)
         if self._home is None or self._size != (thw, text_tokens):
+            if self.observer is not None and self.observer.open:
+                self.settle()  # while what is being planned still finds its own layout
             place = torch.device(device)
             grid = self._feed.grid(place)
             if self.strategy is not None:
@@ -107,6 +120,10 @@ class AttentionSession:
             self._keys.clear()
             self._executors.clear()
         return self._home
+
+    def restart(self) -> None:
+        """Starts a new generation: the next forward pass is its first, whatever the last one's timesteps were."""
+        self._feed.restart()
 
     def end(self) -> int:
         """Ends a forward pass. returns: how many layers' attentions it reached."""
@@ -126,12 +143,24 @@ class AttentionSession:
         """q, k, v: [B, H, shard, D], this rank's tokens, padding included. returns: [B, H, shard, D]."""
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         tokens = HomeTokens(q, k, self.home, self.group, scale)
+        started = None if self.observer is None else self.observer.mark(q.device)
         executor = self._executor(layer, tokens)
         self._reached.add(layer)
         if executor.plan.heads == q.shape[1]:
-            return executor(q, k, v, scale=scale)
-        items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has masks of its own, as B·H heads
-        return executor(*items, scale=scale).view(q.shape)
+            out = executor(q, k, v, scale=scale)
+        else:
+            items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has masks of its own, as B·H heads
+            out = executor(*items, scale=scale).view(q.shape)
+        if self.observer is not None and started is not None:
+            lagged = self.planning == "lagged"
+            self.observer.attended(layer, self._keys[layer], executor, q, started, self._plans.latest, lagged)
+        return out
+
+    def settle(self) -> None:
+        """Waits for pending plans, so that whatever is read covers every call."""
+        self._plans.settle()
+        if self.observer is not None:
+            self.observer.settle(self._plans.latest)
 
     @property
     def records(self) -> dict[int, Plan]:
@@ -203,12 +232,16 @@ class AttentionSession:
             debug=self.config.debug,
         )
 
+    @property
+    def planning(self) -> str:
+        """ "immediate" or "lagged": what "auto" comes to for these masks."""
+        if self.config.planning != "auto":
+            return self.config.planning
+        return "lagged" if self.config.mask.varies == "calls" else "immediate"
+
     def _plan_cache(self) -> PlanCache | LaggedPlanCache:
-        planning = self.config.planning
-        if planning == "auto":
-            planning = "lagged" if self.config.mask.varies == "calls" else "immediate"
         threshold = self.config.replan_threshold
-        return LaggedPlanCache(threshold, self.group) if planning == "lagged" else PlanCache(threshold)
+        return LaggedPlanCache(threshold, self.group) if self.planning == "lagged" else PlanCache(threshold)
 
     def _profile(self, device: torch.device) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""

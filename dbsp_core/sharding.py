@@ -12,22 +12,25 @@ from torch import nn
 
 from dbsp_core.architectures import architecture_of
 from dbsp_core.hosts import Attachment, intercept_self_attention
+from dbsp_core.preconditions import require_shardable
 from dbsp_core.session import AttentionSession
 from dbsp_core.streams import StreamShards
 
-__all__ = ["shard_transformer"]
+__all__ = ["SequenceSharding", "shard_transformer"]
 
 
-def shard_transformer(transformer: nn.Module, session: AttentionSession, attachment: Attachment) -> None:
-    """Shards the sequence over the session's ranks between the first block and the projection.
+def shard_transformer(transformer: nn.Module, session: AttentionSession, attachment: Attachment) -> SequenceSharding:
+    """Shards the sequence over the session's ranks between the embedding of its patches and their projection.
 
     Every rank is given the whole input and returns the whole output. Text, where it is in the sequence, is a stream of
-    its own, sharded like video. Raises ValueError for a transformer that db-SP does not know.
+    its own, sharded like video. Raises ValueError for a transformer that db-SP does not know or cannot shard.
     """
-    _SequenceSharding(transformer, session).attach(attachment)
+    sharding = SequenceSharding(transformer, session)
+    sharding.attach(attachment)
+    return sharding
 
 
-class _SequenceSharding:
+class SequenceSharding:
     """The hooks on one transformer."""
 
     def __init__(self, transformer: nn.Module, session: AttentionSession) -> None:
@@ -38,32 +41,47 @@ class _SequenceSharding:
         self._text: StreamShards | None = None
 
     def attach(self, attachment: Attachment) -> None:
+        module = self._transformer.get_submodule
         blocks = self._architecture.blocks_of(self._transformer)
+        require_shardable(self._transformer, [block.get_submodule("attn1") for block in blocks])
         attachment.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
-        _rewrite_inputs(blocks[0], {"hidden_states": self._take_video}, attachment)
+        # Video is sharded before the blocks, not at the first: what wraps the blocks as a whole, as first-block cache
+        # does, then sees shards alone. Text only there, as the embedding's output is cut by the length of whole text.
+        attachment.hook(module(self._architecture.embedding).register_forward_hook, self._shard_embedded)
         if self._architecture.joint_text:
-            _rewrite_inputs(blocks[0], {"encoder_hidden_states": self._take_text}, attachment)
+            _rewrite_input(blocks[0], "encoder_hidden_states", self._take_text, attachment)
             for block in blocks:
-                _rewrite_inputs(block, {"image_rotary_emb": self._take_rotary}, attachment)
+                _rewrite_input(block, "image_rotary_emb", self._take_rotary, attachment)
         else:
-            attachment.hook(self._transformer.get_submodule("rope").register_forward_hook, self._shard_rope)
+            attachment.hook(module("rope").register_forward_hook, self._shard_rope)
         for layer, block in enumerate(blocks):
             attend = functools.partial(self._session.attend, layer)
             intercept_self_attention(block.get_submodule("attn1"), attend, attachment)
-        attachment.hook(self._transformer.get_submodule("proj_out").register_forward_hook, self._gather)
+        attachment.hook(module("proj_out").register_forward_hook, self._gather)
+
+    @property
+    def video(self) -> StreamShards:
+        """How the video of the current forward pass is sharded."""
+        return _require(self._video)
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        timestep = inputs.get("timestep")
+        if isinstance(timestep, torch.Tensor) and timestep.ndim > 1:
+            raise ValueError("db-SP does not know models with a timestep for each frame or token (as Wan2.2-TI2V-5B)")
         thw, text_tokens = self._architecture.token_grid(module, inputs)
-        sample = inputs["hidden_states"]
-        home = self._session.begin(thw, text_tokens, inputs.get("timestep"), sample.device)
+        home = self._session.begin(thw, text_tokens, timestep, inputs["hidden_states"].device)
         self._text = StreamShards(home, self._session.group, 0, text_tokens)
         self._video = StreamShards(home, self._session.group, text_tokens, home.tokens)
 
     @torch.compiler.disable
-    def _take_video(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return _require(self._video).take(hidden_states, dim=1)
+    def _shard_embedded(self, module: nn.Module, args: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor:
+        """embedded: [B, C, t, h, w], or [B, text and video tokens, C] with text to be left whole."""
+        if embedded.ndim == 5:
+            return self.video.take(embedded.flatten(2), dim=2)[..., None, None]
+        text, video = embedded.split([_require(self._text).tokens, self.video.tokens], dim=1)
+        return torch.cat([text, self.video.take(video, dim=1)], dim=1)
 
     @torch.compiler.disable
     def _take_text(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -72,34 +90,33 @@ class _SequenceSharding:
     @torch.compiler.disable
     def _take_rotary(self, tables: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...] | None:
         """tables: cosines and sines, [video tokens, D] each, or None for a model without."""
-        return None if tables is None else tuple(_require(self._video).take(table, dim=0) for table in tables)
+        return None if tables is None else tuple(self.video.take(table, dim=0) for table in tables)
 
     @torch.compiler.disable
     def _shard_rope(
         self, module: nn.Module, args: tuple[Any, ...], tables: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
         """tables: cosines and sines, [1, video tokens, 1, D] each."""
-        return tuple(_require(self._video).take(table, dim=1) for table in tables)
+        return tuple(self.video.take(table, dim=1) for table in tables)
 
     @torch.compiler.disable
     def _gather(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return _require(self._video).gather(output, dim=1)
+        return self.video.gather(output, dim=1)
 
 
 def _require(shards: StreamShards | None) -> StreamShards:
     if shards is None:
-        raise RuntimeError("a block was called outside the transformer's forward pass")
+        raise RuntimeError("a part of the transformer was called outside its forward pass")
     return shards
 
 
-def _rewrite_inputs(module: nn.Module, functions: dict[str, Callable[[Any], Any]], attachment: Attachment) -> None:
-    """Passes arguments of a module's forward, by name, through functions."""
+def _rewrite_input(module: nn.Module, name: str, function: Callable[[Any], Any], attachment: Attachment) -> None:
+    """Passes one argument of a module's forward through a function."""
     signature = inspect.signature(module.forward)
 
     def rewrite(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = signature.bind(*args, **kwargs)
-        for name, function in functions.items():
-            call.arguments[name] = function(call.arguments.get(name))
+        call.arguments[name] = function(call.arguments.get(name))
         return call.args, call.kwargs
 
     attachment.hook(module.register_forward_pre_hook, rewrite, with_kwargs=True)

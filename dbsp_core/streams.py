@@ -26,6 +26,11 @@ class StreamShards:
         self._place = rank * self.shard + local - start
         self._mine = rank == group.rank
 
+    @property
+    def tokens_here(self) -> int:
+        """How many of this rank's places hold a token; they are the first ones, padding follows."""
+        return int(self._mine.sum())
+
     def take(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's shard of a tensor that has all tokens along `dim`; padding is zero."""
         dim = dim % whole.ndim

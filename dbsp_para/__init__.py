@@ -10,8 +10,16 @@ dbsp_para.unparallelize(pipe)                                             # as i
 """
 
 from dbsp_para.para_attn_seam import install, uninstall
-from dbsp_para.parallelize import parallelize_pipe, parallelize_transformer, unparallelize
+from dbsp_para.parallelize import parallelize_pipe, parallelize_transformer, session_of, unparallelize, write_report
 
-__all__ = ["install", "parallelize_pipe", "parallelize_transformer", "uninstall", "unparallelize"]
+__all__ = [
+    "install",
+    "parallelize_pipe",
+    "parallelize_transformer",
+    "session_of",
+    "uninstall",
+    "unparallelize",
+    "write_report",
+]
 
 install()

@@ -1,7 +1,7 @@
 """Teaches para-attn's `parallelize_pipe` and `parallelize_transformer` the argument `attn="dbsp"`.
 
-para-attn looks its adapters' `parallelize_transformer` up by name at each call, so wrapping those two is enough,
-whatever was imported first.
+para-attn looks its adapters' functions up by name at each call, so wrapping those is enough, whatever was imported
+first. Its first-block cache learns to compare what db-SP has sharded.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ from typing import Any
 
 from dbsp_core.config import ConfigLike
 from dbsp_core.hosts import Attachment
-from dbsp_para.parallelize import parallelize_transformer
+from dbsp_para.caching import with_real_tokens
+from dbsp_para.parallelize import parallelize_pipe, parallelize_transformer
 
 __all__ = ["install", "uninstall"]
 
-_ADAPTERS = ("wan", "cogvideox")
+_ADAPTERS = ("wan", "cogvideox", "flux", "hunyuan_video", "mochi")  # the last three, to be told that db-SP can't
 _installed: Attachment | None = None
 
 
 def install() -> bool:
-    """Wraps para-attn's adapters, once. returns: whether para-attn is there to be wrapped."""
+    """Wraps para-attn's functions, once. returns: whether para-attn is there to be wrapped."""
     global _installed
     if _installed is None and importlib.util.find_spec("para_attn") is not None:
-        attachment = Attachment()
-        for name in _ADAPTERS:
-            module = importlib.import_module(f"para_attn.context_parallel.diffusers_adapters.{name}")
-            attachment.set_attribute(module, "parallelize_transformer", _with_dbsp(module))
+        with Attachment() as attachment:
+            for name in _ADAPTERS:
+                module = importlib.import_module(f"para_attn.context_parallel.diffusers_adapters.{name}")
+                for ours in (parallelize_pipe, parallelize_transformer):
+                    attachment.set_attribute(module, ours.__name__, _with_dbsp(module, ours))
+            cache = importlib.import_module("para_attn.first_block_cache.utils")
+            attachment.set_attribute(cache, "are_two_tensors_similar", with_real_tokens(cache.are_two_tensors_similar))
         _installed = attachment
     return _installed is not None
 
@@ -43,19 +47,27 @@ def uninstall() -> None:
         _installed = None
 
 
-def _with_dbsp(module: ModuleType) -> Callable[..., Any]:
-    original = module.parallelize_transformer
+def _with_dbsp(module: ModuleType, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """The adapter's function of the same name, or, asked for by `attn`, ours."""
+    original = getattr(module, ours.__name__)
 
     @functools.wraps(original)
     def wrapped(
-        transformer: Any, *, mesh: Any = None, attn: str | None = None, config: ConfigLike = None, **others: Any
+        model: Any,
+        *,
+        mesh: Any = None,
+        attn: str | None = None,
+        config: ConfigLike = None,
+        **others: Any,
     ) -> Any:
         if attn is None:
             if config is not None:
                 raise ValueError('config is for db-SP; pass attn="dbsp" with it')
-            return original(transformer, mesh=mesh, **others)
+            return original(model, **({} if mesh is None else {"mesh": mesh}), **others)
         if attn != "dbsp":
             raise ValueError(f'unknown attn {attn!r}; pass attn="dbsp", or leave it out for para-attn\'s own')
-        return parallelize_transformer(transformer, mesh=mesh, config=config, **others)
+        if others:
+            raise ValueError(f'{", ".join(others)} cannot be combined with attn="dbsp"; leave it out')
+        return ours(model, mesh=mesh, config=config)
 
     return wrapped

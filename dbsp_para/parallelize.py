@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
+from dbsp_core.agreement import on_all_ranks
 from dbsp_core.architectures import architecture_of
+from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, steps_of
+from dbsp_core.pipe_reports import model_name, report_calls
+from dbsp_core.reporting import is_writer, make_report, write_report_files
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
-from dbsp_core.strategy import Strategy
-from dbsp_para.seeds import share_seeds
+from dbsp_core.sources import DenseSource
+from dbsp_para.caching import Parallelized
+from dbsp_para.calls import watch_calls
+from dbsp_para.meshes import Ranks
 
-__all__ = ["parallelize_pipe", "parallelize_transformer", "unparallelize"]
+__all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "unparallelize", "write_report"]
 
 _attached: WeakKeyDictionary[nn.Module, tuple[Attachment, AttentionSession]] = WeakKeyDictionary()
 
@@ -26,53 +37,112 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
     """Parallelizes `pipe.transformer` (see there), and gives calls without a generator the same noise on every rank.
 
     returns: the pipe
+    Raises ValueError as `parallelize_transformer` does, and for a pipeline without a transformer or with two.
     """
+    if getattr(pipe, "transformer", None) is None:
+        raise ValueError(f"db-SP parallelizes pipelines with a transformer, {type(pipe).__name__} has none")
     if getattr(pipe, "transformer_2", None) is not None:
         raise ValueError("db-SP runs pipelines with one transformer, this one has two")
-    parallelize_transformer(pipe.transformer, mesh=mesh, config=config, steps=lambda: steps_of(pipe))
-    attachment, session = _attached[pipe.transformer]
-    share_seeds(pipe, session.group, attachment)
+    ranks = Ranks.of(mesh)
+    with Attachment() as attachment:
+        session = _parallelize(pipe.transformer, ranks, config, lambda: steps_of(pipe), attachment)
+        watch_calls(pipe, ranks.everyone, session.restart, attachment)
+        report_calls(pipe, session, attachment, "para")
+        _attached[pipe.transformer] = attachment, session
     return pipe
 
 
 def parallelize_transformer(
     transformer: Any, *, mesh: Any = None, config: ConfigLike = None, steps: Callable[[], int | None] = lambda: None
 ) -> Any:
-    """Shards the sequence over ranks between the first block and the projection, and balances self-attention.
+    """Shards the sequence over ranks between embedding and projection, and balances self-attention.
 
     transformer: a diffusers WanTransformer3DModel or CogVideoXTransformer3DModel
     mesh:        para-attn's device mesh with dimensions (batch, ring, ulysses); default: all ranks, Ulysses alone
     config:      a DbspConfig, a mapping, the path of a YAML file, or None; its strategy overrides the mesh's
     steps:       tells how many denoising steps there will be, for settings that depend on it
     returns:     the transformer
-    Raises ValueError for an unknown or already parallelized transformer, or a strategy that does not fit the ranks.
+    Called by all ranks of the mesh together. Raises ValueError, on all of them, for an unknown or already parallelized
+    transformer, one with another attention backend, a mesh or strategy that does not fit, and a config that makes no
+    sense or differs between ranks. The transformer is then as it was.
     """
-    architecture = architecture_of(transformer)
-    if transformer in _attached or getattr(transformer, "_is_parallelized", False):
-        raise ValueError("this transformer is parallelized already; undo that first (dbsp_para.unparallelize)")
-    config = DbspConfig.load(config)
-    group, strategy = _ranks(mesh)
-    heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
-    session = AttentionSession(config, group, config.strategy_or(strategy), heads, layers, steps)
-    attachment = Attachment()
-    shard_transformer(transformer, session, attachment)
-    attachment.set_attribute(transformer, "_is_parallelized", True)  # para-attn looks for it
-    _attached[transformer] = attachment, session
+    ranks = Ranks.of(mesh)
+    with Attachment() as attachment:
+        session = _parallelize(transformer, ranks, config, steps, attachment)
+        _attached[transformer] = attachment, session
     return transformer
 
 
 def unparallelize(pipe: Any) -> None:
     """Undoes `parallelize_pipe`: attributes, hooks and classes are as before. `pipe` may be the transformer itself."""
-    attachment, _ = _attached.pop(getattr(pipe, "transformer", pipe), (None, None))
+    attachment, _ = _attached.pop(_transformer_of(pipe), (None, None))
     if attachment is not None:
         attachment.detach()
 
 
-def _ranks(mesh: Any) -> tuple[SequenceGroup, Strategy]:
-    if mesh is None:
-        group = SequenceGroup.of()
-        return group, Strategy(group.size, 1)
-    if mesh["batch"].size() != 1:
-        raise ValueError("db-SP shards sequences, not batches; make the mesh with a batch dimension of 1")
-    sequence = mesh["ring", "ulysses"]._flatten()
-    return SequenceGroup.of(sequence.get_group()), Strategy(mesh["ulysses"].size(), mesh["ring"].size())
+def session_of(pipe: Any) -> AttentionSession | None:
+    """The session of a parallelized pipeline or transformer, if any: its plans, strategies and counters."""
+    return _attached.get(_transformer_of(pipe), (None, None))[1]
+
+
+def write_report(pipe: Any, folder: str | os.PathLike[str] | None = None) -> None:
+    """Writes what ran since it was parallelized, or since the last report, to `folder`. Collective; rank 0 writes.
+
+    For a transformer without a pipeline: pipelines report each of their calls.
+    pipe:   a pipeline or transformer that was parallelized with setting `report`
+    folder: default: that setting
+    Raises ValueError where there is nothing to report, RuntimeError where a rank does not come.
+    """
+    transformer = _transformer_of(pipe)
+    _, session = _attached.get(transformer, (None, None))
+    if session is None or session.observer is None:
+        raise ValueError("nothing was collected for a report; parallelize with config={'report': FOLDER, …}")
+    name = model_name(pipe) if hasattr(pipe, "transformer") else type(transformer).__name__
+    report = make_report(session, name, "para")
+    if is_writer(session.group):
+        write_report_files(report, session, Path(folder or session.config.report or "."))
+    session.observer.restart()
+
+
+def _transformer_of(pipe: Any) -> Any:
+    transformer = getattr(pipe, "transformer", pipe)
+    return getattr(transformer, "_orig_mod", transformer)  # as torch.compile wraps it
+
+
+def _parallelize(
+    transformer: Any, ranks: Ranks, config: ConfigLike, steps: Callable[[], int | None], attachment: Attachment
+) -> AttentionSession:
+    """All changes to the transformer."""
+    if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
+        raise ValueError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
+    if hasattr(transformer, "_orig_mod"):
+        raise ValueError("this transformer is compiled; parallelize first, then torch.compile")
+    architecture = architecture_of(transformer)
+    heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
+    config = _agreed(config, ranks.everyone)
+    session = AttentionSession(config, ranks.sequence, config.strategy_or(ranks.strategy), heads, layers, steps)
+    sharding = shard_transformer(transformer, session, attachment)
+    split_batch(transformer, ranks.batch, attachment)
+    attachment.set_attribute(transformer, "_is_parallelized", Parallelized(ranks.everyone, sharding))
+    return session
+
+
+def _agreed(config: ConfigLike, group: SequenceGroup) -> DbspConfig:
+    """The configuration, which all ranks could load, with equal settings. Collective.
+
+    Masks are compared later, when they are used.
+    """
+
+    def fingerprint(loaded: DbspConfig) -> int:
+        shared = replace(loaded, mask=DenseSource(), hardware=None, report=loaded.report and "", record=None)
+        return zlib.crc32(repr(shared).encode())
+
+    def load() -> DbspConfig:
+        if not (config is None or isinstance(config, (DbspConfig, Mapping, str, os.PathLike))):
+            raise ValueError(
+                f"config must be a DbspConfig, a mapping or the path of a YAML file, got {type(config).__name__}"
+            )
+        return DbspConfig.load(config)
+
+    cpu = torch.device("cpu")
+    return on_all_ranks(group.control(), load, cpu, fingerprint, "the configuration")

@@ -10,6 +10,7 @@ import torch
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, patch_tokens, steps_of, unpatch_tokens
+from dbsp_core.pipe_reports import report_calls
 from dbsp_core.session import AttentionSession
 from dbsp_xdit.flags import strategy_from
 
@@ -49,6 +50,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     ):  # Ulysses alone has nothing to lay out
         _lay_out(transformer, session, attachment)
     attachment.hook(transformer.register_forward_hook, _End(session, len(transformer.blocks)))
+    report_calls(pipe, session, attachment, "xdit")
     _attached[transformer] = attachment, session
     return session
 

@@ -26,8 +26,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from safetensors.torch import load_file
 
 from dbsp_core.config import DbspConfig
+from dbsp_core.files import write_atomically
 from dbsp_core.mask_file import save_mask
 from dbsp_core.report import RunReport
+from dbsp_core.report_html import report_page
+from dbsp_core.report_tables import layer_table
 from dbsp_core.single import attach_single_process
 from dbsp_core.sources import MaskRequest
 from dbsp_core.strategy import Strategy
@@ -60,8 +63,8 @@ class Settings:
 
 
 def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | None = None) -> RunReport:
-    """Generates a video on `ranks` processes and leaves demo.mp4, balance.png, report.json and masks.safetensors in
-    `out`, each whole or not at all. returns: the report.
+    """Generates a video on `ranks` processes and leaves demo.mp4, balance.png, report.html, report.json and
+    masks.safetensors in `out`, each whole or not at all. returns: the report.
 
     Raises RuntimeError when the run fails or its latents differ from one process by more than TOLERANCE.
     """
@@ -92,6 +95,7 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
         (video,) = work.glob("*.mp4")
         video.replace(out / "demo.mp4")
         (work / "report" / "balance.png").replace(out / "balance.png")
+        write_atomically(out / "report.html", report_page(report))
         report.write(out / "report.json")
     return report
 
@@ -208,8 +212,8 @@ def main(
     except RuntimeError as error:
         console.print(str(error), markup=False, highlight=False)
         raise SystemExit(1) from error
-    console.print(report.table())
-    console.print(f"wrote {out}/demo.mp4, {out}/balance.png and {out}/report.json", highlight=False)
+    console.print(layer_table(report))
+    console.print(f"wrote {out}/demo.mp4, {out}/balance.png, {out}/report.html and {out}/report.json", highlight=False)
     dbsp = Path(sys.executable).with_name("dbsp")
     console.print(f"next: {dbsp} plan {out}/masks.safetensors --gpus 8 --planner all", highlight=False, soft_wrap=True)
 

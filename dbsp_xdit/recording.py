@@ -1,21 +1,12 @@
-"""What a run leaves behind when a report folder is set: report.json, balance.png and the final latents."""
+"""One report for a whole xfuser run, in which the pipeline may be called several times: the last one's."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from safetensors.torch import save
-
-from dbsp_core.files import write_atomically
-from dbsp_core.hosts import Attachment
-from dbsp_core.report import RunReport, balance_picture, layer_reports
-from dbsp_core.session import AttentionSession
+from dbsp_core.pipe_reports import report_or_say_why_not
 from dbsp_xdit.attaching import session_of
 
 __all__ = ["recorded"]
@@ -23,47 +14,17 @@ __all__ = ["recorded"]
 
 @contextmanager
 def recorded(pipe: Any, model: str) -> Iterator[None]:
-    """Writes the report of the pipeline runs inside, once they succeeded, on rank 0. Without a folder, nothing."""
+    """Reports once the pipeline runs inside succeeded, so that writing is in none of xfuser's own timings. Collective.
+
+    Without a folder for reports, nothing.
+    """
     session = session_of(pipe)
-    if session is None or session.config.report is None or dist.get_rank() != 0:
+    if session is None or session.observer is None:
         yield
         return
-    latents: list[torch.Tensor] = []
-    attachment = _keep_latents(pipe.scheduler, latents)
-    start = time.perf_counter()
+    session.observer.postponed = True
     try:
         yield
     finally:
-        attachment.detach()
-    _write(session, model, time.perf_counter() - start, latents)
-
-
-def _keep_latents(scheduler: Any, latents: list[torch.Tensor]) -> Attachment:
-    """Keeps what the scheduler's last step returned: the latents that the VAE decodes."""
-    step = scheduler.step
-
-    def step_and_keep(*args: Any, **kwargs: Any) -> Any:
-        output = step(*args, **kwargs)
-        latents[:] = [output[0]]
-        return output
-
-    attachment = Attachment()
-    attachment.set_attribute(scheduler, "step", step_and_keep)
-    return attachment
-
-
-def _write(session: AttentionSession, model: str, seconds: float, latents: list[torch.Tensor]) -> None:
-    folder = Path(session.config.report or ".")
-    write_atomically(folder / "balance.png", balance_picture(session.records))
-    if latents:
-        write_atomically(folder / "latents.safetensors", save({"latents": latents[0].float().cpu().contiguous()}))
-    RunReport(
-        model=model,
-        host="xdit",
-        world_size=session.group.size,
-        strategy=session.strategy_in_words,
-        planner=session.config.planner,
-        max_abs_diff=None,
-        layers=layer_reports(session.records),
-        seconds=seconds,
-    ).write(folder / "report.json")
+        session.observer.postponed = False
+    report_or_say_why_not(session, model, "xdit")

@@ -16,13 +16,22 @@ from transformers_for_tests import Inputs, make_transformer
 
 @dataclass(frozen=True)
 class ParaCase:
-    """One forward pass. thw: size of the token grid."""
+    """One forward pass. thw: size of the token grid; batch_groups: groups of ranks that share out the batch."""
 
     model: str
     thw: tuple[int, int, int]
     config: dict[str, Any] = field(default_factory=dict)
     batch: int = 1
     text_tokens: int = 7
+    batch_groups: int = 1
+
+    @property
+    def mesh(self) -> Any:
+        if self.batch_groups == 1:
+            return None
+        from para_attn.context_parallel import init_context_parallel_mesh
+
+        return init_context_parallel_mesh("cpu", max_batch_dim_size=self.batch_groups)
 
 
 def run_para_case(rank: int, world: int, case: ParaCase) -> tuple[float, float]:
@@ -36,8 +45,11 @@ def run_para_case(rank: int, world: int, case: ParaCase) -> tuple[float, float]:
         single.detach()
 
         before = fingerprint(transformer)
-        dbsp_para.parallelize_transformer(transformer, config=case.config)
+        dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
         out = transformer(**inputs.arguments)[0]
+        named = transformer(**inputs.arguments | {"return_dict": True})
+        assert type(named).__name__ == "Transformer2DModelOutput"
+        assert torch.equal(named.sample, out)
         dbsp_para.unparallelize(transformer)
         assert fingerprint(transformer) == before, "unparallelize left something behind"
         assert torch.equal(transformer(**inputs.arguments)[0], dense)
@@ -60,7 +72,7 @@ def run_sparge_case(rank: int, world: int, case: ParaCase, steps: int = 3) -> li
             attachment = attach_single_process(transformer, case.config)
             expected = transformer(**single)[0]
             attachment.detach()
-            dbsp_para.parallelize_transformer(transformer, config=case.config)
+            dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
             out = transformer(**inputs)[0]
             records = session_of(transformer).records
             dbsp_para.unparallelize(transformer)
@@ -71,7 +83,7 @@ def run_sparge_case(rank: int, world: int, case: ParaCase, steps: int = 3) -> li
 
 
 def session_of(transformer: torch.nn.Module) -> AttentionSession:
-    return dbsp_para.parallelize._attached[transformer][1]
+    return dbsp_para.session_of(transformer)
 
 
 def run_through_para_attn(rank: int, world: int, ring: int, config: dict[str, Any]) -> float:

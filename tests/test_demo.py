@@ -11,7 +11,10 @@ from rich.progress import Progress
 from dbsp_core.cli import main
 from dbsp_xdit.demo import TOLERANCE, Settings, run_demo
 
-REPORT_KEYS = {"model", "host", "world_size", "strategy", "planner", "max_abs_diff", "layers", "seconds"}
+REPORT_KEYS = {
+    *("format", "model", "host", "world_size", "strategy", "planner", "max_abs_diff", "layers", "seconds"),
+    *("environment", "calls", "ranks", "totals"),
+}
 LAYER_KEYS = {"layer", "density", "rho_before", "rho", "rho_bound", "moved"}
 
 
@@ -33,10 +36,17 @@ def test_demo(tmp_path, monkeypatch, capsys, ranks, strategy):
     assert sum(layer["rho"] for layer in report["layers"]) < sum(layer["rho_before"] for layer in report["layers"])
     assert max(layer["rho_before"] for layer in report["layers"]) > 1.1, "there must be something to balance"
 
+    assert report["totals"]["calls"] == 4 * 3 * 2, "layers, steps, guidance passes"
+    assert report["calls"]["step"] == [step for step in range(3) for _ in range(8)]
+    assert report["totals"]["strategies"] == {strategy: 24}
+    assert len(report["ranks"]["attention_s"]) == len(report["environment"]["hardware"]) == ranks
+    assert report["totals"]["attention_s"] > 0
+    assert f"{report['totals']['rho']:.3f}" in (tmp_path / "report.html").read_text()
+
     assert _frames(tmp_path / "demo.mp4") == 33
     assert _png_size(tmp_path / "balance.png") > (600, 400)
     assert {path.name for path in tmp_path.iterdir()} == {
-        "demo.mp4", "balance.png", "report.json", "masks.safetensors", "xdit.log",
+        "demo.mp4", "balance.png", "report.html", "report.json", "masks.safetensors", "xdit.log",
     }  # fmt: skip
 
     monkeypatch.setattr("sys.argv", ["dbsp", "plan", str(tmp_path / "masks.safetensors"), "--gpus", "8", "--json"])

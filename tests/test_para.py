@@ -12,6 +12,7 @@ from para_cases import ParaCase, run_para_case, run_pipeline_case, run_sparge_ca
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
+SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.1, "block_q": 16, "block_k": 8, "dense_text": False}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,40 @@ def test_equals_one_process(pool, model, world):
                 assert from_dense > 100 * TOLERANCE, "the mask must matter"
 
 
+@pytest.mark.parametrize(
+    ("model", "world", "strategy", "home", "groups", "text_tokens"),
+    [
+        ("wan", 4, "U1R4", "learned", 1, 7),
+        ("cogvideox", 4, "U4R1", "striped", 1, 226),
+        ("cogvideox", 4, "U2R2", "learned", 1, 226),
+        ("cogvideox1.0", 4, "U1R2", "striped", 2, 5),
+        ("wan", 4, "U2R1", "striped", 2, 7),
+        ("wan", 4, "U1R1", "striped", 4, 7),
+        ("cogvideox", 6, "U2R3", "striped", 1, 3),
+        ("wan", 6, "U1R3", "learned", 2, 7),
+        ("wan", 8, "U4R2", "striped", 1, 7),
+        ("cogvideox", 8, "U2R2", "striped", 2, 226),
+    ],
+)
+def test_more_ranks_layouts_and_batch_groups_equal_one_process(
+    pool, model, world, strategy, home, groups, text_tokens
+):
+    config = {"mask": MASK, "strategy": strategy, "home": home, "debug": True}
+    case = ParaCase(model, (5, 3, 7), config, batch=4, text_tokens=text_tokens, batch_groups=groups)
+    for difference, from_dense in pool(world).run(run_para_case, case):
+        assert difference <= TOLERANCE
+        assert from_dense > 100 * TOLERANCE, "the mask must matter"
+
+
+@pytest.mark.parametrize("model", ["wan", "cogvideox"])
+def test_masks_of_each_item_are_its_batch_group_s_own(pool, model):
+    config = {"mask": SPARGE, "strategy": "U1R2", "debug": True}
+    for rank in pool(4).run(run_sparge_case, ParaCase(model, (4, 5, 7), config, batch=2, batch_groups=2)):
+        for difference, from_dense, _ in rank:
+            assert difference <= TOLERANCE
+            assert from_dense > 100 * TOLERANCE, "the mask must matter"
+
+
 @pytest.mark.parametrize("model", ["wan", "cogvideox"])
 def test_whole_pipelines_equal_one_process_and_share_their_noise(pool, tmp_path, model):
     folder = str(make_tiny(model, tmp_path / model))
@@ -37,9 +72,8 @@ def test_whole_pipelines_equal_one_process_and_share_their_noise(pool, tmp_path,
 
 @pytest.mark.parametrize(("model", "world"), [("wan", 3), ("wan", 4), ("cogvideox", 2), ("cogvideox", 4)])
 def test_masks_predicted_from_queries_and_keys_equal_one_process(pool, model, world):
-    mask = {"source": "sparge", "cdf": 0.6, "similarity": 0.1, "block_q": 16, "block_k": 8, "dense_text": False}
     for strategy in Strategy.all_for(world):
-        config = {"mask": mask, "strategy": str(strategy), "debug": True}
+        config = {"mask": SPARGE, "strategy": str(strategy), "debug": True}
         case = ParaCase(model, thw=(4, 5, 7), config=config, batch=2 if model == "cogvideox" else 1)
         for rank in pool(world).run(run_sparge_case, case):
             for difference, from_dense, density in rank:

@@ -51,3 +51,13 @@ def on_one_rank(grid, request, fault, culprit=1):
         return bits.astype(np.float32)
     bits[0, -1] = not bits[0, -1]
     return bits
+
+
+TOLD_TO_FAIL: set[tuple[int, int]] = set()
+"""(rank, step) of what `band_unless_told` must not survive."""
+
+
+def band_unless_told(grid, request):
+    if (dist.get_rank() if dist.is_initialized() else 0, request.step) in TOLD_TO_FAIL:
+        raise RuntimeError("told to")
+    return band(grid, request)

@@ -1,0 +1,74 @@
+"""Sharing the items of a batch out over groups of ranks: a transformer computes its own items, and returns all."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbsp_core.agreement import agree
+from dbsp_core.groups import SequenceGroup
+from dbsp_core.hosts import Attachment
+
+__all__ = ["split_batch"]
+
+_CPU = torch.device("cpu")
+
+
+def split_batch(transformer: nn.Module, group: SequenceGroup, attachment: Attachment) -> None:
+    """Cuts the batch of every forward pass into equal runs of items, one a rank of `group`, and gathers the outputs.
+
+    group: the ranks that have the same part of the sequence. Collective at once: they get a gloo group beside it.
+    A pass whose batch does not divide raises ValueError; where one rank's pass fails, the others' raise RuntimeError.
+    """
+    if group.size > 1:
+        control = group.control()
+        split = _BatchSplit(group, control)
+        attachment.hook(transformer.register_forward_pre_hook, split.take, with_kwargs=True)
+        # Also called when the pass failed: the other ranks of the group must not wait for its output.
+        attachment.hook(transformer.register_forward_hook, split.gather, always_call=True)
+
+
+class _BatchSplit:
+    def __init__(self, group: SequenceGroup, control: SequenceGroup) -> None:
+        self._group = group
+        self._control = control
+
+    @torch.compiler.disable
+    def take(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """This rank's items of every argument that has one for each item of the batch."""
+        call = inspect.signature(module.forward).bind(*args, **kwargs)
+        batch, ranks = call.arguments["hidden_states"].shape[0], self._group.size
+        if batch % ranks:
+            raise ValueError(
+                f"{batch} item(s) in a pass cannot be shared by {ranks} batch groups; make the mesh with "
+                "max_batch_dim_size=1, or with a divisor of the batch (Wan passes the two branches of guidance one "
+                "after the other, CogVideoX in one batch)"
+            )
+        items = batch // ranks
+        for name, value in call.arguments.items():
+            if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == batch:
+                call.arguments[name] = value.narrow(0, self._group.rank * items, items)
+        return call.args, call.kwargs
+
+    @torch.compiler.disable
+    def gather(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """output: a tuple or diffusers output whose first element is the sample; None after a failure."""
+        failure = sys.exc_info()[1] if output is None else None
+        if failure is not None:
+            with suppress(RuntimeError):  # the failure itself is on its way up
+                self._agree(f"{type(failure).__name__}: {failure}")
+            return None
+        self._agree(None)
+        whole = torch.cat(self._group.all_gather(output[0]))
+        return (whole, *output[1:]) if isinstance(output, tuple) else type(output)(sample=whole)
+
+    def _agree(self, problem: str | None) -> None:
+        complaint = "a forward pass differs on rank(s) {} of the batch"
+        agree(self._control, problem, 0, _CPU, complaint, RuntimeError)

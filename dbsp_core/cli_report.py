@@ -1,0 +1,68 @@
+"""`dbsp report`: what a run did, or how two runs differ."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dbsp_core.files import write_atomically
+from dbsp_core.report import RunReport
+from dbsp_core.report_compare import compare
+from dbsp_core.report_html import comparison_page, report_page
+from dbsp_core.report_summary import layer_summaries
+from dbsp_core.report_tables import comparison_grids, run_tables
+
+__all__ = ["report_command"]
+
+
+def report_command(
+    runs: Annotated[
+        list[Path], typer.Argument(help="One run, or two to compare: report folders or report.json files.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page to this file as well.")] = None,
+) -> None:
+    """Show the report of a run, or compare two runs."""
+    if len(runs) > 2:
+        raise ValueError(f"dbsp report takes one run or two, got {len(runs)}")
+    reports = [RunReport.read(path) for path in runs]
+    if len(reports) == 1:
+        _show(reports[0], as_json, html)
+    else:
+        _compare((str(runs[0]), str(runs[1])), reports[0], reports[1], as_json, html)
+
+
+def _show(report: RunReport, as_json: bool, html: Path | None) -> None:
+    if html is not None:
+        write_atomically(html, report_page(report))
+    if as_json:
+        about = {
+            name: getattr(report, name) for name in ("model", "host", "world_size", "strategy", "planner", "seconds")
+        }
+        layers = [asdict(one) for one in layer_summaries(report)]
+        print(json.dumps({**about, "totals": asdict(report.totals), "layers": layers}))
+        return
+    _print(run_tables(report))
+
+
+def _compare(names: tuple[str, str], a: RunReport, b: RunReport, as_json: bool, html: Path | None) -> None:
+    comparison = compare(a, b)
+    grids = comparison_grids(names, comparison)
+    if html is not None:
+        write_atomically(html, comparison_page(names, [(grid.title, grid.columns, grid.rows) for grid in grids]))
+    if as_json:
+        print(json.dumps({"a": names[0], "b": names[1], **comparison.to_values()}))
+        return
+    _print([grid.to_table("" if grid.rows else "none") for grid in grids])
+
+
+def _print(tables: list[Table]) -> None:
+    console = Console(width=max(110, Console().width))
+    for table in tables:
+        console.print(table)

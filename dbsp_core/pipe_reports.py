@@ -1,0 +1,89 @@
+"""A report after each call of a pipeline, for as long as db-SP is attached to it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dbsp_core.hosts import Attachment
+from dbsp_core.observing import RunObserver
+from dbsp_core.reporting import is_writer, make_report, write_report_files
+from dbsp_core.session import AttentionSession
+
+__all__ = ["model_name", "report_calls", "report_or_say_why_not"]
+
+
+def report_calls(pipe: Any, session: AttentionSession, attachment: Attachment, host: str) -> None:
+    """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
+
+    Python looks `__call__` up on the class, so this one pipe becomes an instance of a subclass of its own class, under
+    the same name; detaching gives it its class back. A call that fails leaves nothing, and waits for nobody.
+    """
+    observer = session.observer
+    if observer is None:
+        return
+    original = type(pipe)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        observer.restart()
+        kept = _keep_latents(self.scheduler, observer)
+        start = time.perf_counter()
+        try:
+            output = original.__call__(self, *args, **kwargs)
+        except BaseException:
+            observer.restart()
+            raise
+        finally:
+            kept.detach()
+        if observer.device.type == "cuda":
+            torch.cuda.synchronize(observer.device)
+        observer.seconds = time.perf_counter() - start
+        if not observer.postponed:
+            report_or_say_why_not(session, model_name(self), host)
+        return output
+
+    watched = type(original.__name__, (original,), {"__call__": call, "__module__": original.__module__})
+    pipe.__class__ = watched
+    attachment.on_detach(lambda: setattr(pipe, "__class__", original))
+
+
+def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> None:
+    """Makes the report and writes it on the first rank. Collective.
+
+    What goes wrong here is one line on standard error: a full disk must not end a generation that succeeded.
+    """
+    folder = Path(session.config.report or ".")
+    try:
+        report = make_report(session, model, host)
+        if is_writer(session.group):
+            write_report_files(report, session, folder)
+    except (RuntimeError, ValueError, OSError) as error:
+        print(f"db-SP: no report in {folder}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def model_name(pipe: Any) -> str:
+    """What a pipeline was loaded from, of a folder the last part; else its transformer's class."""
+    config = getattr(pipe, "config", None)
+    name = config.get("_name_or_path") if isinstance(config, Mapping) else None
+    if not name:
+        return type(pipe.transformer).__name__
+    return Path(name).name if Path(name).is_dir() else str(name)
+
+
+def _keep_latents(scheduler: Any, observer: RunObserver) -> Attachment:
+    """Keeps what the scheduler's last step returned: the latents that the VAE decodes."""
+    step = scheduler.step
+
+    def step_and_keep(*args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        observer.latents = output[0]
+        return output
+
+    attachment = Attachment()
+    attachment.set_attribute(scheduler, "step", step_and_keep)
+    return attachment

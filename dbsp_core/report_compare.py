@@ -1,0 +1,130 @@
+"""Two runs side by side: what was set differently, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dbsp_core.report import RunReport
+from dbsp_core.report_summary import LayerSummary, in_bytes, in_seconds, layer_summaries, strategies_in_words
+
+__all__ = ["Comparison", "Difference", "LayerDifference", "compare"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One number or setting in both runs; None where one of them has none. what: its name;  unit: s, bytes or none"""
+
+    what: str
+    a: Any
+    b: Any
+    unit: str = ""
+
+    @property
+    def change(self) -> float | None:
+        """b over a, less 1; None where they are not numbers, a is 0 or one is negative."""
+        numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in (self.a, self.b))
+        return self.b / self.a - 1 if numbers and self.a > 0 <= self.b else None
+
+    def in_words(self) -> tuple[str, str, str, str]:
+        """name, a, b and change, as people read them."""
+        change = self.change
+        shown = "" if change is None else "same" if abs(change) < 5e-4 else f"{change:+.1%}"
+        return self.what, self._show(self.a), self._show(self.b), shown
+
+    def _show(self, value: Any) -> str:
+        if value is None:
+            return "–"
+        if self.unit:
+            return in_seconds(value) if self.unit == "s" else in_bytes(value)
+        return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class LayerDifference:
+    """One layer in both runs; None where one of them has no such layer."""
+
+    layer: int
+    a: LayerSummary | None
+    b: LayerSummary | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """settings: those that differ;  numbers: of the whole runs;  layers: by layer"""
+
+    settings: tuple[Difference, ...]
+    numbers: tuple[Difference, ...]
+    layers: tuple[LayerDifference, ...]
+
+    def to_values(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "settings": [asdict(one) for one in self.settings],
+            "numbers": [asdict(one) | {"change": one.change} for one in self.numbers],
+            "layers": [asdict(one) for one in self.layers],
+        }
+
+
+_NUMBERS = (
+    ("ρ_s before, contiguous", "rho_before", ""),
+    ("ρ_s used", "rho", ""),
+    ("ρ_s used, worst", "rho_worst", ""),
+    ("ρ_s least possible", "rho_best", ""),
+    ("density", "density", ""),
+    ("attentions", "calls", ""),
+    ("denoising steps", "steps", ""),
+    ("plans made", "replans", ""),
+    ("making plans", "plan_s", "s"),
+    ("attention, slowest rank", "attention_s", "s"),
+    ("attention, mean over ranks", "attention_mean_s", "s"),
+    ("saved against contiguous (modelled)", "saved_s", "s"),
+    ("even work would still save (modelled)", "left_s", "s"),
+    ("home → owner", "bytes_to_owners", "bytes"),
+    ("ring rotation", "bytes_ring", "bytes"),
+    ("owner → home", "bytes_to_homes", "bytes"),
+    ("sent, sum", "bytes_sent", "bytes"),
+    ("plain USP would send", "bytes_usp", "bytes"),
+)
+
+
+def compare(a: RunReport, b: RunReport) -> Comparison:
+    """b against a."""
+    numbers = [Difference(name, getattr(a.totals, key), getattr(b.totals, key), unit) for name, key, unit in _NUMBERS]
+    numbers.append(Difference("whole run", a.seconds, b.seconds, "s"))
+    by_layer = [{one.layer: one for one in layer_summaries(report)} for report in (a, b)]
+    layers = sorted({*by_layer[0], *by_layer[1]})
+    return Comparison(
+        settings=tuple(_settings(_context(a), _context(b))),
+        numbers=tuple(numbers),
+        layers=tuple(LayerDifference(layer, by_layer[0].get(layer), by_layer[1].get(layer)) for layer in layers),
+    )
+
+
+def _context(report: RunReport) -> dict[str, Any]:
+    """Everything that was so before the run began, and the strategies used."""
+    environment = report.environment
+    return {
+        "model": report.model,
+        "host": report.host,
+        "ranks": report.world_size,
+        "strategies": strategies_in_words(report),
+        **_flat({key: value for key, value in environment.settings.items() if key not in ("report", "record")}),
+        "kernel": environment.kernel,
+        "tensors": environment.dtype,
+        **{f"version of {name}": number for name, number in environment.software.items()},
+        "hardware": ", ".join(sorted(set(environment.hardware))),
+    }
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:
+    keys = dict.fromkeys([*a, *b])
+    return [Difference(key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)]

@@ -1,0 +1,106 @@
+"""A report by layer, and its numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsp_core.report import RunReport
+
+__all__ = ["LayerSummary", "headline", "in_bytes", "in_seconds", "layer_summaries", "strategies_in_words"]
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One layer over the run: means over its attentions, and sums of replans, seconds (slowest rank) and bytes."""
+
+    layer: int
+    calls: int
+    density: float
+    rho_before: float
+    rho: float
+    rho_worst: float
+    rho_best: float
+    replans: int
+    seconds: float
+    bytes_sent: int
+
+
+def layer_summaries(report: RunReport) -> tuple[LayerSummary, ...]:
+    """By layer."""
+    calls = report.calls
+    layer = np.array(calls.layer, dtype=np.int64)
+    sent = np.array([calls.bytes_to_owners, calls.bytes_ring, calls.bytes_to_homes], dtype=np.int64).sum(axis=0)
+
+    def of(index: int) -> LayerSummary:
+        here = layer == index
+
+        def mean(column: Sequence[float]) -> float:
+            return float(np.array(column)[here].mean())
+
+        return LayerSummary(
+            layer=index,
+            calls=int(here.sum()),
+            density=mean(calls.density),
+            rho_before=mean(calls.rho_before),
+            rho=mean(calls.rho),
+            rho_worst=float(np.array(calls.rho)[here].max()),
+            rho_best=mean(calls.rho_bound),
+            replans=int(np.array(calls.replanned)[here].sum()),
+            seconds=float(np.array(calls.seconds)[here].sum()),
+            bytes_sent=int(sent[here].sum()),
+        )
+
+    return tuple(of(index) for index in sorted(set(layer.tolist())))
+
+
+def headline(report: RunReport) -> list[tuple[str, str, str]]:
+    """(what, number, what it is beside) of what one looks at first."""
+    t = report.totals
+    share = "alone, there is nothing to send"
+    if t.bytes_usp:
+        more = t.bytes_sent / t.bytes_usp - 1
+        share = "as much as plain USP" if abs(more) < 0.005 else f"{more:+.0%} against plain USP"
+    return [
+        ("ρ_s", f"{t.rho_before:.3f} → {t.rho:.3f}", f"contiguous → db-SP; least possible {t.rho_best:.3f}"),
+        ("density", f"{t.density:.3f}", "share of blocks computed"),
+        ("plans made", f"{t.replans}", f"in {t.calls} attentions of {t.steps} steps; {in_seconds(t.plan_s)} planning"),
+        ("strategy", strategies_in_words(report), f"on {report.world_size} ranks, planner {report.planner}"),
+        ("sent by all ranks", in_bytes(t.bytes_sent), share),
+        (
+            "time in attention",
+            in_seconds(t.attention_s),
+            f"{t.attention_share:.0%} of {in_seconds(report.seconds)}; slowest rank of each",
+        ),
+    ]
+
+
+def strategies_in_words(report: RunReport) -> str:
+    """For example "U4R2", or "30 × U4R2, 10 × U8R1"."""
+    used = report.totals.strategies
+    if len(used) == 1:
+        return next(iter(used))
+    return ", ".join(f"{count} × {name}" for name, count in used.items())
+
+
+def in_seconds(seconds: float) -> str:
+    """For example "850 µs", "12.3 ms", "4.56 s", "12 min 5 s"."""
+    if abs(seconds) < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if abs(seconds) < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if abs(seconds) < 100:
+        return f"{seconds:.3g} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+def in_bytes(count: int) -> str:
+    """For example "512 B", "1.25 MiB"."""
+    amount, unit = float(count), "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(amount) < 1024:
+            break
+        amount, unit = amount / 1024, bigger
+    return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"

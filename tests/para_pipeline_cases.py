@@ -1,0 +1,223 @@
+"""What the workers run: whole tiny pipelines under dbsp_para, against one process and against themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dbsp_para
+import user_masks
+from dbsp_core.single import attach_single_process
+from para_cases import fingerprint
+
+# Guidance multiplies rounding by its scale: at 6, latents of 11.5 differ by 1.1e-5 (by nothing in float64).
+SIZE = {"guidance_scale": 2.0, "height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2}
+OTHER_SIZE = SIZE | {"height": 80, "width": 64, "num_inference_steps": 3}
+
+
+def load(model: str, folder: str) -> Any:
+    """A pipeline of a class of its own: para-attn changes classes and does not undo it."""
+    import diffusers
+
+    base = {"wan": diffusers.WanPipeline, "cogvideox": diffusers.CogVideoXPipeline}[model]
+    pipe = type(base.__name__ + "UnderTest", (base,), {}).from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def latents(pipe: Any, prompt: str | list[str] = "the sea at dusk", seed: int | None = 3, **options: Any) -> Any:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return pipe(prompt=prompt, generator=generator, output_type="latent", **SIZE | options).frames
+
+
+def alone(pipe: Any, config: dict[str, Any], **options: Any) -> torch.Tensor:
+    """What one process makes."""
+    single = attach_single_process(pipe.transformer, config, lambda: len(pipe.scheduler.timesteps))
+    try:
+        return latents(pipe, **options)
+    finally:
+        single.detach()
+
+
+def para_mesh(world: int, **sizes: int) -> Any:
+    from para_attn.context_parallel import init_context_parallel_mesh
+
+    return init_context_parallel_mesh("cpu", **sizes) if world > 1 else None
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def state_of(pipe: Any) -> list[Any]:
+    """Classes, attributes and hooks of a pipeline, to compare before and after."""
+    return [type(pipe), dict(vars(type(pipe))), sorted(vars(pipe)), *fingerprint(pipe.transformer)]
+
+
+def run_pipeline(
+    rank: int, world: int, model: str, folder: str, config: dict[str, Any], mesh: dict[str, int], through: str
+) -> tuple[float, float, float]:
+    """(difference of the latents from one process, from dense attention, sum of unseeded latents).
+
+    through: "dbsp_para", or "para_attn" for its own function
+    """
+    from para_attn.context_parallel import diffusers_adapters
+
+    pipe = load(model, folder)
+    dense, expected = latents(pipe), alone(pipe, config)
+    before = state_of(pipe)
+    if through == "para_attn":
+        diffusers_adapters.parallelize_pipe(pipe, mesh=para_mesh(world, **mesh), attn="dbsp", config=config)
+    else:
+        dbsp_para.parallelize_pipe(pipe, mesh=para_mesh(world, **mesh), config=config)
+    out = latents(pipe)
+    torch.manual_seed(rank)  # ranks would draw different noise
+    unseeded = latents(pipe, seed=None)
+    dbsp_para.unparallelize(pipe)
+    assert state_of(pipe) == before
+    assert torch.equal(latents(pipe), dense)
+    return difference(out, expected), difference(out, dense), float(unseeded.double().sum())
+
+
+def run_two_of_a_class(rank: int, world: int, folder: str, config: dict[str, Any]) -> None:
+    """Two pipelines of one class, parallelized through para-attn and undone in the order they were made."""
+    from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
+
+    first = load("wan", folder)
+    second = type(first)(**first.components)
+    second.transformer = type(first.transformer).from_pretrained(folder, subfolder="transformer")
+    second.set_progress_bar_config(disable=True)
+    expected, before = alone(first, config), state_of(first)
+    for pipe in (first, second):
+        parallelize_pipe(pipe, mesh=para_mesh(world), attn="dbsp", config=config)
+    for pipe in (first, second):
+        assert difference(latents(pipe), expected) <= 1e-5
+        torch.manual_seed(rank)
+        assert len({float(sum(total)) for total in _everyones(latents(pipe, seed=None), world)}) == 1
+        dbsp_para.unparallelize(pipe)
+    assert state_of(first) == before
+
+
+def _everyones(tensor: torch.Tensor, world: int) -> list[list[float]]:
+    everyones = [torch.empty(1, dtype=torch.float64) for _ in range(world)]
+    torch.distributed.all_gather(everyones, tensor.double().sum().reshape(1))
+    return [one.tolist() for one in everyones]
+
+
+def run_generations(rank: int, world: int, model: str, folder: str, config: dict[str, Any]) -> list[float]:
+    """Generations in one process, each of them against a fresh run of the same: the differences.
+
+    The second and third have the last one's first timestep at once, or another size, prompt and number of steps.
+    """
+    pipe = load(model, folder)
+    runs: list[dict[str, Any]] = [
+        {"num_inference_steps": 1},
+        {"num_inference_steps": 1, "prompt": "a cat runs"},
+        {**OTHER_SIZE, "prompt": "a red ball", "seed": 5},
+        {},
+    ]
+    dbsp_para.parallelize_pipe(pipe, config=config)
+    one_after_the_other = [latents(pipe, **run) for run in runs]
+    dbsp_para.unparallelize(pipe)
+    differences = []
+    for run, out in zip(runs, one_after_the_other, strict=True):
+        dbsp_para.parallelize_pipe(pipe, config=config)
+        differences.append(difference(out, latents(pipe, **run)))
+        dbsp_para.unparallelize(pipe)
+    return differences
+
+
+def run_after_failures(
+    rank: int, world: int, model: str, folder: str, config: dict[str, Any], mesh: dict[str, int]
+) -> tuple[list[str], list[float]]:
+    """(how generations failed on this rank, differences of the ones after each from one process)."""
+    pipe = load(model, folder)
+    user_masks.TOLD_TO_FAIL.clear()
+    expected = alone(pipe, config)
+    dbsp_para.parallelize_pipe(pipe, mesh=para_mesh(world, **mesh), config=config)
+    failures, differences = [], []
+
+    def stop(at: int) -> Any:
+        def callback(pipe: Any, step: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
+            if step == at:
+                raise KeyboardInterrupt("stopped")
+            return kept
+
+        return callback
+
+    def fails(**options: Any) -> None:
+        with pytest.raises((ValueError, RuntimeError, KeyboardInterrupt)) as caught:
+            latents(pipe, **options)
+        failures.append(f"{type(caught.value).__name__}: {caught.value}")
+        user_masks.TOLD_TO_FAIL.clear()
+        differences.append(difference(latents(pipe), expected))
+
+    fails(callback_on_step_end=stop(0))
+    fails(callback_on_step_end=stop(1))
+    for step in (0, 1):
+        user_masks.TOLD_TO_FAIL.add((1, step))
+        fails()
+    dbsp_para.unparallelize(pipe)
+    return failures, differences
+
+
+def run_cached(
+    rank: int,
+    world: int,
+    model: str,
+    folder: str,
+    config: dict[str, Any],
+    cache: dict[str, Any],
+    cache_first: bool,
+    mesh: dict[str, int],
+) -> tuple[float, float, list[int], list[int]]:
+    """With para-attn's first-block cache.
+
+    returns: difference from one process with the same cache, from the same without cache; layers computed at each pass
+             in one process, and in parallel
+    """
+    from para_attn.first_block_cache.diffusers_adapters import apply_cache_on_pipe
+
+    # In float64: after six steps, latents of 11 have been rounded to within 1.5e-5 in float32.
+    options = {"num_inference_steps": 6}
+    reference, pipe = (load(model, folder).to(torch.float64) for _ in range(2))
+    uncached = alone(reference, config, **options)
+    apply_cache_on_pipe(reference, **cache)
+    passes = _count_layers(reference.transformer)
+    expected, expected_passes = alone(reference, config, **options), passes()
+
+    if cache_first:
+        apply_cache_on_pipe(pipe, **cache)
+    dbsp_para.parallelize_pipe(pipe, mesh=para_mesh(world, **mesh), config=config)
+    if not cache_first:
+        apply_cache_on_pipe(pipe, **cache)
+    passes = _count_layers(pipe.transformer)
+    out, out_passes = latents(pipe, **options), passes()
+    dbsp_para.unparallelize(pipe)
+
+    assert difference(alone(pipe, config, **options), expected) <= 1e-6, "the cache goes on without db-SP"
+    dbsp_para.parallelize_pipe(pipe, mesh=para_mesh(world, **mesh), config=config)
+    assert difference(latents(pipe, **options), out) <= 1e-6
+    dbsp_para.unparallelize(pipe)
+    return difference(out, expected), difference(expected, uncached), expected_passes, out_passes
+
+
+def _count_layers(transformer: torch.nn.Module) -> Any:
+    """Counts blocks run in each pass from now on; call the result to read and stop."""
+    counts: list[int] = []
+    blocks = getattr(transformer, "blocks", None) or transformer.transformer_blocks
+
+    def another(*_: Any) -> None:
+        counts[-1] += 1
+
+    handles = [transformer.register_forward_pre_hook(lambda *_: counts.append(0))]
+    handles += [block.register_forward_hook(another) for block in blocks]
+
+    def read() -> list[int]:
+        for handle in handles:
+            handle.remove()
+        return counts
+
+    return read

@@ -1,0 +1,183 @@
+"""What the workers run: sessions and pipelines that report, with their numbers counted a second time beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import dbsp_core.meeting
+import dbsp_para
+from dbsp_core import BlockMask, SequenceGroup, Strategy, make_plan
+from dbsp_core.attention import DualBalancedAttention
+from dbsp_core.config import DbspConfig
+from dbsp_core.feed import MaskFeed
+from dbsp_core.report import RunReport
+from dbsp_core.reporting import make_report
+from dbsp_core.session import AttentionSession
+from dbsp_core.traffic import traffic_of
+from transformers_for_tests import Inputs, make_transformer
+
+LAYERS, HEADS, WIDTH = 2, 4, 16
+
+
+@dataclass(frozen=True)
+class Recount:
+    """One attention, counted from its mask and plan alone. sent: to owners, ring, to homes; by all ranks"""
+
+    layer: int
+    step: int
+    branch: int
+    strategy: str
+    density: float
+    rho_before: float
+    rho: float
+    work: list[int]
+    sent: tuple[int, int, int]
+
+
+def recounted_session(
+    rank: int, world: int, settings: dict[str, Any], strategy: str | None, batch: int = 1
+) -> tuple[RunReport, list[Recount]]:
+    """Three steps of two passes over two layers, and then one over a video of another size."""
+    config = DbspConfig.load(settings | {"report": "nowhere"})
+    chosen = None if strategy is None else Strategy.parse(strategy)
+    session = AttentionSession(config, SequenceGroup.of(), chosen, HEADS, LAYERS)
+    masks: dict[Any, BlockMask] = {}
+    found: list[Recount] = []
+    take_mask, run = MaskFeed.mask, DualBalancedAttention.__call__
+    now: tuple[int, int, int] = (0, 0, 0)
+
+    def kept_mask(feed: MaskFeed, layer: int, tokens: Any) -> BlockMask:
+        mask = take_mask(feed, layer, tokens)
+        masks[layer] = masks["last"] = mask
+        return mask
+
+    def counted(executor: DualBalancedAttention, q: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
+        found.append(_recount(executor, masks.get(now[0], masks["last"]), session, q, now))
+        return run(executor, q, *others, **options)
+
+    draws = torch.Generator().manual_seed(rank)
+    with (
+        mock.patch.object(MaskFeed, "mask", kept_mask),
+        mock.patch.object(DualBalancedAttention, "__call__", counted),
+    ):
+        for step, branch, thw in [(s, b, (4, 6, 7)) for s in range(3) for b in range(2)] + [(3, 0, (3, 6, 7))]:
+            home = session.begin(thw, 0, torch.tensor([900.0 - 10 * step] * batch))
+            for layer in range(LAYERS):
+                now = layer, step, branch
+                q, k, v = 3 * torch.randn(3, batch, HEADS, home.shard, WIDTH, generator=draws)
+                session.attend(layer, q, k, v)
+    return make_report(session, "two layers", "test"), found
+
+
+def _recount(
+    executor: DualBalancedAttention,
+    mask: BlockMask,
+    session: AttentionSession,
+    q: torch.Tensor,
+    now: tuple[int, int, int],
+) -> Recount:
+    plan, strategy, layer = executor.plan, executor.plan.strategy, now[0]
+    work = plan.reused_for(mask).work
+    before = make_plan(mask, strategy, "contiguous").work
+    traffic = traffic_of(plan, session.home)
+    items = q.shape[0]  # as the executor sees it: 1 where items have masks of their own
+    token_bytes = items * q.shape[3] * q.element_size()
+    apart = ~np.eye(strategy.world, dtype=bool)
+    to_owners, to_homes = (int((tokens * apart).sum()) for tokens in (traffic.to_owners, traffic.to_homes))
+    ring = int(traffic.slots.sum()) * (strategy.ring - 1) * 2 * plan.grid.block_k * token_bytes
+    ratios = [float(w.max(axis=1).sum() * strategy.world / w.sum()) for w in (before, work)]
+    return Recount(
+        *(layer, now[1], now[2], str(strategy)),
+        density=float(mask.bits.float().mean()),
+        rho_before=ratios[0],
+        rho=ratios[1],
+        work=work.sum(axis=0).tolist(),
+        sent=(to_owners * token_bytes, ring, to_homes * token_bytes),
+    )
+
+
+def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Two passes of a transformer without a pipeline. returns: whether it is observed, and the report's totals."""
+    transformer = make_transformer("wan")
+    inputs = Inputs.random("wan", (3, 5, 7), 1, 7).arguments
+    with torch.no_grad():
+        dbsp_para.parallelize_transformer(transformer, config=config)
+        observed = dbsp_para.parallelize._attached[transformer][1].observer is not None
+        for step in range(2):
+            transformer(**{**inputs, "timestep": torch.tensor([900 - step])})
+        try:
+            dbsp_para.write_report(transformer, folder)
+            outcome = ""
+        except ValueError as error:
+            outcome = str(error)
+        dbsp_para.unparallelize(transformer)
+    return {"observed": observed, "outcome": outcome}
+
+
+def pipeline_reports(rank: int, world: int, folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """A tiny pipeline: a call that fails everywhere, two that succeed, and one after db-SP was taken off.
+
+    returns: by event, the files in the report's folder, and the report after each of the calls
+    """
+    from diffusers import WanPipeline
+
+    pipe = WanPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    dbsp_para.parallelize_pipe(pipe, config=config)
+    seen: dict[str, Any] = {}
+
+    def generate(steps: int, **options: Any) -> None:
+        size = {"height": 64, "width": 96, "num_frames": 9, "guidance_scale": 2.0, "output_type": "latent"}
+        pipe(prompt="the sea at dusk", num_inference_steps=steps, **size, **options)
+        if world > 1:
+            torch.distributed.barrier()  # rank 0 has written
+
+    def look() -> list[str]:
+        return sorted(path.name for path in Path(config["report"]).glob("*"))
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("a callback of the user's")
+
+    with contextlib.suppress(ZeroDivisionError):
+        generate(2, callback_on_step_end=fail)
+    seen["after a failure"] = look()
+    generate(3)
+    seen["after one call"] = look()
+    seen["first"] = asdict(RunReport.read(Path(config["report"])))
+    generate(2)
+    seen["second"] = asdict(RunReport.read(Path(config["report"])))
+    dbsp_para.unparallelize(pipe)
+    assert type(pipe) is WanPipeline
+    return seen
+
+
+def fail_on_one_rank(rank: int, world: int, folder: str, config: dict[str, Any], odd: int) -> tuple[str, str]:
+    """All attentions succeed; then rank `odd` fails and does not come. returns: what is raised, and standard error."""
+    from diffusers import WanPipeline
+
+    pipe = WanPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    dbsp_para.parallelize_pipe(pipe, config=config)
+    dbsp_core.meeting.WAIT_S = 3.0  # not before all ranks have come this far
+
+    def at_the_end(_: Any, step: int, *__: Any) -> dict[str, Any]:
+        if rank == odd and step == 1:
+            raise ZeroDivisionError("a full disk")
+        return {}
+
+    said, raised = io.StringIO(), ""
+    size = {"height": 64, "width": 96, "num_frames": 9, "guidance_scale": 1.0, "output_type": "latent"}
+    with contextlib.redirect_stderr(said):
+        try:
+            pipe(prompt="the sea", num_inference_steps=2, callback_on_step_end=at_the_end, **size)
+        except ZeroDivisionError as error:
+            raised = str(error)
+    return raised, said.getvalue()

@@ -1,0 +1,113 @@
+"""dbsp_para: whole pipelines make one video whatever the ranks, one after the other, after failures, with a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dbsp_core.tiny import make_tiny
+from para_pipeline_cases import run_after_failures, run_cached, run_generations, run_pipeline, run_two_of_a_class
+
+pytest.importorskip("para_attn")
+
+TOLERANCE = 1e-5
+MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
+BAND = {"source": "callable", "function": "user_masks:band_unless_told", "per": "step", "block_q": 8, "block_k": 8}
+SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": -1.0, "block_q": 8, "block_k": 8}
+MODELS = ("wan", "cogvideox")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {model: str(make_tiny(model, tmp_path_factory.mktemp("tiny") / model)) for model in MODELS}
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "mesh", "through"),
+    [
+        ("wan", 1, {}, "dbsp_para"),
+        ("wan", 2, {}, "para_attn"),
+        ("wan", 3, {"max_ring_dim_size": 3}, "dbsp_para"),
+        ("wan", 4, {"max_ring_dim_size": 2}, "para_attn"),
+        ("cogvideox", 1, {}, "dbsp_para"),
+        ("cogvideox", 2, {"max_batch_dim_size": 2}, "para_attn"),
+        ("cogvideox", 3, {"max_ring_dim_size": 3}, "para_attn"),
+        ("cogvideox", 4, {"max_batch_dim_size": 2, "max_ring_dim_size": 2}, "para_attn"),
+    ],
+)
+def test_the_same_video_on_any_number_of_ranks(pool, folders, model, world, mesh, through):
+    options = (model, folders[model], {"mask": MASK}, mesh, through)
+    results = pool(world).run(run_pipeline, *options) if world > 1 else [run_pipeline(0, 1, *options)]
+    for from_single, from_dense, _ in results:
+        assert from_single <= TOLERANCE, results
+        assert from_dense > 100 * TOLERANCE, "the mask must matter"
+    assert len({total for *_, total in results}) == 1, "ranks must share their noise"
+
+
+def test_two_pipelines_of_a_class(pool, folders, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("mask: {source: synthetic, density: 0.3, block_q: 16, block_k: 8}\n")
+    pool(2).run(run_two_of_a_class, folders["wan"], str(file))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mask", [BAND, SPARGE], ids=["band", "sparge"])
+def test_generations_do_not_leak_into_each_other(pool, folders, model, mask):
+    for differences in pool(2).run(run_generations, model, folders[model], {"mask": mask, "strategy": "U1R2"}):
+        assert max(differences) <= TOLERANCE, differences
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "mesh"), [("wan", 3, {}), ("cogvideox", 2, {}), ("cogvideox", 4, {"max_batch_dim_size": 2})]
+)
+def test_a_failed_generation_leaves_the_pipeline_usable(pool, folders, model, world, mesh):
+    results = pool(world).run(run_after_failures, model, folders[model], {"mask": BAND}, mesh)
+    for rank, (failures, differences) in enumerate(results):
+        assert max(differences) <= TOLERANCE, (rank, differences)
+        assert failures[:2] == ["KeyboardInterrupt: stopped"] * 2
+        other = mesh and rank >= 2
+        for failure in failures[2:]:
+            assert failure.startswith("RuntimeError: rank(s) [0]" if other else "ValueError: rank(s) [1]"), failure
+            assert "told to" in failure
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "mesh", "cache_first", "threshold"),
+    [
+        ("wan", 2, {}, True, 0.25),
+        ("wan", 3, {"max_ring_dim_size": 3}, False, 0.25),
+        ("cogvideox", 3, {}, True, 0.5),
+        ("cogvideox", 2, {"max_ring_dim_size": 2}, False, 0.5),
+        ("cogvideox", 4, {"max_batch_dim_size": 2}, False, 0.5),
+    ],
+)
+def test_first_block_cache_skips_what_one_process_skips(pool, folders, model, world, mesh, cache_first, threshold):
+    config = {"mask": MASK}
+    cache = {"residual_diff_threshold": threshold}
+    results = pool(world).run(run_cached, model, folders[model], config, cache, cache_first, mesh)
+    for from_single, from_uncached, expected, passes in results:
+        assert passes == expected
+        assert 1 in passes[1:], "some passes must be skipped after the first block"
+        assert max(passes[1:]) > 1, "and some not"
+        assert from_single <= TOLERANCE, results
+        assert from_uncached > 100 * TOLERANCE, "skipping must matter"
+
+
+def test_ranks_decide_alike_where_stock_averages_would_not():
+    """Padding and uneven shards weigh nothing: two shards of 3 and 2 tokens give the decision of 5 tokens."""
+    from dbsp_core import HomeLayout, SequenceGroup
+    from dbsp_core.streams import StreamShards
+    from dbsp_para.caching import Parallelized
+
+    class Sharding:
+        video = StreamShards(HomeLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
+
+    whole = torch.ones(1, 5, 4)
+    before = Sharding.video.take(whole, dim=1)
+    now = before * 1.1
+    now[:, 2] = 50.0
+    alone = Parallelized(SequenceGroup(0, 1), Sharding())
+    assert Sharding.video.tokens_here == 2
+    assert alone.are_similar(before, now, 0.11)
+    assert not alone.are_similar(before, now, 0.09)
+    assert not alone.are_similar(before, before, 0.0)

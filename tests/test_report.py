@@ -1,0 +1,365 @@
+"""What a run leaves behind: numbers equal to what masks and plans say, gathered from all ranks, in both forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from compile_cases import run_compiled
+from dbsp_core import Strategy
+from dbsp_core.report import CallColumns, Environment, LayerReport, RankTotals, RunReport
+from dbsp_core.report_html import report_page
+from dbsp_core.report_summary import in_bytes, in_seconds
+from dbsp_core.tiny import make_tiny
+from report_cases import fail_on_one_rank, pipeline_reports, recounted_session, report_of_transformer
+from steady_cases import waits_of_a_steady_step
+from workers import WorkerPool
+
+SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 8}
+DRIFTING = {"source": "synthetic", "density": 0.4, "drift": 0.2, "block_q": 16, "block_k": 8}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_numbers_are_those_of_each_attention(pool, world):
+    cases = [({"mask": SPARGE, "replan_threshold": 1.02}, str(s), 1) for s in Strategy.all_for(world)]
+    hybrid = str(Strategy.all_for(world)[len(Strategy.all_for(world)) // 2])
+    cases += [
+        ({"mask": DRIFTING, "home": "contiguous"}, hybrid, 2),
+        ({"mask": SPARGE, "planning": "immediate"}, hybrid, 2),
+        ({"mask": SPARGE, "hardware": "a800"}, None, 1),
+    ]
+    for settings, strategy, batch in cases:
+        results = pool(world).run(recounted_session, settings, strategy, batch)
+        reports = [report for report, _ in results]
+        expected = results[0][1]
+        assert len({tuple(report.calls.seconds) for report in reports}) == 1, "times of all ranks, on every rank"
+        for report in reports:
+            _require_recounted(report, expected, world)
+        if settings["mask"] is SPARGE:
+            assert len(set(reports[0].calls.density)) > 4, "masks must differ from call to call"
+
+
+def _require_recounted(report, expected, world):
+    calls = report.calls
+    assert len(calls) == len(expected) == 14
+    for index, one in enumerate(expected):
+        found = {name: getattr(calls, name)[index] for name in ("layer", "step", "branch", "strategy")}
+        assert found == {name: getattr(one, name) for name in found}
+        for name in ("density", "rho_before", "rho"):
+            assert getattr(calls, name)[index] == pytest.approx(getattr(one, name)), (name, index)
+        sent = calls.bytes_to_owners[index], calls.bytes_ring[index], calls.bytes_to_homes[index]
+        assert sent == one.sent
+        assert sum(sent) / world <= calls.bytes_busiest[index] <= sum(sent)
+        assert 0 < calls.seconds_mean[index] <= calls.seconds[index]
+        assert 1 <= calls.rho_bound[index] <= calls.rho[index] + 1e-9
+        assert (calls.plan_ms[index] > 0) <= bool(calls.replanned[index])
+    for layer in ("0", "1"):
+        columns = zip(*(one.work for one in expected if str(one.layer) == layer), strict=True)
+        assert report.ranks.work[layer] == [sum(column) for column in columns]
+        assert sum(report.ranks.work_before[layer]) == sum(report.ranks.work[layer])
+    assert len(report.ranks.attention_s) == len(report.environment.hardware) == world
+    assert min(report.ranks.attention_s) > 0
+    assert sum(report.ranks.bytes_sent) == report.totals.bytes_sent == sum(sum(one.sent) for one in expected)
+    assert report.totals.calls == sum(report.totals.strategies.values()) == 14
+    assert [layer.layer for layer in report.layers] == [0, 1]
+
+
+def test_plain_usp_sends_what_is_said(pool):
+    """Contiguous plans on shards and heads that divide evenly are plain USP."""
+    settings = {"mask": {"source": "dense", "block_q": 6, "block_k": 6}, "planner": "contiguous"}
+    for strategy in ("U4R1", "U1R4"):  # 4·6·7 = 168 tokens, 7 blocks a rank
+        (report, _), *_ = pool(4).run(recounted_session, settings, strategy)
+        calls = report.calls
+        first = calls.bytes_to_owners[0] + calls.bytes_ring[0] + calls.bytes_to_homes[0]
+        assert first == calls.bytes_usp[0] > 0
+
+
+def test_kept_plans_are_not_counted_again(pool):
+    settings = {"mask": SPARGE, "replan_threshold": 100.0}
+    (report, _), *_ = pool(2).run(recounted_session, settings, "U1R2")
+    assert report.calls.replanned == [int(step in (0, 3)) for step in report.calls.step]  # 3: another size of video
+    (eager, _), *_ = pool(2).run(recounted_session, {**settings, "replan_threshold": 1.0}, "U1R2")
+    assert eager.totals.replans > report.totals.replans
+
+
+def test_observing_waits_for_no_device_and_breaks_no_graph(pool):
+    for mask in (SPARGE, {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}):
+        settings = {"mask": mask, "replan_threshold": 100.0, "report": "nowhere"}
+        assert pool(2).run(waits_of_a_steady_step, settings, "U1R2") == [{}, {}]
+    settings = {"mask": {**SPARGE, "similarity": 0.0}, "strategy": "U1R2", "report": "nowhere"}
+    for difference, runs, recompiled in pool(2).run(run_compiled, "wan", 1, settings):
+        assert difference <= 1e-6
+        assert recompiled == 0
+        assert runs <= 8
+
+
+def test_a_pipeline_reports_each_call_that_succeeds(pool, tmp_path):
+    model = str(make_tiny("wan", tmp_path / "tiny-wan"))
+    folder = tmp_path / "report"
+    config = {"mask": SPARGE, "strategy": "U1R3", "report": str(folder)}
+    seen = pool(3).run(pipeline_reports, model, config)[0]
+    assert seen["after a failure"] == []
+    assert seen["after one call"] == ["balance.png", "latents.safetensors", "report.html", "report.json"]
+    for call, steps in (("first", 3), ("second", 2)):
+        report = seen[call]
+        assert (report["model"], report["host"], report["world_size"]) == ("tiny-wan", "para", 3)
+        assert len(report["calls"]["layer"]) == 4 * 2 * steps
+        assert sorted(set(report["calls"]["step"])) == list(range(steps))
+        assert sorted(set(report["calls"]["branch"])) == [0, 1]
+        assert 0 < sum(report["calls"]["seconds"]) <= report["seconds"] * 3
+        assert report["environment"]["settings"]["mask"]["source"] == "sparge"
+        assert report["environment"]["settings"]["planning"] == "lagged"
+
+
+def test_a_rank_that_fails_at_the_end_hangs_nobody_and_leaves_nothing(tmp_path):
+    model = str(make_tiny("wan", tmp_path / "tiny-wan"))
+    config = {"mask": SPARGE, "strategy": "U1R2", "report": str(tmp_path / "report")}
+    workers = WorkerPool(2)
+    try:
+        (fine, said), (raised, silent) = workers.run(fail_on_one_rank, model, config, 1)
+    finally:
+        workers.close()
+    assert (fine, raised, silent) == ("", "a full disk", "")
+    assert "db-SP: no report in" in said
+    assert "not all ranks came within 3 s" in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_transformer_without_a_pipeline(pool, tmp_path):
+    config = {"mask": SPARGE, "report": "unused"}
+    assert pool(2).run(report_of_transformer, config, str(tmp_path)) == [{"observed": True, "outcome": ""}] * 2
+    report = RunReport.read(tmp_path)
+    assert (report.model, report.totals.calls, report.totals.steps) == ("WanTransformer3DModel", 4, 2)
+    assert report.seconds > 0
+
+
+def test_nothing_is_observed_without_a_report(pool, tmp_path):
+    for result in pool(2).run(report_of_transformer, {"mask": SPARGE}, str(tmp_path)):
+        assert not result["observed"]
+        assert "nothing was collected" in result["outcome"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def small_report(**changes):
+    """Two layers, three steps, on two ranks."""
+    steps, layers = 3, 2
+    count = steps * layers
+    calls = CallColumns(
+        layer=[0, 1] * steps,
+        step=[0, 0, 1, 1, 2, 2],
+        branch=[0] * count,
+        strategy=["U2R1"] * 4 + ["U1R2"] * 2,
+        replanned=[1, 1, 0, 0, 1, 0],
+        plan_ms=[0.5, 0.25, 0, 0, 0.25, 0],
+        density=[0.5] * count,
+        rho_before=[1.25, 1.5] * steps,
+        rho=[1.0, 1.125] * steps,
+        rho_bound=[1.0] * count,
+        seconds=[0.5] * count,
+        seconds_mean=[0.375] * count,
+        bytes_to_owners=[1000] * count,
+        bytes_ring=[0, 0, 0, 0, 512, 512],
+        bytes_to_homes=[300] * count,
+        bytes_busiest=[700] * count,
+        bytes_usp=[1300] * count,
+    )
+    work = {"0": [100, 100], "1": [60, 50]}
+    values = {
+        "model": "a/model",
+        "host": "para",
+        "world_size": 2,
+        "strategy": "auto: 4 U2R1, 2 U1R2",
+        "planner": "dbsp",
+        "max_abs_diff": None,
+        "layers": (LayerReport(0, 0.5, 1.25, 1.0, 1.0, 0.0), LayerReport(1, 0.5, 1.5, 1.125, 1.0, 0.01)),
+        "seconds": 6.0,
+        "environment": Environment(
+            {"mask": {"source": "sparge", "cdf": 0.6}, "planner": "dbsp", "report": "here"},
+            {"torch": "2.13.0"},
+            ["a GPU", "a GPU"],
+            "cpu",
+            "float32",
+        ),
+        "calls": calls,
+        "ranks": RankTotals([2.0, 2.5], [3900, 3900], work, {"0": [125, 75], "1": [80, 30]}),
+    }
+    return RunReport(**values | changes)
+
+
+def test_totals():
+    totals = small_report().totals
+    assert (totals.calls, totals.replans, totals.steps) == (6, 3, 3)
+    assert totals.rho_before == pytest.approx(1.375)
+    assert totals.rho == pytest.approx(1.0625)
+    assert totals.attention_s == pytest.approx(3.0)
+    assert totals.attention_share == pytest.approx(0.5)
+    assert totals.plan_s == pytest.approx(0.001)
+    assert totals.bytes_sent == 6 * 1300 + 1024
+    assert totals.saved_s == pytest.approx(3 * 0.5 * (0.25 + 1.5 / 1.125 - 1))
+    assert totals.left_s == pytest.approx(3 * 0.5 * (1 - 1 / 1.125))
+    assert totals.strategies == {"U1R2": 2, "U2R1": 4}
+
+
+def test_json_round_trip(tmp_path):
+    report = small_report(max_abs_diff=1e-7)
+    report.write(tmp_path / "report.json")
+    again = RunReport.read(tmp_path / "report.json")
+    assert again == RunReport.read(tmp_path)
+    assert json.loads(again.to_json()) == json.loads(report.to_json())
+    assert json.loads(report.to_json())["totals"]["calls"] == 6
+    assert again.layers == report.layers
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: "{", "Expecting"),
+        (lambda v: "[1, 2]", "not of format"),
+        (lambda v: json.dumps(v | {"format": "db-SP report 3"}), "not of format 'db-SP report 2'"),
+        (lambda v: json.dumps({k: o for k, o in v.items() if k != "calls"}), "calls"),
+        (lambda v: json.dumps(v | {"more": 1}), "more"),
+        (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [1.0]}}), "columns have different lengths"),
+        (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": ["a"] * 6}}), "numbers"),
+        (lambda v: json.dumps(v | {"seconds": float("nan")}), "NaN is no number"),
+    ],
+)
+def test_what_is_no_report_is_refused(tmp_path, change, message):
+    path = tmp_path / "report.json"
+    path.write_text(change(json.loads(small_report().to_json())))
+    with pytest.raises(ValueError, match=message) as caught:
+        RunReport.read(path)
+    assert "is not a db-SP report" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Page(HTMLParser):
+    """Raises for elements that are not closed in order; keeps text, and all that would be fetched."""
+
+    VOID = frozenset(("meta", "link", "img", "br", "input", "hr"))
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.fetched: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.fetched += [value for name, value in attributes if name in ("src", "href", "data", "action")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text.append(data.strip())
+
+
+def test_the_page_has_the_numbers_and_needs_nothing_else():
+    html = report_page(small_report())
+    page = Page(html)
+    words = " ".join(page.text)
+    for number in (
+        "1.375 → 1.062",
+        "0.500",
+        "4 × U2R1",
+        "50% of 6 s",
+        "8.62 KiB",
+        "mask.cdf",
+        "+13% against plain",
+    ):
+        assert number in words, number
+    assert page.fetched == []
+    assert "://" not in html
+    assert "@import" not in html
+    assert "url(" not in html
+    data = html.split('<script type="application/json" id="data">')[1].split("</script>")[0]
+    assert json.loads(data)["calls"]["rho"] == [1.0, 1.125] * 3
+    assert json.loads(data)["work"] == {"0": [100, 100], "1": [60, 50]}
+
+
+def test_the_page_escapes_what_it_is_given():
+    evil = '</script><script>alert("x")</script>'
+    report = small_report(model=evil)
+    calls = dataclasses.replace(report.calls, strategy=[evil] * 6)
+    html = report_page(dataclasses.replace(report, calls=calls))
+    assert "alert" in html
+    assert "<script>alert" not in html
+    Page(html)
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "0 B"), (1000, "1000 B"), (1536, "1.5 KiB"), (5 << 40, "5 TiB")])
+def test_bytes_in_words(count, words):
+    assert in_bytes(count) == words
+
+
+@pytest.mark.parametrize(("s", "words"), [(5e-5, "50 µs"), (0.0123, "12.3 ms"), (4.5, "4.5 s"), (725.0, "12 min 5 s")])
+def test_seconds_in_words(s, words):
+    assert in_seconds(s) == words
+
+
+def _write(folder, **changes):
+    small_report(**changes).write(folder / "report.json")
+    return folder
+
+
+def test_cli_shows_one_run(dbsp, tmp_path):
+    code, out, _ = dbsp("report", _write(tmp_path))
+    assert code == 0
+    for words in ("1.375 → 1.062", "a/model", "4 × U2R1"):
+        assert words in out
+    code, out, _ = dbsp("report", tmp_path / "report.json", "--json")
+    assert code == 0
+    values = json.loads(out)
+    assert values["totals"]["rho"] == pytest.approx(1.0625)
+    assert [layer["replans"] for layer in values["layers"]] == [2, 1]
+
+
+def test_cli_compares_two_runs(dbsp, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    report = small_report()
+    settings = {"mask": {"source": "window"}, "planner": "paper", "report": "there"}
+    environment = dataclasses.replace(report.environment, settings=settings)
+    calls = dataclasses.replace(report.calls, seconds=[1.0] * 6)
+    a = _write(tmp_path / "a")
+    b = _write(tmp_path / "b", environment=environment, calls=calls, seconds=9.0)
+    page = tmp_path / "difference.html"
+    code, out, _ = dbsp("report", a, b, "--html", page)
+    assert code == 0
+    assert "+100.0%" in out
+    words = " ".join(Page(page.read_text()).text)
+    assert "mask.source" in words
+    assert "window" in words
+    assert "://" not in page.read_text()
+    code, out, _ = dbsp("report", a, b, "--json")
+    values = json.loads(out)
+    changed = {one["what"]: (one["a"], one["b"]) for one in values["settings"]}
+    assert changed == {"mask.source": ("sparge", "window"), "mask.cdf": (0.6, None), "planner": ("dbsp", "paper")}
+    numbers = {one["what"]: one for one in values["numbers"]}
+    assert numbers["attention, slowest rank"]["change"] == pytest.approx(1.0)
+    assert numbers["ρ_s used"]["change"] == 0
+    assert values["layers"][1]["b"]["seconds"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere is not a db-SP report"),
+        (["a", "a", "a"], "takes one run or two"),
+        ([], "Missing argument"),
+    ],
+)
+def test_cli_mistakes_are_one_line(dbsp, arguments, message):
+    code, out, said = dbsp("report", *arguments)
+    assert (code, out) == (2, "")
+    assert message in said
+    assert len(said.splitlines()) == 1
