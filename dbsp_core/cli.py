@@ -45,7 +45,7 @@ def tiny(
     model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(TINY_MODELS)}.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write; an old checkpoint there is replaced.")],
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-    trained: Annotated[bool, typer.Option("--trained", help="Wan: trained weights, which show a small world.")] = False,
+    trained: Annotated[bool, typer.Option("--trained", help="Wan: weights that show a small world.")] = False,
 ) -> None:
     """Make a tiny checkpoint, with random weights or trained ones, for trying things out offline."""
     try:

@@ -32,7 +32,7 @@ def make_tiny(model: str, folder: Path, seed: int = 0, trained: bool = False) ->
     if model not in TINY_MODELS:
         raise ValueError(f"unknown tiny model {model!r}; use one of {', '.join(TINY_MODELS)}")
     if trained and model not in TRAINED:
-        raise ValueError(f"there are no trained weights of {model!r}, only of {', '.join(TRAINED)}; leave out --trained")
+        raise ValueError(f"{model!r} has no trained weights, only {', '.join(TRAINED)} has; leave out --trained")
     folder = Path(folder)
     taken = folder.exists() and not (folder / "model_index.json").is_file()
     if taken and (not folder.is_dir() or any(folder.iterdir())):

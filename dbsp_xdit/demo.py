@@ -25,16 +25,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from safetensors.torch import load_file
 
-from dbsp_core.config import DbspConfig
 from dbsp_core.files import write_atomically
 from dbsp_core.mask_file import save_mask
+from dbsp_core.mask_series import MaskSeries
 from dbsp_core.report import RunReport
 from dbsp_core.report_html import report_page
 from dbsp_core.report_tables import layer_table
 from dbsp_core.single import attach_single_process
-from dbsp_core.sources import MaskRequest
 from dbsp_core.strategy import Strategy
 from dbsp_core.tiny import make_tiny
+from dbsp_xdit.side_by_side import decode_video, save_side_by_side
 
 __all__ = ["TOLERANCE", "Settings", "run_demo"]
 
@@ -44,27 +44,28 @@ _STEPS_DONE = re.compile(r"(\d+)/(\d+) \[")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is generated. 7·13·9 = 819 tokens: no number of ranks above 3 divides them, so padding is at work too."""
+    """What is generated: the trained model's world. 9·9·15 = 1,215 tokens are odd, so padding is at work too."""
 
-    prompt: str = "a red ball bounces over a blue floor"
-    height: int = 112
-    width: int = 208
+    prompt: str = "a red ball bounces over a blue checkered floor"
+    height: int = 144
+    width: int = 240
     num_frames: int = 33
-    steps: int = 8
-    guidance_scale: float = 3.5
+    steps: int = 12
+    guidance_scale: float = 3.0
     flow_shift: float = 3.0
     seed: int = 42
-    mask: Any = None  # a mask source's settings; None for synthetic masks
+    mask: Any = None  # a mask source's settings; None for SpargeAttn's predictor
 
     def config(self) -> dict[str, Any]:
         """db-SP's settings, as they would stand in a YAML file."""
-        mask = self.mask or {"source": "synthetic", "density": 0.4, "block_q": 32, "block_k": 32}
+        sparge = {"source": "sparge", "cdf": 0.85, "similarity": -1.0, "block_q": 16, "block_k": 16}
+        mask = self.mask or sparge
         return {"mask": mask, "dtype": "float32", "debug": True}
 
 
 def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | None = None) -> RunReport:
-    """Generates a video on `ranks` processes and leaves demo.mp4, balance.png, report.html, report.json and
-    masks.safetensors in `out`, each whole or not at all. returns: the report.
+    """Generates a video on `ranks` processes and leaves demo.mp4, balance.png, frames.png, report.html,
+    report.json and masks.safetensors in `out`, each whole or not at all. returns: the report.
 
     Raises RuntimeError when the run fails or its latents differ from one process by more than TOLERANCE.
     """
@@ -72,18 +73,22 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".run.") as temporary:
         work = Path(temporary)
-        task = progress.add_task("making a tiny Wan2.1 checkpoint (random weights)", total=1)
+        task = progress.add_task("making a tiny Wan2.1 checkpoint (trained weights)", total=1)
         _be_quiet()
-        model = make_tiny("wan", work / "tiny-wan")
-        (work / "dbsp.yaml").write_text(yaml.safe_dump(settings.config()))
+        model = make_tiny("wan", work / "tiny-wan", trained=True)
+        config = {**settings.config(), "record": str(work / "masks")}
+        (work / "dbsp.yaml").write_text(yaml.safe_dump(config))
         progress.advance(task)
 
         task = progress.add_task(f"xdit --sp-backend dbsp on {ranks} ranks", total=settings.steps)
         command = _xdit_command(model, work, ranks, settings)
         _run(command, out / "xdit.log", progress, task)
 
-        task = progress.add_task("the same in one process, for comparison", total=1)
-        expected = single_process_latents(model, settings, "cuda" if torch.cuda.device_count() >= 2 else "cpu")
+        task = progress.add_task("the same in one process, sparse and dense, for comparison", total=2)
+        device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+        expected = single_process_latents(model, settings, device)
+        progress.advance(task)
+        dense = single_process_latents(model, settings, device, sparse=False)
         progress.advance(task)
 
         latents = load_file(work / "report" / "latents.safetensors")["latents"]
@@ -91,7 +96,9 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
         report = replace(RunReport.read(work / "report" / "report.json"), model="tiny-wan", max_abs_diff=difference)
         if not difference <= TOLERANCE:
             raise RuntimeError(f"the latents differ from one process by {difference:.1e}, more than {TOLERANCE:.0e}")
-        _save_masks(settings, len(report.layers), out / "masks.safetensors")
+        _save_masks(work / "masks", out / "masks.safetensors")
+        _save_frames(model, dense, latents, report, work / "frames.png")
+        (work / "frames.png").replace(out / "frames.png")
         (video,) = work.glob("*.mp4")
         video.replace(out / "demo.mp4")
         (work / "report" / "balance.png").replace(out / "balance.png")
@@ -156,14 +163,18 @@ def _run(command: list[str], log: Path, progress: Progress, task: Any) -> None:
     progress.update(task, completed=progress.tasks[task].total)
 
 
-def single_process_latents(model: Path, settings: Settings, device: str) -> torch.Tensor:
-    """Final latents, float32[1, C, F, H, W], of stock diffusers with the same masks, without any parallelism."""
+def single_process_latents(model: Path, settings: Settings, device: str, sparse: bool = True) -> torch.Tensor:
+    """Final latents, float32[1, C, F, H, W], of stock diffusers with the same masks, without any parallelism.
+
+    sparse: False leaves diffusers' own dense attention
+    """
     from diffusers import WanPipeline
 
     pipe = WanPipeline.from_pretrained(model, torch_dtype=torch.float32, local_files_only=True).to(device)
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler.config.flow_shift = settings.flow_shift  # as xfuser's runner sets it
-    attach_single_process(pipe.transformer, settings.config())
+    if sparse:
+        attach_single_process(pipe.transformer, settings.config())
     output = pipe(
         prompt=settings.prompt,
         negative_prompt="",
@@ -189,10 +200,16 @@ def _be_quiet() -> None:
         library.utils.logging.disable_progress_bar()
 
 
-def _save_masks(settings: Settings, layers: int, path: Path) -> None:
-    source = DbspConfig.load(settings.config()).mask
-    thw = ((settings.num_frames - 1) // 4 + 1, settings.height // 16, settings.width // 16)
-    save_mask(path, [source.mask(MaskRequest(layer, 12, thw)) for layer in range(layers)])
+def _save_masks(recording: Path, path: Path) -> None:
+    """A mask file of the last step's masks, those of the pass with the caption."""
+    series = MaskSeries.read(recording)
+    save_mask(path, [series.get(series.steps[-1], layer) for layer in series.layers])
+
+
+def _save_frames(model: Path, dense: torch.Tensor, sparse: torch.Tensor, report: RunReport, path: Path) -> None:
+    density = sum(layer.density for layer in report.layers) / len(report.layers)
+    videos = [decode_video(model, latents) for latents in (dense, sparse)]
+    save_side_by_side(path, *videos, ("dense", f"block-sparse, density {density:.2f}, {report.world_size} ranks"))
 
 
 def main(
@@ -213,7 +230,10 @@ def main(
         console.print(str(error), markup=False, highlight=False)
         raise SystemExit(1) from error
     console.print(layer_table(report))
-    console.print(f"wrote {out}/demo.mp4, {out}/balance.png, {out}/report.html and {out}/report.json", highlight=False)
+    console.print(
+        f"wrote {out}/demo.mp4, {out}/frames.png, {out}/balance.png, {out}/report.html and {out}/report.json",
+        highlight=False,
+    )
     dbsp = Path(sys.executable).with_name("dbsp")
     console.print(f"next: {dbsp} plan {out}/masks.safetensors --gpus 8 --planner all", highlight=False, soft_wrap=True)
 

@@ -229,7 +229,13 @@ def main() -> None:
     rows = densities(series)
     publish("learned-density", "Density of every head", rows, draw_densities(rows), options.out)
     table = balance(series, options.every)
-    publish("learned-balance", "ρ_s before and after balancing, 8 GPUs (Table 1, §4.2)", table, draw_balance(table), options.out)
+    publish(
+        "learned-balance",
+        "ρ_s before and after balancing, 8 GPUs (Table 1, §4.2)",
+        table,
+        draw_balance(table),
+        options.out,
+    )
     kept = reuse(series)
     publish("learned-reuse", "P_s against plans made (Fig. 11)", kept, draw_reuse(kept), options.out)
     bought = rewards(series, 5 * options.every)

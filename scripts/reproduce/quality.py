@@ -24,7 +24,8 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sparge cdf": [{"source": "sparge", "cdf": value} for value in (0.3, 0.5, 0.7, 0.85, 0.95)],
     "sparge topk": [{"source": "sparge", "topk": value} for value in (0.1, 0.2, 0.35, 0.5, 0.75)],
     "window": [
-        {"source": "window", "window": list(value)} for value in ((1, 5, 15), (3, 5, 7), (5, 5, 15), (9, 5, 15), (11, 9, 15))
+        {"source": "window", "window": list(value)}
+        for value in ((1, 5, 15), (3, 5, 7), (5, 5, 15), (9, 5, 15), (11, 9, 15))
     ],
     "radial": [{"source": "radial", "width": value} for value in (0.25, 0.5, 1.0, 2.0)],
 }
@@ -97,7 +98,9 @@ def draw(rows: list[Row]) -> Figure:
 
 
 def _means(rows: list[Row], name: str) -> list[tuple[float, float]]:
-    by_setting = [[row for row in rows if row.setting == setting] for setting in dict.fromkeys(r.setting for r in rows)]
+    by_setting = [
+        [row for row in rows if row.setting == setting] for setting in dict.fromkeys(r.setting for r in rows)
+    ]
     return sorted(
         (float(np.mean([row.density for row in here])), float(np.mean([getattr(row, name) for row in here])))
         for here in by_setting

@@ -105,7 +105,9 @@ def generate(
 @torch.no_grad()
 def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     """Standardised latents [1, 16, f, h, w] to frames, float32[F, 3, H, W] in [0, 1]."""
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
     video = vae.decode(latents * std + mean).sample[0]
     return ((video + 1) / 2).clamp(0, 1).transpose(0, 1)
 

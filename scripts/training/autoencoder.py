@@ -17,7 +17,8 @@ __all__ = ["encode", "make_autoencoder", "train_autoencoder"]
 
 CLIP = 9  # frames to a training clip
 CROP = 64  # pixels to a side of the early clips; the later ones are whole frames
-KL = 1e-6
+KL = 5e-5
+COLOUR = 0.5  # weight of the error of differences between channels: grey is learned soon, colour late
 LEARNING_RATE = 6e-3
 
 
@@ -50,7 +51,7 @@ def _begin_clear(vae: Any) -> None:
 
 
 def train_autoencoder(vae: Any, steps: int, batch: int, seed: int, folder: Path, progress: Progress) -> History:
-    """Trains in place: L1, and a little KL divergence. The last third of the steps sees whole frames."""
+    """Trains in place: L1 of pixels and of colours, and a little KL divergence. The last third of the steps sees whole frames."""
     convolutions = [p for p in vae.parameters() if p.ndim >= 4 and p[0].numel() > 1]  # norms have such shapes too
     optimizers = optimizers_of(vae, convolutions, LEARNING_RATE)
 
@@ -66,9 +67,11 @@ def train_autoencoder(vae: Any, steps: int, batch: int, seed: int, folder: Path,
             posterior = vae.encode(clips).latent_dist
             noise = torch.randn(posterior.mean.shape, generator=generator)
             back = vae.decode(posterior.mean + posterior.std * noise).sample
-        error = (back.float() - clips).abs().mean()
+        difference = back.float() - clips
+        error = difference.abs().mean()
+        colour = (difference - difference.roll(1, dims=1)).abs().mean()
         spread = (posterior.mean.float() ** 2 + posterior.var.float() - 1 - posterior.logvar.float()).mean() / 2
-        (error + KL * spread).backward()
+        (error + COLOUR * colour + KL * spread).backward()
         for optimizer in optimizers.values():
             optimizer.step()
         return error.item()
