@@ -230,10 +230,8 @@ def main(
         console.print(str(error), markup=False, highlight=False)
         raise SystemExit(1) from error
     console.print(layer_table(report))
-    console.print(
-        f"wrote {out}/demo.mp4, {out}/frames.png, {out}/balance.png, {out}/report.html and {out}/report.json",
-        highlight=False,
-    )
+    names = ("demo.mp4", "frames.png", "balance.png", "report.html", "report.json")
+    console.print("wrote " + ", ".join(f"{out}/{name}" for name in names), highlight=False)
     dbsp = Path(sys.executable).with_name("dbsp")
     console.print(f"next: {dbsp} plan {out}/masks.safetensors --gpus 8 --planner all", highlight=False, soft_wrap=True)
 

@@ -51,7 +51,10 @@ def _begin_clear(vae: Any) -> None:
 
 
 def train_autoencoder(vae: Any, steps: int, batch: int, seed: int, folder: Path, progress: Progress) -> History:
-    """Trains in place: L1 of pixels and of colours, and a little KL divergence. The last third of the steps sees whole frames."""
+    """Trains in place: L1 of pixels and of colours, and a little KL divergence.
+
+    The last third of the steps sees whole frames.
+    """
     convolutions = [p for p in vae.parameters() if p.ndim >= 4 and p[0].numel() > 1]  # norms have such shapes too
     optimizers = optimizers_of(vae, convolutions, LEARNING_RATE)
 

@@ -21,7 +21,7 @@ __all__ = ["History", "cosine", "generator_of", "train"]
 
 @dataclass(frozen=True)
 class History:
-    """What a run of steps left behind: the loss of each, and the processor seconds that all took (over all threads)."""
+    """What a run of steps left behind: the loss of each, and the processor seconds of all (over all threads)."""
 
     losses: list[float]
     cpu_seconds: float

@@ -1,7 +1,7 @@
 """Muon for matrices and convolutions: momentum whose singular values are all made about 1.
 
-Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024; the step's size is matched to AdamW's as in
-Liu et al., Muon is scalable for LLM training, 2025. torch's own (2.9) takes matrices alone.
+Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024; the step's size is matched to AdamW's as
+in Liu et al., Muon is scalable for LLM training, 2025. torch's own (2.9) takes matrices alone.
 """
 
 from __future__ import annotations
