@@ -33,14 +33,14 @@ class Card:
         return f"""# A small trained Wan2.1
 
 A text-to-video pipeline of Wan2.1's architecture (diffusers' `WanPipeline`: `WanTransformer3DModel` with 12 heads,
-`AutoencoderKLWan`, UMT5), trained from scratch on videos that are drawn by code. It exists so that db-SP can be shown and tested on
-learned attention without a download. It is no general video model: it knows one small world.
+`AutoencoderKLWan`, UMT5), trained from scratch on videos that are drawn by code. It exists so that db-SP can be
+shown and tested on learned attention without a download. It is no general video model: it knows one small world.
 
 - **Made by** `{self.command}` (seed {self.seed}); licence Apache-2.0, as db-SP's.
 - **Parameters**: {sizes}; stored in float16, to be used in float32.
 - **Data**: {self.videos} videos of {WIDTH}×{HEIGHT} pixels, {FRAMES} frames at 16 a second (1,215 video tokens). One
-  shape ({", ".join(SHAPES)}; {", ".join(COLOURS)}) that {", ".join(MOTIONS)}, over a floor ({", ".join(FLOORS)}; another of
-  the four colours). {len(captions())} captions: "a red ball bounces over a blue checkered floor".
+  shape ({", ".join(SHAPES)}; {", ".join(COLOURS)}) that {", ".join(MOTIONS)}, over a floor ({", ".join(FLOORS)};
+  another of the four colours). {len(captions())} captions: "a red ball bounces over a blue checkered floor".
 - **Text encoder**: random and frozen. Its tokenizer knows the world's words alone; all others are one unknown word.
 - **Training**: autoencoder {self.autoencoder_steps} steps, then the transformer {self.transformer_steps} by flow
   matching with shift 3, a tenth of the videos without a caption, moving average of the weights.

@@ -18,6 +18,8 @@ from dbsp_core.files import open_atomically
 
 __all__ = ["History", "cosine", "generator_of", "train"]
 
+SAVE_EVERY = 50  # steps
+
 
 @dataclass(frozen=True)
 class History:
@@ -34,7 +36,6 @@ def train(
     step: Callable[[int], float],
     folder: Path,
     progress: Progress,
-    save_every: int = 50,
 ) -> History:
     """Calls step(0), …, step(steps − 1), from where `folder`/NAME.pt left off, and keeps that file up to date.
 
@@ -48,7 +49,7 @@ def train(
         losses.append(step(len(losses)))
         recent = losses[-50:]
         progress.update(task, completed=len(losses), description=f"{name}, loss {sum(recent) / len(recent):.4f}")
-        if len(losses) % save_every == 0 or len(losses) == steps:
+        if len(losses) % SAVE_EVERY == 0 or len(losses) == steps:
             history = History(losses, spent + time.process_time() - begun)
             _save(checkpoint, parts, history)
     return History(losses, spent + time.process_time() - begun)

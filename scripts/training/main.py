@@ -29,7 +29,7 @@ class Recipe:
     """All that the result depends on, besides the seed."""
 
     autoencoder_width: int = 16
-    autoencoder_steps: int = 2400
+    autoencoder_steps: int = 1200
     autoencoder_batch: int = 2
     videos: int = 600
     head_width: int = 24
