@@ -1,4 +1,4 @@
-"""The weights that ship: they follow the caption. And the masks of learned attention: their numbers are the results'."""
+"""The shipped weights follow the caption, and the masks of learned attention have the numbers of the results."""
 
 from __future__ import annotations
 

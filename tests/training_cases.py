@@ -1,4 +1,4 @@
-"""Run as a program beside scripts/training, whose modules have plain names: prints what it found, as one JSON object."""
+"""Run as a program beside scripts/training, whose modules have plain names: prints what it found as a JSON object."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ class Recipe:
     autoencoder_width: int = 16
     autoencoder_steps: int = 1200
     autoencoder_batch: int = 2
-    videos: int = 600
+    videos: int = 320
     head_width: int = 24
-    layers: int = 5
-    rate: float = 1.5e-3
-    phases: tuple[Phase, ...] = (Phase(1200, 8, 3), Phase(500, 4, 9))
+    layers: int = 4
+    rate: float = 2e-3
+    phases: tuple[Phase, ...] = (Phase(700, 16, 1), Phase(200, 6, 3), Phase(250, 3, 9))
 
     @classmethod
     def toy(cls) -> Recipe:
