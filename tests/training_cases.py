@@ -77,11 +77,12 @@ def train_autoencoder(folder: Path, progress: Progress, stop: int | None, steps:
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
     vae = autoencoder.make_autoencoder(2)
-    clips, autoencoder._clips = autoencoder._clips, stopping(autoencoder._clips, stop)
+    clips = [autoencoder.Clips(steps, 1, 5, 16, 16)]
+    cut, autoencoder._clips = autoencoder._clips, stopping(autoencoder._clips, stop)
     try:
-        history = autoencoder.train_autoencoder(vae, steps, 1, 5, folder, progress)
+        history = autoencoder.train_autoencoder(vae, "vae", clips, 1e-3, 5, folder, progress)
     finally:
-        autoencoder._clips = clips
+        autoencoder._clips = cut
     return vae.state_dict(), history.losses
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,21 @@ from muon import optimizers_of
 from rich.progress import Progress
 from world import FRAMES, HEIGHT, WIDTH, Scene, render
 
-__all__ = ["encode", "make_autoencoder", "train_autoencoder"]
+__all__ = ["Clips", "encode", "make_autoencoder", "train_autoencoder"]
 
-CLIP = 9  # frames to a training clip
-CROP = 64  # pixels to a side of the early clips; the later ones are whole frames
 KL = 5e-5
 COLOUR = 0.5  # weight of the error of differences between channels: grey is learned soon, colour late
-LEARNING_RATE = 6e-3
+
+
+@dataclass(frozen=True)
+class Clips:
+    """What is shown: so many steps, each with `count` pieces of videos of this size."""
+
+    steps: int
+    count: int
+    frames: int
+    height: int
+    width: int
 
 
 def make_autoencoder(width: int = 16) -> Any:
@@ -50,27 +60,30 @@ def _begin_clear(vae: Any) -> None:
             module.conv2.weight.zero_()
 
 
-def train_autoencoder(vae: Any, steps: int, batch: int, seed: int, folder: Path, progress: Progress) -> History:
+def train_autoencoder(
+    vae: Any, name: str, clips: Sequence[Clips], rate: float, seed: int, folder: Path, progress: Progress
+) -> History:
     """Trains in place: L1 of pixels and of colours, and a little KL divergence.
 
-    The last third of the steps sees whole frames.
+    name: of the run, for its checkpoint; clips: one kind after the other, under one schedule of the learning rate
     """
     convolutions = [p for p in vae.parameters() if p.ndim >= 4 and p[0].numel() > 1]  # norms have such shapes too
-    optimizers = optimizers_of(vae, convolutions, LEARNING_RATE)
+    optimizers = optimizers_of(vae, convolutions, rate)
+    kinds = [kind for kind in clips for _ in range(kind.steps)]
 
     def step(index: int) -> float:
         generator = generator_of(seed, index)
-        share = cosine(index, steps, min(50, steps // 10))
+        share = cosine(index, len(kinds), min(50, len(kinds) // 10))
         for optimizer in optimizers.values():
             optimizer.zero_grad()
             for group in optimizer.param_groups:
-                group["lr"] = (LEARNING_RATE if optimizer is optimizers["muon"] else LEARNING_RATE / 4) * share
-        clips = _clips(index, batch, seed, index >= 2 * steps // 3, generator)
+                group["lr"] = (rate if optimizer is optimizers["muon"] else rate / 4) * share
+        shown = _clips(kinds[index], index, seed, generator)
         with torch.autocast("cpu", torch.bfloat16):
-            posterior = vae.encode(clips).latent_dist
+            posterior = vae.encode(shown).latent_dist
             noise = torch.randn(posterior.mean.shape, generator=generator)
             back = vae.decode(posterior.mean + posterior.std * noise).sample
-        difference = back.float() - clips
+        difference = back.float() - shown
         error = difference.abs().mean()
         colour = (difference - difference.roll(1, dims=1)).abs().mean()
         spread = (posterior.mean.float() ** 2 + posterior.var.float() - 1 - posterior.logvar.float()).mean() / 2
@@ -79,21 +92,19 @@ def train_autoencoder(vae: Any, steps: int, batch: int, seed: int, folder: Path,
             optimizer.step()
         return error.item()
 
-    return train("autoencoder", steps, {"vae": vae, **optimizers}, step, folder, progress)
+    return train(name, len(kinds), {"vae": vae, **optimizers}, step, folder, progress)
 
 
-def _clips(index: int, batch: int, seed: int, whole: bool, generator: torch.Generator) -> torch.Tensor:
-    """float32[b, 3, CLIP, h, w]: `batch` crops, or a quarter as many whole frames of about the same cost."""
-    count = max(1, batch // 4) if whole else batch
+def _clips(kind: Clips, index: int, seed: int, generator: torch.Generator) -> torch.Tensor:
+    """float32[count, 3, frames, height, width], cut from anywhere in videos that no other step sees."""
     clips = []
-    for item in range(count):
-        start = int(torch.randint(FRAMES - CLIP + 1, (1,), generator=generator))
-        clip = render(Scene.draw(seed, index * batch + item), CLIP, start)
-        if not whole:
-            top = int(torch.randint(HEIGHT - CROP + 1, (1,), generator=generator))
-            left = int(torch.randint(WIDTH - CROP + 1, (1,), generator=generator))
-            clip = clip[:, :, top : top + CROP, left : left + CROP]
-        clips.append(clip)
+    for item in range(kind.count):
+        start, top, left = (
+            int(torch.randint(whole - part + 1, (1,), generator=generator)) if part < whole else 0
+            for whole, part in ((FRAMES, kind.frames), (HEIGHT, kind.height), (WIDTH, kind.width))
+        )
+        clip = render(Scene.draw(seed, index * kind.count + item), kind.frames, start)
+        clips.append(clip[:, :, top : top + kind.height, left : left + kind.width])
     return torch.stack(clips)
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from autoencoder import make_autoencoder, train_autoencoder
+from autoencoder import Clips, make_autoencoder, train_autoencoder
 from checkpoint import Card, save_pipeline
 from flow import Phase, Videos, make_transformer, train_transformer
 from latents import encode_videos, standardise
+from loop import History
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from text import embed, make_text_encoder, make_tokenizer
@@ -29,8 +30,9 @@ class Recipe:
     """All that the result depends on, besides the seed."""
 
     autoencoder_width: int = 16
-    autoencoder_steps: int = 1200
-    autoencoder_batch: int = 2
+    autoencoder_rate: float = 6e-3
+    crops: tuple[Clips, ...] = (Clips(800, 2, 9, 64, 64), Clips(200, 1, 9, 144, 240))
+    longer: tuple[Clips, ...] = (Clips(300, 1, 33, 64, 80),)  # afterwards: colours must last for a whole video
     videos: int = 320
     head_width: int = 24
     layers: int = 4
@@ -40,7 +42,8 @@ class Recipe:
     @classmethod
     def toy(cls) -> Recipe:
         """Seconds, for tests: it learns nothing."""
-        return cls(2, 3, 1, 2, 8, 1, phases=(Phase(2, 2, 2), Phase(2, 1, 3)))
+        crops, longer = (Clips(2, 1, 5, 16, 16),), (Clips(1, 1, 9, 16, 16),)
+        return cls(2, 1e-3, crops, longer, 2, 8, 1, phases=(Phase(2, 2, 2), Phase(2, 1, 3)))
 
     @property
     def schedule(self) -> str:
@@ -58,7 +61,10 @@ def run(recipe: Recipe, seed: int, work: Path, weights: Path, command: str, prog
     work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     vae = make_autoencoder(recipe.autoencoder_width)
-    seen = train_autoencoder(vae, recipe.autoencoder_steps, recipe.autoencoder_batch, seed, work, progress)
+    rate = recipe.autoencoder_rate
+    first = train_autoencoder(vae, "autoencoder", recipe.crops, rate, seed, work, progress)
+    second = train_autoencoder(vae, "autoencoder-longer", recipe.longer, rate / 3, seed + 4, work, progress)
+    seen = History(first.losses + second.losses, first.cpu_seconds + second.cpu_seconds)
 
     # Seeds apart, so that the transformer's videos are not the autoencoder's.
     raw, encoding = encode_videos(vae, recipe.videos, seed + 1, work, progress)
@@ -81,7 +87,7 @@ def run(recipe: Recipe, seed: int, work: Path, weights: Path, command: str, prog
         command,
         seed,
         recipe.videos,
-        recipe.autoencoder_steps,
+        len(seen.losses),
         recipe.schedule,
         seen.losses,
         learned.losses,
