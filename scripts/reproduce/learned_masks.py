@@ -206,7 +206,7 @@ def draw_densities(rows: list[Density]) -> Figure:
     heads = 1 + max(row.head for row in rows)
     place = np.array([row.layer * (heads + 2) + row.head for row in rows])
     means = np.array([row.density for row in rows])
-    reach = np.array([[row.density - row.least for row in rows], [row.most - row.density for row in rows]])
+    reach = np.array([[row.density - row.least for row in rows], [row.most - row.density for row in rows]]).clip(min=0)
     axes.bar(place, means, color=[f"C{row.layer}" for row in rows])
     axes.errorbar(place, means, reach, fmt="none", ecolor="k", linewidth=0.8)
     layers = sorted({row.layer for row in rows})
