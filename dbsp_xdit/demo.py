@@ -208,8 +208,8 @@ def _save_masks(recording: Path, path: Path) -> None:
 
 def _save_frames(model: Path, dense: torch.Tensor, sparse: torch.Tensor, report: RunReport, path: Path) -> None:
     density = sum(layer.density for layer in report.layers) / len(report.layers)
-    videos = [decode_video(model, latents) for latents in (dense, sparse)]
-    save_side_by_side(path, *videos, ("dense", f"block-sparse, density {density:.2f}, {report.world_size} ranks"))
+    titles = "dense", f"block-sparse, density {density:.2f}, {report.world_size} ranks"
+    save_side_by_side(path, decode_video(model, dense), decode_video(model, sparse), titles)
 
 
 def main(

@@ -45,8 +45,9 @@ def test_demo(tmp_path, monkeypatch, capsys, ranks, strategy):
 
     assert _frames(tmp_path / "demo.mp4") == 33
     assert _png_size(tmp_path / "balance.png") > (600, 400)
+    assert _png_size(tmp_path / "frames.png") > (1000, 300)
     assert {path.name for path in tmp_path.iterdir()} == {
-        "demo.mp4", "balance.png", "report.html", "report.json", "masks.safetensors", "xdit.log",
+        "demo.mp4", "frames.png", "balance.png", "report.html", "report.json", "masks.safetensors", "xdit.log",
     }  # fmt: skip
 
     monkeypatch.setattr("sys.argv", ["dbsp", "plan", str(tmp_path / "masks.safetensors"), "--gpus", "8", "--json"])
@@ -62,7 +63,7 @@ def _frames(path) -> int:
 
     reader = imageio_ffmpeg.read_frames(str(path))
     size = next(reader)["size"]
-    assert size == (208, 112)
+    assert size == (240, 144)
     return sum(1 for _ in reader)
 
 
