@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from loop import History, cosine, generator_of, train
+from loop import History, generator_of, train
 from muon import optimizers_of
 from plain import written_out
 from rich.progress import Progress
@@ -21,6 +21,7 @@ __all__ = ["Phase", "Videos", "make_transformer", "train_transformer"]
 SHIFT = 3.0  # of the noise levels, as in generation
 NO_CAPTION = 0.1  # of the videos are trained without, for classifier-free guidance
 _OFFSETS = ((0, 0, 0), (0, -1, 0), (0, 1, 0), (0, 0, -1), (0, 0, 1), (-1, 0, 0), (1, 0, 0), (0, -2, 0), (0, 2, 0))
+WARM_UP, DECAY = 100, 0.3  # of the learning rate: steps at the start, share of all steps at the end
 AVERAGE = 0.995  # decay of the weights' moving average, which is what ships
 
 
@@ -125,7 +126,7 @@ def train_transformer(
 
     def step(index: int) -> float:
         generator = generator_of(seed, index)
-        share = cosine(index, total, min(100, total // 10))
+        share = min(1.0, (index + 1) / WARM_UP, (total - index) / (DECAY * total))
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate * share
