@@ -20,12 +20,14 @@ class Architecture:
     frames_first: whether the sample is [B, F, C, H, W] rather than [B, C, F, H, W]
     joint_text:   whether text stands in the same sequence, before video
     embedding:    the module that makes tokens of the sample: [B, C, t, h, w], or [B, text and video tokens, C]
+    pipeline:     class name of the pipeline that it is usually in, where published checkpoints are known by it
     """
 
     blocks: str
     frames_first: bool
     joint_text: bool
     embedding: str = "patch_embedding"
+    pipeline: str = ""
 
     def blocks_of(self, transformer: nn.Module) -> nn.ModuleList:
         blocks: nn.ModuleList = getattr(transformer, self.blocks)
@@ -43,9 +45,13 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "WanTransformer3DModel": Architecture("blocks", frames_first=False, joint_text=False),
+    "WanTransformer3DModel": Architecture("blocks", frames_first=False, joint_text=False, pipeline="WanPipeline"),
     "CogVideoXTransformer3DModel": Architecture(
-        "transformer_blocks", frames_first=True, joint_text=True, embedding="patch_embed"
+        "transformer_blocks",
+        frames_first=True,
+        joint_text=True,
+        embedding="patch_embed",
+        pipeline="CogVideoXPipeline",
     ),
 }
 """By class name: diffusers need not be imported to look one up."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dbsp_core.agreement import agree
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout
 from dbsp_core.mask import BlockMask
@@ -20,6 +21,9 @@ from dbsp_core.tables import PeriodTable, build_tables, whole_heads
 from dbsp_kernels import Needs, WholeHeads, choose_kernel, require_fit
 
 __all__ = ["DualBalancedAttention", "dual_balanced_attention"]
+
+
+PLANS_DIFFER = "the plan differs on rank(s) {}; give all ranks one mask"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +51,7 @@ class DualBalancedAttention:
         device: torch.device | str = "cpu",
         kernel: str = "auto",
         debug: bool = False,
+        route: Route | None = None,
     ) -> DualBalancedAttention:
         """Builds this rank's route and kernel tables.
 
@@ -54,6 +59,7 @@ class DualBalancedAttention:
         n_local: places this rank has, with or without the padding at the end (default: with)
         kernel:  a name from dbsp_kernels.KERNELS, or "auto"
         debug:   before every call all ranks agree that inputs are finite and plans equal, or raise together
+        route:   the plan's, on the CPU, where it was built before
         Raises ValueError when plan, mask, home layout and group don't fit each other, or the kernel can't serve the
         plan: on all ranks alike.
         """
@@ -71,7 +77,7 @@ class DualBalancedAttention:
                 f"{home.tokens} tokens are shared by {home.world} ranks"
             )
         device = torch.device(device)
-        route = build_route(plan, home, group.rank, n_local, device)
+        route = (route or build_route(plan, home, group.rank, n_local, torch.device("cpu"))).to(device)
         tables = build_tables(plan, mask, group.rank, device)
         return cls(plan, route, tables, group, n_local, kernel, debug, whole)
 
@@ -111,7 +117,9 @@ class DualBalancedAttention:
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         problem = self._problem(q, k, v)
         if self.debug:
-            _agree(self.group, problem, self.plan.fingerprint, q, k, v)
+            if problem is None and not all(bool(t.isfinite().all()) for t in (q, k, v)):
+                problem = "q, k or v has values that are not finite"
+            agree(self.group, problem, self.plan.fingerprint, q.device, PLANS_DIFFER)
         if problem is not None:
             raise ValueError(problem)
 
@@ -132,23 +140,6 @@ class DualBalancedAttention:
         except ValueError as error:
             return str(error)
         return None
-
-
-def _agree(group: SequenceGroup, problem: str | None, fingerprint: int, *tensors: torch.Tensor) -> None:
-    """Raises on all ranks alike when any rank has a problem, inputs that are not finite, or another plan."""
-    finite = all(bool(t.isfinite().all()) for t in tensors)
-    states = group.gather_integers([int(problem is None), int(finite), fingerprint], tensors[0].device)
-    ranks = range(len(states))
-    fingerprints = [state[2] for state in states]
-    usual = max(fingerprints, key=fingerprints.count)
-    own = f" (here: {problem})" if problem else ""
-    for differing, complaint in (
-        ([r for r in ranks if not states[r][0]], "inputs do not fit on rank(s) {}" + own),
-        ([r for r in ranks if not states[r][1]], "q, k or v has values that are not finite on rank(s) {}"),
-        ([r for r in ranks if fingerprints[r] != usual], "the plan differs on rank(s) {}; give all ranks one mask"),
-    ):
-        if differing:
-            raise ValueError(complaint.format(differing))
 
 
 def dual_balanced_attention(

@@ -19,24 +19,29 @@ __all__ = ["split_batch"]
 _CPU = torch.device("cpu")
 
 
-def split_batch(transformer: nn.Module, group: SequenceGroup, attachment: Attachment) -> None:
+def split_batch(
+    transformer: nn.Module, group: SequenceGroup, attachment: Attachment, *, repeat_uneven: bool = False
+) -> None:
     """Cuts the batch of every forward pass into equal runs of items, one a rank of `group`, and gathers the outputs.
 
     group: the ranks that have the same part of the sequence. Collective at once: they get a gloo group beside it.
-    A pass whose batch does not divide raises ValueError; where one rank's pass fails, the others' raise RuntimeError.
+    repeat_uneven: whether a pass whose batch does not divide is computed whole by each, rather than raise ValueError
+    Where one rank's pass fails, the others' raise RuntimeError.
     """
     if group.size > 1:
         control = group.control()
-        split = _BatchSplit(group, control)
+        split = _BatchSplit(group, control, repeat_uneven)
         attachment.hook(transformer.register_forward_pre_hook, split.take, with_kwargs=True)
         # Also called when the pass failed: the other ranks of the group must not wait for its output.
         attachment.hook(transformer.register_forward_hook, split.gather, always_call=True)
 
 
 class _BatchSplit:
-    def __init__(self, group: SequenceGroup, control: SequenceGroup) -> None:
+    def __init__(self, group: SequenceGroup, control: SequenceGroup, repeat_uneven: bool) -> None:
         self._group = group
         self._control = control
+        self._repeat_uneven = repeat_uneven
+        self._whole = False  # whether the pass under way is computed whole
 
     @torch.compiler.disable
     def take(
@@ -45,6 +50,9 @@ class _BatchSplit:
         """This rank's items of every argument that has one for each item of the batch."""
         call = inspect.signature(module.forward).bind(*args, **kwargs)
         batch, ranks = call.arguments["hidden_states"].shape[0], self._group.size
+        self._whole = batch % ranks > 0 and self._repeat_uneven
+        if self._whole:
+            return args, kwargs
         if batch % ranks:
             raise ValueError(
                 f"{batch} item(s) in a pass cannot be shared by {ranks} batch groups; make the mesh with "
@@ -66,6 +74,8 @@ class _BatchSplit:
                 self._agree(f"{type(failure).__name__}: {failure}")
             return None
         self._agree(None)
+        if self._whole:
+            return output
         whole = torch.cat(self._group.all_gather(output[0]))
         return (whole, *output[1:]) if isinstance(output, tuple) else type(output)(sample=whole)
 

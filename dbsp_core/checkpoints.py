@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-__all__ = ["CHECKPOINTS", "Checkpoint", "checkpoint_of", "find_checkpoint"]
+from dbsp_core.tiny import TINY_MODELS
+
+__all__ = [
+    "CHECKPOINTS",
+    "TINY",
+    "Checkpoint",
+    "Identity",
+    "checkpoint_of",
+    "find_checkpoint",
+    "identity_of",
+    "identity_of_model",
+    "tiny_architecture",
+]
+
+TINY = "tiny-"
+"""Before an architecture of `dbsp_core.tiny`, the name of a model that is made where it is needed."""
+
+_WAN_NEGATIVE = (
+    "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
+    "gray, worst quality, low quality, JPEG compression residue, ugly, incomplete, extra fingers, poorly drawn hands, "
+    "poorly drawn faces, deformed, disfigured, misshapen limbs, fused fingers, still picture, messy background, three "
+    "legs, many people in the background, walking backwards"
+)
+"""From Wan's model card and the example in diffusers' WanPipeline."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +59,7 @@ class Checkpoint:
     guidance_scale: float
     steps: int = 50
     flow_shift: float | None = None
+    negative_prompt: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,6 +79,7 @@ CHECKPOINTS = (
         fps=16,
         guidance_scale=5.0,
         flow_shift=5.0,
+        negative_prompt=_WAN_NEGATIVE,
     ),
     Checkpoint(
         name="wan2.1-t2v-1.3b",
@@ -64,6 +93,7 @@ CHECKPOINTS = (
         fps=16,
         guidance_scale=5.0,
         flow_shift=3.0,
+        negative_prompt=_WAN_NEGATIVE,
     ),
     Checkpoint(
         name="cogvideox1.5-5b",
@@ -98,13 +128,63 @@ def find_checkpoint(name: str) -> Checkpoint | None:
     return next((c for c in CHECKPOINTS if wanted in {known.casefold() for known in c.names}), None)
 
 
-def checkpoint_of(pipeline: str, config: Any) -> Checkpoint | None:
-    """The checkpoint that a transformer is of, by its sizes, or None.
+@dataclass(frozen=True)
+class Identity:
+    """What tells a pipeline's checkpoint apart: diffusers' class and the transformer's sizes (see `Checkpoint`)."""
+
+    pipeline: str
+    sizes: tuple[int, int, int, int]
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The published checkpoint that it is of, or None."""
+        return next((c for c in CHECKPOINTS if (c.pipeline, c.sizes) == (self.pipeline, self.sizes)), None)
+
+    def __str__(self) -> str:
+        if self.checkpoint is not None:
+            return self.checkpoint.name
+        for name, tiny in TINY_MODELS.items():
+            if (tiny.pipeline, tiny.sizes) == (self.pipeline, self.sizes):
+                return f"{TINY}{name}"
+        layers, heads, head_dim, _ = self.sizes
+        return f"a {self.pipeline} with {layers} layers and {heads} heads of {head_dim}"
+
+
+def identity_of(pipeline: str, config: Mapping[str, Any]) -> Identity:
+    """Of a transformer.
 
     pipeline: its pipeline's class name
     config:   the transformer's configuration, a mapping as diffusers keeps it, or as it stands in config.json
     """
     patch = config.get("patch_size")
     frames = patch[0] if isinstance(patch, (list, tuple)) else config.get("patch_size_t") or 1
-    sizes = (config.get("num_layers"), config.get("num_attention_heads"), config.get("attention_head_dim"), frames)
-    return next((c for c in CHECKPOINTS if c.pipeline == pipeline and c.sizes == sizes), None)
+    names = ("num_layers", "num_attention_heads", "attention_head_dim")
+    layers, heads, head_dim = (int(config.get(name) or 0) for name in names)
+    return Identity(pipeline, (layers, heads, head_dim, int(frames)))
+
+
+def checkpoint_of(pipeline: str, config: Mapping[str, Any]) -> Checkpoint | None:
+    """The checkpoint that a transformer is of, by its sizes, or None. See `identity_of`."""
+    return identity_of(pipeline, config).checkpoint
+
+
+def tiny_architecture(model: str) -> str | None:
+    """The architecture of `dbsp_core.tiny` that a model's name asks for ("tiny-wan": "wan"), or None."""
+    name = model.removeprefix(TINY)
+    return name if model.startswith(TINY) and name in TINY_MODELS and not Path(model).exists() else None
+
+
+def identity_of_model(model: str | os.PathLike[str]) -> Identity | None:
+    """Of a checkpoint's name, a tiny model's, or a local folder in diffusers' form; None for what is neither."""
+    text = os.fspath(model)
+    checkpoint, tiny = find_checkpoint(text), tiny_architecture(text)
+    if checkpoint is not None:
+        return Identity(checkpoint.pipeline, checkpoint.sizes)
+    if tiny is not None:
+        return Identity(TINY_MODELS[tiny].pipeline, TINY_MODELS[tiny].sizes)
+    try:
+        index = json.loads((Path(text) / "model_index.json").read_text())
+        config = json.loads((Path(text) / "transformer" / "config.json").read_text())
+        return identity_of(str(index["_class_name"]), config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core.cli_calibrate import calibrate_command
+from dbsp_core.cli_generate import generate_command
 from dbsp_core.cli_masks import masks_app
 from dbsp_core.cli_report import report_command
 from dbsp_core.cli_simulate import simulate_command
@@ -153,6 +154,7 @@ def doctor(as_json: JsonFlag = False) -> None:
 app.command("calibrate")(calibrate_command)
 app.command("report")(report_command)
 app.command("simulate")(simulate_command)
+app.command("generate")(generate_command)
 
 
 def main() -> None:

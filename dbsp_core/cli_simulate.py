@@ -20,12 +20,13 @@ from dbsp_core.hardware import Hardware, load_hardware
 from dbsp_core.mask import BlockMask
 from dbsp_core.mask_file import MaskFile
 from dbsp_core.planners import require_planner
-from dbsp_core.serving import require_served
+from dbsp_core.serving import kernel_merges
 from dbsp_core.simulate import Simulated, simulate
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.presets import PRESETS
 from dbsp_core.strategy import Strategy
 from dbsp_core.zoo import ZOO, ModelSpec, require_model
+from dbsp_kernels import Needs, require_fit
 
 __all__ = ["simulate_command"]
 
@@ -53,7 +54,9 @@ def simulate_command(
     planners = planner.split(",")
     for name in planners:
         require_planner(name)
-    require_served(Strategy(1, 1) if strategy == "all" else Strategy.parse(strategy), kernel)
+    merges = kernel_merges(kernel)
+    if strategy != "all":
+        require_fit(kernel, Needs(lse=Strategy.parse(strategy).ring > 1))
     masks = masks_for(spec, mask, layers, coarsen, seed)
     rows = simulate(
         spec,
@@ -63,7 +66,7 @@ def simulate_command(
         planners,
         strategy=strategy,
         node_size=node_size,
-        serves=lambda one: _serves(one, kernel),
+        serves=lambda one: merges or one.ring == 1,
     )
     records = [asdict(row) | {"end_to_end_s": row.end_to_end_s} for row in rows]
     if out is not None:
@@ -73,14 +76,6 @@ def simulate_command(
         print(json.dumps({**about, "density": masks[0].density, "layers": len(masks), "rows": records}))
         return
     Console(width=max(100, Console().width)).print(_table(spec, machine, masks, rows))
-
-
-def _serves(strategy: Strategy, kernel: str) -> bool:
-    try:
-        require_served(strategy, kernel)
-    except ValueError:
-        return False
-    return True
 
 
 def _numbers(text: str) -> list[int]:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
 
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PlannerSettings, require_planner
 from dbsp_core.selection import AUTO
-from dbsp_core.settings import read_mapping, require_known
+from dbsp_core.settings import SettingError, Settings, find_config, read_settings, require_known
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.steps import DenseSchedule
 from dbsp_core.strategy import Strategy
-from dbsp_kernels import KERNELS
+from dbsp_core.video import VideoSettings
+from dbsp_kernels import KERNELS, Needs, require_fit
 
-__all__ = ["DTYPES", "ConfigLike", "DbspConfig"]
+__all__ = ["DTYPES", "ConfigLike", "DbspConfig", "setting_names"]
 
 PLANNING = ("auto", "immediate", "lagged")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-ConfigLike = Union["DbspConfig", Mapping[str, Any], str, os.PathLike, None]
+ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], str, os.PathLike, None]
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,11 @@ class DbspConfig:
     reward:           R_b of the paper's biased greedy: how strongly blocks are held where they are
     head_cap:         whether the paper's planner keeps head counts per Ulysses column equal (up to one)
     tolerance:        ρ_s at which planner "dbsp" is content; None: 1.002 for Ulysses alone, 1.005 with a ring
-    exchange_cost:    what exchanging all of Q, K, V once costs in units of ρ_s, for planner "dbsp" to weigh
+    exchange_cost:    what exchanging all of Q, K, V once costs in units of ρ_s, for planner "dbsp" to weigh; None: as
+                      the constants of `hardware` say
     replan_threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this
+    replan_budget:    and while what it has wasted, Σ over its calls of ρ_s less the least known when it was made,
+                      stays at or below this; new plans then look ahead. None: the threshold alone, as in the paper
     planning:         "immediate" plans from each call's own mask, "lagged" one call behind, without waiting; "auto" is
                       lagged for masks computed from queries and keys
     kernel:           "auto" or a kernel's name
@@ -50,6 +58,10 @@ class DbspConfig:
     report:           folder for the report (see docs/report.md), or None: nothing is observed
     record:           folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set
     debug:            all ranks check before each attention that inputs are finite and plans equal
+    model:            the checkpoint that the other settings are for, a name or a folder (see dbsp_core.checkpoints):
+                      attaching to another one is refused; None: for any
+    video:            what `dbsp generate` makes, a mapping such as {height: 480, width: 832, steps: 50}
+    origin:           no setting: the file that the settings come from, or None
     """
 
     mask: MaskSource = field(default_factory=DenseSource)
@@ -61,14 +73,18 @@ class DbspConfig:
     reward: float = 1.0
     head_cap: bool = False
     tolerance: float | None = None
-    exchange_cost: float = 0.0
+    exchange_cost: float | None = None
     replan_threshold: float = 1.10
+    replan_budget: float | None = 0.30
     planning: str = "auto"
     kernel: str = "auto"
     dtype: str = "auto"
     report: str | None = None
     record: str | None = None
     debug: bool = False
+    model: str | None = None
+    video: VideoSettings = field(default_factory=VideoSettings)
+    origin: str | None = field(default=None, compare=False, metadata={"setting": False})
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str) and self.strategy != AUTO:
@@ -77,15 +93,23 @@ class DbspConfig:
             object.__setattr__(self, "mask", _source_from(self.mask))
         if isinstance(self.dense, Mapping):
             object.__setattr__(self, "dense", _build(DenseSchedule, self.dense, "'dense'"))
+        if isinstance(self.video, Mapping):
+            object.__setattr__(self, "video", _build(VideoSettings, self.video, "'video'"))
         require_planner(self.planner)
         if self.home is not None:
             _require("home", self.home, tuple(HOME_ORDERS))
         _require("kernel", self.kernel, ("auto", *KERNELS))
         _require("planning", self.planning, PLANNING)
         _require("dtype", self.dtype, DTYPES)
-        PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost)
+        PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost or 0.0)
         if not self.replan_threshold >= 1:
             raise ValueError(f"replan_threshold={self.replan_threshold} must be at least 1, the least ρ_s there is")
+        if self.replan_budget is not None and not self.replan_budget > 0:
+            raise ValueError(
+                f"replan_budget={self.replan_budget} must be positive, or null to replan by the threshold alone"
+            )
+        if isinstance(self.strategy, Strategy):
+            require_fit(self.kernel, Needs(lse=self.strategy.ring > 1))
 
     def strategy_or(self, host: Strategy) -> Strategy | None:
         """The strategy to use where the host has its own; None for "auto"."""
@@ -98,16 +122,28 @@ class DbspConfig:
         """The name of the home layout in force."""
         return self.home or require_planner(self.planner).home
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """In which a checkpoint is loaded."""
+        if self.dtype == "auto":
+            return torch.bfloat16 if torch.accelerator.is_available() else torch.float32
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
     @classmethod
     def load(cls, source: ConfigLike) -> DbspConfig:
-        """From a DbspConfig (as it is), a mapping, the path of a YAML file, or None for the defaults."""
+        """From a DbspConfig (as it is), a mapping, None for the defaults, or a YAML file: its path, or a shipped one's
+        name. In a file's errors stand its name and the line."""
         if source is None:
             return cls()
         if isinstance(source, DbspConfig):
             return source
+        if isinstance(source, Settings):
+            with source.located():
+                return replace(_build(cls, source.values, ""), origin=source.origin or None)
         if isinstance(source, Mapping):
             return _build(cls, source, "the configuration")
-        return _build(cls, read_mapping(source, "configuration file"), str(source))
+        return cls.load(read_settings(find_config(source), "configuration file"))
 
     def with_overrides(self, **values: Any) -> DbspConfig:
         """A copy in which every value that is not None replaces the setting of that name."""
@@ -115,33 +151,70 @@ class DbspConfig:
         return replace(self, **_checked(DbspConfig, given, "the overrides")) if given else self
 
 
+def setting_names(cls: type) -> list[str]:
+    """The keys that a mapping for a settings class may have."""
+    return [f.name for f in fields(cls) if f.metadata.get("setting", True)]
+
+
 def _source_from(settings: Mapping[str, Any]) -> MaskSource:
     values = dict(settings)
     name = values.pop("source", None)
     if not isinstance(name, str) or name not in SOURCES:
-        raise ValueError(f"unknown mask source {name!r}; set mask.source to one of {', '.join(SOURCES)}")
+        close = difflib.get_close_matches(str(name), SOURCES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise SettingError(
+            f"unknown mask source {name!r}; set mask.source to one of {', '.join(SOURCES)}{hint}", ("source",)
+        )
     source: MaskSource = _build(SOURCES[name], values, f"mask source {name!r}")
     return source
 
 
 def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
-    """cls(**values), once every key is known and every value of the right type."""
-    return cls(**_checked(cls, values, where))
+    """cls(**values), once every key is known and every value of the right type. Raises SettingError."""
+    checked = _checked(cls, values, where)
+    try:
+        return cls(**checked)
+    except SettingError:
+        raise
+    except ValueError as error:
+        raise SettingError(str(error), _blamed(values, str(error))) from error
+
+
+def _blamed(values: Mapping[str, Any], message: str) -> tuple[str, ...]:
+    """The path of the key that an error names first, if any: what makes no sense together is told of as a whole."""
+    found = [
+        (match.start(), str(key)) for key in values if (match := re.search(rf"\b{re.escape(str(key))}\b", message))
+    ]
+    return (min(found)[1],) if found else ()
 
 
 def _checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values of a dataclass's fields, converted to the fields' types. Raises ValueError for what does not fit."""
+    """The values of a dataclass's fields, converted to the fields' types. Raises SettingError otherwise."""
     hints = get_type_hints(cls)
-    known = [f.name for f in fields(cls)]
     converted = {}
+    for key in values:
+        require_known(key, setting_names(cls), where, _elsewhere() if cls is DbspConfig else None)
     for key, value in values.items():
-        require_known(key, known, where)
-        converted[key] = _convert(value, hints[key], f"{key!r} in {where}")
+        try:
+            converted[key] = _convert(value, hints[key], f"{key!r} in {where}" if where else repr(key))
+        except SettingError as error:
+            raise error.within(key) from error
+        except ValueError as error:
+            raise SettingError(str(error), (key,)) from error
     return converted
+
+
+def _elsewhere() -> dict[str, str]:
+    """Keys that are not DbspConfig's own but of a mapping in it, and which."""
+    inner: dict[str, list[type]] = {"mask": list(SOURCES.values()), "dense": [DenseSchedule], "video": [VideoSettings]}
+    own = setting_names(DbspConfig)
+    nested = {key: repr(name) for name, classes in inner.items() for cls in classes for key in setting_names(cls)}
+    return {key: place for key, place in ({"source": "'mask'"} | nested).items() if key not in own}
 
 
 _IN_WORDS = {
     DenseSchedule: "a mapping such as {first_steps: 10}",
+    VideoSettings: "a mapping such as {height: 480, width: 832}",
     MaskSource: "a mapping such as {source: dense}",
     Strategy: "a strategy such as U4R2",
 }
@@ -165,9 +238,13 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             return os.fspath(value)
         if option is Strategy and isinstance(value, (str, Strategy)):
             return Strategy.parse(value)
-        if option is DenseSchedule and isinstance(value, (Mapping, DenseSchedule)):
+        if is_dataclass(option) and isinstance(option, type) and isinstance(value, option):
             return value
-        if option is MaskSource and (isinstance(value, Mapping) or hasattr(value, "mask")):
+        if option in (DenseSchedule, VideoSettings) and isinstance(value, Mapping):
+            return _build(option, value, "'dense'" if option is DenseSchedule else "'video'")
+        if option is MaskSource and isinstance(value, Mapping):
+            return _source_from(value)
+        if option is MaskSource and hasattr(value, "mask"):
             return value
         if get_origin(option) is Mapping and isinstance(value, Mapping):
             return dict(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,47 +12,84 @@ from dbsp_core.strategy import Strategy
 
 __all__ = ["MaskCounts"]
 
+SUM = torch.float32  # exact: sums stay below 2**24
 REMEMBERED = 4  # assignments of slots whose counts are kept: a planner's own, the baseline's, and those before
 
 
 class MaskCounts:
-    """Counts of bits bool[H, nq, nk]. Each is made once, head by head: widened, a head is four times its bits."""
+    """Counts of bits bool[H, nq, nk]. Each is made once, head by head: widened, a head is some times its bits."""
 
     def __init__(self, bits: torch.Tensor) -> None:
         self._bits = bits
         self._cells: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._sums: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def rows(self) -> np.ndarray:
         """int64[H, nq]: dense blocks per (head, query block), the work of each row."""
-        return self._sums[0]
+        return self._summed()[0]
 
     @property
     def columns(self) -> np.ndarray:
         """int64[H, nk]: rows that need each (head, KV block)."""
-        return self._sums[1]
+        return self._summed()[1]
 
-    @cached_property
-    def _sums(self) -> tuple[np.ndarray, np.ndarray]:
-        pairs = [(head.sum(dim=1), head.sum(dim=0)) for head in map(torch.Tensor.float, self._bits)]
-        rows, columns = (torch.stack(side).long().cpu().numpy() for side in zip(*pairs, strict=True))
-        return rows, columns
+    def _summed(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._sums is None:
+            # A GPU adds up single bytes as fast as it reads them, which a CPU does not.
+            heads = self._bits if self._bits.is_cuda else map(self._widened, self._bits)
+            pairs = [(head.sum(dim=1, dtype=SUM), head.sum(dim=0, dtype=SUM)) for head in heads]
+            rows, columns = zip(*pairs, strict=True)
+            self._sums = _integers(rows), _integers(columns)
+        return self._sums
 
     def cells(self, slots: np.ndarray, ring: int) -> np.ndarray:
         """int64[H, nq, ring]: dense blocks of each row by the ring slot its keys travel in. slots: int[H, nk]"""
         if ring == 1:
             return self.rows[:, :, None]
-        for known_ring, known, cells in self._cells:
-            if known_ring == ring and np.array_equal(known, slots):
-                return cells
-        one_hot = torch.nn.functional.one_hot(torch.from_numpy(slots), ring).float().to(self._bits.device)
-        counted = [head.float() @ to_slot for head, to_slot in zip(self._bits, one_hot, strict=True)]
-        cells = torch.stack(counted).long().cpu().numpy()  # exact: sums of ones stay below 2**24
-        self._cells = [(ring, slots.copy(), cells), *self._cells[: REMEMBERED - 1]]
-        return cells
+        known = self._known(slots, ring)
+        if known is None:
+            self.count([slots], ring)
+            known = self._cells[0][2]
+        return known
+
+    def count(self, many: Sequence[np.ndarray], ring: int) -> None:
+        """Makes ready what `rows`, `columns` and `cells` give for each of these slots: in one pass over the bits."""
+        missing = [slots for slots in many if self._known(slots, ring) is None]
+        if ring == 1 or not missing:
+            return
+        device, width = self._bits.device, ring * len(missing)
+        wanted = torch.from_numpy(np.concatenate([s + ring * n for n, s in enumerate(missing)], axis=1)).to(device)
+        to_slot = torch.nn.functional.one_hot(wanted, width).unflatten(1, (len(missing), -1)).sum(dim=1)
+        cells, columns = [], []
+        for head, one_hot in zip(self._bits, to_slot, strict=True):
+            wide = self._widened(head)
+            cells.append(wide @ one_hot.to(wide.dtype))
+            if self._sums is None:
+                columns.append(wide.sum(dim=0, dtype=SUM))
+        counted = np.split(_integers(cells), len(missing), axis=2)
+        if self._sums is None:
+            self._sums = counted[0].sum(axis=2), _integers(columns)
+        found = [(ring, slots.copy(), one) for slots, one in zip(missing, counted, strict=True)]
+        self._cells = [*found, *self._cells][:REMEMBERED]
+
+    def _known(self, slots: np.ndarray, ring: int) -> np.ndarray | None:
+        """Cells that were counted before."""
+        found = (cells for r, known, cells in self._cells if r == ring and np.array_equal(known, slots))
+        return next(found, None)
+
+    def _widened(self, head: torch.Tensor) -> torch.Tensor:
+        """Ones and zeros to add up: in 16 bits, products are exact below 2**11."""
+        small = head.is_cuda and max(head.shape) <= 2**11
+        return head.to(torch.float16 if small else torch.float32)
 
     def work(self, q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy) -> np.ndarray:
         """int64[y, P]: b(i, g) of Eq. 1, dense blocks by (period, rank). q_owner: int[H, nq];  kv_slot: int[H, nk]"""
         cells = self.cells(kv_slot, strategy.ring)
         by_rank = [np.bincount(q_owner.ravel(), cells[..., s].ravel(), strategy.world) for s in range(strategy.ring)]
         return period_counts(np.stack(by_rank, axis=1).astype(np.int64), strategy.ulysses)
+
+
+def _integers(heads: Sequence[torch.Tensor]) -> np.ndarray:
+    """int64[H, ...] on the host."""
+    return torch.stack(tuple(heads)).long().cpu().numpy()

@@ -25,6 +25,7 @@ class MaskFeed:
 
     steps:       tells how many denoising steps there will be, where a host knows
     count_steps: whether to keep `moment` also where no mask depends on it
+    generation:  gives an object that is another one for each generation, where a host has one
     """
 
     source: MaskSource
@@ -34,34 +35,67 @@ class MaskFeed:
     group: SequenceGroup
     steps: Callable[[], int | None] = lambda: None
     count_steps: bool = False
+    generation: Callable[[], object] = lambda: None
     moment: Moment = field(default_factory=Moment)
     _counter: StepCounter = field(default_factory=StepCounter)
+    _last_generation: object = None
     _thw: tuple[int, int, int] = (0, 0, 0)
     _text_tokens: int = 0
+    _names: dict[int, Hashable] = field(default_factory=dict)
+    _named: Hashable = None
 
-    def restart(self) -> None:
-        """Starts a new generation: the next forward pass is the first of its first step."""
-        self._counter, self.moment = StepCounter(), Moment()
-
-    def begin(self, thw: tuple[int, int, int], text_tokens: int, timestep: torch.Tensor | float | None) -> None:
+    def begin(
+        self, thw: tuple[int, int, int], text_tokens: int, timestep: torch.Tensor | float | None, branch: int = 0
+    ) -> None:
         """Starts a forward pass.
 
         timestep: of the denoising; read (a host synchronisation) where masks or their plans depend on it
+        branch:   of a step's passes, where this group of ranks is given only the later ones
         """
         self._thw, self._text_tokens = thw, text_tokens
         if timestep is not None and (self.count_steps or self.source.varies != "never" or self.schedule.by_step):
+            generation = self.generation()
+            if generation is not self._last_generation:
+                # The last one may have failed at the step with which this one begins.
+                self._last_generation, self._counter = generation, StepCounter()
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
-            self.moment = self._counter.advance(float(first))
+            now = self._counter.advance(float(first))
+            self.moment = Moment(now.step, now.branch + branch)
+        self._names = {} if self._named != self._naming else self._names
 
     def grid(self, device: torch.device) -> BlockGrid:
         """The source's grid for this video. Collective: what the source refuses on one rank is refused on all."""
         return on_all_ranks(self.group, lambda: self.source.grid(self._request(0)), device)
 
+    def name_masks(self, device: torch.device) -> None:
+        """Asks the source what the masks of this forward pass are called, unless it was asked before.
+
+        Collective then: the ValueError of one rank, all raise. Ranks that keep a mask which another can't name would
+        wait for it in vain.
+        """
+        if self.source.varies == "calls":
+            return
+        if self._named != self._naming:
+            self._names = on_all_ranks(self.group, self._versions, device)
+            self._named = self._naming
+
+    @property
+    def _naming(self) -> Hashable:
+        """What the names of masks depend on."""
+        depends = self.source.varies == "steps" or self.schedule.by_step
+        return self._thw, self._text_tokens, self.moment if depends else Moment()
+
+    def _versions(self) -> dict[int, Hashable]:
+        layers = (layer for layer in range(self.layers) if not self._is_dense(layer))
+        return {layer: self.source.version(self._request(layer)) for layer in layers}
+
     def version(self, layer: int) -> Hashable | None:
         """Names the mask of this layer now: equal versions are equal masks. None where it is computed from q and k."""
         if self._is_dense(layer):
             return _DENSE
-        return None if self.source.varies == "calls" else (self.source.version(self._request(layer)),)
+        if self.source.varies == "calls":
+            return None
+        return (self._names[layer] if layer in self._names else self.source.version(self._request(layer)),)
 
     def mask(self, layer: int, tokens: HomeTokens) -> BlockMask:
         """The mask of this layer now. Collective: the same bits on every rank, or ValueError on every rank."""

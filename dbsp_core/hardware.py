@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from dbsp_core.files import write_atomically
-from dbsp_core.settings import read_mapping, require_known, shipped_configs
+from dbsp_core.settings import SettingError, read_settings, require_known, shipped_configs
 
 __all__ = [
     "COMMUNICATION",
@@ -176,20 +176,30 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
         raise ValueError(
             f"no hardware {os.fspath(source)!r}; use {', '.join(shipped) or 'the path of a YAML file'}, or {REDO}"
         )
-    values = _keys_of(Hardware, read_mapping(path, "hardware file"), str(path))
+    settings = read_settings(path, "hardware file")
+    with settings.located():
+        return _hardware_from(settings.values)
+
+
+def _hardware_from(given: Mapping[str, Any]) -> Hardware:
+    values = _keys_of(Hardware, given, "")
     for key in ("constants", "sources", "versions", "residuals"):
         if not isinstance(values.get(key, {}), Mapping):
-            raise ValueError(f"{key!r} in {path} must be a mapping, got {values[key]!r}")
+            raise SettingError(f"{key!r} must be a mapping, got {values[key]!r}", (key,))
     if values.get("date") is not None:
         values["date"] = str(values["date"])
     for key in ("name", "device", "dtype"):
         if not isinstance(values[key], str):
-            raise ValueError(f"{key!r} in {path} must be text, got {values[key]!r}")
-    constants = _keys_of(Constants, values["constants"], f"constants of {path}")
+            raise SettingError(f"{key!r} must be text, got {values[key]!r}", (key,))
+    try:
+        constants = _keys_of(Constants, values["constants"], "constants")
+    except SettingError as error:
+        raise error.within("constants") from error
     try:
         return Hardware(**{**values, "constants": Constants(**constants)})
     except ValueError as error:
-        raise ValueError(f"hardware file {path}: {error}") from error
+        blamed = next((name for name in constants if name in str(error)), None)
+        raise SettingError(str(error), ("constants", blamed) if blamed else ()) from error
 
 
 def _keys_of(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -199,7 +209,7 @@ def _keys_of(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]
     needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
     missing = [name for name in needed if name not in values]
     if missing:
-        raise ValueError(f"{where} lacks {', '.join(missing)}; add them, or {REDO}")
+        raise SettingError(f"{where or 'the file'} lacks {', '.join(missing)}; add them, or {REDO}")
     return dict(values)
 
 

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Attachment", "Attend", "intercept_self_attention", "patch_tokens", "steps_of", "unpatch_tokens"]
+__all__ = [
+    "Attachment",
+    "Attend",
+    "generation_of",
+    "intercept_self_attention",
+    "patch_tokens",
+    "steps_of",
+    "unpatch_tokens",
+]
 
 Attend = Callable[..., torch.Tensor]
 """attend(q, k, v, scale=…) with q, k, v [B, H, n, D]; returns [B, H, n, D]"""
@@ -110,6 +118,11 @@ def steps_of(pipe: Any) -> int | None:
     """How many denoising steps a diffusers pipeline is about to take; None before it knows."""
     timesteps = pipe.scheduler.timesteps
     return None if timesteps is None else len(timesteps)
+
+
+def generation_of(pipe: Any) -> object:
+    """An object that a diffusers pipeline makes anew for each generation; None where it has none."""
+    return getattr(getattr(pipe, "scheduler", None), "timesteps", None)
 
 
 def patch_tokens(sample: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:

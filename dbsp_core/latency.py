@@ -11,11 +11,21 @@ import numpy as np
 
 from dbsp_core.hardware import Constants, Hardware
 from dbsp_core.home import HomeLayout
+from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan
 from dbsp_core.strategy import Strategy
-from dbsp_core.traffic import Traffic, traffic_of
+from dbsp_core.traffic import Traffic, queries_go_ahead, traffic_of
 
-__all__ = ["AttentionShape", "Prediction", "Topology", "as_printed", "exchange_cost", "predict", "predict_as_printed"]
+__all__ = [
+    "AttentionShape",
+    "Prediction",
+    "Topology",
+    "as_printed",
+    "exchange_cost",
+    "exchange_cost_of",
+    "predict",
+    "predict_as_printed",
+]
 
 MERGE_BYTES = 12
 """Bytes of memory per output element that a merge touches: two float32 read, one written."""
@@ -122,13 +132,13 @@ def predict(
     _require_fit(plan, shape, topology)
     _require_network(hardware, topology)
     traffic = traffic_of(plan, home)
+    exchanged = [traffic.to_owners, traffic.to_homes]
+    if queries_go_ahead(plan):
+        exchanged = [traffic.queries, 2 * traffic.keys, traffic.to_homes]
     return Prediction(
-        exchange_s=sum(
-            _exchange_s(tokens * shape.token_bytes, known, topology)
-            for tokens in (traffic.to_owners, traffic.to_homes)
-        ),
+        exchange_s=sum(_exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
         periods=_periods(plan, traffic, shape, known, topology),
-        pack_s=_packed_bytes(plan, traffic, home, shape) / known.pack_bytes_per_s,
+        pack_s=packed_bytes(plan, traffic, home, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
         overlap=known.overlap,
     )
@@ -205,7 +215,7 @@ def _p2p_s(strategy: Strategy, slot_bytes: np.ndarray, known: Constants, topolog
     ]
 
 
-def _packed_bytes(plan: Plan, traffic: Traffic, home: HomeLayout, shape: AttentionShape) -> float:
+def packed_bytes(plan: Plan, traffic: Traffic, home: HomeLayout, shape: AttentionShape) -> float:
     """Of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner."""
     at_home = 4 * shape.heads * home.shard
     packed = 2 * traffic.rows * plan.grid.block_q + 2 * traffic.slots.ravel() * plan.grid.block_k
@@ -234,6 +244,20 @@ def exchange_cost(
     exchange_s = 3 * shape.heads * shape.tokens * shape.token_bytes / strategy.world / rate
     balanced_s = shape.batch * dense_blocks * block_s(block_q, block_k, shape.head_dim, known) / strategy.world
     return exchange_s / balanced_s if balanced_s else float("inf")
+
+
+def exchange_cost_of(
+    mask: BlockMask, strategy: Strategy, shape: AttentionShape, hardware: Hardware, topology: Topology
+) -> float:
+    """`exchange_cost` of a mask, for planners: finite, and 0 where it is not known or there is nothing to compute.
+
+    To five significant digits: a last bit that differed between ranks could not make them plan differently.
+    """
+    dense_blocks, grid = int(mask.counts.rows.sum()), mask.grid
+    known = hardware.constants
+    if dense_blocks == 0 or (not topology.one_node and known.network_bytes_per_s is None):
+        return 0.0
+    return float(f"{exchange_cost(dense_blocks, grid.block_q, grid.block_k, strategy, shape, hardware, topology):.4e}")
 
 
 def as_printed(

@@ -54,7 +54,10 @@ class MaskFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            raise ValueError(f"mask file {self.path} does not exist; give the path of a .safetensors mask")
+            raise ValueError(
+                f"mask file {self.path} does not exist; give the path of one, or make it from another "
+                "project's masks or a recording: dbsp masks convert IN OUT.safetensors"
+            )
         try:
             with safe_open(self.path, framework="numpy") as file:
                 names = list(file.keys())

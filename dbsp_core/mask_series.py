@@ -16,7 +16,7 @@ from dbsp_core.mask_file import MaskFile
 from dbsp_core.plan import make_plan
 from dbsp_core.planners import require_planner
 from dbsp_core.recording import Recording
-from dbsp_core.reuse import PlanCache
+from dbsp_core.reuse import PlanCache, ReplanRule
 from dbsp_core.steps import Moment
 from dbsp_core.strategy import Strategy
 
@@ -144,7 +144,7 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
 
 def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, threshold: float) -> Drift:
     """Over all recorded steps of one layer."""
-    cache = PlanCache(threshold)
+    cache = PlanCache(ReplanRule(threshold))
     steps: list[int] = []
     iou, changed = [], []
     before: BlockMask | None = None

@@ -118,11 +118,6 @@ class RunObserver:
     _owners: dict[Hashable, np.ndarray] = field(default_factory=dict)
     _open: dict[Hashable, Observed] = field(default_factory=dict)
 
-    @property
-    def open(self) -> bool:
-        """Whether there are calls whose masks are still being counted."""
-        return bool(self._open)
-
     def restart(self) -> None:
         """Forgets the run so far; plans that were made in it still count as made."""
         self.calls.clear()

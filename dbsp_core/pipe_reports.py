@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +12,53 @@ import torch
 
 from dbsp_core.hosts import Attachment
 from dbsp_core.observing import RunObserver
+from dbsp_core.pipe_calls import around_calls
 from dbsp_core.reporting import is_writer, make_report, write_report_files
 from dbsp_core.session import AttentionSession
 
 __all__ = ["model_name", "report_calls", "report_or_say_why_not"]
 
 
-def report_calls(pipe: Any, session: AttentionSession, attachment: Attachment, host: str) -> None:
+def report_calls(
+    pipe: Any,
+    session: AttentionSession,
+    attachment: Attachment,
+    host: str,
+    whole: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
     """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
 
-    Python looks `__call__` up on the class, so this one pipe becomes an instance of a subclass of its own class, under
-    the same name; detaching gives it its class back. A call that fails leaves nothing, and waits for nobody.
+    A call that fails leaves nothing, and waits for nobody.
+    whole: makes a rank's latents the whole video's, where each rank denoises a part. Collective
     """
     observer = session.observer
     if observer is None:
         return
-    original = type(pipe)
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        observer.restart()
-        kept = _keep_latents(self.scheduler, observer)
-        start = time.perf_counter()
-        try:
-            output = original.__call__(self, *args, **kwargs)
-        except BaseException:
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_report(*args: Any, **kwargs: Any) -> Any:
             observer.restart()
-            raise
-        finally:
-            kept.detach()
-        if observer.device.type == "cuda":
-            torch.cuda.synchronize(observer.device)
-        observer.seconds = time.perf_counter() - start
-        if not observer.postponed:
-            report_or_say_why_not(session, model_name(self), host)
-        return output
+            kept = _keep_latents(pipe.scheduler, observer)
+            start = time.perf_counter()
+            try:
+                output = call(*args, **kwargs)
+            except BaseException:
+                observer.restart()
+                raise
+            finally:
+                kept.detach()
+            if whole is not None and observer.latents is not None:
+                observer.latents = whole(observer.latents)
+            if observer.device.type == "cuda":
+                torch.cuda.synchronize(observer.device)
+            observer.seconds = time.perf_counter() - start
+            if not observer.postponed:
+                report_or_say_why_not(session, model_name(pipe), host)
+            return output
 
-    watched = type(original.__name__, (original,), {"__call__": call, "__module__": original.__module__})
-    pipe.__class__ = watched
-    attachment.on_detach(lambda: setattr(pipe, "__class__", original))
+        return call_and_report
+
+    around_calls(pipe, around, attachment)
 
 
 def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> None:
@@ -84,6 +93,9 @@ def _keep_latents(scheduler: Any, observer: RunObserver) -> Attachment:
         observer.latents = output[0]
         return output
 
+    own = vars(scheduler)  # not by setattr, which xfuser's schedulers pass on to the one they wrap
+    before = own.get("step")
+    own["step"] = step_and_keep
     attachment = Attachment()
-    attachment.set_attribute(scheduler, "step", step_and_keep)
+    attachment.on_detach(lambda: own.pop("step") if before is None else own.update(step=before))
     return attachment

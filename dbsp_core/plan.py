@@ -110,6 +110,8 @@ class Plan:
 
     def reused_for(self, mask: BlockMask) -> Plan:
         """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0."""
+        if mask.grid == self.grid:
+            mask.counts.count([_stay(mask, self.strategy)[1], self.kv_slot], self.strategy.ring)
         before = _baseline(mask, self.strategy)
         mask = mask.refined(self.grid)
         return replace(
@@ -210,10 +212,13 @@ class _Stopwatch:
 
 def _baseline(mask: BlockMask, strategy: Strategy) -> np.ndarray:
     """int64[y, P]: the work of the contiguous plan on the contiguous home layout, which is what runs without db-SP."""
-    grid = mask.grid
-    home = HomeLayout.contiguous(grid.tokens, strategy.world)
-    homes = _resident_rings(home, mask, strategy)
-    return mask.counts.work(*stay_at_home(mask.heads, *homes, strategy.ulysses), strategy)
+    return mask.counts.work(*_stay(mask, strategy), strategy)
+
+
+def _stay(mask: BlockMask, strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
+    """Owners and slots of the contiguous plan on the contiguous home layout."""
+    home = HomeLayout.contiguous(mask.grid.tokens, strategy.world)
+    return stay_at_home(mask.heads, *_resident_rings(home, mask, strategy), strategy.ulysses)
 
 
 def _resident_rings(home: HomeLayout, mask: BlockMask, strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:

@@ -1,44 +1,44 @@
-"""What must be true of a diffusers transformer before its sequence can be sharded."""
+"""What must be true of a transformer before db-SP takes its self-attention in hand."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-__all__ = ["require_shardable"]
-
-_NATIVE = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
-"""diffusers' attention backends that call torch's scaled_dot_product_attention, where db-SP takes its place."""
+__all__ = ["require_uncompiled", "require_untouched"]
 
 
-def require_shardable(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
-    """Raises ValueError, naming the fix, for a transformer that something else shards, or whose self-attention goes
-    past torch's."""
+def require_uncompiled(transformer: nn.Module) -> None:
+    """Raises ValueError for what torch.compile returned: its hooks would not be reached."""
+    if hasattr(transformer, "_orig_mod"):
+        raise ValueError("this transformer is compiled already; parallelize first, then call torch.compile")
+
+
+def require_untouched(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
+    """Raises ValueError, naming the fix, for a transformer that somebody else shards, or whose attention is not torch's."""
     if getattr(transformer, "_is_parallelized", False):
         raise ValueError(
-            "this transformer is parallelized already; undo that first (dbsp_para.unparallelize), or load it anew "
-            "where para-attn did it, which cannot undo it"
+            "this transformer is parallelized already; undo that first (dbsp_para.unparallelize, dbsp_xdit.detach), "
+            "or load it anew where para-attn did it, which cannot undo it"
         )
     processors = [getattr(attention, "processor", None) for attention in self_attentions]
     if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):
         raise ValueError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
     for backend in map(_backend, processors):
-        if backend not in (None, *_NATIVE):
+        if not backend.lstrip("_").startswith("native"):
             raise ValueError(
                 f"this transformer attends with backend {backend!r}, past db-SP; call "
                 'transformer.set_attention_backend("native")'
             )
 
 
-def _backend(processor: Any) -> str | None:
-    """The attention backend of a processor that goes by diffusers' choice of backends; None for one that does not."""
+def _backend(processor: Any) -> str:
+    """The diffusers attention backend that a processor would use: its own, else the one set for all models."""
     if not hasattr(processor, "_attention_backend"):
-        return None
-    backend = processor._attention_backend
-    if backend is None:
-        from diffusers.models import attention_dispatch
-
-        backend = attention_dispatch._AttentionBackendRegistry.get_active_backend()[0]
+        return "native"
+    registry = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
+    backend = processor._attention_backend or getattr(registry, "_active_backend", None) or "native"
     return str(getattr(backend, "value", backend))

@@ -13,14 +13,69 @@ import torch
 
 from dbsp_core.agreement import agree
 from dbsp_core.background import Background
+from dbsp_core.foresight import Trend, longest_serving
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan
+from dbsp_core.strategy import Strategy
 
-__all__ = ["LaggedPlanCache", "PlanCache", "ReuseCounters"]
+__all__ = ["LaggedPlanCache", "PlanCache", "ReplanRule", "ReuseCounters"]
 
 MakePlan = Callable[[BlockMask, Plan | None], Plan]
 """make(mask, the plan in use or None): the plan for a mask"""
+PlanAgain = Callable[[BlockMask, Strategy], Plan]
+"""again(mask, strategy): the plan for a mask with that strategy"""
+
+
+@dataclass(frozen=True)
+class ReplanRule:
+    """When a plan has served its time.
+
+    threshold: P_s of the paper: it is kept while ρ_s of the current mask under it stays at or below this
+    budget:    and while what it has wasted, Σ over its calls of ρ_s less the least that was known to be possible when
+               it was made, stays at or below this; in times of a balanced attention. New plans then look ahead (see
+               `dbsp_core.foresight`). None: the threshold alone, and every plan is for the mask at hand.
+    """
+
+    threshold: float = 1.10
+    budget: float | None = None
+
+
+@dataclass
+class _Service:
+    """What one attention's plan has done so far. floor: ρ_s of the best plan known when it was made"""
+
+    floor: float = 1.0
+    spent: float = 0.0
+    trend: Trend = field(default_factory=Trend)
+
+    def watch(self, mask: BlockMask, rule: ReplanRule) -> None:
+        """Follows where masks are going, where that is asked for."""
+        if rule.budget is not None:
+            self.trend.note(mask)
+
+    def ended(self, used: Plan, rule: ReplanRule) -> bool:
+        """Takes note of a call that `used` served, or would serve. returns: whether it should be the last"""
+        self.spent += max(0.0, used.rho - self.floor)
+        return used.rho > rule.threshold or (rule.budget is not None and self.spent > rule.budget)
+
+    def begin(self, mask: BlockMask, made: Plan, again: PlanAgain | None, rule: ReplanRule, lead: int) -> Plan:
+        """The plan to use after `lead` calls, where `made` is the one for this mask."""
+        self.floor, self.spent = made.rho, 0.0
+        if rule.budget is None or again is None:
+            return made
+        chosen = longest_serving(
+            mask,
+            self.trend,
+            made,
+            lambda later: again(later, made.strategy),
+            threshold=rule.threshold,
+            budget=rule.budget,
+            lead=lead,
+        )
+        if lead == 0:
+            self.spent = max(0.0, chosen.rho - self.floor)
+        return chosen
 
 
 @dataclass
@@ -51,26 +106,40 @@ class ReuseCounters:
 
 @dataclass
 class PlanCache:
-    """One plan per attention, kept while ρ_s of the current mask under it stays at or below `threshold`.
+    """One plan per attention, kept as long as `rule` says.
 
     An attention is a layer's, and a guidance branch's where branches have masks of their own. Whether to keep a plan
-    follows from the mask's bits and the kept plan alone, which all ranks share: no rank can decide otherwise than the
+    follows from the masks' bits and the kept plan alone, which all ranks share: no rank can decide otherwise than the
     others. Every call waits for its mask to be counted.
     """
 
-    threshold: float
+    rule: ReplanRule
     counters: ReuseCounters = field(default_factory=ReuseCounters)
     latest: dict[Hashable, Plan] = field(default_factory=dict)
     """By attention, its plan with the numbers of the mask it was last used for."""
+    _services: dict[Hashable, _Service] = field(default_factory=dict)
 
-    def plan_for(self, key: Hashable, mask: BlockMask, make: MakePlan) -> Plan:
-        """The kept plan if it still serves, else make(mask); with this mask's numbers."""
+    def plan_for(
+        self,
+        key: Hashable,
+        mask: BlockMask,
+        make: MakePlan,
+        again: PlanAgain | None = None,
+        ready: Callable[[Plan], None] | None = None,
+    ) -> Plan:
+        """The kept plan if it still serves, else a new one; with this mask's numbers.
+
+        again: for plans that look ahead, without which none does
+        ready: not called: a plan is used at once
+        """
         self.counters.calls += 1
+        service = self._services.setdefault(key, _Service())
+        service.watch(mask, self.rule)
         plan = self.latest.get(key)
         reused = plan.reused_for(mask) if plan is not None and _fits(plan, mask) else None
-        if reused is None or reused.rho > self.threshold:
+        if reused is None or service.ended(reused, self.rule):
             self.counters.replans += 1
-            reused = make(mask, plan)
+            reused = service.begin(mask, make(mask, plan), again, self.rule, lead=0)
         self.counters.judge(reused)
         self.latest[key] = reused
         return reused
@@ -92,17 +161,18 @@ class LaggedPlanCache:
     """As `PlanCache`, one call behind: a call uses the plan that was settled for the last one, and never waits for its
     own mask to be counted.
 
-    While a call computes, a thread judges its mask under the plan in use, makes a new plan where ρ_s is above
-    `threshold`, and compares notes with the other ranks over a process group of its own. The next call of that
-    attention adopts the outcome, waiting for it if it is late: so all ranks change plans at the same call. What went
-    wrong in the thread, on any rank, is raised at that call on every rank. An attention's first call plans at once.
+    While a call computes, a thread judges its mask under the plan in use, makes a new plan where `rule` asks for one,
+    and compares notes with the other ranks over a process group of its own. The next call of that attention adopts the
+    outcome, waiting for it if it is late: so all ranks change plans at the same call. What went wrong in the thread,
+    on any rank, is raised at that call on every rank. An attention's first call plans at once.
     """
 
-    threshold: float
+    rule: ReplanRule
     group: SequenceGroup
     counters: ReuseCounters = field(default_factory=ReuseCounters)
     latest: dict[Hashable, Plan] = field(default_factory=dict)
     _plans: dict[Hashable, Plan] = field(default_factory=dict)
+    _services: dict[Hashable, _Service] = field(default_factory=dict)
     _pending: dict[Hashable, Future[_Verdict]] = field(default_factory=dict)
     _background: Background = field(init=False)
     _side_streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
@@ -110,9 +180,18 @@ class LaggedPlanCache:
     def __post_init__(self) -> None:
         self._background = _thread_of(self.group.control())  # in the calling thread: making a group is a collective
 
-    def plan_for(self, key: Hashable, mask: BlockMask, make: MakePlan) -> Plan:
+    def plan_for(
+        self,
+        key: Hashable,
+        mask: BlockMask,
+        make: MakePlan,
+        again: PlanAgain | None = None,
+        ready: Callable[[Plan], None] | None = None,
+    ) -> Plan:
         """The plan in force for this call; its numbers are those of the mask it was made for.
 
+        again: for plans that look ahead, without which none does
+        ready: called in the thread with a new plan that the next call will adopt, to prepare what goes with it
         Raises RuntimeError on every rank when planning failed, or plans differed, on any.
         """
         self.counters.calls += 1
@@ -121,9 +200,12 @@ class LaggedPlanCache:
         if plan is None or not _fits(plan, mask):
             self.counters.replans += 1
             plan = self._plans[key] = make(mask, plan)
-        ready = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
-        current = plan
-        self._pending[key] = self._background.submit(lambda: self._judge(current, mask, make, ready))
+            self._services[key] = _Service(floor=plan.rho)
+        event = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
+        current, service = plan, self._services[key]
+        self._pending[key] = self._background.submit(
+            lambda: self._judge(current, service, mask, make, again, ready, event)
+        )
         return plan
 
     def settle(self) -> None:
@@ -139,13 +221,27 @@ class LaggedPlanCache:
             self.counters.replans += verdict.next is not verdict.used
             self.latest[key], self._plans[key] = verdict.used, verdict.next
 
-    def _judge(self, plan: Plan, mask: BlockMask, make: MakePlan, ready: torch.cuda.Event | None) -> _Verdict:
+    def _judge(
+        self,
+        plan: Plan,
+        service: _Service,
+        mask: BlockMask,
+        make: MakePlan,
+        again: PlanAgain | None,
+        ready: Callable[[Plan], None] | None,
+        event: torch.cuda.Event | None,
+    ) -> _Verdict:
         """In the thread. Collective on the control group."""
         problem, verdict = None, None
         try:
-            with self._beside(mask.bits.device, ready):
-                used = plan.reused_for(mask)
-                verdict = _Verdict(used, used if used.rho <= self.threshold else make(mask, plan))
+            with self._beside(mask.bits.device, event):
+                service.watch(mask, self.rule)
+                used = chosen = plan.reused_for(mask)
+                if service.ended(used, self.rule):
+                    chosen = service.begin(mask, make(mask, plan), again, self.rule, lead=1)
+            if ready is not None and chosen is not used and not chosen.same_route(plan):
+                ready(chosen)
+            verdict = _Verdict(used, chosen)
         except Exception:
             problem = f"planning failed:\n{traceback.format_exc()}"
         mark = verdict.next.fingerprint if verdict is not None else 0
@@ -155,13 +251,13 @@ class LaggedPlanCache:
             raise RuntimeError(problem)
         return verdict
 
-    def _beside(self, device: torch.device, ready: torch.cuda.Event | None) -> AbstractContextManager[object]:
+    def _beside(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
         """A stream of the thread's own, behind the mask alone: what else the device computes is not waited for."""
-        if ready is None:
+        if event is None:
             return nullcontext()
         if device not in self._side_streams:
             self._side_streams[device] = torch.cuda.Stream(device)
-        self._side_streams[device].wait_event(ready)
+        self._side_streams[device].wait_event(event)
         return torch.cuda.stream(self._side_streams[device])
 
 

@@ -1,13 +1,16 @@
 """Routes: the uneven all-to-all that takes (head, block) pieces from their homes to their owners, and its inverse.
 
-Each piece goes straight from home to owner, q, k and v packed into one exchange; what does not change rank does not
+Each piece goes straight from home to owner, q, k and v packed into one exchange (or q apart, where memory asks for it,
+see `dbsp_core.traffic`); what does not change rank does not
 travel. A route is tables of runs, made from blocks and fragments: one pass over memory packs what is sent, straight
 from the host's own strides, and one unpacks what came, straight into what the kernel reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from dbsp_core.grid import BlockAxis
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import Fragments, HomeLayout
 from dbsp_core.plan import Plan
+from dbsp_core.traffic import queries_go_ahead
 from dbsp_kernels.runs import Runs, copy_runs
 
 __all__ = ["Route", "build_route"]
@@ -26,6 +30,7 @@ class Route:
     """One rank's side of the exchange.
 
     sent, received:         tokens of q, k and v together, by destination and by source
+    q_sent, q_received:     where queries go ahead, their tokens, and those above are of k and v; else nothing
     returned, came_back:    tokens of the output, likewise
     pack_q, pack_k, pack_v: from home to the send buffer, in which each destination's q, k and v follow one another
     unpack_q, unpack_kv:    from the receive buffer to the packed rows, and to the packed KV blocks (head 0: k, 1: v)
@@ -46,6 +51,15 @@ class Route:
     unpack_out: Runs
     q_places: int
     kv_places: int
+    q_sent: tuple[int, ...] = ()
+    q_received: tuple[int, ...] = ()
+
+    def to(self, device: torch.device) -> Route:
+        """The same with its tables on a device."""
+        if self.pack_q.table.device.type == device.type == "cpu":
+            return self
+        moved: dict[str, Any] = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Runs)}
+        return replace(self, **moved)
 
     def to_owners(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup
@@ -55,14 +69,17 @@ class Route:
         returns: packed q [B, Rq·Bq, D] and packed k, v together [2, B, Ck·Bk, D], zero beyond short blocks
         """
         batch, _, _, width = q.shape
-        buffer = q.new_empty(sum(self.sent), batch, width)
-        for tensor, runs in ((q, self.pack_q), (k, self.pack_k), (v, self.pack_v)):
-            copy_runs(tensor, _by_batch(buffer), runs)
-        came = group.all_to_all(buffer, self.received, self.sent)
-        del buffer  # a third of the memory that this takes at its peak
+        parts = (q, self.pack_q), (k, self.pack_k), (v, self.pack_v)
+        if self.q_sent:
+            came = _exchange(parts[:1], self.q_sent, self.q_received, group)
+        else:
+            came = _exchange(parts, self.sent, self.received, group)
         packed_q = q.new_empty(batch, self.q_places, width)
-        packed_kv = q.new_empty(2, batch, self.kv_places, width)
         copy_runs(_by_batch(came), packed_q[:, None], self.unpack_q)
+        if self.q_sent:
+            del came
+            came = _exchange(parts[1:], self.sent, self.received, group)
+        packed_kv = q.new_empty(2, batch, self.kv_places, width)
         copy_runs(_by_batch(came), packed_kv.transpose(0, 1), self.unpack_kv)
         return packed_q, packed_kv
 
@@ -77,6 +94,17 @@ class Route:
         home = torch.empty_like(like, dtype=came.dtype)
         copy_runs(_by_batch(came), home, self.unpack_out)
         return home
+
+
+def _exchange(
+    parts: Sequence[tuple[torch.Tensor, Runs]], sent: tuple[int, ...], received: tuple[int, ...], group: SequenceGroup
+) -> torch.Tensor:
+    """What comes, [tokens, B, D], for what is packed from these tensors. What is sent is let go."""
+    first = parts[0][0]
+    buffer = first.new_empty(sum(sent), first.shape[0], first.shape[3])
+    for tensor, runs in parts:
+        copy_runs(tensor, _by_batch(buffer), runs)
+    return group.all_to_all(buffer, received, sent)
 
 
 def _by_batch(buffer: torch.Tensor) -> torch.Tensor:
@@ -94,10 +122,17 @@ def build_route(plan: Plan, home: HomeLayout, rank: int, n_local: int, device: t
     kv_home = [kv_pieces.at_home(rank, _kv_wanted(plan, owner)) for owner in ranks]
     q_packed = [q_pieces.packed(source, own_rows) for source in ranks]
     kv_packed = [kv_pieces.packed(source, own_blocks) for source in ranks]
-    sent, (send_q, send_k, send_v) = _buffer_places(q_home, kv_home, kv_home)
-    received, (receive_q, receive_k, receive_v) = _buffer_places(q_packed, kv_packed, kv_packed)
     returned, (return_q,) = _buffer_places(q_packed)
     came_back, (arrive_q,) = _buffer_places(q_home)
+    q_sent: tuple[int, ...] = ()
+    q_received: tuple[int, ...] = ()
+    if queries_go_ahead(plan):
+        q_sent, send_q, q_received, receive_q = came_back, arrive_q, returned, return_q  # the way back, turned round
+        sent, (send_k, send_v) = _buffer_places(kv_home, kv_home)
+        received, (receive_k, receive_v) = _buffer_places(kv_packed, kv_packed)
+    else:
+        sent, (send_q, send_k, send_v) = _buffer_places(q_home, kv_home, kv_home)
+        received, (receive_q, receive_k, receive_v) = _buffer_places(q_packed, kv_packed, kv_packed)
     to_k, to_v = np.concatenate(kv_packed), np.concatenate(kv_packed)
     to_v[:, 0] = 1
 
@@ -122,6 +157,8 @@ def build_route(plan: Plan, home: HomeLayout, rank: int, n_local: int, device: t
         unpack_out=Runs.of(home_runs, device),
         q_places=len(own_rows[0]) * plan.grid.block_q,
         kv_places=len(own_blocks[0]) * plan.grid.block_k,
+        q_sent=q_sent,
+        q_received=q_received,
     )
 
 

@@ -15,20 +15,21 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.feed import MaskFeed
 from dbsp_core.grid import BlockGrid
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hardware import NEAREST, load_hardware, warn_if_elsewhere
+from dbsp_core.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
 from dbsp_core.home import HomeLayout, MaskProfile
-from dbsp_core.latency import AttentionShape, Topology
+from dbsp_core.latency import AttentionShape, Topology, exchange_cost_of
 from dbsp_core.mask import BlockMask
 from dbsp_core.meeting import meeting_group
 from dbsp_core.observing import RunObserver
 from dbsp_core.plan import Plan, make_plan, require_slots
 from dbsp_core.recorder import MaskRecorder
-from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReuseCounters
+from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReplanRule, ReuseCounters
+from dbsp_core.route import Route, build_route
 from dbsp_core.selection import StrategySelector, candidates
-from dbsp_core.serving import kernel_merges, require_served
+from dbsp_core.serving import kernel_merges
 from dbsp_core.sources import HomeTokens
 from dbsp_core.strategy import Strategy
-from dbsp_kernels import choose_kernel
+from dbsp_kernels import Needs, choose_kernel, require_fit
 
 __all__ = ["AttentionSession"]
 
@@ -41,8 +42,9 @@ class AttentionSession:
     heads:    attention heads of every layer
     layers:   number of layers
     steps:    tells how many denoising steps there will be, where the host knows
+    generation: gives an object that is another one for each generation, where the host has one
     observer: collects what a report tells, where one is wanted
-    Raises ValueError at construction when strategy and group don't fit.
+    Raises ValueError at construction when strategy, group and kernel don't fit.
     """
 
     config: DbspConfig
@@ -51,21 +53,25 @@ class AttentionSession:
     heads: int
     layers: int
     steps: Callable[[], int | None] = lambda: None
+    generation: Callable[[], object] = lambda: None
     observer: RunObserver | None = field(init=False)
     _feed: MaskFeed = field(init=False)
     _plans: PlanCache | LaggedPlanCache = field(init=False)
     _recorder: MaskRecorder = field(init=False)
     _size: tuple[tuple[int, int, int], int] | None = None
     _home: HomeLayout | None = None
+    _hardware: Hardware | None = None
     _selector: StrategySelector | None = None
     _keys: dict[int, Hashable] = field(default_factory=dict)
     _executors: dict[Hashable, DualBalancedAttention] = field(default_factory=dict)
+    _routes: dict[Hashable, Route] = field(default_factory=dict)
+    """By attention, the route of a plan that its next call adopts."""
     _reached: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if self.strategy is not None:
             self.strategy.require_world(self.group.size)
-            require_served(self.strategy, self.config.kernel)
+            require_fit(self.config.kernel, Needs(lse=self.strategy.ring > 1))
         self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
         self._feed = MaskFeed(
             self.config.mask,
@@ -75,6 +81,7 @@ class AttentionSession:
             self.group,
             self.steps,
             count_steps=self._recorder.wanted,
+            generation=self.generation,
         )
         self._plans = self._plan_cache()
         self.observer = None
@@ -89,41 +96,52 @@ class AttentionSession:
         text_tokens: int = 0,
         timestep: torch.Tensor | float | None = None,
         device: torch.device | str = "cpu",
+        *,
+        branch: int = 0,
+        host_home: Callable[[], HomeLayout] | None = None,
     ) -> HomeLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
         timestep: of the denoising, for masks that depend on the step
         device:   where the group's collectives run
+        branch:   guidance pass that this one is, where the host gives each to a group of ranks of its own
+        host_home: gives the layout in which the host itself shards this size of video; None: ours to choose
         Text, where the model has it in the same sequence, is sharded apart from video. A new video size drops what was
         made for the last one. Raises ValueError, on all ranks, for a size the mask source refuses.
         """
         self._reached.clear()
-        self._feed.begin(thw, text_tokens, timestep)
+        self._feed.begin(thw, text_tokens, timestep, branch)
         self._recorder.begin(self._feed.moment)
         if self.observer is not None:
             self.observer.begin(timestep)
         if self._home is None or self._size != (thw, text_tokens):
-            if self.observer is not None and self.observer.open:
-                self.settle()  # while what is being planned still finds its own layout
+            self.settle()  # while what is being planned still finds its own layout
             place = torch.device(device)
             grid = self._feed.grid(place)
             if self.strategy is not None:
                 require_slots(self.strategy, grid)
             # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
             laid_out_for = self.strategy or Strategy(1, self.group.size)
-            self._home = HomeLayout.named(
-                self.config.home_layout, grid, laid_out_for, split_text=text_tokens > 0, profile=self._profile(place)
+            self._home = (
+                host_home()
+                if host_home is not None
+                else HomeLayout.named(
+                    self.config.home_layout,
+                    grid,
+                    laid_out_for,
+                    split_text=text_tokens > 0,
+                    profile=self._profile(place),
+                )
             )
-            self._selector = self._new_selector(grid, place) if self.strategy is None else None
+            self._hardware = self._constants(place)
+            self._selector = self._new_selector(grid, self._hardware, place) if self.strategy is None else None
             self._size = thw, text_tokens
             self._plans = self._plan_cache()
             self._keys.clear()
             self._executors.clear()
+            self._routes.clear()
+        self._feed.name_masks(torch.device(device))
         return self._home
-
-    def restart(self) -> None:
-        """Starts a new generation: the next forward pass is its first, whatever the last one's timesteps were."""
-        self._feed.restart()
 
     def end(self) -> int:
         """Ends a forward pass. returns: how many layers' attentions it reached."""
@@ -218,7 +236,14 @@ class AttentionSession:
         batch, heads, _, width = tokens.q.shape
         items = batch if mask.heads == heads else 1  # of a batch whose items have masks of their own
         shape = AttentionShape(items, mask.heads, mask.grid.tokens, width, tokens.q.element_size())
-        plan = self._plans.plan_for(key, mask, functools.partial(self._make_plan, shape))
+        plan = self._plans.plan_for(
+            key,
+            mask,
+            functools.partial(self._make_plan, shape),
+            lambda later, strategy: self._plan_with(strategy, later, shape, mask),
+            functools.partial(self._prepare_route, key, self.home),
+        )
+        route = self._routes.pop(key, None)
         before = self._executors.get(key)
         if before is not None and before.device == tokens.q.device and plan.same_route(before.plan):
             return before.for_mask(plan, mask)
@@ -230,7 +255,12 @@ class AttentionSession:
             device=tokens.q.device,
             kernel=self.config.kernel,
             debug=self.config.debug,
+            route=route,
         )
+
+    def _prepare_route(self, key: Hashable, home: HomeLayout, plan: Plan) -> None:
+        """In the planning thread: what the next call of this attention needs of a new plan."""
+        self._routes[key] = build_route(plan, home, self.group.rank, home.shard, torch.device("cpu"))
 
     @property
     def planning(self) -> str:
@@ -240,8 +270,8 @@ class AttentionSession:
         return "lagged" if self.config.mask.varies == "calls" else "immediate"
 
     def _plan_cache(self) -> PlanCache | LaggedPlanCache:
-        threshold = self.config.replan_threshold
-        return LaggedPlanCache(threshold, self.group) if self.planning == "lagged" else PlanCache(threshold)
+        rule = ReplanRule(self.config.replan_threshold, self.config.replan_budget)
+        return LaggedPlanCache(rule, self.group) if self.planning == "lagged" else PlanCache(rule)
 
     def _profile(self, device: torch.device) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
@@ -250,32 +280,43 @@ class AttentionSession:
         masks = self._feed.static_masks(device)
         return None if masks is None else MaskProfile.of(masks)
 
-    def _new_selector(self, grid: BlockGrid, device: torch.device) -> StrategySelector:
-        """Collective: all ranks must choose by the same constants."""
-        ranks = self.group.size
-        hardware = on_all_ranks(
+    def _constants(self, device: torch.device) -> Hardware | None:
+        """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
+        weighs = self.config.planner == "dbsp" and self.config.exchange_cost is None and self.group.size > 1
+        if self.strategy is not None and not weighs:
+            return None
+        return on_all_ranks(
             self.group,
             lambda: load_hardware(self.config.hardware or NEAREST[device.type == "cuda"]),
             device,
             lambda hardware: hardware.fingerprint,
             "the hardware file",
         )
+
+    @property
+    def _topology(self) -> Topology:
+        ranks = self.group.size
+        return Topology(ranks, min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
+
+    def _new_selector(self, grid: BlockGrid, hardware: Hardware | None, device: torch.device) -> StrategySelector:
+        if hardware is None:
+            raise RuntimeError("strategies are chosen by a machine's constants, and none were loaded")
         if self.group.rank == 0:
             kernel = choose_kernel(self.config.kernel, device.type, torch.float32).name
             warn_if_elsewhere(hardware, device.type, kernel)
-        node_size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        strategies = candidates(ranks, grid, kernel_merges(self.config.kernel))
-        return StrategySelector(strategies, hardware, Topology(ranks, min(ranks, node_size)), self.home)
+        strategies = candidates(self.group.size, grid, kernel_merges(self.config.kernel))
+        return StrategySelector(strategies, hardware, self._topology, self.home)
 
     def _make_plan(self, shape: AttentionShape, mask: BlockMask, current: Plan | None) -> Plan:
         if self.strategy is not None:
-            return self._plan_with(self.strategy, mask)
+            return self._plan_with(self.strategy, mask, shape, mask)
         if self._selector is None:
             raise RuntimeError("a strategy is to be chosen, but the forward pass that says among which has not begun")
         in_use = None if current is None else current.strategy
-        return self._selector.choose(lambda strategy: self._plan_with(strategy, mask), shape, in_use)
+        return self._selector.choose(lambda strategy: self._plan_with(strategy, mask, shape, mask), shape, in_use)
 
-    def _plan_with(self, strategy: Strategy, mask: BlockMask) -> Plan:
+    def _plan_with(self, strategy: Strategy, mask: BlockMask, shape: AttentionShape, real: BlockMask) -> Plan:
+        """real: the mask at hand, where `mask` is one that is foreseen"""
         config = self.config
         return make_plan(
             mask,
@@ -285,5 +326,13 @@ class AttentionSession:
             reward=config.reward,
             head_cap=config.head_cap,
             tolerance=config.tolerance,
-            exchange_cost=config.exchange_cost,
+            exchange_cost=self._exchange_cost(strategy, shape, real),
         )
+
+    def _exchange_cost(self, strategy: Strategy, shape: AttentionShape, mask: BlockMask) -> float:
+        """The user's, or what the machine's constants say."""
+        if self.config.exchange_cost is not None:
+            return self.config.exchange_cost
+        if self._hardware is None:
+            return 0.0
+        return exchange_cost_of(mask, strategy, shape, self._hardware, self._topology)

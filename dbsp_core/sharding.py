@@ -12,7 +12,7 @@ from torch import nn
 
 from dbsp_core.architectures import architecture_of
 from dbsp_core.hosts import Attachment, intercept_self_attention
-from dbsp_core.preconditions import require_shardable
+from dbsp_core.preconditions import require_untouched
 from dbsp_core.session import AttentionSession
 from dbsp_core.streams import StreamShards
 
@@ -43,7 +43,7 @@ class SequenceSharding:
     def attach(self, attachment: Attachment) -> None:
         module = self._transformer.get_submodule
         blocks = self._architecture.blocks_of(self._transformer)
-        require_shardable(self._transformer, [block.get_submodule("attn1") for block in blocks])
+        require_untouched(self._transformer, [block.get_submodule("attn1") for block in blocks])
         attachment.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         # Video is sharded before the blocks, not at the first: what wraps the blocks as a whole, as first-block cache
         # does, then sees shards alone. Text only there, as the embedding's output is cut by the length of whole text.

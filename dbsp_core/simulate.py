@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from dbsp_core.hardware import Hardware
 from dbsp_core.home import HomeLayout
-from dbsp_core.latency import AttentionShape, Prediction, Topology, predict, predict_as_printed
+from dbsp_core.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, can_cut, make_plan
 from dbsp_core.planners import PLANNERS, require_planner
@@ -89,8 +89,9 @@ class LayerTime:
 def simulate_layer(way: Way, mask: BlockMask, model: ModelSpec, hardware: Hardware, topology: Topology) -> LayerTime:
     """Plans one layer's mask and predicts one call of it, of one batch item."""
     home = way.home(mask)
-    plan = make_plan(mask, way.strategy, way.planner, home=home)
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
+    cost = exchange_cost_of(mask, way.strategy, shape, hardware, topology)
+    plan = make_plan(mask, way.strategy, way.planner, home=home, exchange_cost=cost)
     prediction = predict(plan, shape, hardware, topology, home)
     return LayerTime(plan, prediction, predict_as_printed(plan, mask.density, shape, hardware, topology))
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["TINY_MODELS", "TRAINED", "make_tiny"]
+__all__ = ["TINY_MODELS", "TRAINED", "TinyModel", "hush_libraries", "make_tiny"]
 
 TRAINED = {"wan": Path(__file__).parent / "weights" / "tiny-wan"}
 """Folders of the trained weights, in half precision, by model."""
@@ -41,7 +43,7 @@ def make_tiny(model: str, folder: Path, seed: int = 0, trained: bool = False) ->
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            pipeline = _trained(TRAINED[model]) if trained else TINY_MODELS[model]()
+            pipeline = _trained(TRAINED[model]) if trained else TINY_MODELS[model].make()
             pipeline.save_pretrained(Path(temporary) / "new")
         if trained:
             shutil.copy(TRAINED[model] / "README.md", Path(temporary) / "new")
@@ -55,6 +57,16 @@ def _trained(folder: Path) -> Any:
     from diffusers import WanPipeline
 
     return WanPipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
+
+
+def hush_libraries() -> None:
+    """Turns off the libraries' own progress bars and deprecation notices, for a process that has bars of its own."""
+    import diffusers
+    import transformers
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="diffusers")
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
 
 
 def _wan() -> Any:
@@ -136,17 +148,18 @@ def _cogvideox() -> Any:
 
 
 def _tokenizer(max_length: int) -> Any:
-    """A tokenizer of a few dozen pieces, trained here and now."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    """A tokenizer of a few dozen pieces: letters, and the words of a few prompts. Always the same: nothing is trained,
+    since training breaks ties differently in every process."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.Unigram())
+    letters = "▁abcdefghijklmnopqrstuvwxyz0123456789,.!?'-"
+    words = sorted({f"▁{word}" for sentence in _CORPUS for word in sentence.replace(",", "").split()} - {"▁a"})
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces = [*special, *((letter, -8.0) for letter in letters), *((word, -6.0) for word in words)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=96, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator(_CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -157,4 +170,16 @@ def _tokenizer(max_length: int) -> Any:
     )
 
 
-TINY_MODELS: dict[str, Callable[[], Any]] = {"wan": _wan, "cogvideox": _cogvideox}
+@dataclass(frozen=True)
+class TinyModel:
+    """make: builds the pipeline;  pipeline, sizes: what it will be, as `dbsp_core.checkpoints.Checkpoint` has them"""
+
+    make: Callable[[], Any]
+    pipeline: str
+    sizes: tuple[int, int, int, int]
+
+
+TINY_MODELS = {
+    "wan": TinyModel(_wan, "WanPipeline", (4, 12, 24, 1)),
+    "cogvideox": TinyModel(_cogvideox, "CogVideoXPipeline", (2, 6, 16, 2)),
+}

@@ -11,7 +11,10 @@ from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.home import HomeLayout
 from dbsp_core.plan import Plan
 
-__all__ = ["Traffic", "traffic_of"]
+__all__ = ["Traffic", "queries_go_ahead", "traffic_of"]
+
+UNEVEN = 1.05
+"""Rows of the rank that has most over their mean, from which on memory counts more than one more exchange."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +64,19 @@ def traffic_of(plan: Plan, home: HomeLayout) -> Traffic:
         slots += held.sum(axis=1).astype(np.int64)
     rows = np.bincount(plan.q_owner.ravel(), minlength=strategy.world)
     return Traffic(queries, keys, rows, slots.reshape(strategy.ring, strategy.ulysses))
+
+
+def queries_go_ahead(plan: Plan) -> bool:
+    """Whether queries have an exchange of their own, before that of keys and values.
+
+    With Ulysses alone memory is fullest when q, k and v lie twice at their owner, as they came and as the kernel reads
+    them. Where a rank has many more rows than most, because they are sparse, that would be more than plain Ulysses
+    takes, so that queries are put in their place first. Rings are fullest later.
+    """
+    if plan.strategy.ring > 1 or plan.strategy.world == 1:
+        return False
+    rows = np.bincount(plan.q_owner.ravel(), minlength=plan.strategy.world)
+    return bool(rows.max() * plan.strategy.world > UNEVEN * plan.q_owner.size)
 
 
 def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
-from torch import nn
-
-from dbsp_core.agreement import on_all_ranks
 from dbsp_core.architectures import architecture_of
+from dbsp_core.attached import keep, release, session_on
 from dbsp_core.batches import split_batch
-from dbsp_core.config import ConfigLike, DbspConfig
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, steps_of
+from dbsp_core.config import ConfigLike
+from dbsp_core.hosts import Attachment, generation_of, steps_of
+from dbsp_core.in_force import announce, identify, settings_for
 from dbsp_core.pipe_reports import model_name, report_calls
+from dbsp_core.preconditions import require_uncompiled
 from dbsp_core.reporting import is_writer, make_report, write_report_files
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
-from dbsp_core.sources import DenseSource
 from dbsp_para.caching import Parallelized
-from dbsp_para.calls import watch_calls
 from dbsp_para.meshes import Ranks
+from dbsp_para.seeds import share_seeds
 
 __all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "unparallelize", "write_report"]
-
-_attached: WeakKeyDictionary[nn.Module, tuple[Attachment, AttentionSession]] = WeakKeyDictionary()
 
 
 def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) -> Any:
@@ -45,10 +37,10 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
         raise ValueError("db-SP runs pipelines with one transformer, this one has two")
     ranks = Ranks.of(mesh)
     with Attachment() as attachment:
-        session = _parallelize(pipe.transformer, ranks, config, lambda: steps_of(pipe), attachment)
-        watch_calls(pipe, ranks.everyone, session.restart, attachment)
+        session = _parallelize(pipe.transformer, ranks, config, attachment, lambda: steps_of(pipe), pipe)
+        share_seeds(pipe, ranks.everyone, attachment)
         report_calls(pipe, session, attachment, "para")
-        _attached[pipe.transformer] = attachment, session
+        keep(pipe.transformer, attachment, session)
     return pipe
 
 
@@ -59,7 +51,8 @@ def parallelize_transformer(
 
     transformer: a diffusers WanTransformer3DModel or CogVideoXTransformer3DModel
     mesh:        para-attn's device mesh with dimensions (batch, ring, ulysses); default: all ranks, Ulysses alone
-    config:      a DbspConfig, a mapping, the path of a YAML file, or None; its strategy overrides the mesh's
+    config:      a DbspConfig, a mapping, the path of a YAML file, or None for the one shipped for
+                 its checkpoint (dense for others); its strategy overrides the mesh's
     steps:       tells how many denoising steps there will be, for settings that depend on it
     returns:     the transformer
     Called by all ranks of the mesh together. Raises ValueError, on all of them, for an unknown or already parallelized
@@ -68,21 +61,19 @@ def parallelize_transformer(
     """
     ranks = Ranks.of(mesh)
     with Attachment() as attachment:
-        session = _parallelize(transformer, ranks, config, steps, attachment)
-        _attached[transformer] = attachment, session
+        session = _parallelize(transformer, ranks, config, attachment, steps)
+        keep(transformer, attachment, session)
     return transformer
 
 
 def unparallelize(pipe: Any) -> None:
     """Undoes `parallelize_pipe`: attributes, hooks and classes are as before. `pipe` may be the transformer itself."""
-    attachment, _ = _attached.pop(_transformer_of(pipe), (None, None))
-    if attachment is not None:
-        attachment.detach()
+    release(getattr(pipe, "transformer", pipe))
 
 
 def session_of(pipe: Any) -> AttentionSession | None:
     """The session of a parallelized pipeline or transformer, if any: its plans, strategies and counters."""
-    return _attached.get(_transformer_of(pipe), (None, None))[1]
+    return session_on(getattr(pipe, "transformer", pipe))
 
 
 def write_report(pipe: Any, folder: str | os.PathLike[str] | None = None) -> None:
@@ -93,56 +84,38 @@ def write_report(pipe: Any, folder: str | os.PathLike[str] | None = None) -> Non
     folder: default: that setting
     Raises ValueError where there is nothing to report, RuntimeError where a rank does not come.
     """
-    transformer = _transformer_of(pipe)
-    _, session = _attached.get(transformer, (None, None))
+    session = session_of(pipe)
     if session is None or session.observer is None:
         raise ValueError("nothing was collected for a report; parallelize with config={'report': FOLDER, …}")
-    name = model_name(pipe) if hasattr(pipe, "transformer") else type(transformer).__name__
+    name = model_name(pipe) if hasattr(pipe, "transformer") else type(getattr(pipe, "_orig_mod", pipe)).__name__
     report = make_report(session, name, "para")
     if is_writer(session.group):
         write_report_files(report, session, Path(folder or session.config.report or "."))
     session.observer.restart()
 
 
-def _transformer_of(pipe: Any) -> Any:
-    transformer = getattr(pipe, "transformer", pipe)
-    return getattr(transformer, "_orig_mod", transformer)  # as torch.compile wraps it
-
-
 def _parallelize(
-    transformer: Any, ranks: Ranks, config: ConfigLike, steps: Callable[[], int | None], attachment: Attachment
+    transformer: Any,
+    ranks: Ranks,
+    config: ConfigLike,
+    attachment: Attachment,
+    steps: Callable[[], int | None],
+    pipe: Any = None,
 ) -> AttentionSession:
     """All changes to the transformer."""
     if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
         raise ValueError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
-    if hasattr(transformer, "_orig_mod"):
-        raise ValueError("this transformer is compiled; parallelize first, then torch.compile")
+    require_uncompiled(transformer)
     architecture = architecture_of(transformer)
     heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
-    config = _agreed(config, ranks.everyone)
-    session = AttentionSession(config, ranks.sequence, config.strategy_or(ranks.strategy), heads, layers, steps)
+    config = settings_for(config, transformer, ranks.everyone, pipe=pipe)
+    strategy = config.strategy_or(ranks.strategy)
+    session = AttentionSession(
+        config, ranks.sequence, strategy, heads, layers, steps, generation=lambda: generation_of(pipe)
+    )
+    device = next(transformer.parameters()).device
+    announce(config, identify(transformer, pipe), ranks.everyone, strategy, device)
     sharding = shard_transformer(transformer, session, attachment)
     split_batch(transformer, ranks.batch, attachment)
     attachment.set_attribute(transformer, "_is_parallelized", Parallelized(ranks.everyone, sharding))
     return session
-
-
-def _agreed(config: ConfigLike, group: SequenceGroup) -> DbspConfig:
-    """The configuration, which all ranks could load, with equal settings. Collective.
-
-    Masks are compared later, when they are used.
-    """
-
-    def fingerprint(loaded: DbspConfig) -> int:
-        shared = replace(loaded, mask=DenseSource(), hardware=None, report=loaded.report and "", record=None)
-        return zlib.crc32(repr(shared).encode())
-
-    def load() -> DbspConfig:
-        if not (config is None or isinstance(config, (DbspConfig, Mapping, str, os.PathLike))):
-            raise ValueError(
-                f"config must be a DbspConfig, a mapping or the path of a YAML file, got {type(config).__name__}"
-            )
-        return DbspConfig.load(config)
-
-    cpu = torch.device("cpu")
-    return on_all_ranks(group.control(), load, cpu, fingerprint, "the configuration")

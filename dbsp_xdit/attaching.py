@@ -1,156 +1,155 @@
-"""Attaching db-SP to a pipeline whose transformer is xfuser's Wan wrapper, and detaching it without a trace."""
+"""Attaching db-SP to a pipeline in an xfuser process, and detaching it without a trace."""
 
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
-
+from dbsp_core.architectures import ARCHITECTURES, architecture_of
+from dbsp_core.attached import keep, release, session_on
+from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, patch_tokens, steps_of, unpatch_tokens
+from dbsp_core.hosts import Attachment, generation_of, steps_of
+from dbsp_core.in_force import announce, identify, settings_for
 from dbsp_core.pipe_reports import report_calls
+from dbsp_core.preconditions import require_uncompiled, require_untouched
 from dbsp_core.session import AttentionSession
+from dbsp_core.sharding import shard_transformer
+from dbsp_core.strategy import Strategy
+from dbsp_xdit.branches import branch_of_wan
 from dbsp_xdit.flags import strategy_from
+from dbsp_xdit.strips import attach_strips, whole_latents
+from dbsp_xdit.wan import attach_wan
 
 __all__ = ["attach", "detach", "session_of"]
 
-_attached: WeakKeyDictionary[Any, tuple[Attachment, AttentionSession]] = WeakKeyDictionary()
+_WRAPPERS = {"xFuserWanTransformer3DWrapper": "blocks", "xFuserCogVideoXTransformer3DWrapper": "transformer_blocks"}
+"""xfuser's transformers that db-SP knows, and their attribute that lists the blocks."""
 
 
 def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     """Makes the self-attention of `pipe.transformer` dual-balanced, on xfuser's sequence-parallel group.
 
-    pipe:   a diffusers pipeline with an xFuserWanTransformer3DWrapper, after xfuser's groups were initialised
-    config: a DbspConfig, a mapping, the path of a YAML file, or None for the defaults
-    Raises ValueError for a transformer db-SP does not know, one that has it already, or a strategy that does not fit.
+    pipe:   with xfuser's Wan or CogVideoX transformer, which keep their own sharding, or with diffusers' stock one,
+            which is then sharded by db-SP; after xfuser's groups were initialised, before torch.compile
+    config: a DbspConfig, a mapping, a YAML file, or None for the one shipped for its checkpoint
+    Raises ValueError, on all ranks and before any of them waits for another, for a transformer that db-SP does not
+    know or somebody else has changed, for a kind of parallelism or a strategy that does not fit.
     """
-    from xfuser.core.distributed import (
-        get_ring_parallel_world_size,
-        get_sp_group,
-        get_ulysses_parallel_world_size,
-    )
-
-    config = DbspConfig.load(config)
     transformer = pipe.transformer
-    _require_wan(pipe)
-    if transformer in _attached:
+    if session_on(transformer) is not None:
         raise ValueError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
-    strategy = strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
-    group = SequenceGroup.of(get_sp_group().device_group)
-    heads, layers = transformer.config.num_attention_heads, len(transformer.blocks)
-    session = AttentionSession(config, group, strategy, heads, layers, lambda: steps_of(pipe))
-    attachment = Attachment()
-    attachment.hook(transformer.register_forward_pre_hook, _Begin(session), with_kwargs=True)
-    for layer, block in enumerate(transformer.blocks):
-        attachment.set_attribute(block.attn1.processor, "attention_function", LayerAttention(session, layer))
-    if config.home_layout != "contiguous" and (
-        strategy is None or strategy.ring > 1
-    ):  # Ulysses alone has nothing to lay out
-        _lay_out(transformer, session, attachment)
-    attachment.hook(transformer.register_forward_hook, _End(session, len(transformer.blocks)))
-    report_calls(pipe, session, attachment, "xdit")
-    _attached[transformer] = attachment, session
+    kind = _kind_of(pipe)
+    require_uncompiled(transformer)
+    blocks = _blocks_of(transformer, kind)
+    require_untouched(transformer, [block.attn1 for block in blocks])
+    sequence, guidance = _groups()
+    _require_parallel_kinds()
+    config = settings_for(config, transformer, sequence, pipe=pipe)
+    strategy = _strategy(config)
+    session = AttentionSession(
+        config,
+        sequence,
+        strategy,
+        transformer.config.num_attention_heads,
+        len(blocks),
+        steps=lambda: steps_of(pipe),
+        generation=lambda: generation_of(pipe),
+    )
+    announce(config, identify(transformer, pipe), sequence, strategy, next(transformer.parameters()).device)
+    with Attachment() as attachment:
+        _hook_up(pipe, kind, session, guidance, attachment)
+        strips = kind == "xFuserCogVideoXTransformer3DWrapper"
+        report_calls(pipe, session, attachment, "xdit", whole=whole_latents(sequence) if strips else None)
+        attachment.set_attribute(transformer, "_is_parallelized", True)
+        keep(transformer, attachment, session)
     return session
 
 
 def detach(pipe: Any) -> None:
     """Undoes `attach`: attributes, hooks and classes are as before. Nothing happens where nothing is attached."""
-    attachment, _ = _attached.pop(pipe.transformer, (None, None))
-    if attachment is not None:
-        attachment.detach()
+    release(pipe.transformer)
 
 
 def session_of(pipe: Any) -> AttentionSession | None:
     """The session attached to a pipeline's transformer, if any."""
-    transformer = getattr(pipe.transformer, "_orig_mod", pipe.transformer)  # as torch.compile wraps it
-    return _attached.get(transformer, (None, None))[1]
+    return session_on(pipe.transformer)
 
 
-def _require_wan(pipe: Any) -> None:
-    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
+def _hook_up(pipe: Any, kind: str, session: AttentionSession, guidance: SequenceGroup, attachment: Attachment) -> None:
+    transformer = pipe.transformer
+    if kind == "xFuserCogVideoXTransformer3DWrapper":
+        attach_strips(transformer, session, attachment)
+        return
+    if guidance.size > 1 and kind == "stock" and architecture_of(transformer).joint_text:
+        split_batch(transformer, guidance, attachment, repeat_uneven=True)
+    else:
+        _require_branches_apart(pipe, guidance)
+    if kind == "stock":
+        shard_transformer(transformer, session, attachment)
+    else:
+        attach_wan(transformer, session, branch_of_wan(pipe, guidance), attachment)
 
-    if not isinstance(pipe.transformer, xFuserWanTransformer3DWrapper):
-        raise ValueError(
-            f"db-SP knows xFuserWanTransformer3DWrapper in xDiT, not {type(pipe.transformer).__name__}; load the "
-            "transformer with that class, or use --sp-backend usp"
-        )
+
+def _kind_of(pipe: Any) -> str:
+    """The transformer's class, by name; "stock" for one of diffusers'. Raises ValueError for others."""
     if getattr(pipe, "transformer_2", None) is not None:
         raise ValueError("db-SP runs pipelines with one transformer, this one has two; use --sp-backend usp")
+    transformer = getattr(pipe.transformer, "_orig_mod", pipe.transformer)
+    for cls in type(transformer).__mro__:
+        if cls.__name__ in _WRAPPERS:
+            return cls.__name__
+        if cls.__module__.partition(".")[0] == "xfuser":
+            break  # a transformer that shards itself in a way that db-SP does not know
+        if cls.__name__ in ARCHITECTURES:
+            return "stock"
+    raise ValueError(
+        f"db-SP knows {', '.join((*_WRAPPERS, *ARCHITECTURES))} in xDiT, not {type(transformer).__name__}; load the "
+        "transformer with one of these classes, or use --sp-backend usp"
+    )
 
 
-class LayerAttention:
-    """Stands in for xfuser's USP in one layer's self-attention."""
-
-    def __init__(self, session: AttentionSession, layer: int) -> None:
-        self._session = session
-        self._layer = layer
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-        """query, key, value: [B, H, shard, D]; xfuser's options choose among backends that are not used here."""
-        return self._session.attend(self._layer, query, key, value)
+def _blocks_of(transformer: Any, kind: str) -> Any:
+    if kind in _WRAPPERS:
+        return getattr(transformer, _WRAPPERS[kind])
+    return architecture_of(transformer).blocks_of(transformer)
 
 
-class _Begin:
-    """Before each forward pass: tells the session the size of the video."""
+def _strategy(config: DbspConfig) -> Strategy | None:
+    """What configuration and xfuser's degrees make; None for "auto". Raises ValueError where they don't agree."""
+    from xfuser.core.distributed import get_ring_parallel_world_size, get_ulysses_parallel_world_size
 
-    def __init__(self, session: AttentionSession) -> None:
-        self._session = session
-
-    @torch.compiler.disable
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sample = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        timestep = kwargs.get("timestep", args[1] if len(args) > 1 else None)
-        self._session.begin(_token_grid(sample, module.config.patch_size), 0, timestep, sample.device)
+    return strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
 
 
-class _End:
-    """After each forward pass: every layer's attention must have come by."""
+def _require_parallel_kinds() -> None:
+    """Raises ValueError where xfuser's groups are of kinds that don't go with ours."""
+    from xfuser.core.distributed import get_pipeline_parallel_world_size, get_tensor_model_parallel_world_size
 
-    def __init__(self, session: AttentionSession, layers: int) -> None:
-        self._session = session
-        self._layers = layers
-
-    @torch.compiler.disable
-    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
-        missed = self._layers - self._session.end()
-        if missed:
-            raise RuntimeError(
-                f"{missed} of {self._layers} self-attentions did not reach db-SP; something replaced their processors"
-            )
+    for kind, degree in (
+        ("pipefusion_parallel_degree", get_pipeline_parallel_world_size()),
+        ("tensor_parallel_degree", get_tensor_model_parallel_world_size()),
+    ):
+        if degree > 1:
+            raise ValueError(f"{kind}={degree} does not go with db-SP; leave it at 1")
 
 
-def _token_grid(sample: torch.Tensor, patch: tuple[int, int, int]) -> tuple[int, int, int]:
-    frames, height, width = (size // p for size, p in zip(sample.shape[2:], patch, strict=True))
-    return frames, height, width
+def _groups() -> tuple[SequenceGroup, SequenceGroup]:
+    """The ranks that share a sequence, and those that share the branches of guidance."""
+    from xfuser.core.distributed import get_cfg_group, get_sp_group, model_parallel_is_initialized
+
+    if not model_parallel_is_initialized():
+        raise ValueError(
+            "xfuser's process groups are not initialised; call xfuser.core.distributed.initialize_runtime_state, or "
+            "build the pipeline with xfuser, before dbsp_xdit.attach"
+        )
+    return SequenceGroup.of(get_sp_group().device_group), SequenceGroup.of(get_cfg_group().device_group)
 
 
-def _lay_out(transformer: Any, session: AttentionSession, attachment: Attachment) -> None:
-    """Shards the sequence in the home layout's order: tokens and rotary table permuted on the way in, undone on the
-    way out. xfuser cuts the sequence into equal shards itself, so only the order is ours to choose."""
-    patch = transformer.config.patch_size
-
-    def order(device: torch.device) -> torch.Tensor:
-        return torch.from_numpy(session.home.order).to(device)
-
-    @torch.compiler.disable
-    def permute_tokens(module: Any, args: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor:
-        return embedded.flatten(2)[:, :, order(embedded.device)].view_as(embedded)
-
-    @torch.compiler.disable
-    def permute_rope(module: Any, args: tuple[Any, ...], tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(table[:, order(table.device)] for table in tables)
-
-    @torch.compiler.disable
-    def restore(module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        sample = output[0]
-        tokens = patch_tokens(sample, patch)
-        restored = torch.empty_like(tokens)
-        restored[:, order(tokens.device)] = tokens
-        whole = unpatch_tokens(restored, sample, patch)
-        return (whole,) if isinstance(output, tuple) else type(output)(sample=whole)
-
-    attachment.hook(transformer.patch_embedding.register_forward_hook, permute_tokens)
-    attachment.hook(transformer.rope.register_forward_hook, permute_rope)
-    attachment.hook(transformer.register_forward_hook, restore)
+def _require_branches_apart(pipe: Any, guidance: SequenceGroup) -> None:
+    """Raises ValueError for guidance in parallel with a pipeline that runs its branches one after the other."""
+    if guidance.size > 1 and not type(pipe).__module__.startswith("xfuser."):
+        raise ValueError(
+            f"use_cfg_parallel: {type(pipe).__name__} runs its guidance passes one after the other; leave it out, or "
+            "use a pipeline of xfuser's that runs them in parallel"
+        )

@@ -5,15 +5,11 @@ Run by scripts/demo, or `python -m dbsp_xdit.demo --out DIR --ranks N`.
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +22,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from safetensors.torch import load_file
 
 from dbsp_core.files import write_atomically
+from dbsp_core.launching import Watcher, run_watched
 from dbsp_core.mask_file import save_mask
 from dbsp_core.mask_series import MaskSeries
 from dbsp_core.report import RunReport
@@ -33,13 +30,12 @@ from dbsp_core.report_html import report_page
 from dbsp_core.report_tables import layer_table
 from dbsp_core.single import attach_single_process
 from dbsp_core.strategy import Strategy
-from dbsp_core.tiny import make_tiny
+from dbsp_core.tiny import hush_libraries, make_tiny
 from dbsp_xdit.side_by_side import decode_video, save_side_by_side
 
 __all__ = ["TOLERANCE", "Settings", "run_demo"]
 
 TOLERANCE = 1e-5  # of the final latents, fp32, against one process
-_STEPS_DONE = re.compile(r"(\d+)/(\d+) \[")
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
     with tempfile.TemporaryDirectory(dir=out, prefix=".run.") as temporary:
         work = Path(temporary)
         task = progress.add_task("making a tiny Wan2.1 checkpoint (trained weights)", total=1)
-        _be_quiet()
+        hush_libraries()
         model = make_tiny("wan", work / "tiny-wan", trained=True)
         config = {**settings.config(), "record": str(work / "masks")}
         (work / "dbsp.yaml").write_text(yaml.safe_dump(config))
@@ -82,7 +78,7 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
 
         task = progress.add_task(f"xdit --sp-backend dbsp on {ranks} ranks", total=settings.steps)
         command = _xdit_command(model, work, ranks, settings)
-        _run(command, out / "xdit.log", progress, task)
+        _run(command, out / "xdit.log", work, progress, task)
 
         task = progress.add_task("the same in one process, sparse and dense, for comparison", total=2)
         device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
@@ -141,26 +137,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(command: list[str], log: Path, progress: Progress, task: Any) -> None:
-    """Runs a command, its output to `log`, its denoising steps to the progress bar."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_MININTERVAL": "0", "OMP_NUM_THREADS": "1"}
+def _run(command: list[str], log: Path, work: Path, progress: Progress, task: Any) -> None:
+    """Runs a command that starts ranks, its output to `log`, its denoising steps to the progress bar."""
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     if torch.cuda.device_count() < 2:  # a single GPU cannot serve several ranks
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
-        )
-        if process.stdout is None:
-            raise RuntimeError("the run's output could not be read")
-        for line in process.stdout:
-            file.write(line)
-            for done, total in _STEPS_DONE.findall(line):
-                if int(total) == progress.tasks[task].total:
-                    progress.update(task, completed=int(done))
-    if process.wait() != 0:
-        tail = log.read_text().splitlines()[-30:]
-        raise RuntimeError("\n".join(["xdit failed; the end of its output:", *tail, f"all of it is in {log}"]))
-    progress.update(task, completed=progress.tasks[task].total)
+    steps = int(progress.tasks[task].total or 0)
+    watcher = Watcher(steps, stepped=lambda done: progress.update(task, completed=done))
+    run_watched(command, log, work / "ranks", watcher, environment)
 
 
 def single_process_latents(model: Path, settings: Settings, device: str, sparse: bool = True) -> torch.Tensor:
@@ -190,16 +174,6 @@ def single_process_latents(model: Path, settings: Settings, device: str, sparse:
     return latents
 
 
-def _be_quiet() -> None:
-    """The libraries' own progress bars and deprecation notices would break the demonstration's."""
-    import diffusers
-    import transformers
-
-    warnings.filterwarnings("ignore", category=FutureWarning, module="diffusers")
-    for library in (diffusers, transformers):
-        library.utils.logging.disable_progress_bar()
-
-
 def _save_masks(recording: Path, path: Path) -> None:
     """A mask file of the last step's masks, those of the pass with the caption."""
     series = MaskSeries.read(recording)
@@ -226,7 +200,7 @@ def main(
     try:
         with Progress(*columns, console=console) as progress:
             report = run_demo(out.resolve(), ranks, progress)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         console.print(str(error), markup=False, highlight=False)
         raise SystemExit(1) from error
     console.print(layer_table(report))

@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from dbsp_core.checkpoints import identity_of_model
 from dbsp_core.config import DbspConfig
+from dbsp_core.in_force import default_config, require_same_model
 from dbsp_core.planners import PLANNERS
 from dbsp_core.sources import SOURCES
 from dbsp_core.sources.spec import mask_settings
@@ -17,6 +19,15 @@ __all__ = ["add_flags", "config_from", "parse_known", "strategy_from"]
 BACKENDS = ("usp", "dbsp")
 _SETTINGS = ("sp_config", "sp_strategy", "sp_planner", "sp_mask", "sp_report")
 _DEGREES = ("ulysses_degree", "ring_degree", "pipefusion_parallel_degree", "tensor_parallel_degree")
+_SIZES = ("height", "width", "num_frames")
+_SWITCHES = {
+    "use_hybrid_attn_schedule": "its schedule is of self-attention's backends, which are not used",
+    "use_spargeattn_head_balance": "db-SP balances heads itself",
+    "use_teacache": "a step cache skips layers that db-SP counts",
+    "use_fbcache": "a step cache skips layers that db-SP counts",
+}
+"""xfuser's switches that don't go with ours, and why."""
+_SPARSE = ("SPARGE", "SPARSE", "VSA", "SSTA", "FLEX_BLOCK")  # in the names of xfuser's sparse attention backends
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +39,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="usp",
         help="Sequence parallelism of self-attention: xDiT's own (usp) or dual-balanced block-sparse (dbsp).",
     )
-    group.add_argument("--sp_config", help="YAML file with db-SP's settings; the flags below override it.")
+    group.add_argument(
+        "--sp_config",
+        help="YAML file with db-SP's settings, or a shipped one's name; the flags below override it. Default: what is "
+        "shipped for the model.",
+    )
     group.add_argument(
         "--sp_strategy", help="UxRy, for example U4R2, or auto; default: --ulysses_degree and --ring_degree."
     )
@@ -55,6 +70,12 @@ def parse_known(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--model")
     for degree in _DEGREES:
         parser.add_argument(f"--{degree}", type=int, default=1)
+    for size in _SIZES:
+        parser.add_argument(f"--{size}", type=int)
+    for switch in ("use_cfg_parallel", *_SWITCHES):
+        parser.add_argument(f"--{switch}", action="store_true")
+    for name in ("attention_backend", "cache_method"):
+        parser.add_argument(f"--{name}")
     normal = []
     for argument in argv:
         name, equals, value = argument.partition("=")
@@ -73,7 +94,11 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
             raise ValueError(f"--{given[0].replace('_', '-')} has no effect without --sp-backend dbsp; add it")
         return None
     mask = args.get("sp_mask")
-    config = DbspConfig.load(args.get("sp_config")).with_overrides(
+    model = None if args.get("model") is None else identity_of_model(args["model"])
+    nothing_given = mask is None and args.get("sp_config") is None
+    base = default_config(model) if nothing_given else DbspConfig.load(args.get("sp_config"))
+    require_same_model(base, model)
+    config = base.with_overrides(
         strategy=args.get("sp_strategy"),
         planner=args.get("sp_planner"),
         mask=None if mask is None else mask_settings(mask),
@@ -82,8 +107,27 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
     for name in _DEGREES[2:]:
         if (args.get(name) or 1) > 1:
             raise ValueError(f"--{name} {args[name]} does not go with --sp-backend dbsp; leave it at 1")
+    _require_no_rival(args)
     strategy_from(config, args.get("ulysses_degree") or 1, args.get("ring_degree") or 1)
     return config
+
+
+def _require_no_rival(args: Mapping[str, Any]) -> None:
+    """Raises ValueError for options of xfuser that also decide how self-attention is computed, or whether."""
+    for name, why in _SWITCHES.items():
+        if args.get(name):
+            raise ValueError(f"--{name} does not go with --sp-backend dbsp: {why}; leave it out")
+    if args.get("cache_method") is not None:
+        raise ValueError(
+            f"--cache_method {args['cache_method']} does not go with --sp-backend dbsp: "
+            f"{_SWITCHES['use_fbcache']}; leave it out"
+        )
+    backend = args.get("attention_backend")
+    if backend is not None and any(word in str(backend).upper() for word in _SPARSE):
+        raise ValueError(
+            f"--attention_backend {backend} computes sparse self-attention of its own; leave it out, and choose the "
+            "mask with --sp-mask"
+        )
 
 
 def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> Strategy | None:

@@ -1,89 +1,113 @@
-"""Which models db-SP runs in xDiT, and local checkpoint folders, which xfuser itself does not take."""
+"""Which models db-SP runs in xDiT: published checkpoints by name, and local folders of the same pipelines."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from dbsp_core.checkpoints import CHECKPOINTS, Checkpoint, checkpoint_of, find_checkpoint
 
-from dbsp_core.config import DbspConfig
+__all__ = ["Model", "find_model", "require_fit"]
 
-__all__ = ["make_model_known", "require_model"]
+PIPELINES = {"WanPipeline": "Wan2.1 text-to-video", "CogVideoXPipeline": "CogVideoX text-to-video"}
+_PIXELS = 16  # a token's height and width: 8 of the VAE times 2 of the patch, in both
+_CHUNK = {"WanPipeline": 4, "CogVideoXPipeline": 8}  # frames that are decoded together, after the first
 
-REGISTERED = ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan2.1-T2V")
-"""Names in xfuser's own registry."""
+
+@dataclass(frozen=True)
+class Model:
+    """A pipeline that can be loaded.
+
+    source: its repository on Hugging Face, or the local folder it is in
+    like:   the published checkpoint whose settings are its defaults
+    """
+
+    source: str
+    like: Checkpoint
 
 
-def require_model(name: str) -> None:
-    """Raises ValueError unless `name` is a model that db-SP runs: a registered name, or a local Wan2.1 folder."""
-    if name in REGISTERED:
-        return
+def find_model(name: str) -> Model:
+    """The model that `--model name` means: a name of a published checkpoint, in any case, or a local folder.
+
+    Raises ValueError, in one line, for anything else.
+    """
+    checkpoint = find_checkpoint(name)
+    if checkpoint is not None:
+        hub = next(n for n in checkpoint.names if n.casefold() == name.casefold())
+        return Model(hub if "/" in hub else checkpoint.hub, checkpoint)
     folder = Path(name)
     if not folder.is_dir():
         looks_local = name.startswith((".", os.sep, "~")) or name.count("/") > 1
         fault = "that folder does not exist" if looks_local else "db-SP does not know that name"
+        known = ", ".join(c.name for c in CHECKPOINTS)
         raise ValueError(
-            f"--model {name}: {fault}; use {' or '.join(REGISTERED)}, or a local checkpoint folder of Wan2.1"
+            f"--model {name}: {fault}; use one of {known}, their names on Hugging Face, or a local folder"
         )
+    pipeline = _pipeline_of(folder)
+    return Model(name, _most_like(pipeline, _read_json(folder / "transformer" / "config.json")))
+
+
+def require_fit(model: Model, args: Mapping[str, Any]) -> None:
+    """Raises ValueError, in one line, for arguments of a run that the model cannot serve.
+
+    args: xfuser's, by name; what is missing or None takes the model's default
+    """
+    name = model.like.pipeline
+    for side in ("height", "width"):
+        value = args.get(side)
+        if value is not None and (value <= 0 or value % _PIXELS):
+            below = max(value // _PIXELS, 1) * _PIXELS
+            raise ValueError(f"--{side} {value} must be a multiple of {_PIXELS}, for example {below}")
+    frames, chunk = args.get("num_frames"), _CHUNK[name]
+    if frames is not None and (frames < 1 or (frames - 1) % chunk):
+        near = max((frames - 1) // chunk, 1) * chunk + 1
+        raise ValueError(f"--num_frames {frames} must be {chunk}k + 1 for {PIPELINES[name]}, for example {near}")
+    if args.get("use_cfg_parallel") and name == "WanPipeline":
+        raise ValueError(
+            "--use_cfg_parallel: xDiT runs the two guidance passes of Wan2.1 text-to-video one after the other; leave "
+            "it out and double --ulysses_degree or --ring_degree"
+        )
+
+
+def _pipeline_of(folder: Path) -> str:
+    """The class name of the pipeline in a folder, one of PIPELINES."""
     index = folder / "model_index.json"
     if not index.is_file():
         raise ValueError(
-            f"--model {name}: the folder has no model_index.json; give the folder that holds it, as save_pretrained "
+            f"--model {folder}: the folder has no model_index.json; give the folder that holds it, as save_pretrained "
             "writes it (dbsp tiny wan DIR makes a small one)"
         )
-    try:
-        parts = json.loads(index.read_text())
-        pipeline = parts["_class_name"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    parts = _read_json(index)
+    pipeline = parts.get("_class_name")
+    two = (parts.get("transformer_2") or [None])[0] is not None
+    if pipeline not in PIPELINES or two:
+        kinds = " and ".join(f"{cls} ({what})" for cls, what in PIPELINES.items())
         raise ValueError(
-            f"--model {name}: model_index.json is not a pipeline index; download the folder again"
-        ) from error
-    if pipeline != "WanPipeline" or (parts.get("transformer_2") or [None])[0] is not None:
-        raise ValueError(
-            f"--model {name}: db-SP runs WanPipeline with one transformer (Wan2.1 text-to-video) in xDiT, this is "
-            f"{pipeline}{' with two' if pipeline == 'WanPipeline' else ''}; use --sp-backend usp for it"
+            f"--model {folder}: db-SP runs {kinds}, with one transformer, in xDiT; this is {pipeline}"
+            f"{' with two' if two else ''}; use --sp-backend usp for it"
         )
+    return str(pipeline)
 
 
-def make_model_known(name: str, config: DbspConfig) -> None:
-    """Checks the model, and puts a local folder into xfuser's registry. Raises ValueError as `require_model` does."""
-    require_model(name)
-    if name in REGISTERED:
-        return
-    import xfuser.model_executor.models.runner_models  # noqa: F401  fills the registry
-    from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
-
-    MODEL_REGISTRY[name] = _local_wan(name, _dtype(config.dtype))
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if torch.accelerator.is_available() else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+def _most_like(pipeline: str, config: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint of that size, or the first of the same pipeline that patches frames alike."""
+    exact = checkpoint_of(pipeline, config)
+    if exact is not None:
+        return exact
+    same = [c for c in CHECKPOINTS if c.pipeline == pipeline]
+    frames = config.get("patch_size_t") or 1
+    return next((c for c in same if c.sizes[3] == frames), same[0])
 
 
-def _local_wan(folder: str, dtype: torch.dtype) -> type:
-    """A runner model for one local folder: xfuser's own for Wan2.1, told where its weights are."""
-    from xfuser.model_executor.models.runner_models.wan import xFuserWan21T2VModel
-
-    class LocalWanModel(xFuserWan21T2VModel):
-        def _customize_settings(self, config: Any) -> None:
-            super()._customize_settings(config)
-            self.settings.model_name = folder
-
-        def _load_model(self) -> Any:
-            if dtype == torch.bfloat16:  # all of xfuser's ways to load are for this dtype
-                return super()._load_model()
-            from diffusers import WanPipeline
-            from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
-
-            transformer = xFuserWanTransformer3DWrapper.from_pretrained(
-                folder, subfolder="transformer", torch_dtype=dtype, attention_kwargs={"thw": None}
-            )
-            return WanPipeline.from_pretrained(folder, torch_dtype=dtype, transformer=transformer)
-
-    return LocalWanModel
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON; download the folder again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not the index of a pipeline; download the folder again")
+    return content

@@ -1,7 +1,7 @@
 """Where db-SP enters an xfuser run: small changes made right after the module concerned is imported, each undoable.
 
 - xfuser.cli: user mistakes are found before torchrun starts
-- xfuser.config.args: the flags; local checkpoint folders as `--model`
+- xfuser.config.args: the flags; what `--model` may be
 and, in runs with backend "dbsp" alone:
 - xfuser…runner_models.base_model: attach after the weights are loaded, report after the run
 - xfuser…runtime_state: no refusals on behalf of an attention that will not run
@@ -15,12 +15,14 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from dbsp_core.hosts import Attachment
+from dbsp_core.mistakes import exit_with, is_ours
 
 __all__ = ["install", "uninstall", "wants_dbsp"]
 
@@ -106,7 +108,7 @@ def _seam_cli(module: ModuleType, attachment: Attachment) -> None:
         try:
             preflight(sys.argv[1:] if args is None else args)
         except ValueError as error:
-            _exit_with(error)
+            exit_with(error)
         original(args)
 
     attachment.set_attribute(module, "main", main)
@@ -125,25 +127,27 @@ def _seam_args(module: ModuleType, attachment: Attachment) -> None:
         return parser
 
     @functools.wraps(from_runner_args)
-    def with_local_models(_: type, args: dict[str, Any]) -> Any:
-        from dbsp_xdit.flags import config_from
-        from dbsp_xdit.models import make_model_known
+    def with_models(_: type, args: dict[str, Any]) -> Any:
+        from dbsp_xdit.preflight import settings_of
+        from dbsp_xdit.runner_models import register
 
         try:
-            config = config_from(args)
-            if config is not None:
-                make_model_known(args["model"], config)
+            settings = settings_of(args)
         except ValueError as error:
-            _exit_with(error)
+            exit_with(error)
+        if settings is not None:
+            config, model = settings
+            if model is not None:
+                register(args["model"], model, config)
         return from_runner_args(args)
 
     attachment.set_attribute(cls, "add_runner_args", staticmethod(with_flags))
-    attachment.set_attribute(cls, "from_runner_args", classmethod(with_local_models))
+    attachment.set_attribute(cls, "from_runner_args", classmethod(with_models))
 
 
 def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
     cls = module.xFuserModel
-    post_load, run = cls._post_load_and_state_initialization, cls.run
+    post_load, initialize, run = cls._post_load_and_state_initialization, cls.initialize, cls.run
 
     @functools.wraps(post_load)
     def post_load_then_attach(self: Any, input_args: dict[str, Any]) -> None:
@@ -156,21 +160,22 @@ def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
             if config is not None:
                 attach(self.pipe, config)
         except ValueError as error:
-            _exit_with(error)
+            exit_with(error)
+
+    @functools.wraps(initialize)
+    def initialize_or_exit(self: Any, input_args: dict[str, Any]) -> None:
+        with _our_errors_in_one_line():  # it generates once where torch.compile is asked for
+            initialize(self, input_args)
 
     @functools.wraps(run)
     def run_then_report(self: Any, input_args: dict[str, Any]) -> Any:
         from dbsp_xdit.recording import recorded
 
-        try:
-            with recorded(self.pipe, model=str(self.config.model)):
-                return run(self, input_args)
-        except ValueError as error:
-            if _is_ours(error):
-                _exit_with(error)
-            raise
+        with _our_errors_in_one_line(), recorded(self.pipe, model=str(self.config.model)):
+            return run(self, input_args)
 
     attachment.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
+    attachment.set_attribute(cls, "initialize", initialize_or_exit)
     attachment.set_attribute(cls, "run", run_then_report)
 
 
@@ -193,15 +198,11 @@ def _seam_runtime_state(module: ModuleType, attachment: Attachment) -> None:
     attachment.set_attribute(module.DiTRuntimeState, "_check_model_and_parallel_config", lambda self, **_: None)
 
 
-def _is_ours(error: BaseException) -> bool:
-    """Whether an error was raised by db-SP's own code, hence says all there is to say in its message."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("dbsp_")
-
-
-def _exit_with(error: ValueError) -> NoReturn:
-    """One line for a user's mistake, and exit code 2."""
-    print(f"dbsp: error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(2) from error
+@contextmanager
+def _our_errors_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if is_ours(error):
+            exit_with(error)
+        raise

@@ -52,6 +52,35 @@ def attend_with(rank: int, world: int, source: BlockSizes) -> None:
         dist.barrier()
 
 
+@dataclass(frozen=True)
+class Forgetful(BlockSizes):
+    """Its masks never change, but in the second step rank `rank` cannot name them."""
+
+    varies = "steps"
+    rank: int = 0
+
+    def version(self, request: MaskRequest) -> str:
+        if request.step == 1 and dist.get_rank() == self.rank:
+            raise ValueError("the table of contents is gone")
+        return "always the same"
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        return BlockMask.dense(request.heads, self.grid(request))
+
+
+def attend_in_two_steps(rank: int, world: int, odd: int) -> None:
+    """The others keep the first step's mask, so that they have nothing to agree on in the second."""
+    source = Forgetful(block_q=16, block_k=16, rank=odd)
+    session = AttentionSession(DbspConfig(mask=source), SequenceGroup.of(), Strategy(world, 1), heads=world, layers=1)
+    try:
+        for timestep in (900.0, 800.0):
+            home = session.begin((2, 4, 8), 0, timestep)
+            q = torch.ones(1, world, home.shard, 16)
+            session.attend(0, q, q, q)
+    finally:
+        dist.barrier()
+
+
 def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], steps: int) -> list[list[int]]:
     """By forward pass, the layers that are dense."""
     feed = MaskFeed(BlockSizes(), schedule, 2, layers, SequenceGroup(0, 1), lambda: steps)

@@ -110,7 +110,7 @@ def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder:
     inputs = Inputs.random("wan", (3, 5, 7), 1, 7).arguments
     with torch.no_grad():
         dbsp_para.parallelize_transformer(transformer, config=config)
-        observed = dbsp_para.parallelize._attached[transformer][1].observer is not None
+        observed = dbsp_para.session_of(transformer).observer is not None
         for step in range(2):
             transformer(**{**inputs, "timestep": torch.tensor([900 - step])})
         try:

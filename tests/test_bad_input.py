@@ -48,9 +48,9 @@ def test_shapes_that_do_not_fit_the_mask(pool):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("not finite", "q, k or v has values that are not finite on rank(s) [{}]"),
+        ("not finite", "rank(s) [{}]: q, k or v has values that are not finite"),
         ("other mask", "the plan differs on rank(s) [{}]"),
-        ("other shape", "inputs do not fit on rank(s) [{}]"),
+        ("other shape", "rank(s) [{}]: q, k, v must be [batch, heads, n_local, D] of one shape"),
     ],
 )
 def test_debug_stops_all_ranks_for_what_one_rank_sees(pool, culprit, fault, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -195,7 +196,7 @@ class TestTiny:
         assert pipe.tokenizer("a red ball").input_ids
 
     def test_a_failure_leaves_the_older_checkpoint_and_nothing_else(self, dbsp, tmp_path, monkeypatch):
-        monkeypatch.setitem(TINY_MODELS, "wan", HalfWritten)
+        monkeypatch.setitem(TINY_MODELS, "wan", replace(TINY_MODELS["wan"], make=HalfWritten))
         folder = tmp_path / "wan"
         folder.mkdir()
         (folder / "model_index.json").write_text('{"older": true}')
@@ -208,7 +209,7 @@ class TestTiny:
         def needs_diffusers():
             raise ImportError("No module named 'diffusers'", name="diffusers")
 
-        monkeypatch.setitem(TINY_MODELS, "wan", needs_diffusers)
+        monkeypatch.setitem(TINY_MODELS, "wan", replace(TINY_MODELS["wan"], make=needs_diffusers))
         code, out, err = dbsp("tiny", "wan", tmp_path / "wan")
         assert (code, out) == (2, "")
         assert "diffusers is needed to make checkpoints; pip install 'dbsp-attention[xdit]'" in err

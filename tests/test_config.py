@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+import dbsp_core
 from dbsp_core import BlockGrid, BlockMask, DbspConfig, Strategy, save_mask
+from dbsp_core.config import setting_names
 from dbsp_core.planners import PLANNERS
 from dbsp_core.sources import (
     SOURCES,
@@ -19,6 +23,8 @@ from dbsp_core.sources import (
     WindowSource,
 )
 from dbsp_core.sources.spec import mask_settings
+from dbsp_core.steps import DenseSchedule
+from dbsp_core.video import VideoSettings
 from dbsp_kernels import KERNELS
 
 
@@ -238,12 +244,68 @@ def test_a_mistake_raises_one_line(settings, complaint):
 
 
 BAD_FILES = {
-    "not YAML": (b"mask: [1, 2\nplanner: }", "is not YAML"),
+    "not YAML": (b"mask: [1, 2\nplanner: }", ":2: this is not YAML: expected ',' or ']', but got ':'"),
+    "a quote left open": (b"planner: 'paper\n", "this is not YAML: found unexpected end of stream"),
     "not text": (b"\xff\xfe\x00\x01", "is not YAML"),
     "a list": (b"- planner\n- paper\n", "must be a mapping, not a list"),
     "text": (b"U4R2", "must be a mapping, not a str"),
-    "with an unknown key": (b"stratgy: U4R2", "did you mean 'strategy'?"),
-    "with a wrong type": (b"debug: 3", "must be bool, got 3"),
+    "with an unknown key": (
+        b"# one\n\ntolerence: 1.01\n",
+        ":3: unknown key 'tolerence'; did you mean 'tolerance'?",
+    ),
+    "with a wrong type": (b"planner: paper\ndebug: 3", ":2: 'debug' must be bool, got 3"),
+    "with a value out of range": (b"planner: paper\nreward: -1", ":2: "),
+    "with an unknown name": (b"kernel: cpu\nplanner: greedy\nhome: striped", ":2: unknown planner 'greedy'"),
+    "with a strategy of another form": (b"\nstrategy: 4x2", ":2: strategy '4x2' is not of the form UxRy"),
+    "with a key at the wrong level": (
+        b"mask: {source: sparge}\ncdf: 0.9",
+        ":2: unknown key 'cdf'; it belongs under 'mask'",
+    ),
+    "with a video's key at the wrong level": (b"steps: 30", ":1: unknown key 'steps'; it belongs under 'video'"),
+    "with a key twice": (b"planner: paper\nhome: striped\nplanner: dbsp", ":3: 'planner' is given twice, first in "),
+    "with a nested key twice": (b"mask:\n  source: dense\n  source: window", ":3: 'source' is given twice, first in "),
+    "with an unknown nested key": (
+        b"mask:\n  source: window\n  tile: [3, 5, 8]\n  windw: [3, 5, 5]",
+        ":4: unknown key 'windw' in mask source 'window'; did you mean 'window'?",
+    ),
+    "with a wrong nested type": (
+        b"mask: {source: window,\n  tile: 3}",
+        ":2: 'tile' in mask source 'window' must be a list of int, got 3",
+    ),
+    "with a nested value out of range": (b"mask:\n  source: dense\n  block_q: 0", ":3: block_q=0"),
+    "with an unknown source": (
+        b"mask:\n  source: windw",
+        ":2: unknown mask source 'windw'; set mask.source to",
+    ),
+    "with no source": (b"planner: dbsp\nmask:\n  cdf: 0.9", ":2: unknown mask source None"),
+    "with settings that exclude each other": (
+        b"mask:\n  source: sparge\n  cdf: 0.9\n  topk: 0.5",
+        ":3: mask source 'sparge' needs either cdf or topk, and not both",
+    ),
+    "with a ring and a kernel that cannot": (
+        b"strategy: U1R2\nkernel: sparge",
+        ":2: kernel 'sparge' cannot serve this plan: it returns no",
+    ),
+    "with an unknown key in dense": (
+        b"dense:\n  frist_steps: 3",
+        ":2: unknown key 'frist_steps' in 'dense'; did",
+    ),
+    "with a wrong number in dense": (
+        b"dense: {last_steps: 1,\n  first_steps: -3}",
+        ":2: dense.first_steps=-3 must",
+    ),
+    "with a dense that is no mapping": (b"dense: 3", ":1: 'dense' must be a mapping such as {first_steps: 10}, got 3"),
+    "with an odd height": (
+        b"video:\n  width: 832\n  height: 719",
+        ":3: video.height=719 must be a multiple",
+    ),
+    "with steps that are text": (b"video: {steps: many}", ":1: 'steps' in 'video' must be int, got 'many'"),
+    "with no steps": (b"video: {height: 16,\n steps: 0}", ":2: video.steps=0 must be at least 1"),
+    "with a mask file that is not there": (
+        b"mask:\n  source: paro\n  path: /no/such",
+        ":3: mask file /no/such does not exist; give the path of one, or make it",
+    ),
+    "that holds itself": (b"a: 1\nmask: &m {source: *m}", ":2: this is not YAML that ends"),
 }
 
 
@@ -259,5 +321,39 @@ def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
 
 
 def test_a_file_that_is_not_there_raises(tmp_path):
-    with pytest.raises(ValueError, match="does not exist; give the path of a YAML file"):
+    with pytest.raises(ValueError, match="does not exist; give the path of a YAML file or a shipped one"):
         DbspConfig.load(tmp_path / "none.yaml")
+
+
+class TestDocumentation:
+    TEXT = (Path(dbsp_core.__file__).parent.parent / "docs" / "configuration.md").read_text()
+
+    def rows(self, heading: str) -> dict[str, str]:
+        """The rows of the table under a heading, by the first cell's code."""
+        part = self.TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+        lines = [line for line in part.splitlines() if line.startswith("| `")]
+        return {line.split("`")[1]: line for line in lines}
+
+    @pytest.mark.parametrize(
+        ("heading", "cls"), [("Keys", DbspConfig), ("`dense`", DenseSchedule), ("`video`", VideoSettings)]
+    )
+    def test_every_key_has_a_row_and_every_row_is_a_key(self, heading, cls):
+        assert sorted(self.rows(heading)) == sorted(setting_names(cls))
+
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_every_key_of_every_source_is_there(self, source):
+        cells = self.rows("`mask`")[source].split("|")
+        keys = set(re.findall(r"`(\w+)", cells[2]))
+        assert keys == set(setting_names(SOURCES[source]))
+
+    def test_every_source_is_there(self):
+        assert sorted(self.rows("`mask`")) == sorted(SOURCES)
+
+    def test_defaults_are_true(self):
+        for heading, cls in (("Keys", DbspConfig), ("`dense`", DenseSchedule)):
+            rows = self.rows(heading)
+            for f in fields(cls):
+                if type(f.default) in (int, float, str):
+                    assert rows[f.name].split("|")[2].strip() == f"`{f.default}`"
+                elif f.default is False:
+                    assert rows[f.name].split("|")[2].strip() == "`false`"

@@ -9,7 +9,7 @@ from dbsp_core import SequenceGroup
 from dbsp_core.agreement import on_all_ranks
 from dbsp_core.config import DbspConfig
 from dbsp_core.steps import DenseSchedule, Moment, StepCounter
-from feed_cases import OddOneOut, attend_with, dense_moments
+from feed_cases import OddOneOut, attend_in_two_steps, attend_with, dense_moments
 from workers import WorkerError
 
 
@@ -51,6 +51,17 @@ def test_steps_and_branches_are_told_from_timesteps():
     assert moments == [
         Moment(s, b) for s, b in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0))
     ]
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_source_that_cannot_name_its_mask_on_one_rank_stops_all(pool, odd):
+    with pytest.raises(WorkerError) as raised:
+        pool(3).run(attend_in_two_steps, odd)
+    errors = raised.value.errors
+    assert [rank for rank, *_ in errors] == [0, 1, 2]
+    assert all(
+        (kind, text) == ("ValueError", f"rank(s) [{odd}]: the table of contents is gone") for _, kind, text in errors
+    )
 
 
 def test_dense_ends():

@@ -68,9 +68,7 @@ MISTAKES = {
     "unknown key 'flop_per_s' in constants.*did you mean 'flops_per_s'": lambda v: v["constants"].update(
         flop_per_s=1.0
     ),
-    "constants of .* lacks row_s; add them, or measure anew with: dbsp calibrate": lambda v: v["constants"].pop(
-        "row_s"
-    ),
+    "constants lacks row_s; add them, or measure anew with: dbsp calibrate": lambda v: v["constants"].pop("row_s"),
     "lacks sources": lambda v: v.pop("sources"),
     "must be a number, got '1e9'; write 1.0e\\+9": lambda v: v["constants"].update(flops_per_s="1e9"),
     "must be a number, got True": lambda v: v["constants"].update(launch_s=True),
@@ -80,8 +78,8 @@ MISTAKES = {
     "network_latency_s and network_bytes_per_s go together": lambda v: v["constants"].pop("network_latency_s"),
     "source 'guessed' of row_s is not one of measured": lambda v: v["sources"].update(row_s="guessed"),
     "does not say where row_s come from": lambda v: v["sources"].pop("row_s"),
-    "'constants' in .* must be a mapping": lambda v: v.update(constants=[1]),
-    "'name' in .* must be text": lambda v: v.update(name=3),
+    "yaml:1: 'constants' must be a mapping": lambda v: v.update(constants=[1]),
+    "yaml:[0-9]+: 'name' must be text": lambda v: v.update(name=3),
 }
 
 

@@ -51,11 +51,6 @@ def test_the_function_to_write_oneself(tmp_path, monkeypatch):
     assert not bits[0, np.isin(frame, (5, 6, 7))].any()
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_configurations_load(path):
-    DbspConfig.load(path)
-
-
 def test_the_window_for_wan_has_blocks_that_are_tiles():
     mask = DbspConfig.load(REPOSITORY / "configs" / "wan2.1-t2v-14b-window.yaml").mask.mask(WAN)
     assert (mask.counts.rows == 3 * 5 * 5).all()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.config import DbspConfig
-from dbsp_core.reuse import LaggedPlanCache, PlanCache
+from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReplanRule
 from dbsp_core.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
 from dbsp_core.strategy import Strategy
@@ -28,7 +30,7 @@ ABOVE = mask_of(7, 3, 2, 4)
 
 @pytest.fixture
 def cache():
-    cache = PlanCache(threshold=1.25)
+    cache = PlanCache(ReplanRule(1.25))
     assert cache.plan_for(0, FIRST, plan_u2).rho == 1.0
     return cache
 
@@ -70,7 +72,7 @@ class TestLagged:
 
     @pytest.fixture
     def lagged(self):
-        return LaggedPlanCache(1.25, SequenceGroup(0, 1))
+        return LaggedPlanCache(ReplanRule(1.25), SequenceGroup(0, 1))
 
     def test_the_first_call_plans_at_once(self, lagged):
         assert lagged.plan_for(0, FIRST, plan_u2).fingerprint == plan_u2(FIRST).fingerprint
@@ -97,6 +99,20 @@ class TestLagged:
             plan = lagged.plan_for(0, mask, plan_u2)
         assert plan.fingerprint == plan_u2(FIRST).fingerprint
         assert lagged.counters.replans == 1
+
+    def test_what_goes_with_a_new_plan_is_prepared_in_the_thread_before_it_is_adopted(self, lagged):
+        prepared = []
+
+        def ready(plan: Plan) -> None:
+            prepared.append((plan.fingerprint, threading.current_thread().name))
+
+        seen = []
+        for mask in (FIRST, ABOVE, ABOVE, ABOVE):
+            seen.append((lagged.plan_for(0, mask, plan_u2, ready=ready).fingerprint, len(prepared)))
+        lagged.settle()
+        new = plan_u2(ABOVE).fingerprint
+        assert prepared == [(new, "dbsp-planning")]
+        assert [count for fingerprint, count in seen if fingerprint == new] == [1, 1]
 
     def test_attentions_do_not_mix(self, lagged):
         for _ in range(2):

@@ -10,13 +10,14 @@ import sys
 import pytest
 
 from dbsp_core import Strategy
+from dbsp_core.checkpoints import find_checkpoint
 from dbsp_core.sources import RadialSource, WindowSource
 from dbsp_xdit.autoload import is_xfuser_run
 from dbsp_xdit.flags import config_from, parse_known
-from dbsp_xdit.models import require_model
-from dbsp_xdit.preflight import preflight
+from dbsp_xdit.models import find_model
+from dbsp_xdit.preflight import preflight, settings_of
 from dbsp_xdit.seams import wants_dbsp
-from xdit_cases import XditCase, run_xdit_case, start_xfuser
+from xdit_cases import XditCase, registered_model, run_xdit_case, start_xfuser
 
 TOLERANCE = 1e-5
 MASKS = (
@@ -127,6 +128,18 @@ def test_usp_asks_for_nothing():
         (["--sp-backend", "dbsp", "--sp-config", "/nowhere.yaml"], "does not exist"),
         (["--sp-backend", "dbsp", "--pipefusion_parallel_degree", "2"], "leave it at 1"),
         (["--sp-backend", "dbsp", "--model", "./nowhere"], "that folder does not exist"),
+        (["--sp-backend", "dbsp", "--tensor-parallel-degree", "2"], "leave it at 1"),
+        (["--sp-backend", "dbsp", "--use_hybrid_attn_schedule"], "--use_hybrid_attn_schedule does not go with"),
+        (["--sp-backend", "dbsp", "--use-spargeattn-head-balance"], "db-SP balances heads itself; leave it out"),
+        (["--sp-backend", "dbsp", "--cache_method", "dbcache"], "--cache_method dbcache does not go with"),
+        (["--sp-backend", "dbsp", "--attention_backend", "aiter_sparge"], "choose the mask with --sp-mask"),
+        (["--sp-backend", "dbsp", "--model", "CogVideoX1.5", "--height", "770"], "multiple of 16, for example 768"),
+        (["--sp-backend", "dbsp", "--model", "CogVideoX1.5", "--num_frames", "84"], r"must be 8k \+ 1 .* example 81"),
+        (
+            ["--sp-backend", "dbsp", "--model", "wan2.1-t2v-14b", "--num_frames", "82"],
+            r"must be 4k \+ 1 .* example 81",
+        ),
+        (["--sp-backend", "dbsp", "--model", "wan2.1-t2v-1.3b", "--use_cfg_parallel"], "one after the other"),
         (["--sp-backend", "dbsp", "--model", "black-forest-labs/FLUX.1-dev"], "does not know that name"),
     ],
 )
@@ -136,23 +149,63 @@ def test_mistakes_are_found_before_anything_is_launched(arguments, message):
     assert "\n" not in str(caught.value)
 
 
-def test_local_folders_must_be_wan_pipelines(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("Wan2.1-T2V", "Wan-AI/Wan2.1-T2V-14B-Diffusers"),
+        ("WAN2.1-T2V-1.3B", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+        ("CogVideoX-5B", "zai-org/CogVideoX-5b"),
+        ("thudm/cogvideox1.5-5b", "THUDM/CogVideoX1.5-5B"),
+    ],
+)
+def test_published_checkpoints_by_any_name(pool, name, source):
+    assert find_model(name).source == source
+    workers = pool(1)
+    workers.run(start_xfuser)
+    (settings,) = workers.run(registered_model, name)
+    like = find_checkpoint(name)
+    assert like is not None
+    assert (settings["model_name"], settings["fps"], settings["height"]) == (source, like.fps, like.height)
+    assert settings["cfg"] is (like.pipeline == "CogVideoXPipeline")
+
+
+def test_usp_runs_know_no_model_of_ours():
+    assert settings_of({"sp_backend": "usp", "model": "CogVideoX1.5"}) is None
+    assert settings_of({"sp_backend": "usp", "model": "./nowhere"}) is None
+
+
+def test_local_folders_are_known_by_their_sizes(tmp_path):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "CogVideoXPipeline"}))
+    config = {"num_layers": 42, "num_attention_heads": 48, "attention_head_dim": 64, "patch_size": 2}
+    for frames, name in ((None, "cogvideox-5b"), (2, "cogvideox1.5-5b")):
+        for layers in (42, 7):  # the size of the published one, and another
+            file = tmp_path / "transformer" / "config.json"
+            file.write_text(json.dumps({**config, "num_layers": layers, "patch_size_t": frames}))
+            assert find_model(str(tmp_path)).like.name == name
+
+
+def test_local_folders_must_be_known_pipelines(tmp_path):
     with pytest.raises(ValueError, match=r"no model_index\.json"):
-        require_model(str(tmp_path))
+        find_model(str(tmp_path))
     index = tmp_path / "model_index.json"
     index.write_text("{")
-    with pytest.raises(ValueError, match="not a pipeline index"):
-        require_model(str(tmp_path))
+    with pytest.raises(ValueError, match="cannot be read as JSON"):
+        find_model(str(tmp_path))
     index.write_text(json.dumps({"_class_name": "FluxPipeline"}))
     with pytest.raises(ValueError, match="this is FluxPipeline"):
-        require_model(str(tmp_path))
+        find_model(str(tmp_path))
     index.write_text(
         json.dumps({"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]})
     )
     with pytest.raises(ValueError, match="with two"):
-        require_model(str(tmp_path))
+        find_model(str(tmp_path))
     index.write_text(json.dumps({"_class_name": "WanPipeline", "transformer_2": [None, None]}))
-    require_model(str(tmp_path))
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+        find_model(str(tmp_path))
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text("{}")
+    assert find_model(str(tmp_path)).source == str(tmp_path)
 
 
 @pytest.mark.parametrize("command", ["xdit", "dbsp-xdit"])

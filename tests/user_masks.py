@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -53,6 +58,10 @@ def on_one_rank(grid, request, fault, culprit=1):
     return bits
 
 
+def band_of_other_branch(grid, request):
+    return band(grid, replace(request, branch=1 - request.branch))
+
+
 TOLD_TO_FAIL: set[tuple[int, int]] = set()
 """(rank, step) of what `band_unless_told` must not survive."""
 
@@ -61,3 +70,10 @@ def band_unless_told(grid, request):
     if (dist.get_rank() if dist.is_initialized() else 0, request.step) in TOLD_TO_FAIL:
         raise RuntimeError("told to")
     return band(grid, request)
+
+
+def dies_in_the_second_step(grid, request):
+    if request.step == 1 and dist.get_rank() == 1:
+        sys.stderr.write("the memory ran out\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return np.ones((grid.nq, grid.nk), dtype=bool)

@@ -1,15 +1,21 @@
-"""What the workers run: xfuser's real Wan wrapper with db-SP attached, against stock diffusers in one process."""
+"""What the workers run: xfuser's real wrappers and pipelines with db-SP attached, against diffusers in one process."""
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import types
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from dbsp_core import HomeLayout
 from dbsp_core.single import attach_single_process
 from para_cases import fingerprint
 from transformers_for_tests import Inputs, make_transformer
@@ -17,39 +23,55 @@ from transformers_for_tests import Inputs, make_transformer
 
 @dataclass(frozen=True)
 class XditCase:
-    """One forward pass. thw: size of the token grid."""
+    """One forward pass. thw: size of the token grid. model: "wan" in xfuser's wrapper, or another, stock."""
 
     thw: tuple[int, int, int]
     config: dict[str, Any] = field(default_factory=dict)
     batch: int = 1
+    model: str = "wan"
+    seed: int = 1
 
 
-def start_xfuser(rank: int, world: int) -> None:
-    """xfuser on this worker's process group, once. Its degrees are `world` and 1: configurations name the strategy."""
+def start_xfuser(rank: int, world: int, guidance: int = 1, data: int = 1) -> None:
+    """xfuser on this worker's process group, with groups for guidance and data beside the sequence's.
+
+    Its degrees are all that is left, and 1: configurations name the strategy.
+    """
     from dbsp_xdit.seams import install
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     install(active=True)
-    from xfuser import xFuserArgs
     from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
+    from xfuser.core.distributed.parallel_state import destroy_model_parallel, model_parallel_is_initialized
 
+    logging.getLogger("xfuser").setLevel(logging.ERROR)
     init_distributed_environment()
-    engine, _ = xFuserArgs(model="tiny", ulysses_degree=world, ring_degree=1).create_config()
+    if model_parallel_is_initialized():
+        destroy_model_parallel()
     config = types.SimpleNamespace(num_attention_heads=6)
     pipe = types.SimpleNamespace(transformer=types.SimpleNamespace(config=config), vae=None)
-    initialize_runtime_state(pipe, engine)
+    initialize_runtime_state(pipe, engine_config(world, guidance, data))
+
+
+def engine_config(world: int, guidance: int = 1, data: int = 1) -> Any:
+    from xfuser import xFuserArgs
+
+    args = xFuserArgs(
+        model="tiny",
+        ulysses_degree=world // guidance // data,
+        ring_degree=1,
+        use_cfg_parallel=guidance > 1,
+        data_parallel_degree=data,
+    )
+    return args.create_config()[0]
 
 
 def run_xdit_case(rank: int, world: int, case: XditCase) -> tuple[float, float]:
     """(largest difference from one process with the same mask, from dense attention), both on the whole output."""
-    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
-
     from dbsp_xdit import attach, detach
 
-    inputs = Inputs.random("wan", case.thw, case.batch, text_tokens=7)
-    stock = make_transformer("wan")
-    wrapped = make_transformer("wan", cls=xFuserWanTransformer3DWrapper, attention_kwargs={"thw": None})
-    wrapped.load_state_dict(stock.state_dict())
+    inputs = Inputs.random(case.model, case.thw, case.batch, text_tokens=7, seed=case.seed)
+    stock, wrapped = make_transformer(case.model), hosted_transformer(case.model)
     pipe = types.SimpleNamespace(transformer=wrapped)
     with torch.no_grad():
         dense = stock(**inputs.arguments)[0]
@@ -64,3 +86,112 @@ def run_xdit_case(rank: int, world: int, case: XditCase) -> tuple[float, float]:
         assert fingerprint(wrapped) == before, "detach left something behind"
         detach(pipe)  # nothing to do, and no harm
     return float((out - expected).abs().max()), float((out - dense).abs().max())
+
+
+def registered_model(rank: int, world: int, name: str) -> dict[str, Any]:
+    """What the runner model has in mind that xfuser's registry has for a name after db-SP registered it."""
+    from xfuser import xFuserArgs
+    from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
+
+    from dbsp_core.config import DbspConfig
+    from dbsp_xdit.models import find_model
+    from dbsp_xdit.runner_models import register
+
+    register(name, find_model(name), DbspConfig())
+    model = MODEL_REGISTRY[name](xFuserArgs(model=name))
+    return {
+        "model_name": model.settings.model_name,
+        "fps": model.settings.fps,
+        "height": model.default_input_values.height,
+        "cfg": model.capabilities.use_cfg_parallel,
+    }
+
+
+def hosted_transformer(model: str, **options: Any) -> Any:
+    """As xfuser's runner has it: Wan in xfuser's wrapper, CogVideoX as diffusers makes it."""
+    if model != "wan":
+        return make_transformer(model, **options)
+    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
+
+    wrapped = make_transformer(model, cls=xFuserWanTransformer3DWrapper, attention_kwargs={"thw": None}, **options)
+    wrapped.load_state_dict(make_transformer(model, **options).state_dict())
+    return wrapped
+
+
+@dataclass(frozen=True)
+class PipelineCase:
+    """Two generations. own: whether by xfuser's own pipeline class, else by diffusers'."""
+
+    folder: str
+    config: dict[str, Any]
+    height: int
+    own: bool = True
+    guidance: int = 1
+    guidance_scale: float = 2.0  # it multiplies rounding
+    width: int = 96
+    num_frames: int = 9
+    strips_ignored: bool = False
+
+
+def run_cogvideox_pipeline(rank: int, world: int, case: PipelineCase) -> tuple[float, float, float] | None:
+    """Largest differences of the latents: from one process, of a second generation from the first, from dense.
+
+    None on ranks that xfuser's own pipeline returns nothing on.
+    """
+    from dbsp_xdit import attach, detach
+
+    stock = load_cogvideox(case.folder)
+    dense = latents_of(stock, case)
+    single = attach_single_process(stock.transformer, case.config, lambda: len(stock.scheduler.timesteps))
+    expected = latents_of(stock, case)
+    single.detach()
+    pipe = stock
+    if case.own:
+        from xfuser import xFuserCogVideoXPipeline
+
+        pipe = xFuserCogVideoXPipeline(stock, engine_config(world, case.guidance))
+    before = fingerprint(pipe.transformer)
+    attach(pipe, case.config)
+    with mock.patch("dbsp_xdit.strips.strips_layout", _in_token_order) if case.strips_ignored else nullcontext():
+        out, again = latents_of(pipe, case), latents_of(pipe, case)
+    detach(pipe)
+    assert fingerprint(pipe.transformer) == before, "detach left something behind"
+    if not isinstance(out, torch.Tensor):
+        return None
+    return tuple(float((a - b).abs().max()) for a, b in ((out, expected), (again, out), (out, dense)))  # type: ignore[return-value]
+
+
+def expected_latents(case: PipelineCase) -> torch.Tensor:
+    """Of one process."""
+    pipe = load_cogvideox(case.folder)
+    attach_single_process(pipe.transformer, {"mask": case.config["mask"]})
+    return latents_of(pipe, case)
+
+
+def _in_token_order(thw: tuple[int, int, int], text_tokens: int, world: int) -> HomeLayout:
+    tokens = np.arange(text_tokens + math.prod(thw))
+    return HomeLayout.from_streams([tokens[:text_tokens], tokens[text_tokens:]], world)
+
+
+def load_cogvideox(folder: str) -> Any:
+    from diffusers import CogVideoXPipeline
+
+    pipe = CogVideoXPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def latents_of(pipe: Any, case: PipelineCase, steps: int = 2, **options: Any) -> torch.Tensor:
+    output = pipe(
+        prompt="the sea at dusk",
+        height=case.height,
+        width=case.width,
+        num_frames=case.num_frames,
+        num_inference_steps=steps,
+        guidance_scale=case.guidance_scale,
+        generator=torch.Generator().manual_seed(3),
+        output_type="latent",
+        **options,
+    )
+    latents: torch.Tensor = output.frames
+    return latents

@@ -39,6 +39,10 @@ class Runs:
         kept = np.ascontiguousarray(columns[size > 0], dtype=np.int32)
         return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
 
+    def to(self, device: torch.device) -> Runs:
+        """The same on a device. The table is on the host."""
+        return Runs(to_device(self.table.numpy(), device), self.mean)
+
     @cached_property
     def entries(self) -> list[list[int]]:
         """The table as Python's numbers."""

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, make_plan
 from dbsp_core.planners import PLANNERS
-from dbsp_core.reuse import PlanCache
+from dbsp_core.reuse import PlanCache, ReplanRule
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.presets import PRESETS
 
@@ -53,7 +53,7 @@ def replans_and_rho(
     options: argparse.Namespace, planner: str, thresholds: tuple[float, ...], **style: Any
 ) -> list[Row]:
     """One row per threshold."""
-    caches = [PlanCache(threshold) for threshold in thresholds]
+    caches = [PlanCache(ReplanRule(threshold)) for threshold in thresholds]
     rho: list[list[float]] = [[] for _ in thresholds]
     layers = layer_count(PRESET, options)
     for layer in range(layers):
@@ -64,10 +64,10 @@ def replans_and_rho(
 
 
 def _row(planner: str, cache: PlanCache, rho: list[float], layers: int) -> Row:
-    published = f"{FIG_11['replans']} (fitted)" if cache.threshold == FIG_11["threshold"] else "–"
+    published = f"{FIG_11['replans']} (fitted)" if cache.rule.threshold == FIG_11["threshold"] else "–"
     return Row(
         planner,
-        cache.threshold,
+        cache.rule.threshold,
         cache.counters.replans / layers,
         published,
         float(np.mean(rho)),

@@ -1,4 +1,4 @@
-"""Counting the floating-point memory that is alive while one attention runs."""
+"""Counted: the floating-point memory that is alive while one attention runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from torch.utils._pytree import tree_leaves
 
 import dbsp_core.ring
 import dbsp_core.route
-from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, HomeLayout, SequenceGroup, Strategy, make_plan
-from dbsp_core.groups import PendingShift
+from dbsp_core.attention import DualBalancedAttention
+from dbsp_core.groups import PendingShift, SequenceGroup
+from dbsp_core.home import HomeLayout
+from dbsp_core.mask import BlockMask
+from dbsp_core.plan import Plan
+
+__all__ = ["Alive", "peak_of_attention"]
 
 
 class Alive(TorchDispatchMode):
-    """Most bytes of floating-point tensors that were alive at once, of those made while it lasts."""
+    """Most bytes of floating-point tensors that were alive at once, beside those `given` to what is watched."""
 
-    def __init__(self) -> None:
+    def __init__(self, *given: torch.Tensor) -> None:
         super().__init__()
         self.peak = 0
+        self._given = {tensor.untyped_storage()._cdata for tensor in given}
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -30,26 +36,27 @@ class Alive(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            if type(tensor) is torch.Tensor and tensor.is_floating_point():  # a wrapper has no memory of its own
                 storage = tensor.untyped_storage()
+                if storage._cdata in self._given:
+                    continue
                 self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._storages = {key: one for key, one in self._storages.items() if not one[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
         return result
 
 
-def peak_of_an_attention(rank: int, strategy: Strategy) -> float:
-    """Peak bytes beside q, k and v themselves, in units of one of them, with every rank's share alike.
+def peak_of_attention(
+    plan: Plan, mask: BlockMask, home: HomeLayout, rank: int, head_dim: int, dtype: torch.dtype = torch.float32
+) -> float:
+    """Peak bytes of one rank beside its q, k and v themselves, in units of one of them.
 
     Nothing is sent, copied or computed: gloo, and the CPU's way to copy runs and to attend, have memory of their own
-    that a GPU's do without. What is left is what the executor allocates and holds.
+    that a GPU's do without. What is left is what the executor allocates and holds, with what a kernel that adds to a
+    running result in place returns.
     """
-    world = strategy.world
-    mask = BlockMask.dense(8, BlockGrid.uniform(world * 512, 32))
-    home = HomeLayout.striped(mask.grid, strategy)
-    plan = make_plan(mask, strategy, home=home)
-    attend = DualBalancedAttention.prepare(plan, mask, home, SequenceGroup(rank, world))
-    q, k, v = (torch.zeros(1, 8, home.shard, 64) for _ in range(3))
+    attend = DualBalancedAttention.prepare(plan, mask, home, SequenceGroup(rank, plan.strategy.world))
+    q, k, v = (torch.empty(1, plan.heads, home.shard, head_dim, dtype=dtype) for _ in range(3))
 
     def all_to_all(_: SequenceGroup, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]) -> torch.Tensor:
         return sent.new_empty(sum(receive), *sent.shape[1:])
@@ -59,13 +66,17 @@ def peak_of_an_attention(rank: int, strategy: Strategy) -> float:
     ) -> PendingShift:
         return PendingShift(sent.new_empty(tuple(received_shape)), sent, ())
 
-    def kernel(q: torch.Tensor, *_: Any, running: Any = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return running or (torch.zeros_like(q), torch.zeros(q.shape[:2]))
+    def kernel(
+        q: torch.Tensor, *_: Any, running: Any = None, out_dtype: torch.dtype = dtype, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if running is not None and running[0].dtype == out_dtype:
+            return running[0], running[1]
+        return torch.empty_like(q, dtype=out_dtype), torch.empty(q.shape[:2])
 
     def copy_runs(*_: Any) -> None:
         pass
 
-    alive = Alive()
+    alive = Alive(q, k, v)
     with (
         mock.patch.object(SequenceGroup, "all_to_all", all_to_all),
         mock.patch.object(SequenceGroup, "shift", shift),

@@ -1,0 +1,270 @@
+"""From a configuration to an mp4: checked here, run by torchrun in a host's own module, put in place when whole."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from dbsp_core.checkpoints import CHECKPOINTS, TINY, Identity, find_checkpoint, identity_of_model, tiny_architecture
+from dbsp_core.config import DbspConfig
+from dbsp_core.files import open_atomically
+from dbsp_core.in_force import UNCONFIGURED, default_config, require_same_model
+from dbsp_core.launching import Launch, Watcher, run_watched
+from dbsp_core.serving import kernel_merges
+from dbsp_core.settings import Settings, find_config, read_settings
+from dbsp_core.strategy import Strategy
+from dbsp_core.tiny import TINY_MODELS, hush_libraries, make_tiny
+from dbsp_core.video import VideoSettings
+
+__all__ = ["HOSTS", "Job", "Wishes", "prepare", "run_job"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """module: runs in every rank as `python -m module CONFIG VIDEO`;  needs: packages;  extra: that installs them"""
+
+    module: str
+    needs: tuple[str, ...]
+    extra: str
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+
+HOSTS = {
+    "xdit": Host("dbsp_xdit.generate", ("xfuser", "diffusers", "transformers", "imageio_ffmpeg"), "xdit"),
+    "para": Host("dbsp_para.generate", ("diffusers", "transformers", "imageio_ffmpeg"), "para"),
+}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user asks for; None and empty: as usual.
+
+    config:  file, or name of a shipped one;  model: name or folder;  changes: "key=value", with dots in the key
+    host:    one of HOSTS
+    launch:  processes and nodes; its nproc counts where `nproc_given`
+    """
+
+    config: str | None = None
+    model: str | None = None
+    prompt: str | None = None
+    seed: int | None = None
+    changes: Sequence[str] = ()
+    host: str | None = None
+    launch: Launch = field(default_factory=Launch)
+    nproc_given: bool = False
+    out: Path = Path("video.mp4")
+    report: Path | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One video to make, with nothing left open.
+
+    settings: what stands in the configuration file that the ranks read, but for paths
+    origin:   where the settings come from, in words
+    model:    what the ranks load: a repository's name or a folder; None: a tiny checkpoint, to be made
+    tiny:     its architecture
+    """
+
+    config: DbspConfig
+    settings: dict[str, Any]
+    origin: str
+    model: str | None
+    tiny: str | None
+    host: str
+    launch: Launch
+    out: Path
+    report: Path | None
+
+    def command(self, work: Path) -> list[str]:
+        return self.launch.command(HOSTS[self.host].module, [str(work / "dbsp.yaml"), str(work / "video.mp4")])
+
+    def settings_in(self, work: Path) -> dict[str, Any]:
+        """What the ranks read."""
+        report = None if self.report is None else str(work / "report")
+        return self.settings | {"model": self.model or str(work / f"{TINY}{self.tiny}"), "report": report}
+
+    @property
+    def log(self) -> Path:
+        """Beside the video. Nodes may share a folder, so each has its own."""
+        node = f".{platform.node()}" if self.launch.nnodes > 1 else ""
+        return self.out.with_name(f"{self.out.stem}{node}.log")
+
+
+def prepare(wishes: Wishes) -> Job:
+    """Everything that can be known before a process is launched. Raises ValueError for a user's mistake."""
+    settings = _settings(wishes)
+    config = DbspConfig.load(settings)
+    model, identity = _model(wishes, config)
+    checkpoint = identity.checkpoint
+    with settings.located():
+        video = config.video.filled(checkpoint)
+        video.require_frames(identity.pipeline)
+    if not video.prompt:
+        raise ValueError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
+    launch = _launch(wishes)
+    strategy = config.strategy or _usual_strategy(launch, config)
+    if isinstance(strategy, Strategy):
+        strategy.require_world(launch.world)
+    out = wishes.out.absolute()
+    if out.suffix != ".mp4":
+        raise ValueError(f"--out {wishes.out} must end in .mp4")
+    tiny = tiny_architecture(model)
+    report = wishes.report or (Path(config.report) if config.report else None)
+    job = Job(
+        config=replace(config, video=video, strategy=strategy),
+        settings={**settings.values, "video": _plain(video), "strategy": str(strategy)},
+        origin=_origin_in_words(settings, wishes.changes),
+        model=None if tiny else _to_load(model),
+        tiny=tiny,
+        host=_host(wishes.host),
+        launch=launch,
+        out=out,
+        report=None if report is None else report.absolute(),
+    )
+    _ask_the_host(job, identity)
+    return job
+
+
+def _settings(wishes: Wishes) -> Settings:
+    if wishes.config is None and wishes.model is None:
+        names = ", ".join(c.name for c in CHECKPOINTS)
+        raise ValueError(f"nothing says which model; give --model ({names}, or a folder) or --config")
+    if wishes.config is not None:
+        settings = read_settings(find_config(wishes.config), "configuration file")
+    else:
+        default = default_config(identity_of_model(wishes.model or ""))
+        path = Path(default.origin or "")
+        settings = (
+            read_settings(path, "configuration file") if path.is_file() else Settings({}, {}, default.origin or "")
+        )
+    for change in wishes.changes:
+        key, equals, text = change.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ValueError(f"--set {change} is no KEY=VALUE; write for example --set mask.cdf=0.9")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {key}: {text!r} is not YAML; close its brackets and quotes") from error
+        settings = settings.changed(key.split("."), value, f"--set {key}")
+    for name in ("prompt", "seed"):
+        if getattr(wishes, name) is not None:
+            settings = settings.changed(("video", name), getattr(wishes, name), f"--{name}")
+    return settings
+
+
+def _origin_in_words(settings: Settings, changes: Sequence[str]) -> str:
+    from_file = settings.origin if settings.origin in ("", UNCONFIGURED) else f"from {settings.origin}"
+    keys = ", ".join(change.partition("=")[0] for change in changes)
+    return from_file + (f", but for {keys}" if keys else "")
+
+
+def _model(wishes: Wishes, config: DbspConfig) -> tuple[str, Identity]:
+    model = wishes.model or config.model
+    if model is None:
+        raise ValueError(f"{wishes.config} does not say which model it is for; add --model")
+    identity = identity_of_model(model)
+    if identity is None:
+        names = ", ".join([*(c.name for c in CHECKPOINTS), *(f"{TINY}{name}" for name in TINY_MODELS)])
+        raise ValueError(
+            f"--model {model}: neither a known model ({names}) nor a folder with model_index.json and "
+            "transformer/config.json, as save_pretrained writes it"
+        )
+    require_same_model(config, identity)
+    return model, identity
+
+
+def _to_load(model: str) -> str:
+    checkpoint = find_checkpoint(model)
+    return os.path.abspath(model) if checkpoint is None else checkpoint.hub
+
+
+def _launch(wishes: Wishes) -> Launch:
+    gpus = torch.cuda.device_count()
+    if not wishes.nproc_given:
+        return replace(wishes.launch, nproc=max(1, gpus))
+    if 0 < gpus < wishes.launch.nproc:
+        raise ValueError(
+            f"--nproc {wishes.launch.nproc} is more than the {gpus} GPUs of this machine; a GPU serves one process "
+            "(CUDA_VISIBLE_DEVICES= runs them on the CPU)"
+        )
+    return wishes.launch
+
+
+def _usual_strategy(launch: Launch, config: DbspConfig) -> Strategy:
+    """Heads are shared out within a node, blocks between nodes, where the kernel can."""
+    ring = launch.nnodes if kernel_merges(config.kernel) else 1
+    return Strategy(launch.world // ring, ring)
+
+
+def _host(name: str | None) -> str:
+    if name is None:
+        name = next((host for host in HOSTS if not HOSTS[host].missing), None)
+        if name is None:
+            raise ValueError("neither xfuser nor diffusers is installed; pip install 'dbsp-attention[xdit]'")
+    if name not in HOSTS:
+        raise ValueError(f"unknown host {name!r}; use {' or '.join(HOSTS)}")
+    missing = HOSTS[name].missing
+    if missing:
+        raise ValueError(
+            f"--host {name} lacks {', '.join(missing)}; pip install 'dbsp-attention[{HOSTS[name].extra}]'"
+        )
+    return name
+
+
+def _ask_the_host(job: Job, identity: Identity) -> None:
+    """The host's own refusals, before its ranks are started."""
+    check: Callable[[DbspConfig, str, Identity], None] = importlib.import_module(HOSTS[job.host].module).check
+    if job.model is not None:
+        check(job.config, job.model, identity)
+
+
+def _plain(video: VideoSettings) -> dict[str, Any]:
+    return {f.name: value for f in fields(video) if (value := asdict(video)[f.name]) is not None}
+
+
+def run_job(job: Job, watcher: Watcher) -> bool:
+    """Makes the video. It appears with the report's files when all is well; otherwise nothing does but the log.
+
+    returns: whether the video is here: on several nodes, it is where rank 0 runs
+    Raises ValueError for a user's mistake that only the ranks could find, RunFailed when one fails.
+    """
+    job.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=job.out.parent, prefix=f".{job.out.stem}.") as folder:
+        work = Path(folder)
+        if job.tiny is not None:
+            hush_libraries()
+            make_tiny(job.tiny, work / f"{TINY}{job.tiny}")
+        (work / "dbsp.yaml").write_text(yaml.safe_dump(job.settings_in(work), allow_unicode=True))
+        noticed = watcher.noticed
+        watcher.noticed = lambda line: noticed(line.replace(f"from {work / 'dbsp.yaml'}", job.origin))
+        run_watched(job.command(work), job.log, work / "ranks", watcher)
+        video = work / "video.mp4"
+        if not video.is_file():
+            if job.launch.nnodes > 1:
+                return False
+            raise RuntimeError(f"the ranks ended well but left no video; their output is in {job.log}")
+        if job.report is not None:
+            _put_in_place(work / "report", job.report)
+        video.replace(job.out)
+    return True
+
+
+def _put_in_place(folder: Path, target: Path) -> None:
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as source, open_atomically(target / path.relative_to(folder)) as file:
+            shutil.copyfileobj(source, file)

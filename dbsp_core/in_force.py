@@ -1,0 +1,143 @@
+"""Which settings hold for a model, and saying so: what both hosts do before they attach."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from dbsp_core.agreement import on_all_ranks
+from dbsp_core.architectures import ARCHITECTURES, architecture_of
+from dbsp_core.checkpoints import Identity, identity_of, identity_of_model
+from dbsp_core.config import ConfigLike, DbspConfig
+from dbsp_core.groups import SequenceGroup
+from dbsp_core.launching import NOTICE
+from dbsp_core.settings import Settings, shipped_configs
+from dbsp_core.sources import SOURCES, DenseSource
+from dbsp_core.steps import DenseSchedule
+from dbsp_core.strategy import Strategy
+from dbsp_kernels import choose_kernel
+
+__all__ = ["UNCONFIGURED", "announce", "default_config", "identify", "require_same_model", "settings_for"]
+
+UNCONFIGURED = "no configuration was given and none is shipped for this model"
+"""Stands for a file's name as the origin of settings."""
+_LOCAL = ("report", "record", "origin", "model", "video", "hardware", "mask")
+"""Settings that may differ by rank, as paths do, or are compared apart."""
+
+
+def identify(transformer: Any, pipe: Any = None) -> Identity:
+    """What a transformer is. pipe: its pipeline, where there is one. Raises ValueError for an unknown class."""
+    name = type(pipe).__name__.removeprefix("xFuser")
+    if not name.endswith("Pipeline"):
+        kind = type(transformer).__name__  # xfuser wraps CogVideoX's in a class that is not derived from it
+        wrapped = (a for known, a in ARCHITECTURES.items() if known.removesuffix("Model") in kind)
+        name = (next(wrapped, None) or architecture_of(transformer)).pipeline or kind
+    return identity_of(name, transformer.config)
+
+
+def default_config(identity: Identity | None) -> DbspConfig:
+    """What holds where nothing is configured: the shipped settings of a known model, plain attention for others."""
+    checkpoint = None if identity is None else identity.checkpoint
+    path = None if checkpoint is None else shipped_configs() / f"{checkpoint.name}-sparge.yaml"
+    if path is None or not path.is_file():
+        return DbspConfig(origin=UNCONFIGURED)
+    return DbspConfig.load(path)
+
+
+def settings_for(config: ConfigLike, transformer: Any, group: SequenceGroup, pipe: Any = None) -> DbspConfig:
+    """The settings for a transformer: those given, or else those shipped for its checkpoint. Collective.
+
+    Raises ValueError on all ranks together: for a mistake in them on any rank, for a configuration of another model,
+    for settings that differ between ranks.
+    """
+
+    def load() -> DbspConfig:
+        if not isinstance(config, (DbspConfig, Settings, Mapping, str, os.PathLike, type(None))):
+            raise ValueError(f"config must be a DbspConfig, a mapping or a YAML file, got a {type(config).__name__}")
+        if config is None:
+            return default_config(identify(transformer, pipe))
+        loaded = DbspConfig.load(config)
+        require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
+        return loaded
+
+    return on_all_ranks(group.control(), load, torch.device("cpu"), _fingerprint, "the configuration")
+
+
+def require_same_model(config: DbspConfig, actual: Identity | None, with_pipeline: bool = True) -> None:
+    """Raises ValueError when a configuration names another checkpoint than the actual one, if both can be told.
+
+    with_pipeline: whether the actual pipeline is known, not only its transformer
+    """
+    wanted = None if config.model is None else identity_of_model(config.model)
+    if wanted is None or actual is None:
+        return
+    same = wanted == actual if with_pipeline else wanted.sizes == actual.sizes
+    if not same:
+        where = f" ({config.origin})" if config.origin else ""
+        raise ValueError(
+            f"the configuration{where} is for {wanted}, the model is {actual}; take the configuration of that model, "
+            "or leave out 'model' to use these settings for any"
+        )
+
+
+def announce(
+    config: DbspConfig, identity: Identity, group: SequenceGroup, strategy: Strategy | None, device: torch.device
+) -> None:
+    """Says on rank 0, once for the same, what is in force: two lines on standard error."""
+    if group.rank != 0:
+        return
+    try:
+        kernel = choose_kernel(config.kernel, device.type, torch.float32).name
+    except ValueError:  # attention raises it, on all ranks together
+        kernel = config.kernel
+    ranks = f"{group.size} rank{'s' if group.size > 1 else ''}"
+    layout = f"planner {config.planner}, home {config.home_layout}, kernel {kernel}"
+    _say(f"{identity} on {ranks}, strategy {strategy or 'auto'}, {layout}")
+    origin = config.origin if config.origin in (None, UNCONFIGURED) else f"from {config.origin}"
+    _say(f"mask {mask_in_words(config)}" + (f"; {origin}" if origin else ""))
+
+
+def mask_in_words(config: DbspConfig) -> str:
+    """The mask source with what is set of it, for example "sparge (cdf 0.92, block_q 128), dense first_steps 5"."""
+    mask = config.mask
+    name = next((name for name, cls in SOURCES.items() if type(mask) is cls), type(mask).__name__)
+    default: Any = DenseSource() if isinstance(mask, DenseSource) else None
+    settings = _set_apart(mask, default) if is_dataclass(mask) else ""
+    schedule = _set_apart(config.dense, DenseSchedule())
+    return name + (f" ({settings})" if settings else "") + (f", dense {schedule}" if schedule else "")
+
+
+def _set_apart(settings: Any, default: Any) -> str:
+    """The fields with a value that is not the default's; of those without a default instance, all that are set."""
+    shown = []
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        if f.name.startswith("_") or value is None or (default is not None and value == getattr(default, f.name)):
+            continue
+        text = "×".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        shown.append(f"{f.name} {text}")
+    return ", ".join(shown)
+
+
+@functools.cache
+def _say(text: str) -> None:
+    sys.stderr.write(f"{NOTICE}{text}\n")
+    sys.stderr.flush()
+
+
+def _fingerprint(config: DbspConfig) -> int:
+    """Equal for settings that make the same plans. A mask file may lie elsewhere on another node."""
+    plain = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _LOCAL}
+    mask = config.mask
+    if type(mask) in SOURCES.values() and is_dataclass(mask):
+        shown = {f.name: getattr(mask, f.name) for f in fields(mask) if f.name != "path"}
+        plain["mask"] = (type(mask).__name__, shown)
+    digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

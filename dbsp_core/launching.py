@@ -1,0 +1,199 @@
+"""Starting ranks with torchrun and watching them: their output in a log, progress and errors told apart."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["ERROR", "NOTICE", "Launch", "RunFailed", "Watcher", "run_watched"]
+
+NOTICE = "dbsp: "
+"""Before a line that a rank has for the user."""
+ERROR = NOTICE + "error: "
+"""Before the line that names a user's mistake."""
+
+_TAG = re.compile(r"\(rank (\d+)\) ")
+_STEPS_DONE = re.compile(r"(\d+)/(\d+) \[")
+_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL)
+_TAIL = 30
+_GRACE_S = 45  # torchrun gives its ranks 30 to end before it kills them
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How torchrun starts ranks.
+
+    nproc:  processes on this node
+    nnodes: nodes that join; the options are torchrun's, which must name a rendezvous where there are several
+    """
+
+    nproc: int = 1
+    nnodes: int = 1
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    rdzv_backend: str | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("nproc", "nnodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
+        if self.nnodes == 1:
+            if self.node_rank:
+                raise ValueError(f"--node-rank {self.node_rank} needs as many nodes; add --nnodes")
+        elif self.rdzv_endpoint is None and self.master_addr is None:
+            raise ValueError(
+                f"--nnodes {self.nnodes} needs a place to meet, the same on all nodes: --rdzv-backend c10d "
+                "--rdzv-endpoint HOST:PORT, or --master-addr HOST --master-port PORT with a --node-rank for each"
+            )
+        elif self.rdzv_endpoint is None and self.node_rank is None:
+            raise ValueError("--master-addr needs a --node-rank: 0 on that node, 1, 2 … on the others")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"--node-rank {self.node_rank} must be below --nnodes {self.nnodes}")
+
+    @property
+    def world(self) -> int:
+        return self.nproc * self.nnodes
+
+    def command(self, module: str, arguments: Sequence[str]) -> list[str]:
+        """torchrun's command line that runs `python -m module arguments` in every rank."""
+        options: dict[str, object] = {"nproc-per-node": self.nproc, "nnodes": self.nnodes}
+        given = ("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
+        options |= {name.replace("_", "-"): getattr(self, name) for name in given if getattr(self, name) is not None}
+        if self.rdzv_endpoint is not None:
+            options.setdefault("rdzv-backend", "c10d")
+        alone = ["--standalone"] if self.nnodes == 1 else []
+        texts = [f"--{name}={value}" for name, value in options.items()]
+        return [sys.executable, "-m", "torch.distributed.run", *alone, *texts, "-m", module, *arguments]
+
+
+class RunFailed(RuntimeError):
+    """Ranks failed; the message ends with what the first one said last."""
+
+
+@dataclass
+class Watcher:
+    """What of the ranks' output is for the user.
+
+    steps:    of the denoising; a progress bar of so many steps is the one to follow
+    stepped:  called with the number of steps that are done
+    noticed:  called once with each line that begins with "dbsp: "
+    """
+
+    steps: int
+    stepped: Callable[[int], None] = lambda done: None
+    noticed: Callable[[str], None] = lambda line: None
+    tails: dict[str, deque[str]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_TAIL)))
+    mistakes: dict[str, str] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+
+    def line(self, line: str) -> None:
+        """One line of torchrun's output, in which each rank's words come after its tag."""
+        _, *tagged = _TAG.split(line)
+        if not tagged:
+            self._words("", line.strip())
+        for rank, text in zip(tagged[::2], tagged[1::2], strict=True):
+            self._words(rank, text.strip())
+
+    def progress(self, text: str) -> None:
+        """Output of rank 0, or untagged, that may end within a line."""
+        done = [int(count) for count, total in _STEPS_DONE.findall(text) if int(total) == self.steps]
+        if done:
+            self.stepped(done[-1])
+
+    def _words(self, rank: str, text: str) -> None:
+        if _STEPS_DONE.search(text):
+            if rank in ("", "0"):
+                self.progress(text)
+            return
+        if text:
+            self.tails[rank].append(text)
+        if text.startswith(ERROR):
+            self.mistakes.setdefault(rank, text.removeprefix(ERROR))
+        elif text.startswith(NOTICE) and text not in self._told:
+            self._told.add(text)
+            self.noticed(text)
+
+
+def run_watched(
+    command: Sequence[str],
+    log: Path,
+    ranks_folder: Path,
+    watcher: Watcher,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Runs a command that starts ranks with torchrun. All output goes to `log`, nothing to the terminal.
+
+    ranks_folder: for torchrun's own logs
+    environment:  variables besides this process's
+    Raises ValueError when a rank found a user's mistake, RunFailed when one failed otherwise. However this ends, also
+    by an interrupt, no rank outlives it.
+    """
+    variables = {
+        "TQDM_MININTERVAL": "0",
+        **os.environ,
+        **(environment or {}),
+        "PYTHONUNBUFFERED": "1",
+        "PET_TEE": "3",
+        "PET_LOG_DIR": str(ranks_folder),
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "(rank ${rank}) ",
+    }
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            _follow(process, file.write, watcher)
+            code = process.wait()
+        finally:
+            _end(process)
+    if code != 0:
+        raise _failure(code, log, watcher)
+
+
+def _follow(process: subprocess.Popen[bytes], keep: Callable[[bytes], object], watcher: Watcher) -> None:
+    if process.stdout is None:
+        raise RuntimeError("the ranks' output could not be read")
+    begun = ""
+    while chunk := process.stdout.read1(1 << 16):  # type: ignore[attr-defined]  # a BufferedReader has it
+        keep(chunk)
+        *lines, begun = re.split(r"[\r\n]+", begun + chunk.decode(errors="replace"))
+        for line in lines:
+            watcher.line(line)
+        if begun.startswith("(rank 0) "):  # a progress bar's line ends when it is drawn anew
+            watcher.progress(begun)
+    watcher.line(begun)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """torchrun ends its ranks, which have process groups of their own, when it is told to end."""
+    if process.poll() is not None:
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.communicate(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _failure(code: int, log: Path, watcher: Watcher) -> Exception:
+    if watcher.mistakes:
+        return ValueError(next(iter(watcher.mistakes.values())))
+    cause = _ROOT_CAUSE.search("\n".join(watcher.tails[""]))
+    rank = cause[1] if cause and cause[1] in watcher.tails else next((r for r in watcher.tails if r), "")
+    first = f"rank {rank} failed (exit code {cause[2] if cause else code})" if rank else f"failed (exit code {code})"
+    return RunFailed("\n".join([f"{first}; the end of its output:", *watcher.tails[rank], f"all of it is in {log}"]))

@@ -1,0 +1,77 @@
+"""What `dbsp generate --host para` runs in every rank: `python -m dbsp_para.generate CONFIG VIDEO` under torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dbsp_core.checkpoints import Identity
+from dbsp_core.config import DbspConfig
+from dbsp_core.mistakes import exit_with, is_ours
+
+__all__ = ["check", "generate"]
+
+
+def check(config: DbspConfig, model: str, identity: Identity) -> None:
+    """Before any rank is started. Raises ValueError for a pipeline that is not for this host."""
+    if identity.pipeline not in ("WanPipeline", "CogVideoXPipeline"):
+        raise ValueError(f"--model {model} is {identity}; db-SP generates with WanPipeline and CogVideoXPipeline")
+
+
+def generate(config: DbspConfig, video: Path) -> None:
+    """Makes the video that `config` describes, in a process group that is there; rank 0 writes it and the report."""
+    import diffusers
+    from diffusers.utils import export_to_video
+
+    from dbsp_para.parallelize import parallelize_pipe
+
+    wanted = config.video
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.model, torch_dtype=config.torch_dtype)
+    pipe.to(_device())
+    if wanted.flow_shift is not None and "flow_shift" in pipe.scheduler.config:
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=wanted.flow_shift)
+    pipe.set_progress_bar_config(disable=dist.get_rank() != 0)
+    parallelize_pipe(pipe, config=config)
+    frames = pipe(
+        prompt=wanted.prompt,
+        negative_prompt=wanted.negative_prompt,
+        height=wanted.height,
+        width=wanted.width,
+        num_frames=wanted.num_frames,
+        num_inference_steps=wanted.steps,
+        guidance_scale=wanted.guidance_scale,
+        generator=torch.Generator(_device()).manual_seed(wanted.seed or 0),
+    ).frames[0]
+    if dist.get_rank() == 0:
+        export_to_video(frames, str(video), fps=wanted.fps or 16)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def main(arguments: list[str]) -> Any:
+    """Joins the ranks, generates, and leaves."""
+    config_file, video = arguments
+    if torch.cuda.is_available():
+        torch.cuda.set_device(_device())
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        generate(DbspConfig.load(config_file), Path(video))
+    except ValueError as error:
+        if is_ours(error):
+            exit_with(error)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

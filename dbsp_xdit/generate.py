@@ -1,0 +1,80 @@
+"""What `dbsp generate --host xdit` runs in every rank: `python -m dbsp_xdit.generate CONFIG VIDEO` under torchrun.
+
+xfuser's own runner with db-SP in it, as dbsp_xdit.runner, apart from where the video goes: written by rank 0 rather
+than the last one, under a given name, with the configured frames per second.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from dbsp_core.checkpoints import Identity
+from dbsp_core.config import DbspConfig
+from dbsp_core.strategy import Strategy
+from dbsp_xdit.preflight import preflight
+from dbsp_xdit.seams import install
+
+__all__ = ["check", "runner_arguments"]
+
+
+def check(config: DbspConfig, model: str, identity: Identity) -> None:
+    """Before any rank is started. Raises ValueError as `xdit --sp-backend dbsp` would."""
+    preflight([f"--model={model}", "--sp_backend=dbsp"])
+
+
+def runner_arguments(config_file: Path, config: DbspConfig, world: int) -> list[str]:
+    """xdit's arguments for the video that a configuration describes. What else xfuser writes goes beside the file."""
+    video = config.video
+    strategy = config.strategy_or(Strategy(world, 1)) or Strategy(world, 1)  # "auto" needs degrees for their product
+    options = {
+        "model": config.model,
+        "sp_backend": "dbsp",
+        "sp_config": config_file,
+        "ulysses_degree": strategy.ulysses,
+        "ring_degree": strategy.ring,
+        "prompt": video.prompt,
+        "negative_prompt": video.negative_prompt,
+        "height": video.height,
+        "width": video.width,
+        "num_frames": video.num_frames,
+        "num_inference_steps": video.steps,
+        "guidance_scale": video.guidance_scale,
+        "flow_shift": video.flow_shift,
+        "seed": video.seed,
+        "output_directory": config_file.parent,
+    }
+    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+
+def main(arguments: list[str]) -> None:
+    """Runs xfuser's runner."""
+    config_file, video = arguments
+    config = DbspConfig.load(config_file)
+    install(active=True)
+    _save_on_rank_0(Path(video), config.video.fps or 16)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    sys.argv = ["xfuser.runner", *runner_arguments(Path(config_file), config, world)]
+    runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)
+
+
+def _save_on_rank_0(path: Path, fps: int) -> None:
+    """This process is ours alone, and ends with the run: nothing needs to be undone."""
+    from diffusers.utils import export_to_video
+    from xfuser.core.utils import runner_utils
+
+    runner_utils.is_last_process = lambda: os.environ.get("RANK") == "0"  # whom xfuser lets save and log
+    from xfuser.model_executor.models.runner_models.base_model import xFuserModel
+
+    def save_output(self: Any, output: Any) -> None:
+        (frames,) = output.videos
+        export_to_video(frames, str(path), fps=fps)
+
+    xFuserModel.save_output = save_output
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

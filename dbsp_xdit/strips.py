@@ -1,0 +1,148 @@
+"""db-SP in xfuser's CogVideoX transformer, whose pipeline shards the video itself, by strips of rows.
+
+Gathered by rank, its sequence is [text 0, strip 0 of all frames, text 1, strip 1 of all frames, …] where the ranks
+divide the text's tokens, and [text, strip 0, text, strip 1, …] where they don't: then every rank has all of the text.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from dbsp_core.architectures import architecture_of
+from dbsp_core.groups import SequenceGroup
+from dbsp_core.home import HomeLayout
+from dbsp_core.hosts import Attachment, intercept_self_attention
+from dbsp_core.session import AttentionSession
+
+__all__ = ["attach_strips", "strips_layout", "whole_latents"]
+
+
+def attach_strips(transformer: Any, session: AttentionSession, attachment: Attachment) -> None:
+    """Intercepts the self-attention of an xFuserCogVideoXTransformer3DWrapper.
+
+    Raises ValueError for a configuration that asks for another home layout than the host's.
+    """
+    if session.config.home is not None and session.config.home != "contiguous":
+        raise ValueError(
+            f"home: {session.config.home} is not for xFuserCogVideoXPipeline, which shards by strips of rows itself; "
+            "leave it out, or attach to diffusers' CogVideoXPipeline instead"
+        )
+    _explain_heights(session.group.size, attachment)
+    _StripSharding(transformer, session).attach(attachment)
+
+
+def _explain_heights(world: int, attachment: Attachment) -> None:
+    """xfuser refuses heights that are not whole rows of tokens on each rank; this says what to do about it."""
+    from xfuser.core.distributed import get_runtime_state
+
+    state = get_runtime_state()
+    check = state.set_video_input_parameters
+
+    @functools.wraps(check)
+    def check_height(height: int | None = None, *args: Any, **others: Any) -> None:
+        strip = world * state.vae_scale_factor_spatial * state.backbone_patch_size
+        if height is not None and height % strip:
+            raise ValueError(
+                f"height {height} is not a multiple of {strip}, which xFuserCogVideoXPipeline needs on {world} ranks; "
+                "change it, or attach db-SP to diffusers' CogVideoXPipeline, which takes any multiple of 16"
+            )
+        check(height, *args, **others)
+
+    attachment.set_attribute(state, "set_video_input_parameters", check_height)
+
+
+def whole_latents(sequence: SequenceGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Puts the strips of latents [B, F, C, h, W] together to [B, F, C, H, W]. Collective."""
+    return lambda strip: torch.cat(sequence.all_gather(strip), dim=-2)
+
+
+def strips_layout(thw: tuple[int, int, int], text_tokens: int, world: int) -> HomeLayout:
+    """Text in equal shards, the last one padded; video in strips of rows, each with all frames, one per rank."""
+    t, h, w = thw
+    video = np.arange(t * h * w).reshape(t, world, h // world, w).transpose(1, 0, 2, 3).reshape(-1)
+    return HomeLayout.from_streams([np.arange(text_tokens), text_tokens + video], world)
+
+
+class _StripSharding:
+    """The hooks on one transformer."""
+
+    def __init__(self, transformer: Any, session: AttentionSession) -> None:
+        self._transformer = transformer
+        self._session = session
+        self._text_tokens = 0  # of the whole sequence
+        self._text_held = 0  # by this rank
+
+    def attach(self, attachment: Attachment) -> None:
+        attachment.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
+        for layer, block in enumerate(self._transformer.transformer_blocks):
+            attachment.set_attribute(block.attn1, "processor", _StockProcessor())
+            intercept_self_attention(block.attn1, functools.partial(self._attend, layer), attachment)
+
+    @torch.compiler.disable
+    def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from xfuser.core.distributed import get_runtime_state
+
+        world = self._session.group.size
+        inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        sample = inputs["hidden_states"]
+        (t, h, w), self._text_held = architecture_of(module.module).token_grid(module, inputs)
+        split = getattr(get_runtime_state(), "split_text_embed_in_sp", False)
+        thw, self._text_tokens = (t, h * world, w), self._text_held * (world if split else 1)
+        self._session.begin(
+            thw,
+            self._text_tokens,
+            inputs.get("timestep"),
+            sample.device,
+            host_home=lambda: strips_layout(thw, self._text_tokens, world),
+        )
+
+    def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        """q, k, v: [B, H, text held + strip, D]. returns: the same, text equal on all ranks that hold all of it."""
+        if self._text_held == self._text_tokens and self._session.group.size > 1:
+            out = self._session.attend(layer, *(self._with_text_share(x) for x in (q, k, v)), **options)
+            return self._with_all_text(out)
+        return self._session.attend(layer, q, k, v, **options)
+
+    @property
+    def _share(self) -> int:
+        """Text tokens that each rank treats as its own, the last rank's padded."""
+        return -(-self._text_tokens // self._session.group.size)
+
+    def _with_text_share(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, H, text + strip, D] → [B, H, share + strip, D]."""
+        first = self._session.group.rank * self._share
+        text = x[:, :, : self._text_tokens][:, :, first : first + self._share]
+        text = F.pad(text, (0, 0, 0, self._share - text.shape[2]))
+        return torch.cat([text, x[:, :, self._text_tokens :]], dim=2)
+
+    def _with_all_text(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse. Collective."""
+        text = torch.cat(self._session.group.all_gather(x[:, :, : self._share]), dim=2)
+        return torch.cat([text[:, :, : self._text_tokens], x[:, :, self._share :]], dim=2)
+
+
+class _StockProcessor:
+    """diffusers' own processor, with the arguments that xfuser's attention wrapper passes."""
+
+    def __init__(self) -> None:
+        from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
+
+        self._stock = CogVideoXAttnProcessor2_0()
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: tuple[torch.Tensor, ...] | None = None,
+        **_: Any,  # of other models' wrappers
+    ) -> Any:
+        return self._stock(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)

@@ -1,0 +1,130 @@
+"""What the workers run: whole tiny pipelines from disk, through both hosts, against one process's latents."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from dbsp_core.session import AttentionSession
+from dbsp_core.single import attach_single_process
+
+CALL = {
+    "prompt": "the sea at dusk",
+    "height": 64,
+    "width": 96,
+    "num_frames": 9,
+    "num_inference_steps": 2,
+    "guidance_scale": 2.0,  # guidance multiplies rounding by its scale
+    "output_type": "latent",
+}
+"""Wan: 3·4·6 = 72 tokens, which 4 ranks divide and 5 don't; CogVideoX1.5: 226 of text and 2·4·6 of video."""
+
+
+@dataclass(frozen=True)
+class MatrixCase:
+    """One generation. reference: the name of the latents to compare with; break_with: a negative control's fault."""
+
+    host: str
+    model: str
+    reference: str
+    config: dict[str, Any] = field(default_factory=dict)
+    break_with: str | None = None
+
+
+def single_process_latents(folder: str, model: str, config: dict[str, Any]) -> torch.Tensor:
+    """Final latents of stock diffusers in this process alone, under the same masks."""
+    pipe = _stock_pipe(folder, model)
+    single = attach_single_process(pipe.transformer, config, lambda: len(pipe.scheduler.timesteps))
+    latents = _generate(pipe)
+    single.detach()
+    return latents
+
+
+def run_matrix(
+    rank: int, world: int, folders: dict[str, str], references: str, cases: Sequence[MatrixCase]
+) -> list[float]:
+    """By case, the largest difference of the final latents from the reference's, as this rank has them."""
+    expected = load_file(references)
+    differences = []
+    for case in cases:
+        with _broken(case.break_with):
+            latents = _parallel_latents(folders[case.model], case)
+        differences.append(float((latents - expected[case.reference]).abs().max()))
+    return differences
+
+
+def _parallel_latents(folder: str, case: MatrixCase) -> torch.Tensor:
+    if case.host == "para":
+        import dbsp_para
+
+        pipe = _stock_pipe(folder, case.model)
+        dbsp_para.parallelize_pipe(pipe, config=case.config)
+        latents = _generate(pipe)
+        dbsp_para.unparallelize(pipe)
+        return latents
+    import dbsp_xdit
+
+    pipe = _xdit_pipe(folder, case.model)
+    dbsp_xdit.attach(pipe, case.config)
+    latents = _generate(pipe)
+    dbsp_xdit.detach(pipe)
+    return latents
+
+
+def _generate(pipe: Any) -> torch.Tensor:
+    latents: torch.Tensor = pipe(**CALL, generator=torch.Generator().manual_seed(3)).frames
+    return latents
+
+
+@functools.cache
+def _stock_pipe(folder: str, model: str) -> Any:
+    import diffusers
+
+    cls = {"wan": diffusers.WanPipeline, "cogvideox": diffusers.CogVideoXPipeline}[model]
+    pipe = cls.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@functools.cache
+def _xdit_pipe(folder: str, model: str) -> Any:
+    """As xDiT's runner builds it: Wan with xfuser's wrapper, CogVideoX as diffusers has it."""
+    if model != "wan":
+        return _stock_pipe(folder, model)
+    from diffusers import WanPipeline
+    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
+
+    transformer = xFuserWanTransformer3DWrapper.from_pretrained(
+        folder, subfolder="transformer", attention_kwargs={"thw": None}
+    )
+    pipe = WanPipeline.from_pretrained(folder, transformer=transformer, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@contextmanager
+def _broken(fault: str | None) -> Iterator[None]:
+    """Within it, every session attends wrongly: a comparison that still passes would prove nothing."""
+    right = AttentionSession.attend
+
+    def attend(
+        self: AttentionSession, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: Any = None
+    ) -> torch.Tensor:
+        if fault == "attends to its own tokens alone":
+            self._reached.add(layer)
+            return F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return right(self, layer, q, k, v, scale=0.5 * q.shape[-1] ** -0.5)  # "scales wrongly"
+
+    if fault is not None:
+        AttentionSession.attend = attend  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AttentionSession.attend = right  # type: ignore[method-assign]

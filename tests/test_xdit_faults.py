@@ -1,0 +1,91 @@
+"""dbsp_xdit and what does not work: one clear line on every rank before any collective, and a pipe that goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dbsp_core import BlockGrid, BlockMask
+from dbsp_core.mask_file import save_mask
+from dbsp_core.tiny import make_tiny
+from xdit_cases import PipelineCase, start_xfuser
+from xdit_fault_cases import attach_error, fail_then_generate, run_until_error, strip_errors
+
+TOLERANCE = 1e-5
+BY_STEP = {"source": "callable", "function": "user_masks:band", "per": "step", "block_q": 8, "block_k": 8}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(make_tiny("cogvideox", tmp_path_factory.mktemp("faults") / "cogvideox"))
+
+
+def assert_alike(messages, expected):
+    assert len(set(messages)) == 1, messages
+    assert expected in messages[0]
+    assert "\n" not in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "expected"),
+    [
+        ("stock with a backend", {}, "attends with backend 'flex', past db-SP"),
+        ("stock after a backend for all", {}, "attends with backend 'flex', past db-SP"),
+        ("wrapper with a backend", {}, "attends with backend 'flex', past db-SP"),
+        ("by diffusers", {}, "parallelized by diffusers (enable_parallelism)"),
+        ("by para-attn", {}, "parallelized already"),
+        ("two transformers", {}, "one transformer, this one has two"),
+        ("unknown", {}, "not Identity; load the transformer with one of these classes"),
+        ("unknown of xfuser", {}, "not xFuserStrangeTransformer3DWrapper"),
+        ("foreign processor", {}, "self-attention of layer 1 is computed by a WanAttnProcessor"),
+        ("compiled", {}, "parallelize first, then call torch.compile"),
+        ("wrapper", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' cannot serve this plan"),
+        ("stock", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' cannot serve this plan"),
+        ("wrapper", {"strategy": "U3R1"}, "strategy U3R1 needs 3 GPUs"),
+        ("stock", {"mask": {"source": "windwo"}}, "unknown mask source 'windwo'"),
+    ],
+)
+def test_attach_refuses_on_all_ranks_before_any_collective(pool, kind, config, expected):
+    if kind == "by para-attn":
+        pytest.importorskip("para_attn")
+    workers = pool(2)
+    workers.run(start_xfuser)
+    assert_alike(workers.run(attach_error, kind, config), expected)
+
+
+def test_guidance_in_parallel_needs_a_pipeline_that_has_it(pool):
+    workers = pool(2)
+    workers.run(start_xfuser, 2)
+    for kind in ("stock", "wrapper"):
+        assert_alike(workers.run(attach_error, kind, {}), "use_cfg_parallel: SimpleNamespace runs its guidance passes")
+    workers.run(start_xfuser)
+
+
+@pytest.mark.parametrize("model", ["wan", "cogvideox"])
+def test_a_size_that_the_mask_refuses(pool, tmp_path, model):
+    grid = BlockGrid.uniform(64, block=16)
+    save_mask(tmp_path / "masks.safetensors", [BlockMask(np.ones((6, grid.nq, grid.nk), dtype=bool), grid)] * 2)
+    workers = pool(2)
+    workers.run(start_xfuser)
+    config = {"mask": {"source": "file", "path": str(tmp_path / "masks.safetensors")}, "strategy": "U1R2"}
+    assert_alike(workers.run(run_until_error, model, config), "64")
+
+
+def test_xfusers_own_cogvideox_says_what_it_cannot_do(pool, tiny):
+    workers = pool(4)
+    workers.run(start_xfuser)
+    height, home = zip(*workers.run(strip_errors, PipelineCase(tiny, {}, height=96)), strict=True)
+    assert_alike(height, "height 96 is not a multiple of 64, which xFuserCogVideoXPipeline needs on 4 ranks")
+    assert_alike(home, "home: striped is not for xFuserCogVideoXPipeline")
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("where", ["in a layer", "between steps"])
+def test_after_a_failed_generation_the_next_one_is_right(pool, tiny, own, where):
+    """Its masks are by step: a step counted on from the one that failed would have another."""
+    workers = pool(2)
+    workers.run(start_xfuser)
+    case = PipelineCase(tiny, {"mask": BY_STEP, "strategy": "U1R2"}, height=64, own=own)
+    differences = [d for d in workers.run(fail_then_generate, case, where) if d is not None]
+    assert differences
+    assert all(difference <= TOLERANCE for difference in differences)

@@ -1,0 +1,67 @@
+"""dbsp_xdit beside xfuser's other kinds of parallelism, on more ranks, and under torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+
+from dbsp_core.tiny import make_tiny
+from xdit_cases import XditCase, run_xdit_case, start_xfuser
+from xdit_parallel_cases import run_compiled, run_data_parallel, run_image_to_video
+
+TOLERANCE = 1e-5
+MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
+CDF = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8}
+BY_BRANCH = {"source": "callable", "function": "user_masks:band", "per": "step", "block_q": 8, "block_k": 8}
+
+
+def test_wan_branches_on_groups_of_their_own_keep_their_masks(pool, tmp_path):
+    world = 4
+    folder = str(make_tiny("wan", tmp_path / "wan"))
+    pool(world).run(start_xfuser, 2)
+    config = {"mask": BY_BRANCH, "strategy": f"U1R{world // 2}", "debug": True}
+    for difference, from_swapped in pool(world).run(run_image_to_video, folder, config):
+        assert difference <= TOLERANCE
+        assert from_swapped > 10 * TOLERANCE, "which branch has which mask must matter"
+
+
+def test_data_parallel_groups_do_not_wait_for_each_other(pool):
+    workers = pool(4)
+    workers.run(start_xfuser, 1, 2)
+    for mask in (MASK, CDF):
+        for model in ("wan", "cogvideox"):
+            case = XditCase((3, 5, 7), {"mask": mask, "strategy": "U1R2", "debug": True}, model=model)
+            results = workers.run(run_data_parallel, case, 2)
+            assert [len(each) for each in results] == [1, 1, 2, 2]
+            assert all(difference <= TOLERANCE for each in results for difference, _ in each), results
+    workers.run(start_xfuser)
+
+
+@pytest.mark.parametrize(("world", "strategies"), [(6, ("U3R2",)), (8, ("U8R1",))])
+def test_six_and_eight_ranks(pool, world, strategies):
+    """6 heads don't divide by 8, 105 tokens by neither."""
+    workers = pool(world)
+    workers.run(start_xfuser)
+    for strategy in strategies:
+        for model in ("wan", "cogvideox1.0"):
+            config = {"mask": MASK, "strategy": strategy, "home": "striped", "debug": True}
+            for difference, from_dense in workers.run(run_xdit_case, XditCase((3, 5, 7), config, 2, model)):
+                assert difference <= TOLERANCE, (strategy, model)
+                assert from_dense > 100 * TOLERANCE, "the mask must matter"
+
+
+@pytest.mark.parametrize("model", ["wan", "cogvideox"])
+@pytest.mark.parametrize("mask", [MASK, CDF], ids=["synthetic", "cdf"])
+def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask):
+    workers = pool(2)
+    workers.run(start_xfuser)
+    graphs = {}
+    for layers in (1, 3):
+        for difference, runs, recompiled in workers.run(
+            run_compiled, model, layers, {"mask": mask, "strategy": "U1R2"}
+        ):
+            assert difference <= 1e-6
+            assert recompiled == 0
+            graphs[layers] = runs
+    # Before attention and after; in xfuser's Wan also before its processor and after, within each block.
+    assert (graphs[3] - graphs[1]) / 2 <= (4 if model == "wan" else 2)
+    assert graphs[1] <= 12

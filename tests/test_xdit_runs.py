@@ -1,0 +1,73 @@
+"""CogVideoX from the command line: the unmodified `xdit … --sp-backend dbsp`, and `dbsp-xdit`, to mp4 and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import imageio_ffmpeg
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dbsp_core.single import attach_single_process
+from dbsp_core.tiny import make_tiny
+from xdit_cases import load_cogvideox
+
+MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
+SIZE = {"height": 80, "width": 112, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 2.0}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(make_tiny("cogvideox", tmp_path_factory.mktemp("runs") / "cogvideox"))
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    """Final latents of one process."""
+    pipe = load_cogvideox(tiny)
+    attach_single_process(pipe.transformer, {"mask": MASK})
+    generator = torch.Generator().manual_seed(42)
+    return pipe(prompt="the sea at dusk", generator=generator, output_type="latent", **SIZE).frames
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        # 5 rows of 7 tokens on 2 ranks
+        (["xdit", "--sp-backend", "dbsp"], ["--ring_degree", "2", "--enable_tiling", "--enable_slicing"]),
+        (["dbsp-xdit"], ["--use_cfg_parallel", "--use_torch_compile"]),
+    ],
+)
+def test_a_video_from_the_command_line(tmp_path, tiny, expected, command, options):
+    size = [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
+    mask = "synthetic:" + ",".join(f"{key}={value}" for key, value in MASK.items() if key != "source")
+    out = ["--output_directory", str(tmp_path), "--sp-report", str(tmp_path / "report"), "--sp-mask", mask]
+    port = ["--master_port", str(_free_port())]
+    line = [*command, "--model", tiny, "--prompt", "the sea at dusk", *size, *options, *out, *port]
+    run = subprocess.run(
+        [os.path.join(os.path.dirname(sys.executable), line[0]), *line[1:]],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    latents = load_file(tmp_path / "report" / "latents.safetensors")["latents"]
+    assert float((latents - expected).abs().max()) <= 1e-5
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["world_size"] == (1 if "--use_cfg_parallel" in options else 2)
+    assert [layer["layer"] for layer in report["layers"]] == [0, 1]
+    (video,) = tmp_path.glob("cogvideox1.5-5b_*.mp4")
+    reader = imageio_ffmpeg.read_frames(str(video))
+    assert next(reader)["size"] == (112, 80)
+    assert sum(1 for _ in reader) == 9
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,195 @@
+"""What the workers run: pipelines that db-SP must refuse in xDiT, and generations that fail."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from dbsp_core.single import attach_single_process
+from transformers_for_tests import Inputs, make_transformer
+from xdit_cases import PipelineCase, engine_config, hosted_transformer, latents_of, load_cogvideox
+
+
+def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> str:
+    """The message of the ValueError that attaching raises. No collective is answered meanwhile: none may be asked.
+
+    Comparing the settings is one, on all ranks and before anything is decided by them; it has tests of its own.
+    """
+    from dbsp_core.config import DbspConfig
+    from dbsp_core.groups import SequenceGroup
+    from dbsp_xdit import attach
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a collective before the error")
+
+    pipe = PIPES[kind]()
+    with (
+        mock.patch("dbsp_xdit.attaching.settings_for", lambda given, *_, **__: DbspConfig.load(given)),
+        mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused, shift=refused),
+    ):
+        try:
+            attach(pipe, config)
+        except ValueError as error:
+            return str(error)
+        finally:
+            make_transformer("wan").set_attention_backend("native")  # diffusers keeps the last one for all models
+    return ""
+
+
+def _pipe(transformer: Any, **others: Any) -> Any:
+    return types.SimpleNamespace(transformer=transformer, **others)
+
+
+def _with_backend() -> Any:
+    transformer = make_transformer("wan")
+    transformer.set_attention_backend("flex")
+    return _pipe(transformer)
+
+
+def _with_a_backend_for_all() -> Any:
+    make_transformer("wan").set_attention_backend("flex")
+    return _pipe(make_transformer("wan"))
+
+
+def _wrapper_with_backend() -> Any:
+    transformer = hosted_transformer("wan")
+    transformer.set_attention_backend("flex")  # xfuser's processors ignore it, but somebody wanted it
+    return _pipe(transformer)
+
+
+def _by_diffusers() -> Any:
+    from diffusers import ContextParallelConfig
+
+    transformer = make_transformer("wan")
+    world = torch.distributed.get_world_size()
+    with mock.patch.object(torch.accelerator, "device_count", return_value=world):
+        transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=world))
+    return _pipe(transformer)
+
+
+def _by_para_attn() -> Any:
+    from para_attn.context_parallel import init_context_parallel_mesh
+    from para_attn.context_parallel.diffusers_adapters import parallelize_transformer
+
+    transformer = make_transformer("cogvideox1.0")
+    parallelize_transformer(transformer, mesh=init_context_parallel_mesh("cpu"))
+    return _pipe(transformer)
+
+
+def _foreign_processor() -> Any:
+    transformer = hosted_transformer("wan")
+    transformer.blocks[1].attn1.processor = make_transformer("wan").blocks[1].attn1.processor
+    return _pipe(transformer)
+
+
+def _unknown_of_xfuser() -> Any:
+    from diffusers import WanTransformer3DModel
+
+    strange = type("xFuserStrangeTransformer3DWrapper", (WanTransformer3DModel,), {"__module__": "xfuser.strange"})
+    return _pipe(make_transformer("wan", cls=strange))
+
+
+PIPES = {
+    "stock": lambda: _pipe(make_transformer("wan")),
+    "wrapper": lambda: _pipe(hosted_transformer("wan")),
+    "stock with a backend": _with_backend,
+    "stock after a backend for all": _with_a_backend_for_all,
+    "wrapper with a backend": _wrapper_with_backend,
+    "by diffusers": _by_diffusers,
+    "by para-attn": _by_para_attn,
+    "two transformers": lambda: _pipe(make_transformer("wan"), transformer_2=nn.Identity()),
+    "unknown": lambda: _pipe(nn.Identity()),
+    "unknown of xfuser": _unknown_of_xfuser,
+    "foreign processor": _foreign_processor,
+    "compiled": lambda: _pipe(torch.compile(make_transformer("wan"))),
+}
+
+
+def run_until_error(rank: int, world: int, model: str, config: dict[str, Any]) -> str:
+    """The message of the ValueError that a forward pass raises; afterwards a pass with dense masks is right."""
+    from dbsp_xdit import attach, detach
+
+    pipe = _pipe(hosted_transformer(model))
+    inputs = Inputs.random(model, (3, 5, 7), 1, 7).arguments
+    message = ""
+    with torch.no_grad():
+        attach(pipe, config)
+        try:
+            pipe.transformer(**inputs)
+        except ValueError as error:
+            message = str(error)
+        detach(pipe)
+        attach(pipe, {})
+        out = pipe.transformer(**inputs)[0]
+        detach(pipe)
+        assert float((out - make_transformer(model)(**inputs)[0]).abs().max()) <= 1e-5
+    return message
+
+
+def strip_errors(rank: int, world: int, case: PipelineCase) -> tuple[str, str]:
+    """What xfuser's own CogVideoX pipeline is told for a height it cannot shard, and for a home layout of its own."""
+    from xfuser import xFuserCogVideoXPipeline
+
+    from dbsp_xdit import attach, detach
+
+    pipe = xFuserCogVideoXPipeline(load_cogvideox(case.folder), engine_config(world))
+    attach(pipe, case.config)
+    messages = []
+    for call in (
+        lambda: latents_of(pipe, case),
+        lambda: (detach(pipe), attach(pipe, {**case.config, "home": "striped"})),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    return tuple(messages)  # type: ignore[return-value]
+
+
+class _Broken(Exception):
+    """What goes wrong in a generation."""
+
+
+def fail_then_generate(rank: int, world: int, case: PipelineCase, where: str) -> float | None:
+    """Largest difference from one process of a generation after one that failed on all ranks."""
+    from dbsp_xdit import attach
+
+    pipe = load_cogvideox(case.folder)
+    single = attach_single_process(pipe.transformer, case.config)
+    expected = latents_of(pipe, case)
+    single.detach()
+    if case.own:
+        from xfuser import xFuserCogVideoXPipeline
+
+        pipe = xFuserCogVideoXPipeline(pipe, engine_config(world))
+    attach(pipe, case.config)
+    fail = {"in a layer": _fail_in_a_layer, "between steps": _fail_between_steps}[where]
+    try:
+        fail(pipe, case)
+    except _Broken:
+        out = latents_of(pipe, case)
+        return float((out - expected).abs().max()) if isinstance(out, torch.Tensor) else None
+    raise AssertionError("the first generation was to fail")
+
+
+def _fail_in_a_layer(pipe: Any, case: PipelineCase) -> None:
+    def break_off(*_: Any) -> None:
+        raise _Broken
+
+    hook = pipe.transformer.transformer_blocks[1].ff.register_forward_hook(break_off)
+    try:
+        latents_of(pipe, case)
+    finally:
+        hook.remove()
+
+
+def _fail_between_steps(pipe: Any, case: PipelineCase) -> None:
+    def break_off(*_: Any) -> Any:
+        raise _Broken
+
+    latents_of(pipe, replace(case, num_frames=17), callback_on_step_end=break_off)  # of another size, besides

@@ -1,0 +1,113 @@
+"""What the workers run: xfuser's guidance and data parallelism around db-SP, and torch.compile."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch._dynamo
+
+from dbsp_core.single import attach_single_process
+from transformers_for_tests import Inputs
+from xdit_cases import XditCase, hosted_transformer, run_xdit_case
+
+
+def run_image_to_video(rank: int, world: int, folder: str, config: dict[str, Any]) -> tuple[float, float]:
+    """xfuser's Wan image-to-video pipeline, which runs the branches of guidance on two groups of ranks.
+
+    returns: largest differences of the latents from one process, and from one whose branches are taken for each other
+    """
+    from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
+    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
+    from xfuser.model_executor.pipelines.pipeline_wan_i2v import xFuserWanImageToVideoPipeline
+
+    from dbsp_xdit import attach, detach
+
+    parts = _image_to_video_parts(folder)
+    settings = {**parts.pop("transformer").config, "in_channels": 36}
+    torch.manual_seed(5)
+    stock = WanTransformer3DModel.from_config(settings).eval()
+    wrapped = xFuserWanTransformer3DWrapper.from_config(settings, attention_kwargs={"thw": None}).eval()
+    wrapped.load_state_dict(stock.state_dict())
+
+    pipe = WanImageToVideoPipeline(**parts, transformer=stock)
+    swapped = {**config, "mask": {**config["mask"], "function": "user_masks:band_of_other_branch"}}
+    results = []
+    for each in (config, swapped):
+        single = attach_single_process(stock, each)
+        results.append(_image_to_video(pipe))
+        single.detach()
+    hosted = xFuserWanImageToVideoPipeline(**parts, transformer=wrapped)
+    attach(hosted, config)
+    out = _image_to_video(hosted)
+    detach(hosted)
+    return tuple(float((out - expected).abs().max()) for expected in results)  # type: ignore[return-value]
+
+
+def _image_to_video_parts(folder: str) -> dict[str, Any]:
+    from diffusers import WanPipeline
+
+    parts = WanPipeline.from_pretrained(folder, local_files_only=True).components
+    return {name: parts[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler", "transformer")}
+
+
+def _image_to_video(pipe: Any) -> torch.Tensor:
+    from PIL import Image
+
+    pipe.set_progress_bar_config(disable=True)
+    image = Image.new("RGB", (96, 64), (200, 40, 40))
+    latents: torch.Tensor = pipe(
+        image=image,
+        prompt="a cat runs on the grass",
+        negative_prompt="the sea",
+        height=64,
+        width=96,
+        num_frames=9,
+        num_inference_steps=2,
+        guidance_scale=2.0,
+        generator=torch.Generator().manual_seed(3),
+        output_type="latent",
+    ).frames
+    return latents
+
+
+def run_data_parallel(rank: int, world: int, case: XditCase, data: int) -> list[tuple[float, float]]:
+    """Each group of ranks generates something else, and another number of times."""
+    group = rank * data // world
+    return [run_xdit_case(rank, world, replace(case, seed=1 + group)) for _ in range(1 + group)]
+
+
+def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[str, Any]) -> tuple[float, int, int]:
+    """(largest difference from the same uncompiled, graphs a forward pass runs, graphs compiled in a second pass)."""
+    from dbsp_xdit import attach, detach
+    from dbsp_xdit.attaching import session_of
+
+    transformer = hosted_transformer(model, num_layers=layers)
+    pipe = types.SimpleNamespace(transformer=transformer)
+    inputs = Inputs.random(model, (3, 5, 7), 1, 7).arguments
+    runs = compiled = 0
+
+    def counting_backend(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        nonlocal compiled
+        compiled += 1
+
+        def run(*args: torch.Tensor) -> Any:
+            nonlocal runs
+            runs += 1
+            return graph.forward(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        session = attach(pipe, config)
+        expected = transformer(**inputs)[0]
+        pipe.transformer = torch.compile(transformer, backend=counting_backend)  # as xfuser's runner does
+        assert session_of(pipe) is session
+        pipe.transformer(**inputs)
+        runs, before = 0, compiled
+        out = pipe.transformer(**inputs)[0]
+        detach(pipe)
+    return float((out - expected).abs().max()), runs, compiled - before
