@@ -154,7 +154,7 @@ def test_learned_masks_are_uneven_and_db_sp_evens_them_out(series, strategy):
 def test_what_sparsity_costs_is_measured(tmp_path):
     pytest.importorskip("diffusers")
     script = ROOT / "scripts" / "reproduce" / "quality.py"
-    small = ["--seeds", "1", "--prompts", "1", "--steps", "2", "--every", "4", "--sources", "sparge cdf", "window"]
+    small = ["--seeds", "1", "--prompts", "1", "--steps", "2", "--every", "2", "--sources", "sparge cdf", "window"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(script), *small, "--out", str(tmp_path)],

@@ -219,7 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--masks", type=Path, default=FILE, help="mask file with a group for every step")
     parser.add_argument("--record", action="store_true", help="make the mask file first")
-    parser.add_argument("--steps", type=int, default=20, help="denoising steps to record")
+    parser.add_argument("--steps", type=int, default=12, help="denoising steps to record")
     parser.add_argument("--every", type=int, default=1, help="take only each n-th step, but for reuse")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSVs and the PNGs")
     options = parser.parse_args()

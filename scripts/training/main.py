@@ -37,7 +37,7 @@ class Recipe:
     head_width: int = 24
     layers: int = 4
     rate: float = 2e-3
-    phases: tuple[Phase, ...] = (Phase(700, 16, 1), Phase(50, 6, 3), Phase(300, 2, 9))
+    phases: tuple[Phase, ...] = (Phase(700, 16, 1), Phase(50, 6, 3), Phase(600, 2, 9))
 
     @classmethod
     def toy(cls) -> Recipe:
