@@ -31,7 +31,7 @@ def test_demo(tmp_path, monkeypatch, capsys, ranks, strategy):
     for layer in report["layers"]:
         assert set(layer) == LAYER_KEYS
         assert 1 <= layer["rho_bound"] <= layer["rho"]
-        assert 0.3 < layer["density"] < 0.5
+        assert 0.1 < layer["density"] < 0.95, "learned masks, neither empty nor full"
 
     assert sum(layer["rho"] for layer in report["layers"]) < sum(layer["rho_before"] for layer in report["layers"])
     assert max(layer["rho_before"] for layer in report["layers"]) > 1.1, "there must be something to balance"
