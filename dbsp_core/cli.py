@@ -13,11 +13,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_core.cli_calibrate import calibrate_command
-from dbsp_core.cli_generate import generate_command
-from dbsp_core.cli_masks import masks_app
-from dbsp_core.cli_report import report_command
-from dbsp_core.cli_simulate import simulate_command
+from dbsp_core.commands.calibrate import calibrate_command
+from dbsp_core.commands.generate import generate_command
+from dbsp_core.commands.masks import masks_app
+from dbsp_core.commands.report import report_command
+from dbsp_core.commands.simulate import simulate_command
 from dbsp_core.doctor import examine
 from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask

@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+from dbsp_core.generation.video import VideoSettings
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PlannerSettings, require_planner
 from dbsp_core.selection import AUTO
@@ -19,7 +20,6 @@ from dbsp_core.settings import SettingError, Settings, find_config, read_setting
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.steps import DenseSchedule
 from dbsp_core.strategy import Strategy
-from dbsp_core.video import VideoSettings
 from dbsp_kernels import KERNELS, Needs, require_fit
 
 __all__ = ["DTYPES", "ConfigLike", "DbspConfig", "setting_names"]

@@ -16,8 +16,8 @@ from dbsp_core.agreement import on_all_ranks
 from dbsp_core.architectures import ARCHITECTURES, architecture_of
 from dbsp_core.checkpoints import Identity, identity_of, identity_of_model
 from dbsp_core.config import ConfigLike, DbspConfig
+from dbsp_core.generation.launching import NOTICE
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.launching import NOTICE
 from dbsp_core.settings import Settings, shipped_configs
 from dbsp_core.sources import SOURCES, DenseSource
 from dbsp_core.steps import DenseSchedule

@@ -18,7 +18,7 @@ def require_uncompiled(transformer: nn.Module) -> None:
 
 
 def require_untouched(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
-    """Raises ValueError, naming the fix, for a transformer that somebody else shards, or whose attention is not torch's."""
+    """Raises ValueError, naming the fix, where somebody else shards it, or its self-attention goes past torch's."""
     if getattr(transformer, "_is_parallelized", False):
         raise ValueError(
             "this transformer is parallelized already; undo that first (dbsp_para.unparallelize, dbsp_xdit.detach), "

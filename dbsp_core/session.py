@@ -19,10 +19,10 @@ from dbsp_core.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhe
 from dbsp_core.home import HomeLayout, MaskProfile
 from dbsp_core.latency import AttentionShape, Topology, exchange_cost_of
 from dbsp_core.mask import BlockMask
-from dbsp_core.meeting import meeting_group
-from dbsp_core.observing import RunObserver
 from dbsp_core.plan import Plan, make_plan, require_slots
-from dbsp_core.recorder import MaskRecorder
+from dbsp_core.recordings.recorder import MaskRecorder
+from dbsp_core.reports.meeting import meeting_group
+from dbsp_core.reports.observing import RunObserver
 from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReplanRule, ReuseCounters
 from dbsp_core.route import Route, build_route
 from dbsp_core.selection import StrategySelector, candidates

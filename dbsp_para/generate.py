@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dbsp_core.checkpoints import Identity
 from dbsp_core.config import DbspConfig
-from dbsp_core.mistakes import exit_with, is_ours
+from dbsp_core.generation.mistakes import exit_with, is_ours
 
 __all__ = ["check", "generate"]
 

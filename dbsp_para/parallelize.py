@@ -13,9 +13,9 @@ from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike
 from dbsp_core.hosts import Attachment, generation_of, steps_of
 from dbsp_core.in_force import announce, identify, settings_for
-from dbsp_core.pipe_reports import model_name, report_calls
 from dbsp_core.preconditions import require_uncompiled
-from dbsp_core.reporting import is_writer, make_report, write_report_files
+from dbsp_core.reports.calls import model_name, report_calls
+from dbsp_core.reports.making import is_writer, make_report, write_report_files
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
 from dbsp_para.caching import Parallelized

@@ -11,8 +11,8 @@ from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, generation_of, steps_of
 from dbsp_core.in_force import announce, identify, settings_for
-from dbsp_core.pipe_reports import report_calls
 from dbsp_core.preconditions import require_uncompiled, require_untouched
+from dbsp_core.reports.calls import report_calls
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
 from dbsp_core.strategy import Strategy

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dbsp_core.pipe_reports import report_or_say_why_not
+from dbsp_core.reports.calls import report_or_say_why_not, shown_name
 from dbsp_xdit.attaching import session_of
 
 __all__ = ["recorded"]
@@ -27,4 +27,4 @@ def recorded(pipe: Any, model: str) -> Iterator[None]:
         yield
     finally:
         session.observer.postponed = False
-    report_or_say_why_not(session, model, "xdit")
+    report_or_say_why_not(session, shown_name(model), "xdit")

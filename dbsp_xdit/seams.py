@@ -21,8 +21,8 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
+from dbsp_core.generation.mistakes import exit_with, is_ours
 from dbsp_core.hosts import Attachment
-from dbsp_core.mistakes import exit_with, is_ours
 
 __all__ = ["install", "uninstall", "wants_dbsp"]
 

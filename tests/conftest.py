@@ -12,18 +12,26 @@ from workers import WorkerPool
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Callable[[int], WorkerPool]]:
-    """pool(world) gives the worker processes of that world size, started at first use and kept."""
-    pools: dict[int, WorkerPool] = {}
+def pools() -> Iterator[dict[int, WorkerPool]]:
+    """By world size, the worker processes that are running."""
+    running: dict[int, WorkerPool] = {}
+    yield running
+    for workers in running.values():
+        workers.close()
+
+
+@pytest.fixture
+def pool(pools: dict[int, WorkerPool]) -> Callable[[int], WorkerPool]:
+    """pool(world) gives the worker processes of that world size, started at first use and kept while they are fit."""
+    for world in [world for world, workers in pools.items() if workers.crowded]:
+        pools.pop(world).close()
 
     def get(world: int) -> WorkerPool:
         if world not in pools:
             pools[world] = WorkerPool(world)
         return pools[world]
 
-    yield get
-    for started in pools.values():
-        started.close()
+    return get
 
 
 @pytest.fixture

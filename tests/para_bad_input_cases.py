@@ -178,7 +178,7 @@ MISTAKES: dict[str, tuple[Callable[[Any, int], None], str]] = {
     "parallelized by diffusers": (_by_diffusers, "parallelized by diffusers"),
     "parallelized by db-SP": (_by_dbsp, "parallelized already"),
     "xDiT's transformer": (_from_xdit, "use dbsp_xdit.attach"),
-    "compiled before": (_compiled, "parallelize first, then torch.compile"),
+    "compiled before": (_compiled, "parallelize first, then call torch.compile"),
     "a second transformer": (_second_transformer, "this one has two"),
     "a pipeline without transformer": (lambda *_: dbsp_para.parallelize_pipe(object()) and None, "object has none"),
     "a model that is not known": (

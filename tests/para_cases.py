@@ -47,6 +47,8 @@ def run_para_case(rank: int, world: int, case: ParaCase) -> tuple[float, float]:
         before = fingerprint(transformer)
         dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
         out = transformer(**inputs.arguments)[0]
+        dbsp_para.unparallelize(transformer)
+        dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)  # its first pass again
         named = transformer(**inputs.arguments | {"return_dict": True})
         assert type(named).__name__ == "Transformer2DModelOutput"
         assert torch.equal(named.sample, out)

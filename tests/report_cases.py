@@ -12,14 +12,14 @@ from unittest import mock
 import numpy as np
 import torch
 
-import dbsp_core.meeting
+import dbsp_core.reports.meeting
 import dbsp_para
 from dbsp_core import BlockMask, SequenceGroup, Strategy, make_plan
 from dbsp_core.attention import DualBalancedAttention
 from dbsp_core.config import DbspConfig
 from dbsp_core.feed import MaskFeed
-from dbsp_core.report import RunReport
-from dbsp_core.reporting import make_report
+from dbsp_core.reports.making import make_report
+from dbsp_core.reports.report import RunReport
 from dbsp_core.session import AttentionSession
 from dbsp_core.traffic import traffic_of
 from transformers_for_tests import Inputs, make_transformer
@@ -166,7 +166,7 @@ def fail_on_one_rank(rank: int, world: int, folder: str, config: dict[str, Any],
     pipe = WanPipeline.from_pretrained(folder, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     dbsp_para.parallelize_pipe(pipe, config=config)
-    dbsp_core.meeting.WAIT_S = 3.0  # not before all ranks have come this far
+    dbsp_core.reports.meeting.WAIT_S = 3.0  # not before all ranks have come this far
 
     def at_the_end(_: Any, step: int, *__: Any) -> dict[str, Any]:
         if rank == odd and step == 1:

@@ -48,11 +48,11 @@ def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) 
 
 def two_caches_of_one_group(rank: int, world: int) -> list[int]:
     """The first cache's job is late on rank 0, until the second's is queued. returns: the next plans' fingerprints."""
-    queued = threading.Event()
+    late, queued = threading.Event(), threading.Event()
     caches = [LaggedPlanCache(ReplanRule(1.0), SequenceGroup.of()) for _ in range(2)]
 
     def make(mask: BlockMask, current: Plan | None) -> Plan:
-        if current is not None and rank == 0:
+        if late.is_set() and rank == 0:
             queued.wait(30)  # ends a hang
         return make_plan(mask, f"U{world}R1", "snake")
 
@@ -60,6 +60,7 @@ def two_caches_of_one_group(rank: int, world: int) -> list[int]:
     for cache in caches:
         cache.plan_for("layer", first, make)
         cache.settle()
+    late.set()
     for cache, mask in zip(caches, later, strict=True):
         cache.plan_for("layer", mask, make)
     queued.set()

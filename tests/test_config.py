@@ -11,6 +11,7 @@ import pytest
 import dbsp_core
 from dbsp_core import BlockGrid, BlockMask, DbspConfig, Strategy, save_mask
 from dbsp_core.config import setting_names
+from dbsp_core.generation.video import VideoSettings
 from dbsp_core.planners import PLANNERS
 from dbsp_core.sources import (
     SOURCES,
@@ -24,7 +25,6 @@ from dbsp_core.sources import (
 )
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.steps import DenseSchedule
-from dbsp_core.video import VideoSettings
 from dbsp_kernels import KERNELS
 
 

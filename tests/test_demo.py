@@ -31,7 +31,7 @@ def test_demo(tmp_path, monkeypatch, capsys, ranks, strategy):
     for layer in report["layers"]:
         assert set(layer) == LAYER_KEYS
         assert 1 <= layer["rho_bound"] <= layer["rho"]
-        assert 0.1 < layer["density"] < 0.95, "learned masks, neither empty nor full"
+        assert 0.3 < layer["density"] < 0.5
 
     assert sum(layer["rho"] for layer in report["layers"]) < sum(layer["rho_before"] for layer in report["layers"])
     assert max(layer["rho_before"] for layer in report["layers"]) > 1.1, "there must be something to balance"
@@ -45,9 +45,8 @@ def test_demo(tmp_path, monkeypatch, capsys, ranks, strategy):
 
     assert _frames(tmp_path / "demo.mp4") == 33
     assert _png_size(tmp_path / "balance.png") > (600, 400)
-    assert _png_size(tmp_path / "frames.png") > (1000, 300)
     assert {path.name for path in tmp_path.iterdir()} == {
-        "demo.mp4", "frames.png", "balance.png", "report.html", "report.json", "masks.safetensors", "xdit.log",
+        "demo.mp4", "balance.png", "report.html", "report.json", "masks.safetensors", "xdit.log",
     }  # fmt: skip
 
     monkeypatch.setattr("sys.argv", ["dbsp", "plan", str(tmp_path / "masks.safetensors"), "--gpus", "8", "--json"])
@@ -63,7 +62,7 @@ def _frames(path) -> int:
 
     reader = imageio_ffmpeg.read_frames(str(path))
     size = next(reader)["size"]
-    assert size == (240, 144)
+    assert size == (208, 112)
     return sum(1 for _ in reader)
 
 

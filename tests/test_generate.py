@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from dbsp_core.config import DbspConfig
-from dbsp_core.report import RunReport
+from dbsp_core.reports.report import RunReport
 from dbsp_core.single import attach_single_process
 from dbsp_core.tiny import make_tiny
 from nodes import two_nodes

@@ -10,10 +10,10 @@ import pytest
 
 from dbsp_core import DbspConfig, Strategy
 from dbsp_core.checkpoints import CHECKPOINTS
-from dbsp_core.generate import Wishes, prepare
+from dbsp_core.generation.generate import Wishes, prepare
+from dbsp_core.generation.launching import Launch, Watcher
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.in_force import UNCONFIGURED, settings_for
-from dbsp_core.launching import Launch, Watcher
 from dbsp_xdit.flags import config_from, parse_known
 from in_force_cases import attach_to_another_model, settings_by_rank
 from workers import WorkerError

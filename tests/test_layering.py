@@ -80,7 +80,7 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 
 def test_everything_imports_without_hosts():
-    done = python("import dbsp_core, dbsp_core.cli, dbsp_core.report, dbsp_kernels, dbsp_xdit, dbsp_para")
+    done = python("import dbsp_core, dbsp_core.cli, dbsp_core.reports.report, dbsp_kernels, dbsp_xdit, dbsp_para")
     assert done.returncode == 0, done.stderr
 
 

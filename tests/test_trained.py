@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,7 @@ import torch
 
 from dbsp_core import make_plan
 from dbsp_core.home import HomeLayout
-from dbsp_core.mask_series import MaskSeries
+from dbsp_core.recordings.series import MaskSeries
 from dbsp_core.strategy import Strategy
 from dbsp_core.tiny import TRAINED
 
@@ -149,31 +146,3 @@ def test_learned_masks_are_uneven_and_db_sp_evens_them_out(series, strategy):
         assert np.mean(rho) == pytest.approx(float(known[planner]["rho"]), abs=1e-4)
         assert max(rho) == pytest.approx(float(known[planner]["rho_max"]), abs=1e-4)
     assert float(known["dbsp"]["rho"]) < float(known["contiguous"]["rho"])
-
-
-def test_what_sparsity_costs_is_measured(tmp_path):
-    pytest.importorskip("diffusers")
-    script = ROOT / "scripts" / "reproduce" / "quality.py"
-    small = ["--seeds", "1", "--prompts", "1", "--steps", "2", "--every", "2", "--sources", "sparge cdf", "window"]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(script), *small, "--out", str(tmp_path)],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    with (tmp_path / "quality.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 4
-    for source in ("sparge cdf", "window"):
-        sparse, denser = (row for row in rows if row["source"] == source)
-        assert 0 < float(sparse["density"]) < float(denser["density"]) <= 1
-        assert float(sparse["relative_l1"]) > float(denser["relative_l1"])
-        assert float(sparse["psnr"]) < float(denser["psnr"])
-    assert (tmp_path / "quality-frames.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_results_cover_what_they_should():
-    quality = rows_of("quality")
-    assert {row["source"] for row in quality} == {"sparge cdf", "sparge topk", "window", "radial"}
-    assert len({(row["prompt"], row["seed"]) for row in quality}) >= 4
-    assert all("small trained model" in row["label"] for row in quality)

@@ -11,6 +11,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 SAFETY_NET_S = 300  # ends a hang; no test is timed by it
+MOST_THREADS = 150
+"""Of a worker. Every gloo group brings threads that poll for as long as the process lives, destroyed or not."""
 
 
 class WorkerError(AssertionError):
@@ -54,6 +56,12 @@ class WorkerPool:
         if errors:
             raise WorkerError(errors, next(trace for ok, _, _, trace in answers if not ok))
         return [value for _, _, _, value in answers]
+
+    @property
+    def crowded(self) -> bool:
+        """Whether groups have piled up in the workers, so that their threads slow everything down."""
+        folders = [f"/proc/{process.pid}/task" for process in self._processes]
+        return any(os.path.isdir(folder) and len(os.listdir(folder)) > MOST_THREADS for folder in folders)
 
     def close(self) -> None:
         for process in self._processes:

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.home import HomeLayout
 from dbsp_core.mask_file import save_mask
-from dbsp_core.mask_series import MaskSeries, drift_of
 from dbsp_core.planners import PLANNERS
+from dbsp_core.recordings.series import MaskSeries, drift_of
 from dbsp_core.strategy import Strategy
 
 FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "learned-masks.safetensors"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What sparsity costs: sparse against dense videos of the small trained model, by mask source and density.
 
-All in one process: a parallel run gives the same latents (≤ 1e-5, scripts/demo and the tests), so it adds nothing.
+All in one process: a parallel run computes the same attention (see the tests), so it adds nothing.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from dbsp_core.launching import ERROR
+from dbsp_core.generation.launching import ERROR
 
 __all__ = ["exit_with", "is_ours"]
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from dbsp_core.hosts import Attachment
-from dbsp_core.observing import RunObserver
 from dbsp_core.pipe_calls import around_calls
-from dbsp_core.reporting import is_writer, make_report, write_report_files
+from dbsp_core.reports.making import is_writer, make_report, write_report_files
+from dbsp_core.reports.observing import RunObserver
 from dbsp_core.session import AttentionSession
 
-__all__ = ["model_name", "report_calls", "report_or_say_why_not"]
+__all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name"]
 
 
 def report_calls(
@@ -76,12 +76,15 @@ def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> N
 
 
 def model_name(pipe: Any) -> str:
-    """What a pipeline was loaded from, of a folder the last part; else its transformer's class."""
+    """What a pipeline was loaded from, as it is shown; else its transformer's class."""
     config = getattr(pipe, "config", None)
     name = config.get("_name_or_path") if isinstance(config, Mapping) else None
-    if not name:
-        return type(pipe.transformer).__name__
-    return Path(name).name if Path(name).is_dir() else str(name)
+    return shown_name(name) if name else type(pipe.transformer).__name__
+
+
+def shown_name(model: str) -> str:
+    """A repository's name as it is, of a folder the last part."""
+    return Path(model).name if Path(model).is_dir() else model
 
 
 def _keep_latents(scheduler: Any, observer: RunObserver) -> Attachment:

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dbsp_core.arrays import find_array, read_arrays
+from dbsp_core.conversion.arrays import find_array, read_arrays
+from dbsp_core.conversion.lut import ENCODINGS, lut_bits
+from dbsp_core.conversion.permute_plan import empty_heads, head_permutations, token_orders
+from dbsp_core.conversion.text_blocks import BlockReading, fit_blocks
 from dbsp_core.grid import BlockGrid
-from dbsp_core.lut import ENCODINGS, lut_bits
 from dbsp_core.mask_file import MaskFile, MaskLayout, one_or_each, write_masks
 from dbsp_core.order import CANONICAL
-from dbsp_core.permute_plan import empty_heads, head_permutations, token_orders
-from dbsp_core.recording import Recording
+from dbsp_core.recordings.recording import Recording
 from dbsp_core.step_groups import StepGroups
 from dbsp_core.steps import Moment
-from dbsp_core.text_blocks import BlockReading, fit_blocks
 
 __all__ = ["ConvertOptions", "convert_masks", "convert_recording"]
 

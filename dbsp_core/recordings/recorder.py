@@ -119,7 +119,7 @@ class MaskRecorder:
     """`begin` at each forward pass, `keep` for each mask made, `used` for each attention.
 
     A mask is written once, whatever layers and steps have it. Memory holds the masks of one forward pass. Files:
-    one per pass with new masks, and index.json, whole after each pass. `dbsp_core.recording.Recording` reads them.
+    one per pass with new masks, and index.json, whole after each pass. `Recording` reads them.
     layers: of the model;  active: False on all ranks but the first, and after `stop`
     """
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core.files import write_atomically
-from dbsp_core.report import RunReport
-from dbsp_core.report_compare import compare
-from dbsp_core.report_html import comparison_page, report_page
-from dbsp_core.report_summary import layer_summaries
-from dbsp_core.report_tables import comparison_grids, run_tables
+from dbsp_core.reports.compare import compare
+from dbsp_core.reports.html import comparison_page, report_page
+from dbsp_core.reports.report import RunReport
+from dbsp_core.reports.summary import layer_summaries
+from dbsp_core.reports.tables import comparison_grids, run_tables
 
 __all__ = ["report_command"]
 

@@ -19,13 +19,13 @@ import yaml
 from dbsp_core.checkpoints import CHECKPOINTS, TINY, Identity, find_checkpoint, identity_of_model, tiny_architecture
 from dbsp_core.config import DbspConfig
 from dbsp_core.files import open_atomically
+from dbsp_core.generation.launching import Launch, Watcher, run_watched
+from dbsp_core.generation.video import VideoSettings
 from dbsp_core.in_force import UNCONFIGURED, default_config, require_same_model
-from dbsp_core.launching import Launch, Watcher, run_watched
 from dbsp_core.serving import kernel_merges
 from dbsp_core.settings import Settings, find_config, read_settings
 from dbsp_core.strategy import Strategy
 from dbsp_core.tiny import TINY_MODELS, hush_libraries, make_tiny
-from dbsp_core.video import VideoSettings
 
 __all__ = ["HOSTS", "Job", "Wishes", "prepare", "run_job"]
 

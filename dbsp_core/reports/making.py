@@ -20,11 +20,11 @@ from dbsp_core.agreement import agree, gather_texts
 from dbsp_core.files import write_atomically
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hardware import device_class, software_versions
-from dbsp_core.meeting import meet, meeting_group
-from dbsp_core.observing import Observed, RunObserver
-from dbsp_core.report import CallColumns, Environment, LayerReport, RankTotals, RunReport
-from dbsp_core.report_html import report_page
-from dbsp_core.report_pictures import balance_picture
+from dbsp_core.reports.html import report_page
+from dbsp_core.reports.meeting import meet, meeting_group
+from dbsp_core.reports.observing import Observed, RunObserver
+from dbsp_core.reports.pictures import balance_picture
+from dbsp_core.reports.report import CallColumns, Environment, LayerReport, RankTotals, RunReport
 from dbsp_core.strategy import Strategy
 
 if TYPE_CHECKING:

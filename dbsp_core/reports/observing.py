@@ -49,7 +49,7 @@ class SentBytes:
         x, y = strategy.ulysses, strategy.ring
         tensor = shape.heads * shard * shape.token_bytes  # one of q, k, v or the output, at home
         return cls(
-            to_owners=(sum(route.sent) - route.sent[rank]) * shape.token_bytes,
+            to_owners=sum(sum(sent) - sent[rank] for sent in (route.q_sent, route.sent) if sent) * shape.token_bytes,
             ring=handed_on * 2 * executor.plan.grid.block_k * shape.token_bytes,
             to_homes=(sum(route.returned) - route.returned[rank]) * shape.token_bytes,
             usp=4 * tensor * (x - 1) // x + 2 * tensor * (y - 1),

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from dbsp_core.mask import BlockMask
-from dbsp_core.mask_picture import heads_to_draw, mask_picture
-from dbsp_core.mask_series import Balance, Drift, MaskSeries, balance_of, densities_of, drift_of, spread_out
-from dbsp_core.quality import HeadError, smooth_tokens, sparse_errors
+from dbsp_core.recordings.picture import heads_to_draw, mask_picture
+from dbsp_core.recordings.quality import HeadError, smooth_tokens, sparse_errors
+from dbsp_core.recordings.series import Balance, Drift, MaskSeries, balance_of, densities_of, drift_of, spread_out
 from dbsp_core.strategy import Strategy
 
 __all__ = ["InfoOptions", "LayerError", "MaskInfo", "examine_masks"]
@@ -34,7 +34,7 @@ class InfoOptions:
 
 @dataclass(frozen=True)
 class LayerError:
-    """A head's error (see `dbsp_core.quality`) in one layer's first mask."""
+    """A head's error (see `dbsp_core.recordings.quality`) in one layer's first mask."""
 
     layer: int
     head: int

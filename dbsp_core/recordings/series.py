@@ -15,7 +15,7 @@ from dbsp_core.mask import BlockMask
 from dbsp_core.mask_file import MaskFile
 from dbsp_core.plan import make_plan
 from dbsp_core.planners import require_planner
-from dbsp_core.recording import Recording
+from dbsp_core.recordings.recording import Recording
 from dbsp_core.reuse import PlanCache, ReplanRule
 from dbsp_core.steps import Moment
 from dbsp_core.strategy import Strategy

@@ -15,8 +15,8 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dbsp_core.generate import HOSTS, Job, Wishes, prepare, run_job
-from dbsp_core.launching import Launch, RunFailed, Watcher
+from dbsp_core.generation.generate import HOSTS, Job, Wishes, prepare, run_job
+from dbsp_core.generation.launching import Launch, RunFailed, Watcher
 
 __all__ = ["generate_command"]
 

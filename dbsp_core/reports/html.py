@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.report import RunReport
-from dbsp_core.report_summary import headline, in_bytes, in_seconds, layer_summaries
+from dbsp_core.reports.report import RunReport
+from dbsp_core.reports.summary import headline, in_bytes, in_seconds, layer_summaries
 
 __all__ = ["comparison_page", "report_page"]
 

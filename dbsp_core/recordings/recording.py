@@ -1,4 +1,4 @@
-"""Reads the masks that `dbsp_core.recorder` kept of a run."""
+"""Reads the masks that `dbsp_core.recordings.recorder` kept of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.mask_file import block_counts, unpack_bits
-from dbsp_core.recorder import INDEX
+from dbsp_core.recordings.recorder import INDEX
 from dbsp_core.steps import Moment
 
 __all__ = ["Recording"]

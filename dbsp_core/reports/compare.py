@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dbsp_core.report import RunReport
-from dbsp_core.report_summary import LayerSummary, in_bytes, in_seconds, layer_summaries, strategies_in_words
+from dbsp_core.reports.report import RunReport
+from dbsp_core.reports.summary import LayerSummary, in_bytes, in_seconds, layer_summaries, strategies_in_words
 
 __all__ = ["Comparison", "Difference", "LayerDifference", "compare"]
 

@@ -1,0 +1,1 @@
+"""The `dbsp` commands that need a room of their own."""

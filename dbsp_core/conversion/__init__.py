@@ -1,0 +1,1 @@
+"""Masks of other projects as mask files."""

@@ -1,0 +1,1 @@
+"""The masks of a run: recorded, read back, described."""
