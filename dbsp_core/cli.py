@@ -46,13 +46,14 @@ def tiny(
     model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(TINY_MODELS)}.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write; an old checkpoint there is replaced.")],
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    trained: Annotated[bool, typer.Option("--trained", help="Wan: weights that show a small world.")] = False,
 ) -> None:
-    """Make a tiny checkpoint with random weights, for trying things out offline."""
+    """Make a tiny checkpoint, with random weights or trained ones, for trying things out offline."""
     try:
-        make_tiny(model, folder, seed)
+        make_tiny(model, folder, seed, trained)
     except ImportError as error:
         raise ValueError(f"{error.name} is needed to make checkpoints; pip install 'dbsp-attention[xdit]'") from error
-    print(f"wrote a tiny {model} checkpoint to {folder}", file=sys.stderr)
+    print(f"wrote a tiny {'trained ' if trained else ''}{model} checkpoint to {folder}", file=sys.stderr)
 
 
 @app.command()

@@ -1,7 +1,8 @@
-"""Tiny checkpoints with random weights: complete pipelines, made offline in a second, for demonstrations and tests.
+"""Tiny checkpoints: complete pipelines, made offline in seconds, for demonstrations and tests.
 
 They have the real architectures (diffusers' own classes), so that the hosts run their real code. Random weights prove
-exactness and nothing else: the video is noise. Needs diffusers, transformers and tokenizers (extras "xdit" or "para").
+exactness and nothing else: the video is noise. The trained ones, which ship with db-SP, show a small world of shapes
+that move (weights/tiny-wan/README.md). Needs diffusers, transformers and tokenizers (extras "xdit" or "para").
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ from typing import Any
 
 import torch
 
-__all__ = ["TINY_MODELS", "TinyModel", "hush_libraries", "make_tiny"]
+__all__ = ["TINY_MODELS", "TRAINED", "TinyModel", "hush_libraries", "make_tiny"]
+
+TRAINED = {"wan": Path(__file__).parent / "weights" / "tiny-wan"}
+"""Folders of the trained weights, in half precision, by model."""
 
 _CORPUS = ["a red ball bounces over a blue floor", "a cat runs on the grass", "the sea at dusk, seen from above"]
 
 
-def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
+def make_tiny(model: str, folder: Path, seed: int = 0, trained: bool = False) -> Path:
     """Writes a tiny pipeline in float32 to `folder`, which appears whole or not at all. returns: the folder.
 
-    Raises ValueError for an unknown model, or a folder that holds something else.
+    seed: of random weights;  trained: the weights that ship with db-SP instead
+    Raises ValueError for an unknown model, one without trained weights, or a folder that holds something else.
     """
     if model not in TINY_MODELS:
         raise ValueError(f"unknown tiny model {model!r}; use one of {', '.join(TINY_MODELS)}")
+    if trained and model not in TRAINED:
+        raise ValueError(f"{model!r} has no trained weights, only {', '.join(TRAINED)} has; leave out --trained")
     folder = Path(folder)
     taken = folder.exists() and not (folder / "model_index.json").is_file()
     if taken and (not folder.is_dir() or any(folder.iterdir())):
@@ -36,11 +43,20 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            TINY_MODELS[model].make().save_pretrained(Path(temporary) / "new")
+            pipeline = _trained(TRAINED[model]) if trained else TINY_MODELS[model].make()
+            pipeline.save_pretrained(Path(temporary) / "new")
+        if trained:
+            shutil.copy(TRAINED[model] / "README.md", Path(temporary) / "new")
         if folder.exists():
             shutil.move(folder, Path(temporary) / "old")
         shutil.move(Path(temporary) / "new", folder)
     return folder
+
+
+def _trained(folder: Path) -> Any:
+    from diffusers import WanPipeline
+
+    return WanPipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
 
 
 def hush_libraries() -> None:

@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""What sparsity costs: sparse against dense videos of the small trained model, by mask source and density.
+
+All in one process: a parallel run computes the same attention (see the tests), so it adds nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import RESULTS, publish
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+from rich.progress import track
+from small_model import MEASURED_HERE, PROMPTS, Video, generate, load_pipeline, psnr, relative_l1, ssim
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "sparge cdf": [{"source": "sparge", "cdf": value} for value in (0.3, 0.6, 0.85, 0.95)],
+    "sparge topk": [{"source": "sparge", "topk": value} for value in (0.15, 0.3, 0.6)],
+    "window": [{"source": "window", "window": list(value)} for value in ((1, 5, 15), (5, 5, 15), (9, 5, 15))],
+    "radial": [{"source": "radial", "width": value} for value in (0.25, 0.5, 1.0)],
+}
+SHOWN = ("sparge cdf", {"source": "sparge", "cdf": 0.85})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One video. density: mean over layers, steps and branches; psnr in dB and ssim of frames; error of latents."""
+
+    source: str
+    setting: str
+    prompt: str
+    seed: int
+    density: float
+    psnr: float
+    ssim: float
+    relative_l1: float
+    steps: int
+    label: str = MEASURED_HERE
+
+
+def blocks(setting: dict[str, Any], size: int) -> dict[str, Any]:
+    """The whole mask setting. Learned blocks are not alike inside, so none is dense for that (similarity −1)."""
+    extra = {"similarity": -1.0} if setting["source"] == "sparge" else {}
+    return {**setting, **extra, "block_q": size, "block_k": size}
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    pipeline = load_pipeline()
+    jobs = [(prompt, seed) for seed in range(options.seeds) for prompt in PROMPTS[: options.prompts]]
+    for prompt, seed in track(jobs, "prompts and seeds"):
+        dense, _ = generate(pipeline, prompt, seed, options.steps)
+        for source in options.sources:
+            for setting in SETTINGS[source][:: options.every]:
+                sparse, watched = generate(pipeline, prompt, seed, options.steps, blocks(setting, options.block))
+                yield _row(source, setting, (prompt, seed), watched.density, sparse, dense, options.steps)
+
+
+def _row(
+    source: str, setting: dict[str, Any], job: tuple[str, int], density: float, sparse: Video, dense: Video, steps: int
+) -> Row:
+    text = ", ".join(f"{key} {value}" for key, value in setting.items() if key != "source")
+    return Row(
+        source,
+        text,
+        *job,
+        density,
+        psnr(sparse.frames, dense.frames),
+        ssim(sparse.frames, dense.frames),
+        relative_l1(sparse.latents, dense.latents),
+        steps,
+    )
+
+
+def draw(rows: list[Row]) -> Figure:
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    for axes, name, label in zip(
+        panels, ("psnr", "ssim", "relative_l1"), ("PSNR, dB", "SSIM", "relative L1 of latents"), strict=True
+    ):
+        for number, source in enumerate(dict.fromkeys(row.source for row in rows)):
+            here = [row for row in rows if row.source == source]
+            axes.scatter([row.density for row in here], [getattr(row, name) for row in here], s=6, color=f"C{number}")
+            means = _means(here, name)
+            axes.plot([x for x, _ in means], [y for _, y in means], "o-", color=f"C{number}", label=source)
+        axes.set(xlabel="density", ylabel=label, xlim=(0, 1))
+        axes.legend(fontsize=8)
+    figure.suptitle(f"Sparse against dense video, {MEASURED_HERE} (lines: means over prompts and seeds)")
+    return figure
+
+
+def _means(rows: list[Row], name: str) -> list[tuple[float, float]]:
+    by_setting = [
+        [row for row in rows if row.setting == setting] for setting in dict.fromkeys(r.setting for r in rows)
+    ]
+    return sorted(
+        (float(np.mean([row.density for row in here])), float(np.mean([getattr(row, name) for row in here])))
+        for here in by_setting
+    )
+
+
+def save_frames(path: Path, pipeline: Any, options: argparse.Namespace) -> None:
+    """Rows of frames, dense above sparse, for every prompt."""
+    source, setting = SHOWN
+    prompts = PROMPTS[: options.prompts]
+    figure, panels = pyplot.subplots(2 * len(prompts), 1, figsize=(9, 2.5 * len(prompts)), squeeze=False)
+    for number, prompt in enumerate(prompts):
+        dense, _ = generate(pipeline, prompt, 0, options.steps)
+        sparse, watched = generate(pipeline, prompt, 0, options.steps, blocks(setting, options.block))
+        for axes, video, title in (
+            (panels[2 * number][0], dense, f"{prompt}: dense"),
+            (panels[2 * number + 1][0], sparse, f"{source} {setting['cdf']}, density {watched.density:.2f}"),
+        ):
+            axes.imshow(torch.cat(list(video.frames[::8]), 2).permute(1, 2, 0))
+            axes.set_title(title, fontsize=8)
+            axes.axis("off")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=2, help="seeds for each prompt")
+    parser.add_argument("--prompts", type=int, default=2, help="how many of the prompts")
+    parser.add_argument("--steps", type=int, default=6, help="denoising steps")
+    parser.add_argument("--block", type=int, default=16, help="tokens to a side of a block")
+    parser.add_argument("--every", type=int, default=1, help="take only each n-th setting of a source")
+    parser.add_argument("--sources", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNGs")
+    options = parser.parse_args()
+    rows = list(measure(options))
+    publish("quality", "Sparse against dense videos", rows, draw(rows), options.out)
+    save_frames(options.out / "quality-frames.png", load_pipeline(), options)
+
+
+if __name__ == "__main__":
+    main()

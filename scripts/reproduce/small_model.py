@@ -1,0 +1,142 @@
+"""Videos of the small trained model, in one process, dense or block-sparse, and how far two videos are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dbsp_core.config import DbspConfig
+from dbsp_core.grid import BlockGrid
+from dbsp_core.mask import BlockMask
+from dbsp_core.single import attach_single_process
+from dbsp_core.sources import HomeTokens, MaskRequest, MaskSource
+from dbsp_core.sources.base import Varies
+from dbsp_core.tiny import TRAINED
+
+MEASURED_HERE = "measured on the small trained model"
+HEIGHT, WIDTH, FRAMES = 144, 240, 33  # its training's: 9 × 9 × 15 = 1,215 tokens
+PROMPTS = (
+    "a red ball bounces over a blue checkered floor",
+    "a yellow square slides left over a green plain floor",
+    "a blue triangle turns over a yellow checkered floor",
+    "a green ball hides behind a pillar over a red plain floor",
+)
+
+
+@dataclass(frozen=True)
+class Video:
+    """frames: float32[F, 3, H, W] in [0, 1];  latents: float32[1, 16, f, h, w]"""
+
+    frames: torch.Tensor
+    latents: torch.Tensor
+
+
+@dataclass
+class Watched:
+    """A mask source that keeps every mask it gives, by request, or its density alone."""
+
+    source: MaskSource
+    keep: bool = False
+    masks: dict[MaskRequest, BlockMask] = field(default_factory=dict)
+    densities: list[float] = field(default_factory=list)
+
+    @property
+    def varies(self) -> Varies:
+        return self.source.varies
+
+    @property
+    def density(self) -> float:
+        """Mean over the masks given."""
+        return sum(self.densities) / len(self.densities)
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        return self.source.grid(request)
+
+    def version(self, request: MaskRequest) -> Hashable:
+        return self.source.version(request)
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        mask = self.source.mask(request, tokens)
+        self.densities.append(float(mask.bits.float().mean()))
+        if self.keep:
+            self.masks[request] = mask
+        return mask
+
+
+def load_pipeline() -> Any:
+    """diffusers' WanPipeline with the shipped weights, in float32."""
+    from diffusers import WanPipeline
+    from diffusers.utils import logging
+
+    logging.disable_progress_bar()
+    pipeline = WanPipeline.from_pretrained(TRAINED["wan"], torch_dtype=torch.float32, local_files_only=True)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def generate(
+    pipeline: Any, prompt: str, seed: int, steps: int, mask: dict[str, Any] | None = None, keep: bool = False
+) -> tuple[Video, Watched]:
+    """A video and the masks' statistics. mask: a source's settings; None: dense, every mask full."""
+    watched = Watched(DbspConfig.load({"mask": mask or {"source": "dense"}}).mask, keep)
+    attachment = attach_single_process(pipeline.transformer, DbspConfig(mask=watched)) if mask else None
+    try:
+        latents = pipeline(
+            prompt=prompt,
+            negative_prompt="",
+            height=HEIGHT,
+            width=WIDTH,
+            num_frames=FRAMES,
+            num_inference_steps=steps,
+            guidance_scale=3.0,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="latent",
+        ).frames
+    finally:
+        if attachment is not None:
+            attachment.detach()
+    return Video(decode(pipeline.vae, latents), latents), watched
+
+
+@torch.no_grad()
+def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Standardised latents [1, 16, f, h, w] to frames, float32[F, 3, H, W] in [0, 1]."""
+    mean, std = (
+        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    video = vae.decode(latents * std + mean).sample[0]
+    return ((video + 1) / 2).clamp(0, 1).transpose(0, 1)
+
+
+def psnr(frames: torch.Tensor, reference: torch.Tensor) -> float:
+    """Peak signal-to-noise ratio in dB of frames in [0, 1], over the whole video."""
+    return float(-10 * torch.log10((frames - reference).square().mean().clamp(min=1e-10)))
+
+
+def ssim(frames: torch.Tensor, reference: torch.Tensor) -> float:
+    """Structural similarity, mean over channels and frames, with a Gaussian window of 11 pixels, deviation 1.5.
+
+    frames, reference: float32[F, 3, H, W] in [0, 1]. Wang et al., Image quality assessment, 2004, Eq. 13.
+    """
+    line = torch.exp(-((torch.arange(11) - 5.0) ** 2) / (2 * 1.5**2))
+    window = (line[:, None] * line / line.sum() ** 2).expand(3, 1, 11, 11)
+
+    def blur(image: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(image, window, groups=3)
+
+    mean_x, mean_y = blur(frames), blur(reference)
+    var_x = blur(frames**2) - mean_x**2
+    var_y = blur(reference**2) - mean_y**2
+    both = blur(frames * reference) - mean_x * mean_y
+    c1, c2 = 0.01**2, 0.03**2
+    value = (2 * mean_x * mean_y + c1) * (2 * both + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
+    return float(value.mean())
+
+
+def relative_l1(latents: torch.Tensor, reference: torch.Tensor) -> float:
+    """Σ|latents − reference| / Σ|reference|."""
+    return float((latents - reference).abs().sum() / reference.abs().sum())

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Trains a small Wan2.1 on drawn videos, in at most an hour on two CPU cores. See docs/trained-model.md.
+
+Stopped at any time, it goes on from its last checkpoint when it is started again with the same options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from autoencoder import Clips, make_autoencoder, train_autoencoder
+from checkpoint import Card, save_pipeline
+from flow import Phase, Videos, make_transformer, train_transformer
+from latents import encode_videos, standardise
+from loop import History
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from text import embed, make_text_encoder, make_tokenizer
+from world import Scene
+
+CAPTION = 16  # tokens: the longest caption, its end, and padding
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that the result depends on, besides the seed."""
+
+    autoencoder_width: int = 16
+    autoencoder_rate: float = 6e-3
+    crops: tuple[Clips, ...] = (Clips(800, 2, 9, 64, 64), Clips(200, 1, 9, 144, 240))
+    longer: tuple[Clips, ...] = (Clips(300, 1, 33, 64, 80),)  # afterwards: colours must last for a whole video
+    videos: int = 320
+    head_width: int = 24
+    layers: int = 4
+    rate: float = 2e-3
+    phases: tuple[Phase, ...] = (Phase(700, 16, 1), Phase(50, 6, 3), Phase(600, 2, 9))
+
+    @classmethod
+    def toy(cls) -> Recipe:
+        """Seconds, for tests: it learns nothing."""
+        crops, longer = (Clips(2, 1, 5, 16, 16),), (Clips(1, 1, 9, 16, 16),)
+        return cls(2, 1e-3, crops, longer, 2, 8, 1, phases=(Phase(2, 2, 2), Phase(2, 1, 3)))
+
+    @property
+    def schedule(self) -> str:
+        """The transformer's phases in words."""
+        return ", then ".join(
+            f"{phase.steps} steps on {phase.batch} clips of {phase.frames} latent frames" for phase in self.phases
+        )
+
+
+def run(recipe: Recipe, seed: int, work: Path, weights: Path, command: str, progress: Progress) -> dict[str, int]:
+    """Trains, or goes on training, with checkpoints in `work`; writes the pipeline to `weights`.
+
+    returns: parameters by component
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    vae = make_autoencoder(recipe.autoencoder_width)
+    rate = recipe.autoencoder_rate
+    first = train_autoencoder(vae, "autoencoder", recipe.crops, rate, seed, work, progress)
+    second = train_autoencoder(vae, "autoencoder-longer", recipe.longer, rate / 3, seed + 4, work, progress)
+    seen = History(first.losses + second.losses, first.cpu_seconds + second.cpu_seconds)
+
+    # Seeds apart, so that the transformer's videos are not the autoencoder's.
+    raw, encoding = encode_videos(vae, recipe.videos, seed + 1, work, progress)
+    latents = standardise(vae, raw)
+
+    torch.manual_seed(seed + 2)
+    tokenizer = make_tokenizer()
+    text_encoder = make_text_encoder(len(tokenizer))
+    captions = [Scene.draw(seed + 1, index).caption for index in range(recipe.videos)]
+    text = embed(tokenizer, text_encoder, captions, CAPTION)
+    videos = Videos(latents, text, embed(tokenizer, text_encoder, [""], CAPTION)[0])
+
+    torch.manual_seed(seed + 3)
+    transformer = make_transformer(recipe.head_width, recipe.layers, text.shape[2])
+    average, learned = train_transformer(
+        transformer, videos, list(recipe.phases), recipe.rate, seed + 3, work, progress
+    )
+    minutes = {"autoencoder": seen.cpu_seconds, "latents": encoding, "transformer": learned.cpu_seconds}
+    card = Card(
+        command,
+        seed,
+        recipe.videos,
+        len(seen.losses),
+        recipe.schedule,
+        seen.losses,
+        learned.losses,
+        {stage: seconds / 120 for stage, seconds in minutes.items()},
+    )
+    return save_pipeline(tokenizer, text_encoder, vae, average, card, weights)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    root = Path(__file__).resolve().parents[2]
+    parser.add_argument("--seed", type=int, default=0, help="of the worlds and the weights")
+    parser.add_argument("--work", type=Path, default=root / "out" / "train-tiny", help="folder for the checkpoints")
+    parser.add_argument("--weights", type=Path, default=root / "out" / "tiny-wan", help="folder for the pipeline")
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU")
+    parser.add_argument("--toy", action="store_true", help="a few steps of a smaller model: learns nothing")
+    parser.add_argument("--videos", type=int, help="encoded videos of the training set")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    recipe = Recipe.toy() if options.toy else Recipe()
+    if options.videos:
+        recipe = replace(recipe, videos=options.videos)
+    command = f"scripts/train_tiny --seed {options.seed}"
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        sizes = run(recipe, options.seed, options.work, options.weights, command, progress)
+    print(f"wrote {options.weights}: " + ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in sizes.items()))
+
+
+if __name__ == "__main__":
+    main()
