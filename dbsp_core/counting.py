@@ -17,7 +17,10 @@ REMEMBERED = 4  # assignments of slots whose counts are kept: a planner's own, t
 
 
 class MaskCounts:
-    """Counts of bits bool[H, nq, nk]. Each is made once, head by head: widened, a head is some times its bits."""
+    """Counts of bits bool[H, nq, nk], head by head: widened, a head is some times its bits.
+
+    Each is made once, or by each of several threads that ask at the same time; none is given another's.
+    """
 
     def __init__(self, bits: torch.Tensor) -> None:
         self._bits = bits
@@ -48,30 +51,31 @@ class MaskCounts:
         if ring == 1:
             return self.rows[:, :, None]
         known = self._known(slots, ring)
-        if known is None:
-            self.count([slots], ring)
-            known = self._cells[0][2]
-        return known
+        return self._counted([slots], ring)[0] if known is None else known
 
     def count(self, many: Sequence[np.ndarray], ring: int) -> None:
         """Makes ready what `rows`, `columns` and `cells` give for each of these slots: in one pass over the bits."""
         missing = [slots for slots in many if self._known(slots, ring) is None]
-        if ring == 1 or not missing:
-            return
+        if ring > 1 and missing:
+            self._counted(missing, ring)
+
+    def _counted(self, missing: Sequence[np.ndarray], ring: int) -> list[np.ndarray]:
+        """The cells of each of these slots, counted and remembered."""
         device, width = self._bits.device, ring * len(missing)
         wanted = torch.from_numpy(np.concatenate([s + ring * n for n, s in enumerate(missing)], axis=1)).to(device)
         to_slot = torch.nn.functional.one_hot(wanted, width).unflatten(1, (len(missing), -1)).sum(dim=1)
-        cells, columns = [], []
+        cells, columns, summed = [], [], self._sums is not None
         for head, one_hot in zip(self._bits, to_slot, strict=True):
             wide = self._widened(head)
             cells.append(wide @ one_hot.to(wide.dtype))
-            if self._sums is None:
+            if not summed:
                 columns.append(wide.sum(dim=0, dtype=SUM))
         counted = np.split(_integers(cells), len(missing), axis=2)
-        if self._sums is None:
+        if not summed:
             self._sums = counted[0].sum(axis=2), _integers(columns)
         found = [(ring, slots.copy(), one) for slots, one in zip(missing, counted, strict=True)]
         self._cells = [*found, *self._cells][:REMEMBERED]
+        return counted
 
     def _known(self, slots: np.ndarray, ring: int) -> np.ndarray | None:
         """Cells that were counted before."""
