@@ -2,39 +2,67 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 __all__ = ["Background"]
 
+LAST_JOBS_S = 10.0
+"""Seconds that the end of the program waits for jobs under way. A thread that the interpreter stops within a tensor
+operation aborts the process."""
+
+_Jobs = queue.SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
+
 
 class Background:
-    """Runs jobs one after the other in a thread that does not keep the program from ending.
+    """Runs jobs one after the other in a thread, which ends with this object or with the program.
 
     The order matters: jobs may hold collectives, which every rank must enter in the same order.
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._started = False
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         """Queues a job. returns: what it returns or raises, once it has"""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="dbsp-planning", daemon=True)
-            self._thread.start()
+        if not self._started:
+            self._start()
         future: Future[Any] = Future()
         self._jobs.put((future, job))
         return future
 
-    def _work(self) -> None:
-        while True:
-            future, job = self._jobs.get()
-            try:
-                future.set_result(job())
-            except BaseException as error:  # to be raised where the result is asked for
-                future.set_exception(error)
-            del future, job  # or the last job's tensors would be held until the next one comes
+    def _start(self) -> None:
+        # A daemon, so that a job that hangs does not keep the program from ending.
+        thread = threading.Thread(target=_work, args=(self._jobs,), name="dbsp-planning", daemon=True)
+        thread.start()
+        _RUNNING[thread] = self._jobs
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._started = True
+
+
+_RUNNING: weakref.WeakKeyDictionary[threading.Thread, _Jobs] = weakref.WeakKeyDictionary()
+
+
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        future, do = job
+        try:
+            future.set_result(do())
+        except BaseException as error:  # to be raised where the result is asked for
+            future.set_exception(error)
+        del job, future, do  # or the last job's tensors would be held until the next one comes
+
+
+@atexit.register
+def _end() -> None:
+    running = list(_RUNNING.items())
+    for _, jobs in running:
+        jobs.put(None)
+    for thread, _ in running:
+        thread.join(LAST_JOBS_S)

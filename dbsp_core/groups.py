@@ -6,13 +6,14 @@ peers within the same group. So there is nothing to build when the strategy chan
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from dbsp_core.side_groups import side_group
 
 __all__ = ["PendingShift", "SequenceGroup"]
 
@@ -67,7 +68,9 @@ class SequenceGroup:
 
         Collective at the first call.
         """
-        return _control_group(self)
+        if self.group is None:
+            return self
+        return SequenceGroup(self.rank, self.size, side_group(self.group, "control"))
 
     def all_to_all(
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
@@ -109,12 +112,3 @@ class SequenceGroup:
         """Every rank's integers (below 2^63), by rank: for checks that all ranks must decide alike."""
         mine = torch.tensor(values, dtype=torch.int64, device=device)
         return [rank_values.tolist() for rank_values in self.all_gather(mine)]
-
-
-@functools.lru_cache(maxsize=16)
-def _control_group(group: SequenceGroup) -> SequenceGroup:
-    if group.group is None:
-        return group
-    ranks = dist.get_process_group_ranks(group.group)
-    control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return SequenceGroup(group.rank, group.size, control)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import traceback
+import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from dbsp_core.agreement import agree
 from dbsp_core.background import Background
@@ -261,10 +262,14 @@ class LaggedPlanCache:
         return torch.cuda.stream(self._side_streams[device])
 
 
-@functools.lru_cache(maxsize=16)
+_THREADS: weakref.WeakKeyDictionary[dist.ProcessGroup, Background] = weakref.WeakKeyDictionary()
+
+
 def _thread_of(control: SequenceGroup) -> Background:
     """One thread for all that use a control group: two would enter its collectives in any order."""
-    return Background()
+    if control.group is None:
+        return Background()
+    return _THREADS.setdefault(control.group, Background())
 
 
 def _fits(plan: Plan, mask: BlockMask) -> bool:

@@ -21,12 +21,19 @@ def test_the_page_s_example_is_right_on_two_ranks(tmp_path):
     ]
     script = tmp_path / "example.py"
     script.write_text(example)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
-    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr[-2000:]
-    measured = re.findall(r"from one process (\S+), from dense (\S+)", run.stdout)
-    assert len(measured) == 2
-    for from_one_process, from_dense in measured:
+    # A log a rank: two ranks' lines in one pipe may run into each other.
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=3"]
+    run = subprocess.run(
+        [sys.executable, *launch, f"--log-dir={tmp_path / 'logs'}", str(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    said = {log.parent.name: log.read_text() for log in (tmp_path / "logs").rglob("stdout.log")}
+    assert run.returncode == 0, (run.stderr[-2000:], said)
+    assert sorted(said) == ["0", "1"]
+    for lines in said.values():
+        ((from_one_process, from_dense),) = re.findall(r"from one process (\S+), from dense (\S+)", lines)
         assert float(from_one_process) <= 1e-5
         assert float(from_dense) > 1e-3, "the mask must matter"
 

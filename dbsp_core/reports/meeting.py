@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from dbsp_core.groups import SequenceGroup
+from dbsp_core.side_groups import side_group
 
 __all__ = ["WAIT_S", "meet", "meeting_group"]
 
@@ -15,7 +15,6 @@ WAIT_S = 120.0
 """Seconds that ranks wait for one another: a rank that failed does not come."""
 
 
-@functools.lru_cache(maxsize=16)
 def meeting_group(group: SequenceGroup) -> SequenceGroup:
     """The ranks in a gloo group of their own, which nothing else uses. Collective at the first call.
 
@@ -23,10 +22,7 @@ def meeting_group(group: SequenceGroup) -> SequenceGroup:
     """
     if group.group is None:
         return group
-    ranks = dist.get_process_group_ranks(group.group)
-    wait = timedelta(seconds=WAIT_S)
-    own = dist.new_group(ranks, backend="gloo", timeout=wait, use_local_synchronization=True)
-    return SequenceGroup(group.rank, group.size, own)
+    return SequenceGroup(group.rank, group.size, side_group(group.group, "meeting", timedelta(seconds=WAIT_S)))
 
 
 def meet(group: SequenceGroup) -> None:
