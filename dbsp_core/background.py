@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -66,3 +67,5 @@ def _end() -> None:
         jobs.put(None)
     for thread, _ in running:
         thread.join(LAST_JOBS_S)
+    if running:
+        time.sleep(0.02)  # gloo's threads need the interpreter to let go of the last collective's tensors
