@@ -27,7 +27,7 @@ AVERAGE = 0.995  # decay of the weights' moving average, which is what ships
 
 @dataclass(frozen=True)
 class Phase:
-    """So many steps on so many videos each, cut to `frames` latent frames."""
+    """So many steps on so many videos each, cut to `frames` latent frames: every second step's from the first on."""
 
     steps: int
     batch: int
@@ -159,6 +159,8 @@ def _loss(transformer: Callable[..., Any], videos: Videos, phase: Phase, generat
     count = phase.batch
     chosen = torch.randint(len(videos.latents), (count,), generator=generator)
     start = int(torch.randint(videos.latents.shape[2] - phase.frames + 1, (1,), generator=generator))
+    if torch.rand(1, generator=generator) < 0.5:
+        start = 0  # the first latent frame stands for one picture, all others for four: it must be learned as often
     clean = videos.latents[chosen, :, start : start + phase.frames].float()
     silent = torch.rand(count, generator=generator) < NO_CAPTION
     text = torch.where(silent[:, None, None], videos.no_text, videos.text[chosen])

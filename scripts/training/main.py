@@ -31,13 +31,13 @@ class Recipe:
 
     autoencoder_width: int = 16
     autoencoder_rate: float = 6e-3
-    crops: tuple[Clips, ...] = (Clips(800, 2, 9, 64, 64), Clips(200, 1, 9, 144, 240))
-    longer: tuple[Clips, ...] = (Clips(300, 1, 33, 64, 80),)  # afterwards: colours must last for a whole video
-    videos: int = 320
+    crops: tuple[Clips, ...] = (Clips(1600, 2, 9, 64, 64), Clips(400, 1, 9, 144, 240))
+    longer: tuple[Clips, ...] = (Clips(600, 1, 33, 64, 80),)  # afterwards: colours must last for a whole video
+    videos: int = 800
     head_width: int = 24
     layers: int = 4
     rate: float = 2e-3
-    phases: tuple[Phase, ...] = (Phase(700, 16, 1), Phase(50, 6, 3), Phase(600, 2, 9))
+    phases: tuple[Phase, ...] = (Phase(600, 16, 1), Phase(200, 6, 3), Phase(2400, 2, 9))
 
     @classmethod
     def toy(cls) -> Recipe:
