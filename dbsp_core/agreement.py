@@ -21,18 +21,23 @@ def on_all_ranks(
     fingerprint: Callable[[Result], int] = lambda _: 0,
     what: str = "the result",
 ) -> Result:
-    """function(), called by every rank; when it raises ValueError on some, or its results differ, all raise.
+    """function(), called by every rank; when it raises on some, or its results differ, all raise ValueError.
 
     Collective.
     fingerprint: below 2^63, equal for equal results
     """
     problem, result, mark = None, None, 0
+    cause: Exception | None = None
     try:
         result = function()
         mark = fingerprint(result)
-    except ValueError as error:
-        problem = str(error)
-    agree(group, problem, mark, device, f"{what} differs on rank(s) {{}}; it must be the same on every rank")
+    except Exception as error:  # whatever it is: this rank must not stop alone
+        cause = error
+        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    try:
+        agree(group, problem, mark, device, f"{what} differs on rank(s) {{}}; it must be the same on every rank")
+    except ValueError as told:
+        raise told from cause
     return result  # type: ignore[return-value]  # agree raised where there is none
 
 

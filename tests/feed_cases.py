@@ -19,7 +19,7 @@ from dbsp_core.strategy import Strategy
 
 @dataclass(frozen=True)
 class OddOneOut(BlockSizes):
-    """Everybody's mask is dense; `rank` does something else: "grid", "mask" (raises), "bits" (differ) or "heads"."""
+    """Everybody's mask is dense; `rank` does something else: "grid", "mask", "bug" (raise), "bits" (differ) or "heads"."""
 
     rank: int = 0
     fault: str = "mask"
@@ -32,6 +32,8 @@ class OddOneOut(BlockSizes):
     def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
         if self._odd("mask"):
             raise ValueError("the file is broken here")
+        if self._odd("bug"):
+            raise KeyError("layer 7")
         mask = BlockMask.dense(request.heads - self._odd("heads"), self.grid(request))
         if self._odd("bits"):
             mask.bits[0, 0, 0] = False

@@ -20,6 +20,7 @@ from workers import WorkerError
         ("grid", "the file is broken here"),
         ("mask", "the file is broken here"),
         ("heads", "the mask source gave"),
+        ("bug", "KeyError: 'layer 7'"),
         ("bits", "the mask of layer 0 differs on rank(s)"),
     ],
 )
