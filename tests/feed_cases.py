@@ -19,7 +19,7 @@ from dbsp_core.strategy import Strategy
 
 @dataclass(frozen=True)
 class OddOneOut(BlockSizes):
-    """Everybody's mask is dense; `rank` does something else: "grid", "mask", "bug" (raise), "bits" (differ) or "heads"."""
+    """Everybody's mask is dense; `rank` does else: "grid", "mask", "bug" (raise), "bits" (differ) or "heads"."""
 
     rank: int = 0
     fault: str = "mask"
