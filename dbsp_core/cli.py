@@ -40,20 +40,26 @@ UsageError: Any = typer.BadParameter.__base__  # click's, or the copy that newer
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
+_TRAINED = "-trained"
+
 
 @app.command()
 def tiny(
     model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(TINY_MODELS)}.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write; an old checkpoint there is replaced.")],
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-    trained: Annotated[bool, typer.Option("--trained", help="Wan: weights that show a small world.")] = False,
+    trained: Annotated[bool, typer.Option("--trained", help="The same as MODEL-trained.")] = False,
 ) -> None:
     """Make a tiny checkpoint, with random weights or trained ones, for trying things out offline."""
+    if trained and not model.endswith(_TRAINED):
+        if model + _TRAINED not in TINY_MODELS:
+            raise ValueError(f"{model!r} has no trained weights, only wan has; leave out --trained")
+        model += _TRAINED
     try:
-        make_tiny(model, folder, seed, trained)
+        make_tiny(model, folder, seed)
     except ImportError as error:
         raise ValueError(f"{error.name} is needed to make checkpoints; pip install 'dbsp-attention[xdit]'") from error
-    print(f"wrote a tiny {'trained ' if trained else ''}{model} checkpoint to {folder}", file=sys.stderr)
+    print(f"wrote a tiny {model} checkpoint to {folder}", file=sys.stderr)
 
 
 @app.command()

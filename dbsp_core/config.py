@@ -25,7 +25,7 @@ from dbsp_kernels import KERNELS, Needs, require_fit
 __all__ = ["DTYPES", "ConfigLike", "DbspConfig", "setting_names"]
 
 PLANNING = ("auto", "immediate", "lagged")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], str, os.PathLike, None]
 
@@ -54,7 +54,7 @@ class DbspConfig:
     planning:         "immediate" plans from each call's own mask, "lagged" one call behind, without waiting; "auto" is
                       lagged for masks computed from queries and keys
     kernel:           "auto" or a kernel's name
-    dtype:            in which a local checkpoint is loaded; auto is bfloat16 on an accelerator, float32 without
+    dtype:            in which weights are loaded; auto is bfloat16 on an accelerator, float32 without
     report:           folder for the report (see docs/report.md), or None: nothing is observed
     record:           folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set
     debug:            all ranks check before each attention that inputs are finite and plans equal

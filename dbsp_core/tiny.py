@@ -17,24 +17,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["TINY_MODELS", "TRAINED", "TinyModel", "hush_libraries", "make_tiny"]
+__all__ = ["TINY_MODELS", "TRAINED_WAN", "TinyModel", "hush_libraries", "make_tiny"]
 
-TRAINED = {"wan": Path(__file__).parent / "weights" / "tiny-wan"}
-"""Folders of the trained weights, in half precision, by model."""
+TRAINED_WAN = Path(__file__).parent / "weights" / "tiny-wan"
+"""The trained pipeline, in half precision, with its card."""
 
 _CORPUS = ["a red ball bounces over a blue floor", "a cat runs on the grass", "the sea at dusk, seen from above"]
 
 
-def make_tiny(model: str, folder: Path, seed: int = 0, trained: bool = False) -> Path:
+def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
     """Writes a tiny pipeline in float32 to `folder`, which appears whole or not at all. returns: the folder.
 
-    seed: of random weights;  trained: the weights that ship with db-SP instead
-    Raises ValueError for an unknown model, one without trained weights, or a folder that holds something else.
+    model: a key of TINY_MODELS;  seed: of random weights
+    Raises ValueError for an unknown model, or a folder that holds something else.
     """
     if model not in TINY_MODELS:
         raise ValueError(f"unknown tiny model {model!r}; use one of {', '.join(TINY_MODELS)}")
-    if trained and model not in TRAINED:
-        raise ValueError(f"{model!r} has no trained weights, only {', '.join(TRAINED)} has; leave out --trained")
     folder = Path(folder)
     taken = folder.exists() and not (folder / "model_index.json").is_file()
     if taken and (not folder.is_dir() or any(folder.iterdir())):
@@ -43,20 +41,13 @@ def make_tiny(model: str, folder: Path, seed: int = 0, trained: bool = False) ->
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            pipeline = _trained(TRAINED[model]) if trained else TINY_MODELS[model].make()
-            pipeline.save_pretrained(Path(temporary) / "new")
-        if trained:
-            shutil.copy(TRAINED[model] / "README.md", Path(temporary) / "new")
+            TINY_MODELS[model].make().save_pretrained(Path(temporary) / "new")
+        if (card := TINY_MODELS[model].card) is not None:
+            shutil.copy(card, Path(temporary) / "new")
         if folder.exists():
             shutil.move(folder, Path(temporary) / "old")
         shutil.move(Path(temporary) / "new", folder)
     return folder
-
-
-def _trained(folder: Path) -> Any:
-    from diffusers import WanPipeline
-
-    return WanPipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True)
 
 
 def hush_libraries() -> None:
@@ -67,6 +58,13 @@ def hush_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="diffusers")
     for library in (diffusers, transformers):
         library.utils.logging.disable_progress_bar()
+
+
+def _trained_wan() -> Any:
+    """The weights that ship with db-SP: scripts/train_tiny makes them."""
+    from diffusers import WanPipeline
+
+    return WanPipeline.from_pretrained(TRAINED_WAN, torch_dtype=torch.float32, local_files_only=True)
 
 
 def _wan() -> Any:
@@ -172,14 +170,19 @@ def _tokenizer(max_length: int) -> Any:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """make: builds the pipeline;  pipeline, sizes: what it will be, as `dbsp_core.checkpoints.Checkpoint` has them"""
+    """make: builds the pipeline;  pipeline, sizes: what it will be, as `dbsp_core.checkpoints.Checkpoint` has them
+
+    card: a file to go with it
+    """
 
     make: Callable[[], Any]
     pipeline: str
     sizes: tuple[int, int, int, int]
+    card: Path | None = None
 
 
 TINY_MODELS = {
     "wan": TinyModel(_wan, "WanPipeline", (4, 12, 24, 1)),
+    "wan-trained": TinyModel(_trained_wan, "WanPipeline", (4, 12, 24, 1), TRAINED_WAN / "README.md"),
     "cogvideox": TinyModel(_cogvideox, "CogVideoXPipeline", (2, 6, 16, 2)),
 }

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import torch
 
-__all__ = ["decode_video", "save_side_by_side"]
+from dbsp_core.files import write_atomically
+
+__all__ = ["SHOWN", "decode_video", "save_side_by_side"]
+
+SHOWN = 6
+"""Frames of each video, evenly spread."""
 
 
 @torch.no_grad()
@@ -20,14 +26,17 @@ def decode_video(model: Path, latents: torch.Tensor) -> torch.Tensor:
     return ((video + 1) / 2).clamp(0, 1).permute(1, 2, 3, 0)
 
 
-def save_side_by_side(path: Path, dense: torch.Tensor, sparse: torch.Tensor, titles: tuple[str, str]) -> None:
-    """Five frames of each video, evenly spread, as PNG. dense, sparse: [F, H, W, 3]; titles: of the two rows"""
+def save_side_by_side(path: Path, videos: dict[str, torch.Tensor], title: str) -> None:
+    """Some frames of each video as PNG, whole or not at all. videos: float32[F, H, W, 3], by the title of its row"""
     from matplotlib.figure import Figure
 
-    shown = torch.linspace(0, len(dense) - 1, 5).round().long()
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    for axes, video, title in zip(figure.subplots(2, 1), (dense, sparse), titles, strict=True):
+    shown = torch.linspace(0, min(map(len, videos.values())) - 1, SHOWN).round().long()
+    figure = Figure(figsize=(12, 0.5 + 1.55 * len(videos)), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    for axes, (name, video) in zip(figure.subplots(len(videos), 1, squeeze=False)[:, 0], videos.items(), strict=True):
         axes.imshow(torch.cat(list(video[shown]), dim=1).numpy())
-        axes.set_title(title, fontsize=9)
+        axes.set_title(name, fontsize=9)
         axes.axis("off")
-    figure.savefig(path, dpi=110, format="png")
+    content = io.BytesIO()
+    figure.savefig(content, dpi=110, format="png")
+    write_atomically(path, content.getvalue())

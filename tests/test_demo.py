@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 
 import pytest
+import torch
+from PIL import Image
 from rich.progress import Progress
 
 from dbsp_core.cli import main
 from dbsp_xdit.demo import TOLERANCE, Settings, run_demo
+from dbsp_xdit.side_by_side import SHOWN, save_side_by_side
 
 REPORT_KEYS = {
     *("format", "model", "host", "world_size", "strategy", "planner", "max_abs_diff", "layers", "seconds"),
     *("environment", "calls", "ranks", "totals"),
 }
+COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
 LAYER_KEYS = {"layer", "density", "rho_before", "rho", "rho_bound", "moved"}
 
 
@@ -26,12 +31,12 @@ def test_demo(tmp_path, monkeypatch, capsys, ranks, strategy):
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report) == REPORT_KEYS
     assert (report["host"], report["world_size"], report["strategy"]) == ("xdit", ranks, strategy)
-    assert 0 <= report["max_abs_diff"] <= TOLERANCE
+    assert 0 <= report["max_abs_diff"] <= TOLERANCE["float64"]
     assert [layer["layer"] for layer in report["layers"]] == [0, 1, 2, 3]
     for layer in report["layers"]:
         assert set(layer) == LAYER_KEYS
         assert 1 <= layer["rho_bound"] <= layer["rho"]
-        assert 0.3 < layer["density"] < 0.5
+        assert 0.1 < layer["density"] < 0.95, "learned masks, neither empty nor full"
 
     assert sum(layer["rho"] for layer in report["layers"]) < sum(layer["rho_before"] for layer in report["layers"])
     assert max(layer["rho_before"] for layer in report["layers"]) > 1.1, "there must be something to balance"
@@ -45,8 +50,9 @@ def test_demo(tmp_path, monkeypatch, capsys, ranks, strategy):
 
     assert _frames(tmp_path / "demo.mp4") == 33
     assert _png_size(tmp_path / "balance.png") > (600, 400)
+    assert _png_size(tmp_path / "frames.png") > (600, 200)
     assert {path.name for path in tmp_path.iterdir()} == {
-        "demo.mp4", "balance.png", "report.html", "report.json", "masks.safetensors", "xdit.log",
+        "demo.mp4", "frames.png", "balance.png", "report.html", "report.json", "masks.safetensors", "xdit.log",
     }  # fmt: skip
 
     monkeypatch.setattr("sys.argv", ["dbsp", "plan", str(tmp_path / "masks.safetensors"), "--gpus", "8", "--json"])
@@ -57,12 +63,39 @@ def test_demo(tmp_path, monkeypatch, capsys, ranks, strategy):
     assert len(json.loads(capsys.readouterr().out)["plans"]) == 4
 
 
+def test_on_gpus_the_masks_are_such_as_rounding_cannot_change(tmp_path):
+    """Here on the CPU: float32, whose rounding the trained model amplifies, and masks that no query or key decides."""
+    with Progress(disable=True) as progress:
+        report = run_demo(tmp_path, 2, progress, replace(Settings.for_gpus(), steps=3))
+    assert report.max_abs_diff <= TOLERANCE["float32"]
+    assert all(layer.density < 0.9 for layer in report.layers)
+
+
+def test_a_difference_above_the_tolerance_fails_and_leaves_no_video(tmp_path, monkeypatch):
+    monkeypatch.setitem(TOLERANCE, "float32", 0.0)
+    with Progress(disable=True) as progress, pytest.raises(RuntimeError, match="the latents differ from one process"):
+        run_demo(tmp_path, 2, progress, replace(Settings.for_gpus(), steps=1))
+    assert {path.name for path in tmp_path.iterdir()} == {"xdit.log"}
+
+
+def test_side_by_side_shows_each_video_in_a_row_of_its_own(tmp_path):
+    red, blue = torch.zeros(2, 9, 36, 60, 3)
+    red[..., 0] = blue[..., 2] = 1
+    save_side_by_side(tmp_path / "frames.png", {"above": red, "below": blue}, "a caption")
+    pixels = torch.tensor(list(Image.open(tmp_path / "frames.png").convert("RGB").getdata()))
+    image = pixels.reshape(*Image.open(tmp_path / "frames.png").size[::-1], 3)
+    rows = {name: (image == torch.tensor(colour)).all(-1).any(1).nonzero() for name, colour in COLOURS.items()}
+    assert rows["red"].max() < rows["blue"].min()
+    width = (image == torch.tensor(COLOURS["red"])).all(-1).sum(1).max()
+    assert int(width) == pytest.approx(SHOWN * 60 / 36 * len(rows["red"]), rel=0.05), "that many frames, side by side"
+
+
 def _frames(path) -> int:
     import imageio_ffmpeg
 
     reader = imageio_ffmpeg.read_frames(str(path))
     size = next(reader)["size"]
-    assert size == (208, 112)
+    assert size == (240, 144)
     return sum(1 for _ in reader)
 
 

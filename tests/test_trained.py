@@ -13,7 +13,7 @@ from dbsp_core import make_plan
 from dbsp_core.home import HomeLayout
 from dbsp_core.recordings.series import MaskSeries
 from dbsp_core.strategy import Strategy
-from dbsp_core.tiny import TRAINED
+from dbsp_core.tiny import TRAINED_WAN
 
 ROOT = Path(__file__).resolve().parents[1]
 MASKS = ROOT / "tests" / "data" / "learned-masks.safetensors"
@@ -61,7 +61,7 @@ def test_dominant_colour_tells_colours_apart():
 def pipeline():
     diffusers = pytest.importorskip("diffusers")
     pytest.importorskip("transformers")
-    pipe = diffusers.WanPipeline.from_pretrained(TRAINED["wan"], torch_dtype=torch.float32)
+    pipe = diffusers.WanPipeline.from_pretrained(TRAINED_WAN, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -94,9 +94,9 @@ def test_the_shipped_weights_follow_the_caption(pipeline):
 
 
 def test_the_shipped_weights_are_small_and_have_a_card():
-    files = [path for path in TRAINED["wan"].rglob("*") if path.is_file()]
+    files = [path for path in TRAINED_WAN.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 16e6
-    card = (TRAINED["wan"] / "README.md").read_text(encoding="utf-8")
+    card = (TRAINED_WAN / "README.md").read_text(encoding="utf-8")
     for word in ("Data", "Training", "Cost", "loss.csv", "Limits"):
         assert word in card
 
@@ -105,9 +105,9 @@ def test_tiny_writes_the_trained_pipeline_in_float32(dbsp, tmp_path):
     diffusers = pytest.importorskip("diffusers")
     code, out, err = dbsp("tiny", "wan", tmp_path / "wan", "--trained")
     assert (code, out) == (0, "")
-    assert err.endswith(f"wrote a tiny trained wan checkpoint to {tmp_path / 'wan'}\n")
+    assert err.endswith(f"wrote a tiny wan-trained checkpoint to {tmp_path / 'wan'}\n")
     written = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "wan" / "transformer")
-    shipped = diffusers.WanTransformer3DModel.from_pretrained(TRAINED["wan"] / "transformer")
+    shipped = diffusers.WanTransformer3DModel.from_pretrained(TRAINED_WAN / "transformer")
     assert {p.dtype for p in written.parameters()} == {torch.float32}
     assert all(torch.equal(a, b.float()) for a, b in zip(written.parameters(), shipped.parameters(), strict=True))
     assert (tmp_path / "wan" / "README.md").is_file()
