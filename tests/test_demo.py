@@ -6,6 +6,7 @@ import json
 import struct
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -82,8 +83,7 @@ def test_side_by_side_shows_each_video_in_a_row_of_its_own(tmp_path):
     red, blue = torch.zeros(2, 9, 36, 60, 3)
     red[..., 0] = blue[..., 2] = 1
     save_side_by_side(tmp_path / "frames.png", {"above": red, "below": blue}, "a caption")
-    pixels = torch.tensor(list(Image.open(tmp_path / "frames.png").convert("RGB").getdata()))
-    image = pixels.reshape(*Image.open(tmp_path / "frames.png").size[::-1], 3)
+    image = torch.from_numpy(np.array(Image.open(tmp_path / "frames.png").convert("RGB")))
     rows = {name: (image == torch.tensor(colour)).all(-1).any(1).nonzero() for name, colour in COLOURS.items()}
     assert rows["red"].max() < rows["blue"].min()
     width = (image == torch.tensor(COLOURS["red"])).all(-1).sum(1).max()
