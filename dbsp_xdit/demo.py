@@ -52,10 +52,10 @@ class Settings:
     height: int = 144
     width: int = 240
     num_frames: int = 33
-    steps: int = 12
+    steps: int = 8
     guidance_scale: float = 3.0
     flow_shift: float = 3.0
-    seed: int = 42
+    seed: int = 6
     mask: dict[str, Any] = field(default_factory=lambda: PREDICTED)
     dtype: str = "float64"
     tolerance: float = 1e-5
