@@ -36,7 +36,7 @@ from dbsp_xdit.side_by_side import decode_video, save_side_by_side
 __all__ = ["FIXED", "PREDICTED", "Settings", "run_demo"]
 
 PREDICTED = {"source": "sparge", "cdf": 0.85, "similarity": -1.0, "block_q": 16, "block_k": 16}
-FIXED = {"source": "radial", "block_q": 16, "block_k": 16}
+FIXED = {"source": "radial", "width": 0.5, "block_q": 16, "block_k": 16}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
-OTHERS = ("unrecognized arguments", "import xfuser")
+OTHERS = ("unrecognized arguments", "import xfuser", "terminate called")
 """Quoted, but said by others."""
 
 
