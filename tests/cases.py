@@ -43,6 +43,7 @@ class Case:
     sabotage: str | None = None
     thw: tuple[int, int, int] | None = None
     orders: tuple[str, ...] = ("thw",)
+    dtype: torch.dtype = torch.float32
 
     @property
     def grid(self) -> BlockGrid:
@@ -70,10 +71,11 @@ def run_case(rank: int, world: int, case: Case) -> float:
     profile = MaskProfile.of([mask])
     home = HomeLayout.named(case.home, grid, strategy, split_text=case.split_text, profile=profile)
     generator = torch.Generator().manual_seed(case.seed)
-    full = [torch.randn(case.batch, case.heads, case.tokens, case.width, generator=generator) for _ in range(3)]
+    shape = (case.batch, case.heads, case.tokens, case.width)
+    full = [torch.randn(shape, generator=generator, dtype=case.dtype) for _ in range(3)]
     mine, places = (torch.from_numpy(a) for a in home.tokens_at(rank))
     n_local = home.shard if case.padded else int(home.tokens_at(rank)[1].max(initial=-1)) + 1
-    local = [torch.full((case.batch, case.heads, n_local, case.width), RUBBISH) for _ in full]
+    local = [torch.full((*shape[:2], n_local, case.width), RUBBISH, dtype=case.dtype) for _ in full]
     for here, everywhere in zip(local, full, strict=True):
         here[:, :, places] = everywhere[:, :, mine]
 

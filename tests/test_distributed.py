@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cases import Case, run_case
 from dbsp_core import Strategy
@@ -83,6 +84,14 @@ def test_token_orders_equal_dense_attention(pool, world):
         )
         errors = pool(world).run(run_case, case)
         assert all(error <= TOLERANCE for error in errors), (case, errors)
+
+
+@pytest.mark.parametrize("strategy", ["U2R2", "U1R4"])
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_float64_is_kept_to_its_last_digits(pool, strategy, kernel):
+    """Also where periods are merged: by a log-sum-exp in float32 they would differ by 1e-7."""
+    case = Case(strategy, batch=2, text_tokens=21, kernel=kernel, dtype=torch.float64)
+    assert all(error <= 1e-13 for error in pool(4).run(run_case, case))
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (3, "U1R3"), (4, "U2R2")])

@@ -44,7 +44,8 @@ def assert_right(p: Packed, kernel: str, scale: float | None = None) -> None:
     out, lse = p.attend(kernel, scale)
     expected, expected_lse = written_out(p, scale)
     assert (out.dtype, out.shape) == (p.q.dtype, p.q.shape)
-    assert (lse.dtype, lse.shape) == (torch.float32, p.q.shape[:2])
+    wide = torch.float64 if p.q.dtype == torch.float64 else torch.float32
+    assert (lse.dtype, lse.shape) == (wide, p.q.shape[:2])
     tolerance = TOLERANCES[p.q.dtype]
     torch.testing.assert_close(out.double(), expected, **tolerance)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=max(1e-5, tolerance["atol"]))

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from dbsp_kernels.merge import Running, merge_into
+from dbsp_kernels.merge import Running, lse_dtype, merge_into
 from dbsp_kernels.registry import Needs, choose_kernel
 from dbsp_kernels.sparge import WholeHeads
 
@@ -45,7 +45,7 @@ def block_attention(
     out_dtype: of out; default that of running, or q's
     whole:     says that the rows are those of whole heads, for kernels that serve nothing else
     lse:       whether the caller uses it: False admits kernels that return none (NaN instead)
-    returns:   out [Rq, Bq, D], lse float32[Rq, Bq] (natural log); a row without blocks has out 0, lse −inf
+    returns:   out [Rq, Bq, D], lse [Rq, Bq] of `lse_dtype` (natural log); a row without blocks has out 0, lse −inf
     Raises ValueError for mismatched shapes, dtypes or devices, or a kernel that cannot serve; on CPU, and with
     DBSP_DEBUG=1 everywhere (it costs a synchronisation), for a count above the table's width, an index outside the
     packed blocks, or hints that are not true.
@@ -104,10 +104,10 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: dict[str, 
 def _check_running(q: torch.Tensor, running: Running) -> None:
     out, lse = running
     fits = (out.shape, lse.shape) == (q.shape, q.shape[:2]) and out.device == lse.device == q.device
-    if not fits or lse.dtype != torch.float32 or not (out.is_contiguous() and lse.is_contiguous()):
+    if not fits or lse.dtype != lse_dtype(q.dtype) or not (out.is_contiguous() and lse.is_contiguous()):
         raise ValueError(
-            f"running must be a contiguous out {tuple(q.shape)} and a float32 lse {tuple(q.shape[:2])} on {q.device}, "
-            f"got {tuple(out.shape)} and {lse.dtype} {tuple(lse.shape)} on {out.device}"
+            f"running must be a contiguous out {tuple(q.shape)} and a {lse_dtype(q.dtype)} lse {tuple(q.shape[:2])} "
+            f"on {q.device}, got {tuple(out.shape)} and {lse.dtype} {tuple(lse.shape)} on {out.device}"
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dbsp_kernels.merge import lse_dtype
+
 __all__ = ["cpu_attention", "missing"]
 
 GATHER_BYTES = 64 << 20  # of keys gathered at a time: enough to keep the cores busy, little beside the model
@@ -28,7 +30,7 @@ def cpu_attention(
     """The contract of `dbsp_kernels.block_attention`."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # the operator reads D as if its stride were 1
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
     block = k.shape[1]
     short = bool((kv_len < block).any())
     for count in kv_count.unique().tolist():
@@ -50,7 +52,7 @@ def _flash(
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q[:, None], k.flatten(1, 2)[:, None], v.flatten(1, 2)[:, None], 0.0, False, attn_mask=bias, scale=scale
     )
-    return out[:, 0], lse[:, 0].float()
+    return out[:, 0], lse[:, 0]
 
 
 def _tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Running", "merge_into", "merge_states"]
+__all__ = ["Running", "lse_dtype", "merge_into", "merge_states"]
 
 Running = tuple[torch.Tensor, torch.Tensor]
-"""A result over some of the keys: out [..., D] and lse float32[...], natural log; where it saw no key, 0 and −inf."""
+"""A result over some of the keys: out [..., D] and lse [...], natural log; where it saw no key, 0 and −inf."""
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the log-sum-exp of queries of `dtype`: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def merge_states(
@@ -15,7 +20,8 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of two disjoint key sets.
 
-    out, out_part: [..., D]; lse, lse_part: float32[...], natural log; a side that saw no key has lse −inf, out 0
+    out, out_part: [..., D]
+    lse, lse_part: [...], natural log, of `lse_dtype`; a side that saw no key has lse −inf and out 0
     returns: (out in out's dtype, lse)
 
     out = out·σ(lse − lse_part) + out_part·σ(lse_part − lse) is the usual update; where both sides are −inf the
@@ -33,7 +39,7 @@ def merge_states(
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
     """`merge_states` that writes the result over `out` and `lse`: on CUDA in one pass over memory."""
-    if out.is_cuda and out.is_contiguous() and lse.is_contiguous():
+    if out.is_cuda and lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous():
         from dbsp_kernels.triton_merge import triton_merge_into  # here: triton need not be installed
 
         triton_merge_into(out, lse, out_part.contiguous(), lse_part.contiguous())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dbsp_kernels.merge import lse_dtype
+
 __all__ = ["reference_attention"]
 
 
@@ -18,8 +20,8 @@ def reference_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The contract of `dbsp_kernels.block_attention`, one row at a time."""
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=torch.float32)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = lse_dtype(q.dtype)
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=wide)
     for row, count in enumerate(kv_count.tolist()):
         if count == 0:
             continue
