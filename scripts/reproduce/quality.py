@@ -127,7 +127,7 @@ def save_frames(path: Path, pipeline: Any, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2, help="seeds for each prompt")
-    parser.add_argument("--prompts", type=int, default=2, help="how many of the prompts")
+    parser.add_argument("--prompts", type=int, default=3, help="how many of the prompts")
     parser.add_argument("--steps", type=int, default=6, help="denoising steps")
     parser.add_argument("--block", type=int, default=16, help="tokens to a side of a block")
     parser.add_argument("--every", type=int, default=1, help="take only each n-th setting of a source")
