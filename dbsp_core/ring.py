@@ -32,7 +32,7 @@ def ring_attention(
 
     In period i, ring rank r computes with slot (r + i) mod y: after each period a rank hands its slot to ring rank
     r − 1 and takes the next one from r + 1. The hand-over starts before the period's kernel and is waited for after.
-    Each period's result is merged into the running one, in 32 bits until the last.
+    Each period's result is merged into the running one, in at least 32 bits until the last.
     """
     batch = kv.shape[1]
     running: Running | None = None
