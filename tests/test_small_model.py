@@ -50,7 +50,7 @@ def test_measures_of_videos():
 
 
 def test_denser_masks_give_videos_nearer_to_the_dense_one(tmp_path):
-    few = ("--prompts", 1, "--seeds", 1, "--steps", 2, "--every", 2, "--sources", "window", "--out", tmp_path)
+    few = ("--prompts", 1, "--seeds", 1, "--steps", 1, "--every", 2, "--sources", "window", "--out", tmp_path)
     said = run(SCRIPTS / "quality.py", *few)
     assert "measured on the small trained model" in " ".join(said.split())
     with (tmp_path / "quality.csv").open(newline="") as file:

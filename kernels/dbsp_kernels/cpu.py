@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from dbsp_kernels.merge import lse_dtype
 
 __all__ = ["cpu_attention", "missing"]
 
-GATHER_BYTES = 64 << 20  # of keys gathered at a time: enough to keep the cores busy, little beside the model
+GATHER_BYTES = 2 << 20
+"""Of keys gathered at a time for each thread, into memory that is used again: fresh memory costs page faults."""
+
+STRETCH_BYTES = 256 << 20
+"""Of keys that rows side by side gather, before others follow: they share a head's keys, which caches keep."""
 
 
 def missing() -> str | None:
@@ -31,18 +37,48 @@ def cpu_attention(
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # the operator reads D as if its stride were 1
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
-    block = k.shape[1]
-    short = bool((kv_len < block).any())
-    for count in kv_count.unique().tolist():
-        if count == 0:  # the operator would give lse 0, not −inf
-            continue
-        rows = (kv_count == count).nonzero().squeeze(1)
-        bytes_per_row = count * block * k.shape[2] * k.element_size()
-        for chunk in rows.split(max(1, GATHER_BYTES // bytes_per_row)):
-            blocks = kv_index[chunk, :count].long()
-            bias = _tail_bias(kv_len[blocks], block, q.dtype) if short else None
-            out[chunk], lse[chunk] = _flash(q[chunk], k[blocks], v[blocks], bias, scale)
+    short = bool((kv_len < k.shape[1]).any())
+    gather = _Gather(k, v)
+    together = GATHER_BYTES * torch.get_num_threads()
+    for rows in _stretches(kv_count, gather.block_bytes):
+        counts = kv_count[rows.start : rows.stop]
+        for count in counts.unique().tolist():
+            if count == 0:  # the operator would give lse 0, not −inf
+                continue
+            alike = (counts == count).nonzero().squeeze(1) + rows.start
+            for chunk in alike.split(max(1, together // (count * gather.block_bytes))):
+                blocks = kv_index[chunk, :count].long()
+                bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
+                out[chunk], lse[chunk] = _flash(q[chunk], *gather(blocks), bias, scale)
     return out, lse
+
+
+def _stretches(kv_count: torch.Tensor, block_bytes: int) -> list[range]:
+    """Runs of rows side by side whose blocks are of STRETCH_BYTES or less, or of a single row."""
+    before = (kv_count.long().cumsum(0) - kv_count) * block_bytes // STRETCH_BYTES
+    lengths = before.unique_consecutive(return_counts=True)[1].tolist()
+    ends = list(itertools.accumulate(lengths))
+    return [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+class _Gather:
+    """Takes blocks of keys and values together, into memory of its own that the next ones overwrite."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.block_bytes = k[0].numel() * k.element_size() if len(k) else 1
+        self._sources = k.detach(), v.detach()
+        self._memory = [t.new_empty(0, *t.shape[1:]) for t in self._sources]
+
+    def __call__(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+        """blocks: int64[R, n]; returns: keys and values, [R, n, Bk, D]"""
+        if len(self._memory[0]) < blocks.numel():
+            self._memory = [memory.new_empty(blocks.numel(), *memory.shape[1:]) for memory in self._memory]
+        taken = []
+        for source, memory in zip(self._sources, self._memory, strict=True):
+            here = memory[: blocks.numel()]
+            torch.index_select(source, 0, blocks.flatten(), out=here)
+            taken.append(here.unflatten(0, tuple(blocks.shape)))
+        return taken
 
 
 def _flash(
