@@ -66,19 +66,17 @@ class _Gather:
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.block_bytes = k[0].numel() * k.element_size() if len(k) else 1
-        self._sources = k.detach(), v.detach()
-        self._memory = [t.new_empty(0, *t.shape[1:]) for t in self._sources]
+        self._k, self._v = k.detach(), v.detach()
+        self._memory = k.new_empty(2, 0, *k.shape[1:])
 
-    def __call__(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """blocks: int64[R, n]; returns: keys and values, [R, n, Bk, D]"""
-        if len(self._memory[0]) < blocks.numel():
-            self._memory = [memory.new_empty(blocks.numel(), *memory.shape[1:]) for memory in self._memory]
-        taken = []
-        for source, memory in zip(self._sources, self._memory, strict=True):
-            here = memory[: blocks.numel()]
-            torch.index_select(source, 0, blocks.flatten(), out=here)
-            taken.append(here.unflatten(0, tuple(blocks.shape)))
-        return taken
+        if self._memory.shape[1] < blocks.numel():
+            self._memory = self._k.new_empty(2, blocks.numel(), *self._k.shape[1:])
+        keys, values = self._memory[:, : blocks.numel()]
+        torch.index_select(self._k, 0, blocks.flatten(), out=keys)
+        torch.index_select(self._v, 0, blocks.flatten(), out=values)
+        return keys.unflatten(0, blocks.shape), values.unflatten(0, blocks.shape)
 
 
 def _flash(
