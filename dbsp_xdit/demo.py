@@ -76,6 +76,8 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
 
     Raises RuntimeError when the run fails or its latents differ from one process by more than the tolerance.
     """
+    from diffusers import AutoencoderKLWan
+
     settings = settings or Settings()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".run.") as temporary:
@@ -107,7 +109,8 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
             raise RuntimeError(f"the latents differ from one process by {difference:.1e}, more than {allowed}")
         _save_masks(work / "masks", out / "masks.safetensors")
         videos = {"dense attention": dense, f"block-sparse, density {_density(report):.2f}, {ranks} ranks": latents}
-        frames = {title: decode_video(model, video) for title, video in videos.items()}
+        vae = AutoencoderKLWan.from_pretrained(model / "vae", torch_dtype=torch.float32, local_files_only=True)
+        frames = {title: decode_video(vae, video) for title, video in videos.items()}
         save_side_by_side(out / "frames.png", frames, settings.prompt)
         (video,) = work.glob("*.mp4")
         video.replace(out / "demo.mp4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,11 +17,11 @@ SHOWN = 6
 
 
 @torch.no_grad()
-def decode_video(model: Path, latents: torch.Tensor) -> torch.Tensor:
-    """float32[F, H, W, 3] in [0, 1] of standardised latents [1, C, f, h, w], by the checkpoint's Wan autoencoder."""
-    from diffusers import AutoencoderKLWan
+def decode_video(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """float32[F, H, W, 3] in [0, 1] of standardised latents [1, C, f, h, w].
 
-    vae = AutoencoderKLWan.from_pretrained(model / "vae", torch_dtype=torch.float32, local_files_only=True)
+    vae: diffusers' AutoencoderKLWan, in float32
+    """
     mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (vae.config.latents_mean, vae.config.latents_std))
     video: torch.Tensor = vae.decode(latents * std + mean).sample[0]
     return ((video + 1) / 2).clamp(0, 1).permute(1, 2, 3, 0)

@@ -23,13 +23,13 @@ from dbsp_core.mask_file import save_mask
 from dbsp_core.planners import PLANNERS
 from dbsp_core.recordings.series import MaskSeries, drift_of
 from dbsp_core.strategy import Strategy
+from dbsp_xdit.demo import PREDICTED
 
 FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "learned-masks.safetensors"
 LABEL = "measured on masks of the small trained model"
 WAYS = (("contiguous", "contiguous"), ("snake", "contiguous"), ("paper", "contiguous"), ("dbsp", "striped"))
 REWARDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 THRESHOLDS = (1.02, 1.05, 1.10, 1.15, 1.20, 1.30)
-SETTING = {"source": "sparge", "cdf": 0.85, "similarity": -1.0, "block_q": 16, "block_k": 16}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def record(path: Path, steps: int) -> None:
     from small_model import PROMPTS, generate, load_pipeline
 
     pipeline = load_pipeline()
-    _, watched = generate(pipeline, PROMPTS[0], 0, steps, SETTING, keep=True)
+    _, watched = generate(pipeline, PROMPTS[0], 0, steps, PREDICTED, keep=True)
     layers = len(pipeline.transformer.blocks)
     masks = {(at.step, at.layer): mask for at, mask in watched.masks.items() if at.branch == 0}
     groups = ",".join(f"{step}-{step}" for step in range(steps))

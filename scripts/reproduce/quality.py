@@ -51,8 +51,7 @@ def blocks(setting: dict[str, Any], size: int) -> dict[str, Any]:
     return {**setting, **extra, "block_q": size, "block_k": size}
 
 
-def measure(options: argparse.Namespace) -> Iterator[Row]:
-    pipeline = load_pipeline()
+def measure(pipeline: Any, options: argparse.Namespace) -> Iterator[Row]:
     jobs = [(prompt, seed) for seed in range(options.seeds) for prompt in PROMPTS[: options.prompts]]
     for prompt, seed in track(jobs, "prompts and seeds"):
         dense, _ = generate(pipeline, prompt, seed, options.steps)
@@ -134,9 +133,10 @@ def main() -> None:
     parser.add_argument("--sources", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNGs")
     options = parser.parse_args()
-    rows = list(measure(options))
+    pipeline = load_pipeline()
+    rows = list(measure(pipeline, options))
     publish("quality", "Sparse against dense videos", rows, draw(rows), options.out)
-    save_frames(options.out / "quality-frames.png", load_pipeline(), options)
+    save_frames(options.out / "quality-frames.png", pipeline, options)
 
 
 if __name__ == "__main__":

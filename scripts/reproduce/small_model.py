@@ -17,6 +17,7 @@ from dbsp_core.single import attach_single_process
 from dbsp_core.sources import HomeTokens, MaskRequest, MaskSource
 from dbsp_core.sources.base import Varies
 from dbsp_core.tiny import TRAINED_WAN
+from dbsp_xdit.side_by_side import decode_video
 
 MEASURED_HERE = "measured on the small trained model"
 HEIGHT, WIDTH, FRAMES = 144, 240, 33  # its training's: 9 × 9 × 15 = 1,215 tokens
@@ -100,17 +101,7 @@ def generate(
     finally:
         if attachment is not None:
             attachment.detach()
-    return Video(decode(pipeline.vae, latents), latents), watched
-
-
-@torch.no_grad()
-def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Standardised latents [1, 16, f, h, w] to frames, float32[F, 3, H, W] in [0, 1]."""
-    mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    video = vae.decode(latents * std + mean).sample[0]
-    return ((video + 1) / 2).clamp(0, 1).transpose(0, 1)
+    return Video(decode_video(pipeline.vae, latents).permute(0, 3, 1, 2), latents), watched
 
 
 def psnr(frames: torch.Tensor, reference: torch.Tensor) -> float:
