@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
 
 __all__ = ["agree", "gather_texts", "on_all_ranks"]
@@ -21,50 +22,68 @@ def on_all_ranks(
     fingerprint: Callable[[Result], int] = lambda _: 0,
     what: str = "the result",
 ) -> Result:
-    """function(), called by every rank; when it raises on some, or its results differ, all raise ValueError.
+    """function(), called by every rank; when it raises on some, or its results differ, all ranks raise. Collective.
 
-    Collective.
+    What is raised is a `UserError` where the first rank that failed had one, or results differ; else a ValueError.
     fingerprint: below 2^63, equal for equal results
     """
-    problem, result, mark = None, None, 0
-    cause: Exception | None = None
+    problem: Exception | None = None
+    result, mark = None, 0
     try:
         result = function()
         mark = fingerprint(result)
-    except Exception as error:  # whatever it is: this rank must not stop alone
-        cause = error
-        problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    try:
-        agree(group, problem, mark, device, f"{what} differs on rank(s) {{}}; it must be the same on every rank")
-    except ValueError as told:
-        raise told from cause
+    except Exception as error:  # any error: this rank must not stop alone
+        problem = error
+    complaint = f"{what} differs on rank(s) {{}}; it must be the same on every rank"
+    agree(group, problem, mark, device, complaint)
     return result  # type: ignore[return-value]  # agree raised where there is none
 
 
 def agree(
     group: SequenceGroup,
-    problem: str | None,
+    problem: Exception | None,
     mark: int,
     device: torch.device,
     complaint: str,
-    error: type[Exception] = ValueError,
+    error: type[Exception] = UserError,
 ) -> None:
     """Raises on all ranks when any of them has a problem, or a mark that most don't have. Collective.
 
     complaint: about marks that differ, with {} for the ranks
-    error:     what is raised
+    error:     what is raised where marks differ. A problem is raised as a `UserError` where it is one, else as
+               ValueError, or as `error` where that is no UserError
     """
-    states = group.gather_integers([int(problem is None), mark], device)
-    failed = [rank for rank, (fine, _) in enumerate(states) if not fine]
+    states = group.gather_integers([_kind(problem), mark], device)
+    failed = [rank for rank, (kind, _) in enumerate(states) if kind != _FINE]
     if failed:
-        texts = gather_texts(group, problem or "", device)
+        first = failed[0]
+        texts = gather_texts(group, _in_words(problem), device)
         where = "" if len(failed) == group.size else f"rank(s) {failed}: "
-        raise error(where + texts[failed[0]])
+        raised: type[Exception] = UserError if states[first][0] == _USERS else ValueError
+        if not issubclass(error, UserError):
+            raised = error
+        raise raised(where + texts[first]) from problem
     marks = [mark for _, mark in states]
     usual = max(marks, key=marks.count)
     differing = [rank for rank, mark in enumerate(marks) if mark != usual]
     if differing:
         raise error(complaint.format(differing))
+
+
+_FINE, _USERS, _OURS = range(3)
+
+
+def _kind(problem: Exception | None) -> int:
+    if problem is None:
+        return _FINE
+    return _USERS if isinstance(problem, UserError) else _OURS
+
+
+def _in_words(problem: Exception | None) -> str:
+    if problem is None:
+        return ""
+    plain = isinstance(problem, (ValueError, RuntimeError))
+    return str(problem) if plain else f"{type(problem).__name__}: {problem}"
 
 
 def gather_texts(group: SequenceGroup, text: str, device: torch.device) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dbsp_core.errors import UserError
+
 __all__ = ["ARCHITECTURES", "Architecture", "architecture_of", "register_architecture"]
 
 
@@ -60,7 +62,7 @@ ARCHITECTURES = {
 def register_architecture(class_name: str, architecture: Architecture) -> None:
     """Makes a transformer class known, by its name; see docs/adding-a-model.md. Raises ValueError for a name taken."""
     if ARCHITECTURES.setdefault(class_name, architecture) != architecture:
-        raise ValueError(f"{class_name} is known already, with other settings; register a subclass under another name")
+        raise UserError(f"{class_name} is known already, with other settings; register a subclass under another name")
 
 
 def architecture_of(transformer: nn.Module) -> Architecture:
@@ -68,7 +70,7 @@ def architecture_of(transformer: nn.Module) -> Architecture:
     for cls in type(transformer).__mro__:
         if cls.__name__ in ARCHITECTURES:
             return ARCHITECTURES[cls.__name__]
-    raise ValueError(
+    raise UserError(
         f"db-SP does not know {type(transformer).__name__}; it knows {', '.join(ARCHITECTURES)} and their subclasses; "
         "others of their kind need one entry: docs/adding-a-model.md"
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dbsp_core.agreement import agree
+from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout
 from dbsp_core.mask import BlockMask
@@ -65,14 +66,14 @@ class DualBalancedAttention:
         """
         plan.strategy.require_world(group.size)
         if plan.heads != mask.heads:
-            raise ValueError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
+            raise UserError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
         whole = whole_heads(plan, group.rank)
         require_fit(kernel, Needs(lse=plan.strategy.ring > 1, ragged_rows=whole is None))
         mask = mask.refined(plan.grid)
         n_local = home.shard if n_local is None else n_local
         least = int(home.tokens_at(group.rank)[1].max(initial=-1)) + 1
         if not least <= n_local <= home.shard:
-            raise ValueError(
+            raise UserError(
                 f"rank {group.rank} holds {n_local} tokens, expected {least} ({home.shard} with padding): "
                 f"{home.tokens} tokens are shared by {home.world} ranks"
             )
@@ -119,9 +120,15 @@ class DualBalancedAttention:
         if self.debug:
             if problem is None and not all(bool(t.isfinite().all()) for t in (q, k, v)):
                 problem = "q, k or v has values that are not finite"
-            agree(self.group, problem, self.plan.fingerprint, q.device, PLANS_DIFFER)
+            agree(
+                self.group,
+                None if problem is None else UserError(problem),
+                self.plan.fingerprint,
+                q.device,
+                PLANS_DIFFER,
+            )
         if problem is not None:
-            raise ValueError(problem)
+            raise UserError(problem)
 
     def _problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         """What is wrong with the inputs, seen from this rank alone."""

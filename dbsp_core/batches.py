@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dbsp_core.agreement import agree
+from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment
 
@@ -54,7 +55,7 @@ class _BatchSplit:
         if self._whole:
             return args, kwargs
         if batch % ranks:
-            raise ValueError(
+            raise UserError(
                 f"{batch} item(s) in a pass cannot be shared by {ranks} batch groups; make the mesh with "
                 "max_batch_dim_size=1, or with a divisor of the batch (Wan passes the two branches of guidance one "
                 "after the other, CogVideoX in one batch)"
@@ -71,7 +72,7 @@ class _BatchSplit:
         failure = sys.exc_info()[1] if output is None else None
         if failure is not None:
             with suppress(RuntimeError):  # the failure itself is on its way up
-                self._agree(f"{type(failure).__name__}: {failure}")
+                self._agree(RuntimeError(f"{type(failure).__name__}: {failure}"))
             return None
         self._agree(None)
         if self._whole:
@@ -79,6 +80,6 @@ class _BatchSplit:
         whole = torch.cat(self._group.all_gather(output[0]))
         return (whole, *output[1:]) if isinstance(output, tuple) else type(output)(sample=whole)
 
-    def _agree(self, problem: str | None) -> None:
+    def _agree(self, problem: Exception | None) -> None:
         complaint = "a forward pass differs on rank(s) {} of the batch"
         agree(self._control, problem, 0, _CPU, complaint, RuntimeError)

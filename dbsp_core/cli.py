@@ -19,6 +19,7 @@ from dbsp_core.commands.masks import masks_app
 from dbsp_core.commands.report import report_command
 from dbsp_core.commands.simulate import simulate_command
 from dbsp_core.doctor import examine
+from dbsp_core.errors import UserError
 from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask
 from dbsp_core.mask_file import MaskFile
@@ -53,12 +54,12 @@ def tiny(
     """Make a tiny checkpoint, with random weights or trained ones, for trying things out offline."""
     if trained and not model.endswith(_TRAINED):
         if model + _TRAINED not in TINY_MODELS:
-            raise ValueError(f"{model!r} has no trained weights, only wan has; leave out --trained")
+            raise UserError(f"{model!r} has no trained weights, only wan has; leave out --trained")
         model += _TRAINED
     try:
         make_tiny(model, folder, seed)
     except ImportError as error:
-        raise ValueError(f"{error.name} is needed to make checkpoints; pip install 'dbsp-attention[xdit]'") from error
+        raise UserError(f"{error.name} is needed to make checkpoints; pip install 'dbsp-attention[xdit]'") from error
     print(f"wrote a tiny {model} checkpoint to {folder}", file=sys.stderr)
 
 
@@ -167,7 +168,7 @@ def main() -> None:
     """Runs the command. A user's mistake is one line on standard error and exit code 2."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
-    except (ValueError, OSError, UsageError) as error:
+    except (UserError, OSError, UsageError) as error:
         text = error.format_message() if isinstance(error, UsageError) else str(error)
         print(f"dbsp: error: {' '.join(text.split())}", file=sys.stderr)
         raise SystemExit(2) from error

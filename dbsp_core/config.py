@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+from dbsp_core.errors import UserError
 from dbsp_core.generation.video import VideoSettings
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PlannerSettings, require_planner
@@ -103,9 +104,9 @@ class DbspConfig:
         _require("dtype", self.dtype, DTYPES)
         PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost or 0.0)
         if not self.replan_threshold >= 1:
-            raise ValueError(f"replan_threshold={self.replan_threshold} must be at least 1, the least ρ_s there is")
+            raise UserError(f"replan_threshold={self.replan_threshold} must be at least 1, the least ρ_s there is")
         if self.replan_budget is not None and not self.replan_budget > 0:
-            raise ValueError(
+            raise UserError(
                 f"replan_budget={self.replan_budget} must be positive, or null to replan by the threshold alone"
             )
         if isinstance(self.strategy, Strategy):
@@ -251,7 +252,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if get_origin(option) is tuple and _is_list_of(get_args(option)[0], value):
             return tuple(value)
     wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
-    raise ValueError(f"{where} must be {wanted}, got {value!r}")
+    raise UserError(f"{where} must be {wanted}, got {value!r}")
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
@@ -271,4 +272,4 @@ def _in_words(option: Any) -> str:
 
 def _require(key: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"unknown {key} {value!r}; use one of {', '.join(choices)}")
+        raise UserError(f"unknown {key} {value!r}; use one of {', '.join(choices)}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dbsp_core.agreement import on_all_ranks
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockGrid
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.mask import BlockMask
@@ -138,5 +139,5 @@ class MaskFeed:
 
     def _fitting(self, mask: BlockMask) -> BlockMask:
         if mask.heads != self.heads:
-            raise ValueError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
+            raise UserError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
         return mask

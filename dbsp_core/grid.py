@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from dbsp_core.errors import UserError
 from dbsp_core.order import CANONICAL, require_order, video_order
 
 __all__ = ["BlockAxis", "BlockGrid"]
@@ -56,25 +57,25 @@ class BlockGrid:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise ValueError(f"a block grid needs at least one token, got tokens={self.tokens}")
+            raise UserError(f"a block grid needs at least one token, got tokens={self.tokens}")
         if not 0 <= self.text_tokens <= self.tokens:
-            raise ValueError(f"text_tokens={self.text_tokens} must lie between 0 and tokens={self.tokens}")
+            raise UserError(f"text_tokens={self.text_tokens} must lie between 0 and tokens={self.tokens}")
         for name, size in (("block_q", self.block_q), ("block_k", self.block_k)):
             if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1; 64 and 128 are usual")
+                raise UserError(f"{name}={size} must be at least 1; 64 and 128 are usual")
         self._check_orders()
 
     def _check_orders(self) -> None:
         if not self.orders:
-            raise ValueError(f"orders must not be empty; leave it out for {CANONICAL!r}")
+            raise UserError(f"orders must not be empty; leave it out for {CANONICAL!r}")
         for order in set(self.orders):
             require_order(order)
         if self.thw is None:
             if set(self.orders) != {CANONICAL}:
-                raise ValueError(f"token orders other than {CANONICAL!r} need thw, the size of the video's token grid")
+                raise UserError(f"token orders other than {CANONICAL!r} need thw, the size of the video's token grid")
         elif math.prod(self.thw) != self.tokens - self.text_tokens:
             video = self.tokens - self.text_tokens
-            raise ValueError(
+            raise UserError(
                 f"thw={self.thw} makes {math.prod(self.thw)} tokens, but the grid has {video} video tokens "
                 f"(tokens={self.tokens}, text_tokens={self.text_tokens})"
             )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 
+from dbsp_core.errors import UserError
 from dbsp_core.files import write_atomically
 from dbsp_core.settings import SettingError, read_settings, require_known, shipped_configs
 
@@ -81,16 +82,16 @@ class Constants:
             if value is None and f.default is None:
                 continue
             if type(value) not in (int, float) or math.isnan(value):
-                raise ValueError(f"hardware constant {f.name} must be a number, got {value!r}; write 1.0e+9, not 1e9")
+                raise UserError(f"hardware constant {f.name} must be a number, got {value!r}; write 1.0e+9, not 1e9")
             if f.name.endswith("_per_s") and not value > 0:
-                raise ValueError(f"hardware constant {f.name}={value} must be positive")
+                raise UserError(f"hardware constant {f.name}={value} must be positive")
             if not value >= 0:
-                raise ValueError(f"hardware constant {f.name}={value} must not be negative")
+                raise UserError(f"hardware constant {f.name}={value} must not be negative")
             object.__setattr__(self, f.name, float(value))
         if self.overlap > 1:
-            raise ValueError(f"hardware constant overlap={self.overlap} must lie between 0 and 1")
+            raise UserError(f"hardware constant overlap={self.overlap} must lie between 0 and 1")
         if (self.network_latency_s is None) != (self.network_bytes_per_s is None):
-            raise ValueError("network_latency_s and network_bytes_per_s go together; give both or neither")
+            raise UserError("network_latency_s and network_bytes_per_s go together; give both or neither")
 
 
 COMMUNICATION = (
@@ -133,10 +134,10 @@ class Hardware:
         for key, label in self.sources.items():
             require_known(key, names, f"sources of hardware {self.name!r}")
             if label not in LABELS:
-                raise ValueError(f"source {label!r} of {key} is not one of {', '.join(LABELS)}")
+                raise UserError(f"source {label!r} of {key} is not one of {', '.join(LABELS)}")
         unlabelled = [n for n in names if getattr(self.constants, n) is not None and n not in self.sources]
         if unlabelled:
-            raise ValueError(
+            raise UserError(
                 f"hardware {self.name!r} does not say where {', '.join(unlabelled)} come from; add sources"
             )
 
@@ -173,7 +174,7 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
     shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
     path = shipped.get(os.fspath(source), Path(source))
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"no hardware {os.fspath(source)!r}; use {', '.join(shipped) or 'the path of a YAML file'}, or {REDO}"
         )
     settings = read_settings(path, "hardware file")

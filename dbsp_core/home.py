@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.order import CANONICAL
@@ -95,7 +96,7 @@ class HomeLayout:
         streams: int64 token positions, in the order in which each stream is sharded; together every token once
         """
         if world < 1:
-            raise ValueError(f"a home layout needs at least one rank, got {world}")
+            raise UserError(f"a home layout needs at least one rank, got {world}")
         tokens = sum(len(stream) for stream in streams)
         if not np.array_equal(np.sort(np.concatenate(streams)), np.arange(tokens)):
             raise ValueError(f"the streams of a home layout must hold each of their {tokens} tokens once")
@@ -136,7 +137,7 @@ class HomeLayout:
         Raises ValueError for an unknown name, or "learned" without a profile.
         """
         if name not in HOME_ORDERS:
-            raise ValueError(f"unknown home layout {name!r}; use one of {', '.join(HOME_ORDERS)}")
+            raise UserError(f"unknown home layout {name!r}; use one of {', '.join(HOME_ORDERS)}")
         video = np.arange(grid.text_tokens if split_text else 0, grid.tokens)
         # A ring of one rank has all tokens: no order is better than another, and hosts are spared the permutation.
         streams = [HOME_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]
@@ -192,7 +193,7 @@ def _in_stripes(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile
 
 def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
     if profile is None:
-        raise ValueError("home layout 'learned' needs masks that are known beforehand; use striped for others")
+        raise UserError("home layout 'learned' needs masks that are known beforehand; use striped for others")
     if len(tokens) == 0:
         return tokens
     tokens = _standing(tokens, grid)

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from dbsp_core.errors import UserError
+
 __all__ = [
     "Attachment",
     "Attend",
@@ -84,7 +86,7 @@ class _Intercept(TorchFunctionMode):
             return func(*args, **kwargs)
         call = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         if call.get("attn_mask") is not None or call.get("is_causal"):
-            raise ValueError("db-SP replaces self-attention without a mask of its own; this model passes one")
+            raise UserError("db-SP replaces self-attention without a mask of its own; this model passes one")
         self.calls += 1
         return self._attend(call["query"], call["key"], call["value"], scale=call.get("scale"))
 
@@ -105,7 +107,7 @@ def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: A
         with mode:
             output = forward(*args, **kwargs)
         if mode.calls != 1:
-            raise ValueError(
+            raise UserError(
                 f"self-attention reached torch's scaled_dot_product_attention {mode.calls} times, expected once; "
                 "keep to attention backend 'native' and to processors that call it"
             )

@@ -16,6 +16,7 @@ from dbsp_core.agreement import on_all_ranks
 from dbsp_core.architectures import ARCHITECTURES, architecture_of
 from dbsp_core.checkpoints import Identity, identity_of, identity_of_model
 from dbsp_core.config import ConfigLike, DbspConfig
+from dbsp_core.errors import UserError
 from dbsp_core.generation.launching import NOTICE
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.settings import Settings, shipped_configs
@@ -60,7 +61,7 @@ def settings_for(config: ConfigLike, transformer: Any, group: SequenceGroup, pip
 
     def load() -> DbspConfig:
         if not isinstance(config, (DbspConfig, Settings, Mapping, str, os.PathLike, type(None))):
-            raise ValueError(f"config must be a DbspConfig, a mapping or a YAML file, got a {type(config).__name__}")
+            raise UserError(f"config must be a DbspConfig, a mapping or a YAML file, got a {type(config).__name__}")
         if config is None:
             return default_config(identify(transformer, pipe))
         loaded = DbspConfig.load(config)
@@ -81,7 +82,7 @@ def require_same_model(config: DbspConfig, actual: Identity | None, with_pipelin
     same = wanted == actual if with_pipeline else wanted.sizes == actual.sizes
     if not same:
         where = f" ({config.origin})" if config.origin else ""
-        raise ValueError(
+        raise UserError(
             f"the configuration{where} is for {wanted}, the model is {actual}; take the configuration of that model, "
             "or leave out 'model' to use these settings for any"
         )

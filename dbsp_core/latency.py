@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dbsp_core.errors import UserError
 from dbsp_core.hardware import Constants, Hardware
 from dbsp_core.home import HomeLayout
 from dbsp_core.mask import BlockMask
@@ -47,7 +48,7 @@ class AttentionShape:
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "tokens", "head_dim", "element_bytes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"attention shape: {name}={getattr(self, name)} must be at least 1")
+                raise UserError(f"attention shape: {name}={getattr(self, name)} must be at least 1")
 
     @property
     def token_bytes(self) -> int:
@@ -64,7 +65,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.world < 1 or self.node_size < 1:
-            raise ValueError(f"a topology needs at least one rank and one rank a node, got {self}")
+            raise UserError(f"a topology needs at least one rank and one rank a node, got {self}")
 
     @property
     def nodes(self) -> np.ndarray:
@@ -147,7 +148,7 @@ def predict(
 def _require_fit(plan: Plan, shape: AttentionShape, topology: Topology) -> None:
     plan.strategy.require_world(topology.world)
     if (shape.heads, shape.tokens) != (plan.heads, plan.grid.tokens):
-        raise ValueError(
+        raise UserError(
             f"the plan is for {plan.heads} heads and {plan.grid.tokens} tokens, the shape has {shape.heads} and "
             f"{shape.tokens}; give the plan's"
         )
@@ -155,7 +156,7 @@ def _require_fit(plan: Plan, shape: AttentionShape, topology: Topology) -> None:
 
 def _require_network(hardware: Hardware, topology: Topology) -> None:
     if not topology.one_node and hardware.constants.network_bytes_per_s is None:
-        raise ValueError(
+        raise UserError(
             f"{topology.world} ranks on nodes of {topology.node_size} need network constants, which hardware "
             f"{hardware.name!r} lacks; add network_latency_s and network_bytes_per_s, or use one node"
         )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dbsp_core.counting import MaskCounts
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockGrid
 
 __all__ = ["BlockMask"]
@@ -29,15 +30,15 @@ class BlockMask:
     def __post_init__(self) -> None:
         bits = torch.as_tensor(self.bits)
         if bits.dtype != torch.bool:
-            raise ValueError(f"mask bits must be bool, got {bits.dtype}; compare with a threshold first")
+            raise UserError(f"mask bits must be bool, got {bits.dtype}; compare with a threshold first")
         expected = (self.grid.nq, self.grid.nk)
         if bits.ndim != 3 or tuple(bits.shape[1:]) != expected or bits.shape[0] < 1:
-            raise ValueError(
+            raise UserError(
                 f"mask of shape {tuple(bits.shape)} does not fit {self.grid.tokens} tokens in blocks of "
                 f"{self.grid.block_q}×{self.grid.block_k}: expected [heads, {expected[0]}, {expected[1]}]"
             )
         if len(self.grid.orders) not in (1, bits.shape[0]):
-            raise ValueError(
+            raise UserError(
                 f"the grid has token orders for {len(self.grid.orders)} heads, the mask {bits.shape[0]} heads"
             )
         object.__setattr__(self, "bits", bits)
@@ -70,7 +71,7 @@ class BlockMask:
         if old == new:
             return self
         if not new.refines(old):
-            raise ValueError(f"the blocks of {new} are not parts of those of {old}")
+            raise UserError(f"the blocks of {new} are not parts of those of {old}")
         rows = torch.from_numpy(old.q_axis.block_of[new.q_axis.starts]).to(self.bits.device)
         columns = torch.from_numpy(old.k_axis.block_of[new.k_axis.starts]).to(self.bits.device)
         return BlockMask(self.bits[:, rows][:, :, columns], grid)

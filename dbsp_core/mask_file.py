@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dbsp_core.errors import UserError
 from dbsp_core.files import ByteTensor, write_byte_tensors
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
@@ -54,7 +55,7 @@ class MaskFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path} does not exist; give the path of one, or make it from another "
                 "project's masks or a recording: dbsp masks convert IN OUT.safetensors"
             )
@@ -66,7 +67,7 @@ class MaskFile:
                 kinds = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
                 order_index = file.get_tensor("orders") if "orders" in names else None
         except (SafetensorError, OSError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path} is not a readable safetensors file ({error}); write it again with "
                 "dbsp_core.save_mask"
             ) from error
@@ -78,18 +79,18 @@ class MaskFile:
     def _tensor_name(self, names: list[str]) -> str:
         found = [name for name in ("mask", "packed") if name in names]
         if not found:
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path} has no tensor 'mask' (it has {names}); name the tensor 'mask', or make a mask "
                 "file with `dbsp masks convert`"
             )
         if len(found) > 1:
-            raise ValueError(f"mask file {self.path} has both 'mask' and 'packed'; keep one of them")
+            raise UserError(f"mask file {self.path} has both 'mask' and 'packed'; keep one of them")
         return found[0]
 
     def _parse(self, metadata: dict[str, str]) -> tuple[BlockGrid, StepGroups | None]:
         missing = [key for key in _SIZES if key not in metadata]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path} lacks metadata {', '.join(missing)}; save it with block_q, block_k, tokens "
                 "and text_tokens as strings"
             )
@@ -99,25 +100,25 @@ class MaskFile:
             groups = StepGroups.parse(metadata["groups"]) if "groups" in metadata else None
             return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups
         except ValueError as error:
-            raise ValueError(f"mask file {self.path}: bad metadata: {error}") from error
+            raise UserError(f"mask file {self.path}: bad metadata: {error}") from error
 
     def _checked_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         usual = (5,) if self.groups else (3, 4)
         if dtype != "U8" or len(shape) not in usual or 0 in shape:
             wanted = "[groups, layers, heads, nq, nk]" if self.groups else "[heads, nq, nk] or [layers, heads, nq, nk]"
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path}: tensor {self._tensor!r} is {dtype} of shape {list(shape)}, expected uint8 "
                 f"(U8) of shape {wanted}, none of them 0"
                 + ("; five dimensions need metadata groups, such as '0-9,10-49'" if len(shape) == 5 else "")
             )
         nq, nk = block_counts(self.grid)
         if shape[-2:] != (nq, -(-nk // 8) if self.packed else nk):
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path}: shape {list(shape)} does not fit its metadata, which makes "
                 f"{nq}×{nk} blocks; correct block_q, block_k, tokens or text_tokens"
             )
         if self.groups is not None and shape[0] != len(self.groups):
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path}: {shape[0]} step groups of masks, but metadata groups has {len(self.groups)}"
             )
         return shape
@@ -128,14 +129,14 @@ class MaskFile:
         table = np.zeros(1, dtype=np.uint8) if index is None else index
         fits = table.dtype == np.uint8 and table.shape in {leading[start:] for start in range(len(leading))} | {(1,)}
         if not fits or table.max(initial=0) >= len(names) or (index is None and len(names) > 1):
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path}: bad token orders: tensor 'orders' must be uint8 of shape {list(leading)} (or "
                 f"the last dimensions of it) and count metadata orders, which has {names}"
             )
         try:
             replace(self.grid, orders=tuple(names))
         except ValueError as error:
-            raise ValueError(f"mask file {self.path}: bad token orders: {error}") from error
+            raise UserError(f"mask file {self.path}: bad token orders: {error}") from error
         return np.array(names)[table]
 
     @property
@@ -165,18 +166,18 @@ class MaskFile:
     def layer(self, index: int, group: int = 0) -> BlockMask:
         """The mask of one layer. Raises ValueError for a layer or group the file lacks, or values other than 0, 1."""
         if self.per_layer and not 0 <= index < self.layers:
-            raise ValueError(f"mask file {self.path} has {self.layers} layers, there is no layer {index}")
+            raise UserError(f"mask file {self.path} has {self.layers} layers, there is no layer {index}")
         if not 0 <= group < len(self.groups or (0,)):
-            raise ValueError(f"mask file {self.path} has {len(self.groups or (0,))} step groups, not {group + 1}")
+            raise UserError(f"mask file {self.path} has {len(self.groups or (0,))} step groups, not {group + 1}")
         place = (*((group,) if self.groups else ()), *((index,) if self.per_layer else ()))
         try:
             with safe_open(self.path, framework="numpy") as file:
                 view = file.get_slice(self._tensor)
                 values = view[place] if place else view[:]
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"mask file {self.path} cannot be read any more ({error})") from error
+            raise UserError(f"mask file {self.path} cannot be read any more ({error})") from error
         if not self.packed and int(values.max()) > 1:
-            raise ValueError(f"mask file {self.path}: values must be 0 or 1, found {int(values.max())}")
+            raise UserError(f"mask file {self.path}: values must be 0 or 1, found {int(values.max())}")
         bits = unpack_bits(values, self.grid.nk) if self.packed else torch.from_numpy(values).bool()
         return BlockMask(bits, replace(self.grid, orders=self.orders(index, group)))
 
@@ -260,14 +261,14 @@ def save_mask(
     by_group = [[mask] if isinstance(mask, BlockMask) else list(mask) for mask in given]
     flat = [mask for layers in by_group for mask in layers]
     if not flat:
-        raise ValueError("save_mask needs at least one mask")
+        raise UserError("save_mask needs at least one mask")
     if groups is not None and (len(by_group) != len(groups) or len({len(layers) for layers in by_group}) > 1):
-        raise ValueError(f"groups {groups} need {len(groups)} lists of masks, all with the same number of layers")
+        raise UserError(f"groups {groups} need {len(groups)} lists of masks, all with the same number of layers")
     if groups is None and any(not isinstance(mask, BlockMask) for mask in given):
-        raise ValueError("lists of lists of masks need groups, such as groups='0-9,10-49'")
+        raise UserError("lists of lists of masks need groups, such as groups='0-9,10-49'")
     grid, heads = replace(flat[0].grid, orders=(CANONICAL,)), flat[0].heads
     if any(replace(mask.grid, orders=(CANONICAL,)) != grid or mask.heads != heads for mask in flat):
-        raise ValueError("all layers of a mask file need the same grid and number of heads")
+        raise UserError("all layers of a mask file need the same grid and number of heads")
     layers = None if isinstance(masks, BlockMask) else len(by_group[0]) if groups else len(flat)
     layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat))
     write_masks(path, layout, (mask.bits for mask in flat), packed)
@@ -281,5 +282,5 @@ def one_or_each(orders: Sequence[str]) -> Orders:
 def _parse_thw(text: str) -> tuple[int, int, int]:
     sizes = [int(size) for size in text.split(",")]
     if len(sizes) != 3 or min(sizes) < 1:
-        raise ValueError(f"thw={text!r} must be three numbers of at least 1: frames, rows, columns")
+        raise UserError(f"thw={text!r} must be three numbers of at least 1: frames, rows, columns")
     return sizes[0], sizes[1], sizes[2]

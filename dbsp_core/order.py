@@ -8,6 +8,8 @@ import re
 
 import numpy as np
 
+from dbsp_core.errors import UserError
+
 __all__ = ["AXIS_ORDERS", "CANONICAL", "require_order", "video_order"]
 
 CANONICAL = "thw"
@@ -20,7 +22,7 @@ _TILES = re.compile(r"tile:([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
 def require_order(order: str) -> None:
     """Raises ValueError for what is neither one of AXIS_ORDERS nor "tile:TxHxW"."""
     if order not in AXIS_ORDERS and not _TILES.fullmatch(order):
-        raise ValueError(
+        raise UserError(
             f"unknown token order {order!r}; use one of {', '.join(AXIS_ORDERS)}, or tiles such as 'tile:4x4x4' "
             "(frames × rows × columns)"
         )

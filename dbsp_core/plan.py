@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.home import HomeLayout
 from dbsp_core.imbalance import imbalance_ratio
@@ -128,7 +129,7 @@ class Plan:
 def require_slots(strategy: Strategy, grid: BlockGrid) -> None:
     """Raises ValueError when a ring has more ranks than there are KV blocks to put into its slots."""
     if strategy.ring > grid.nk:
-        raise ValueError(
+        raise UserError(
             f"strategy {strategy} has {strategy.ring} ring ranks but the mask has only {grid.nk} KV blocks; use a "
             f"smaller ring, a smaller block size, or U{strategy.world}R1"
         )
@@ -158,7 +159,7 @@ def make_plan(
     require_slots(strategy, mask.grid)
     home = home or HomeLayout.contiguous(mask.grid.tokens, strategy.world)
     if (home.tokens, home.world) != (mask.grid.tokens, strategy.world):
-        raise ValueError(
+        raise UserError(
             f"home layout of {home.tokens} tokens on {home.world} ranks does not fit {mask.grid.tokens} tokens on "
             f"{strategy.world}; build it from the same grid and strategy"
         )
@@ -251,7 +252,7 @@ def can_cut(grid: BlockGrid, parts: int) -> bool:
 def _cut(grid: BlockGrid, parts: int) -> BlockGrid:
     """The grid whose blocks are `parts` of the given one's. Raises ValueError when they cannot be cut evenly."""
     if not can_cut(grid, parts):
-        raise ValueError(
+        raise UserError(
             f"planner 'burst' cuts every block over {parts} ring ranks, but blocks of {grid.block_q}×{grid.block_k} "
             "cannot be cut so evenly; use another block size or strategy"
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dbsp_core.errors import UserError
 from dbsp_core.partition.baselines import dealt_heads, stay_at_home, whole
 from dbsp_core.partition.blocks import biased_greedy
 from dbsp_core.partition.bounds import whole_block_bound, whole_row_bound
@@ -41,11 +42,11 @@ class PlannerSettings:
 
     def __post_init__(self) -> None:
         if not self.reward >= 0:
-            raise ValueError(f"reward R_b={self.reward} must not be negative; 0 balances without regard to homes")
+            raise UserError(f"reward R_b={self.reward} must not be negative; 0 balances without regard to homes")
         if self.tolerance is not None and not self.tolerance >= 1:
-            raise ValueError(f"tolerance={self.tolerance} must be at least 1, the least ρ_s there is")
+            raise UserError(f"tolerance={self.tolerance} must be at least 1, the least ρ_s there is")
         if not self.exchange_cost >= 0:
-            raise ValueError(f"exchange_cost={self.exchange_cost} must not be negative; 0 puts balance first")
+            raise UserError(f"exchange_cost={self.exchange_cost} must not be negative; 0 puts balance first")
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,5 +173,5 @@ PLANNERS = {
 def require_planner(name: str) -> Planner:
     """The planner of that name. Raises ValueError when there is none."""
     if name not in PLANNERS:
-        raise ValueError(f"unknown planner {name!r}; use one of {', '.join(PLANNERS)}")
+        raise UserError(f"unknown planner {name!r}; use one of {', '.join(PLANNERS)}")
     return PLANNERS[name]

@@ -8,28 +8,30 @@ from typing import Any
 
 from torch import nn
 
+from dbsp_core.errors import UserError
+
 __all__ = ["require_uncompiled", "require_untouched"]
 
 
 def require_uncompiled(transformer: nn.Module) -> None:
     """Raises ValueError for what torch.compile returned: its hooks would not be reached."""
     if hasattr(transformer, "_orig_mod"):
-        raise ValueError("this transformer is compiled already; parallelize first, then call torch.compile")
+        raise UserError("this transformer is compiled already; parallelize first, then call torch.compile")
 
 
 def require_untouched(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
     """Raises ValueError, naming the fix, where somebody else shards it, or its self-attention goes past torch's."""
     if getattr(transformer, "_is_parallelized", False):
-        raise ValueError(
+        raise UserError(
             "this transformer is parallelized already; undo that first (dbsp_para.unparallelize, dbsp_xdit.detach), "
             "or load it anew where para-attn did it, which cannot undo it"
         )
     processors = [getattr(attention, "processor", None) for attention in self_attentions]
     if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):
-        raise ValueError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
+        raise UserError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
     for backend in map(_backend, processors):
         if not backend.lstrip("_").startswith("native"):
-            raise ValueError(
+            raise UserError(
                 f"this transformer attends with backend {backend!r}, past db-SP; call "
                 'transformer.set_attention_backend("native")'
             )

@@ -233,7 +233,8 @@ class LaggedPlanCache:
         event: torch.cuda.Event | None,
     ) -> _Verdict:
         """In the thread. Collective on the control group."""
-        problem, verdict = None, None
+        problem: Exception | None = None
+        verdict = None
         try:
             with self._beside(mask.bits.device, event):
                 service.watch(mask, self.rule)
@@ -244,12 +245,12 @@ class LaggedPlanCache:
                 ready(chosen)
             verdict = _Verdict(used, chosen)
         except Exception:
-            problem = f"planning failed:\n{traceback.format_exc()}"
+            problem = RuntimeError(f"planning failed:\n{traceback.format_exc()}")
         mark = verdict.next.fingerprint if verdict is not None else 0
         complaint = "the plan differs on rank(s) {}; all ranks must compute the same masks"
         agree(self.group.control(), problem, mark, torch.device("cpu"), complaint, RuntimeError)
         if verdict is None:
-            raise RuntimeError(problem)
+            raise RuntimeError("planning failed")
         return verdict
 
     def _beside(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dbsp_core.errors import UserError
 from dbsp_kernels import KERNELS
 
 __all__ = ["kernel_merges"]
@@ -13,5 +14,5 @@ def kernel_merges(kernel: str) -> bool:
     Raises ValueError for an unknown name.
     """
     if kernel not in ("auto", *KERNELS):
-        raise ValueError(f"unknown kernel {kernel!r}; use auto or one of {', '.join(KERNELS)}")
+        raise UserError(f"unknown kernel {kernel!r}; use auto or one of {', '.join(KERNELS)}")
     return kernel == "auto" or KERNELS[kernel].returns_lse

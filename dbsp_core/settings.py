@@ -13,12 +13,14 @@ from typing import Any
 
 import yaml
 
+from dbsp_core.errors import UserError
+
 __all__ = ["SettingError", "Settings", "find_config", "read_settings", "require_known", "shipped_configs"]
 
 KeyPath = tuple[str, ...]
 
 
-class SettingError(ValueError):
+class SettingError(UserError):
     """A setting that cannot be. path: its keys, from the outermost on; all but the last may be missing"""
 
     def __init__(self, message: str, path: KeyPath = ()) -> None:
@@ -61,14 +63,14 @@ class Settings:
             yield
         except SettingError as error:
             place = self.place_of(error.path)
-            raise ValueError(f"{place}: {error}" if place else str(error)) from error
+            raise UserError(f"{place}: {error}" if place else str(error)) from error
 
 
 def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, place: str) -> dict[str, Any]:
     key, *rest = path
     inner = values.get(key)
     if rest and not isinstance(inner, (Mapping, type(None))):
-        raise ValueError(f"{place}: {key!r} is {inner!r}, not a mapping that could hold {rest[0]!r}")
+        raise UserError(f"{place}: {key!r} is {inner!r}, not a mapping that could hold {rest[0]!r}")
     return {**values, key: _put(inner or {}, rest, value, place) if rest else value}
 
 
@@ -79,7 +81,7 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{what} {path} does not exist; give the path of a YAML file")
+        raise UserError(f"{what} {path} does not exist; give the path of a YAML file")
     places: dict[KeyPath, str] = {}
     try:
         loader = yaml.SafeLoader(path.read_text())
@@ -90,11 +92,11 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        raise ValueError(f"{place}: this is not YAML: {error.problem}") from error
+        raise UserError(f"{place}: this is not YAML: {error.problem}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from error
     if content is not None and not isinstance(content, Mapping):
-        raise ValueError(f"{what} {path} must be a mapping, not a {type(content).__name__}")
+        raise UserError(f"{what} {path} must be a mapping, not a {type(content).__name__}")
     return Settings(content or {}, places, str(path))
 
 
@@ -103,14 +105,14 @@ def _note_places(
 ) -> None:
     """Notes the line of each key in `node`. Raises ValueError for a key that is given twice."""
     if any(node is outer for outer in above):
-        raise ValueError(f"{file}:{node.start_mark.line + 1}: this is not YAML that ends: it holds itself")
+        raise UserError(f"{file}:{node.start_mark.line + 1}: this is not YAML that ends: it holds itself")
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in node.value:
         inside = (*path, str(key.value))
         place = f"{file}:{key.start_mark.line + 1}"
         if inside in places:
-            raise ValueError(f"{place}: {key.value!r} is given twice, first in {places[inside]}; give it once")
+            raise UserError(f"{place}: {key.value!r} is given twice, first in {places[inside]}; give it once")
         places[inside] = place
         _note_places(value, inside, file, places, [*above, node])
 
@@ -151,6 +153,6 @@ def find_config(name: str | os.PathLike[str]) -> Path:
         return shipped[text.removesuffix(".yaml")]
     close = difflib.get_close_matches(Path(text).stem, shipped, n=1)
     hint = f"did you mean the shipped {close[0]!r}?" if close else f"shipped ones: {', '.join(shipped)}"
-    raise ValueError(
+    raise UserError(
         f"configuration file {text} does not exist; give the path of a YAML file or a shipped one's name; {hint}"
     )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dbsp_core.architectures import architecture_of
+from dbsp_core.errors import UserError
 from dbsp_core.hosts import Attachment, intercept_self_attention
 from dbsp_core.preconditions import require_untouched
 from dbsp_core.session import AttentionSession
@@ -69,7 +70,7 @@ class SequenceSharding:
         inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         timestep = inputs.get("timestep")
         if isinstance(timestep, torch.Tensor) and timestep.ndim > 1:
-            raise ValueError("db-SP does not know models with a timestep for each frame or token (as Wan2.2-TI2V-5B)")
+            raise UserError("db-SP does not know models with a timestep for each frame or token (as Wan2.2-TI2V-5B)")
         thw, text_tokens = self._architecture.token_grid(module, inputs)
         home = self._session.begin(thw, text_tokens, timestep, inputs["hidden_states"].device)
         self._text = StreamShards(home, self._session.group, 0, text_tokens)

@@ -7,6 +7,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dbsp_core.errors import UserError
+
 __all__ = ["StepGroups"]
 
 _RANGE = re.compile(r"\s*(\d+)(?:(-)(\d*))?\s*")
@@ -27,7 +29,7 @@ class StepGroups:
     def __post_init__(self) -> None:
         bounds = self.starts if self.end is None else (*self.starts, self.end)
         if not self.starts or self.starts[0] < 0 or any(a >= b for a, b in pairwise(bounds)):
-            raise ValueError(f"step groups that start at {list(self.starts)} and end at {self.end} are not ascending")
+            raise UserError(f"step groups that start at {list(self.starts)} and end at {self.end} are not ascending")
 
     @classmethod
     def parse(cls, text: str) -> StepGroups:
@@ -39,13 +41,13 @@ class StepGroups:
         for index, part in enumerate(text.split(",")):
             found = _RANGE.fullmatch(part)
             if found is None or (index > 0 and end is None):
-                raise ValueError(
+                raise UserError(
                     f"step groups {text!r} are not of the form '0-9,10-24,25-49' (or '…,25-' for a last group without "
                     "an end)"
                 )
             first, dash, last = found.groups()
             if index > 0 and int(first) != end:
-                raise ValueError(f"step groups {text!r}: {part.strip()!r} must start at step {end}, without a gap")
+                raise UserError(f"step groups {text!r}: {part.strip()!r} must start at step {end}, without a gap")
             starts.append(int(first))
             end = int(first) + 1 if not dash else int(last) + 1 if last else None
         return cls(tuple(starts), end)
@@ -58,10 +60,10 @@ class StepGroups:
         Raises ValueError for fewer steps than groups, or a first group without steps.
         """
         if not 1 <= groups <= steps or not 0 <= dense_steps < steps:
-            raise ValueError(f"{groups} step groups don't fit into {steps} steps, {dense_steps} of them dense")
+            raise UserError(f"{groups} step groups don't fit into {steps} steps, {dense_steps} of them dense")
         starts = [-(-group * steps // groups) for group in range(groups)]
         if dense_steps and dense_steps >= (starts[1] if groups > 1 else steps):
-            raise ValueError(
+            raise UserError(
                 f"{dense_steps} dense steps leave none for the first of {groups} groups over {steps} steps; leave the "
                 "dense steps to the configuration, paro.dense_steps"
             )
@@ -77,7 +79,7 @@ class StepGroups:
     def find(self, step: int) -> int | None:
         """The group of a step; None for a dense step before the first. Raises ValueError beyond the last."""
         if self.end is not None and step >= self.end:
-            raise ValueError(
+            raise UserError(
                 f"has masks for steps {self.starts[0]} to {self.end - 1} (groups {self}), none for step {step}"
             )
         return None if step < self.starts[0] else bisect_right(self.starts, step) - 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from dbsp_core.errors import UserError
+
 __all__ = ["DenseSchedule", "Moment", "StepCounter"]
 
 
@@ -52,7 +54,7 @@ class DenseSchedule:
         for setting in fields(self):
             value = getattr(self, setting.name)
             if value < 0:
-                raise ValueError(f"dense.{setting.name}={value} must not be negative")
+                raise UserError(f"dense.{setting.name}={value} must not be negative")
 
     @property
     def by_step(self) -> bool:
@@ -66,7 +68,7 @@ class DenseSchedule:
         if self.last_steps == 0:
             return False
         if steps is None:
-            raise ValueError(
+            raise UserError(
                 "dense.last_steps needs the number of denoising steps; attach db-SP to the pipeline, which knows it, "
                 "rather than to the transformer alone, or leave last_steps at 0"
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from dbsp_core.errors import UserError
+
 __all__ = ["Strategy"]
 
 _PATTERN = re.compile(r"U(\d+)R(\d+)", re.IGNORECASE)
@@ -19,7 +21,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.ulysses < 1 or self.ring < 1:
-            raise ValueError(f"strategy {self} needs both degrees to be at least 1, for example U4R2")
+            raise UserError(f"strategy {self} needs both degrees to be at least 1, for example U4R2")
 
     @classmethod
     def parse(cls, text: str | Strategy) -> Strategy:
@@ -28,14 +30,14 @@ class Strategy:
             return text
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"strategy {text!r} is not of the form UxRy, for example U4R2 for 8 GPUs")
+            raise UserError(f"strategy {text!r} is not of the form UxRy, for example U4R2 for 8 GPUs")
         return cls(int(match[1]), int(match[2]))
 
     @classmethod
     def all_for(cls, world: int) -> tuple[Strategy, ...]:
         """Every UxRy with x·y = world, Ulysses alone first."""
         if world < 1:
-            raise ValueError(f"the number of GPUs must be at least 1, got {world}")
+            raise UserError(f"the number of GPUs must be at least 1, got {world}")
         return tuple(cls(x, world // x) for x in range(world, 0, -1) if world % x == 0)
 
     @property
@@ -46,7 +48,7 @@ class Strategy:
         """Raises ValueError unless the strategy uses exactly `world` ranks."""
         if self.world != world:
             choices = ", ".join(str(s) for s in Strategy.all_for(world))
-            raise ValueError(
+            raise UserError(
                 f"strategy {self} needs {self.ulysses}·{self.ring} = {self.world} GPUs but there are {world}; "
                 f"use one of {choices}"
             )

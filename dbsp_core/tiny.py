@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from dbsp_core.errors import UserError
+
 __all__ = ["TINY_MODELS", "TRAINED_WAN", "TinyModel", "hush_libraries", "make_tiny"]
 
 TRAINED_WAN = Path(__file__).parent / "weights" / "tiny-wan"
@@ -32,11 +34,11 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
     Raises ValueError for an unknown model, or a folder that holds something else.
     """
     if model not in TINY_MODELS:
-        raise ValueError(f"unknown tiny model {model!r}; use one of {', '.join(TINY_MODELS)}")
+        raise UserError(f"unknown tiny model {model!r}; use one of {', '.join(TINY_MODELS)}")
     folder = Path(folder)
     taken = folder.exists() and not (folder / "model_index.json").is_file()
     if taken and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not a checkpoint folder; give a new folder, or an old checkpoint's")
+        raise UserError(f"{folder} exists and is not a checkpoint folder; give a new folder, or an old checkpoint's")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         with torch.random.fork_rng(devices=[]):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dbsp_core.errors import UserError
+
 __all__ = ["ZOO", "ModelSpec", "require_model"]
 
 
@@ -77,5 +79,5 @@ ZOO = {
 def require_model(name: str) -> ModelSpec:
     """The model of that name. Raises ValueError when there is none."""
     if name not in ZOO:
-        raise ValueError(f"unknown model {name!r}; use one of {', '.join(ZOO)}")
+        raise UserError(f"unknown model {name!r}; use one of {', '.join(ZOO)}")
     return ZOO[name]

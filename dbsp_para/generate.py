@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from dbsp_core.checkpoints import Identity
 from dbsp_core.config import DbspConfig
-from dbsp_core.generation.mistakes import exit_with, is_ours
+from dbsp_core.errors import UserError
+from dbsp_core.generation.mistakes import exit_with
 
 __all__ = ["check", "generate"]
 
@@ -20,7 +21,7 @@ __all__ = ["check", "generate"]
 def check(config: DbspConfig, model: str, identity: Identity) -> None:
     """Before any rank is started. Raises ValueError for a pipeline that is not for this host."""
     if identity.pipeline not in ("WanPipeline", "CogVideoXPipeline"):
-        raise ValueError(f"--model {model} is {identity}; db-SP generates with WanPipeline and CogVideoXPipeline")
+        raise UserError(f"--model {model} is {identity}; db-SP generates with WanPipeline and CogVideoXPipeline")
 
 
 def generate(config: DbspConfig, video: Path) -> None:
@@ -65,10 +66,8 @@ def main(arguments: list[str]) -> Any:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         generate(DbspConfig.load(config_file), Path(video))
-    except ValueError as error:
-        if is_ours(error):
-            exit_with(error)
-        raise
+    except UserError as error:
+        exit_with(error)
     finally:
         dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.strategy import Strategy
 
@@ -39,12 +40,12 @@ class Ranks:
             return cls(group, group, SequenceGroup(0, 1), Strategy(group.size, 1))
         names = getattr(mesh, "mesh_dim_names", None) or ()
         if not set(_DIMENSIONS) <= set(names):
-            raise ValueError(
+            raise UserError(
                 f"mesh must be a device mesh with dimensions batch, ring and ulysses, got {_in_words(mesh, names)}; "
                 "make it with para_attn.context_parallel.init_context_parallel_mesh"
             )
         if mesh.get_coordinate() is None:
-            raise ValueError("this rank is outside the mesh; parallelize on the mesh's ranks alone")
+            raise UserError("this rank is outside the mesh; parallelize on the mesh's ranks alone")
         sequence = SequenceGroup.of(mesh["ring", "ulysses"]._flatten().get_group())
         strategy = Strategy(mesh["ulysses"].size(), mesh["ring"].size())
         if mesh["batch"].size() == 1:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from dbsp_core.config import ConfigLike
+from dbsp_core.errors import UserError
 from dbsp_core.hosts import Attachment
 from dbsp_para.caching import with_real_tokens
 from dbsp_para.parallelize import parallelize_pipe, parallelize_transformer
@@ -62,12 +63,12 @@ def _with_dbsp(module: ModuleType, ours: Callable[..., Any]) -> Callable[..., An
     ) -> Any:
         if attn is None:
             if config is not None:
-                raise ValueError('config is for db-SP; pass attn="dbsp" with it')
+                raise UserError('config is for db-SP; pass attn="dbsp" with it')
             return original(model, **({} if mesh is None else {"mesh": mesh}), **others)
         if attn != "dbsp":
-            raise ValueError(f'unknown attn {attn!r}; pass attn="dbsp", or leave it out for para-attn\'s own')
+            raise UserError(f'unknown attn {attn!r}; pass attn="dbsp", or leave it out for para-attn\'s own')
         if others:
-            raise ValueError(f'{", ".join(others)} cannot be combined with attn="dbsp"; leave it out')
+            raise UserError(f'{", ".join(others)} cannot be combined with attn="dbsp"; leave it out')
         return ours(model, mesh=mesh, config=config)
 
     return wrapped

@@ -11,6 +11,7 @@ from dbsp_core.architectures import architecture_of
 from dbsp_core.attached import keep, release, session_on
 from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike
+from dbsp_core.errors import UserError
 from dbsp_core.hosts import Attachment, generation_of, steps_of
 from dbsp_core.in_force import announce, identify, settings_for
 from dbsp_core.preconditions import require_uncompiled
@@ -32,9 +33,9 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
     Raises ValueError as `parallelize_transformer` does, and for a pipeline without a transformer or with two.
     """
     if getattr(pipe, "transformer", None) is None:
-        raise ValueError(f"db-SP parallelizes pipelines with a transformer, {type(pipe).__name__} has none")
+        raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(pipe).__name__} has none")
     if getattr(pipe, "transformer_2", None) is not None:
-        raise ValueError("db-SP runs pipelines with one transformer, this one has two")
+        raise UserError("db-SP runs pipelines with one transformer, this one has two")
     ranks = Ranks.of(mesh)
     with Attachment() as attachment:
         session = _parallelize(pipe.transformer, ranks, config, attachment, lambda: steps_of(pipe), pipe)
@@ -86,7 +87,7 @@ def write_report(pipe: Any, folder: str | os.PathLike[str] | None = None) -> Non
     """
     session = session_of(pipe)
     if session is None or session.observer is None:
-        raise ValueError("nothing was collected for a report; parallelize with config={'report': FOLDER, …}")
+        raise UserError("nothing was collected for a report; parallelize with config={'report': FOLDER, …}")
     name = model_name(pipe) if hasattr(pipe, "transformer") else type(getattr(pipe, "_orig_mod", pipe)).__name__
     report = make_report(session, name, "para")
     if is_writer(session.group):
@@ -104,7 +105,7 @@ def _parallelize(
 ) -> AttentionSession:
     """All changes to the transformer."""
     if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
-        raise ValueError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
+        raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
     require_uncompiled(transformer)
     architecture = architecture_of(transformer)
     heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))

@@ -8,6 +8,7 @@ from dbsp_core.architectures import ARCHITECTURES, architecture_of
 from dbsp_core.attached import keep, release, session_on
 from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike, DbspConfig
+from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hosts import Attachment, generation_of, steps_of
 from dbsp_core.in_force import announce, identify, settings_for
@@ -38,7 +39,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     """
     transformer = pipe.transformer
     if session_on(transformer) is not None:
-        raise ValueError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
+        raise UserError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
     kind = _kind_of(pipe)
     require_uncompiled(transformer)
     blocks = _blocks_of(transformer, kind)
@@ -94,7 +95,7 @@ def _hook_up(pipe: Any, kind: str, session: AttentionSession, guidance: Sequence
 def _kind_of(pipe: Any) -> str:
     """The transformer's class, by name; "stock" for one of diffusers'. Raises ValueError for others."""
     if getattr(pipe, "transformer_2", None) is not None:
-        raise ValueError("db-SP runs pipelines with one transformer, this one has two; use --sp-backend usp")
+        raise UserError("db-SP runs pipelines with one transformer, this one has two; use --sp-backend usp")
     transformer = getattr(pipe.transformer, "_orig_mod", pipe.transformer)
     for cls in type(transformer).__mro__:
         if cls.__name__ in _WRAPPERS:
@@ -103,7 +104,7 @@ def _kind_of(pipe: Any) -> str:
             break  # a transformer that shards itself in a way that db-SP does not know
         if cls.__name__ in ARCHITECTURES:
             return "stock"
-    raise ValueError(
+    raise UserError(
         f"db-SP knows {', '.join((*_WRAPPERS, *ARCHITECTURES))} in xDiT, not {type(transformer).__name__}; load the "
         "transformer with one of these classes, or use --sp-backend usp"
     )
@@ -131,7 +132,7 @@ def _require_parallel_kinds() -> None:
         ("tensor_parallel_degree", get_tensor_model_parallel_world_size()),
     ):
         if degree > 1:
-            raise ValueError(f"{kind}={degree} does not go with db-SP; leave it at 1")
+            raise UserError(f"{kind}={degree} does not go with db-SP; leave it at 1")
 
 
 def _groups() -> tuple[SequenceGroup, SequenceGroup]:
@@ -139,7 +140,7 @@ def _groups() -> tuple[SequenceGroup, SequenceGroup]:
     from xfuser.core.distributed import get_cfg_group, get_sp_group, model_parallel_is_initialized
 
     if not model_parallel_is_initialized():
-        raise ValueError(
+        raise UserError(
             "xfuser's process groups are not initialised; call xfuser.core.distributed.initialize_runtime_state, or "
             "build the pipeline with xfuser, before dbsp_xdit.attach"
         )
@@ -149,7 +150,7 @@ def _groups() -> tuple[SequenceGroup, SequenceGroup]:
 def _require_branches_apart(pipe: Any, guidance: SequenceGroup) -> None:
     """Raises ValueError for guidance in parallel with a pipeline that runs its branches one after the other."""
     if guidance.size > 1 and not type(pipe).__module__.startswith("xfuser."):
-        raise ValueError(
+        raise UserError(
             f"use_cfg_parallel: {type(pipe).__name__} runs its guidance passes one after the other; leave it out, or "
             "use a pipeline of xfuser's that runs them in parallel"
         )

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from dbsp_core.checkpoints import identity_of_model
 from dbsp_core.config import DbspConfig
+from dbsp_core.errors import UserError
 from dbsp_core.in_force import default_config, require_same_model
 from dbsp_core.planners import PLANNERS
 from dbsp_core.sources import SOURCES
@@ -57,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def parse_known(argv: Sequence[str]) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
     if args.get("sp_backend", "usp") == "usp":
         given = [name for name in _SETTINGS if args.get(name) is not None]
         if given:
-            raise ValueError(f"--{given[0].replace('_', '-')} has no effect without --sp-backend dbsp; add it")
+            raise UserError(f"--{given[0].replace('_', '-')} has no effect without --sp-backend dbsp; add it")
         return None
     mask = args.get("sp_mask")
     model = None if args.get("model") is None else identity_of_model(args["model"])
@@ -106,7 +107,7 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
     )
     for name in _DEGREES[2:]:
         if (args.get(name) or 1) > 1:
-            raise ValueError(f"--{name} {args[name]} does not go with --sp-backend dbsp; leave it at 1")
+            raise UserError(f"--{name} {args[name]} does not go with --sp-backend dbsp; leave it at 1")
     _require_no_rival(args)
     strategy_from(config, args.get("ulysses_degree") or 1, args.get("ring_degree") or 1)
     return config
@@ -116,15 +117,15 @@ def _require_no_rival(args: Mapping[str, Any]) -> None:
     """Raises ValueError for options of xfuser that also decide how self-attention is computed, or whether."""
     for name, why in _SWITCHES.items():
         if args.get(name):
-            raise ValueError(f"--{name} does not go with --sp-backend dbsp: {why}; leave it out")
+            raise UserError(f"--{name} does not go with --sp-backend dbsp: {why}; leave it out")
     if args.get("cache_method") is not None:
-        raise ValueError(
+        raise UserError(
             f"--cache_method {args['cache_method']} does not go with --sp-backend dbsp: "
             f"{_SWITCHES['use_fbcache']}; leave it out"
         )
     backend = args.get("attention_backend")
     if backend is not None and any(word in str(backend).upper() for word in _SPARSE):
-        raise ValueError(
+        raise UserError(
             f"--attention_backend {backend} computes sparse self-attention of its own; leave it out, and choose the "
             "mask with --sp-mask"
         )
@@ -138,7 +139,7 @@ def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> 
     host = Strategy(ulysses_degree, ring_degree)
     strategy = config.strategy_or(host)
     if strategy is not None and strategy.world != host.world:
-        raise ValueError(
+        raise UserError(
             f"strategy {strategy} needs {strategy.world} GPUs, but --ulysses_degree {ulysses_degree} "
             f"and --ring_degree {ring_degree} make {host.world}; change one of them"
         )

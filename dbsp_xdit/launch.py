@@ -6,6 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
+from dbsp_core.errors import UserError
 from dbsp_xdit.preflight import preflight
 from dbsp_xdit.seams import install, wants_dbsp
 
@@ -19,7 +20,7 @@ def main() -> NoReturn:
         argv = ["--sp_backend", "dbsp", *argv]
     try:
         preflight(argv)
-    except ValueError as error:
+    except UserError as error:
         print(f"dbsp-xdit: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     install(active=wants_dbsp(argv))  # xfuser.cli cannot be imported without an accelerator otherwise

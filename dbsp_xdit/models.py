@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.checkpoints import CHECKPOINTS, Checkpoint, checkpoint_of, find_checkpoint
+from dbsp_core.errors import UserError
 
 __all__ = ["Model", "find_model", "require_fit"]
 
@@ -44,9 +45,7 @@ def find_model(name: str) -> Model:
         looks_local = name.startswith((".", os.sep, "~")) or name.count("/") > 1
         fault = "that folder does not exist" if looks_local else "db-SP does not know that name"
         known = ", ".join(c.name for c in CHECKPOINTS)
-        raise ValueError(
-            f"--model {name}: {fault}; use one of {known}, their names on Hugging Face, or a local folder"
-        )
+        raise UserError(f"--model {name}: {fault}; use one of {known}, their names on Hugging Face, or a local folder")
     pipeline = _pipeline_of(folder)
     return Model(name, _most_like(pipeline, _read_json(folder / "transformer" / "config.json")))
 
@@ -61,13 +60,13 @@ def require_fit(model: Model, args: Mapping[str, Any]) -> None:
         value = args.get(side)
         if value is not None and (value <= 0 or value % _PIXELS):
             below = max(value // _PIXELS, 1) * _PIXELS
-            raise ValueError(f"--{side} {value} must be a multiple of {_PIXELS}, for example {below}")
+            raise UserError(f"--{side} {value} must be a multiple of {_PIXELS}, for example {below}")
     frames, chunk = args.get("num_frames"), _CHUNK[name]
     if frames is not None and (frames < 1 or (frames - 1) % chunk):
         near = max((frames - 1) // chunk, 1) * chunk + 1
-        raise ValueError(f"--num_frames {frames} must be {chunk}k + 1 for {PIPELINES[name]}, for example {near}")
+        raise UserError(f"--num_frames {frames} must be {chunk}k + 1 for {PIPELINES[name]}, for example {near}")
     if args.get("use_cfg_parallel") and name == "WanPipeline":
-        raise ValueError(
+        raise UserError(
             "--use_cfg_parallel: xDiT runs the two guidance passes of Wan2.1 text-to-video one after the other; leave "
             "it out and double --ulysses_degree or --ring_degree"
         )
@@ -77,7 +76,7 @@ def _pipeline_of(folder: Path) -> str:
     """The class name of the pipeline in a folder, one of PIPELINES."""
     index = folder / "model_index.json"
     if not index.is_file():
-        raise ValueError(
+        raise UserError(
             f"--model {folder}: the folder has no model_index.json; give the folder that holds it, as save_pretrained "
             "writes it (dbsp tiny wan DIR makes a small one)"
         )
@@ -86,7 +85,7 @@ def _pipeline_of(folder: Path) -> str:
     two = (parts.get("transformer_2") or [None])[0] is not None
     if pipeline not in PIPELINES or two:
         kinds = " and ".join(f"{cls} ({what})" for cls, what in PIPELINES.items())
-        raise ValueError(
+        raise UserError(
             f"--model {folder}: db-SP runs {kinds}, with one transformer, in xDiT; this is {pipeline}"
             f"{' with two' if two else ''}; use --sp-backend usp for it"
         )
@@ -107,7 +106,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON; download the folder again") from error
+        raise UserError(f"{path} cannot be read as JSON; download the folder again") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is not the index of a pipeline; download the folder again")
+        raise UserError(f"{path} is not the index of a pipeline; download the folder again")
     return content

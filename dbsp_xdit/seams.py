@@ -21,7 +21,8 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-from dbsp_core.generation.mistakes import exit_with, is_ours
+from dbsp_core.errors import UserError
+from dbsp_core.generation.mistakes import exit_with
 from dbsp_core.hosts import Attachment
 
 __all__ = ["install", "uninstall", "wants_dbsp"]
@@ -107,7 +108,7 @@ def _seam_cli(module: ModuleType, attachment: Attachment) -> None:
 
         try:
             preflight(sys.argv[1:] if args is None else args)
-        except ValueError as error:
+        except UserError as error:
             exit_with(error)
         original(args)
 
@@ -133,7 +134,7 @@ def _seam_args(module: ModuleType, attachment: Attachment) -> None:
 
         try:
             settings = settings_of(args)
-        except ValueError as error:
+        except UserError as error:
             exit_with(error)
         if settings is not None:
             config, model = settings
@@ -159,7 +160,7 @@ def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
             config = config_from(input_args)
             if config is not None:
                 attach(self.pipe, config)
-        except ValueError as error:
+        except UserError as error:
             exit_with(error)
 
     @functools.wraps(initialize)
@@ -202,7 +203,5 @@ def _seam_runtime_state(module: ModuleType, attachment: Attachment) -> None:
 def _our_errors_in_one_line() -> Iterator[None]:
     try:
         yield
-    except ValueError as error:
-        if is_ours(error):
-            exit_with(error)
-        raise
+    except UserError as error:
+        exit_with(error)

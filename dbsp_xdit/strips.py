@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from dbsp_core.architectures import architecture_of
+from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout
 from dbsp_core.hosts import Attachment, intercept_self_attention
@@ -30,7 +31,7 @@ def attach_strips(transformer: Any, session: AttentionSession, attachment: Attac
     Raises ValueError for a configuration that asks for another home layout than the host's.
     """
     if session.config.home is not None and session.config.home != "contiguous":
-        raise ValueError(
+        raise UserError(
             f"home: {session.config.home} is not for xFuserCogVideoXPipeline, which shards by strips of rows itself; "
             "leave it out, or attach to diffusers' CogVideoXPipeline instead"
         )
@@ -49,7 +50,7 @@ def _explain_heights(world: int, attachment: Attachment) -> None:
     def check_height(height: int | None = None, *args: Any, **others: Any) -> None:
         strip = world * state.vae_scale_factor_spatial * state.backbone_patch_size
         if height is not None and height % strip:
-            raise ValueError(
+            raise UserError(
                 f"height {height} is not a multiple of {strip}, which xFuserCogVideoXPipeline needs on {world} ranks; "
                 "change it, or attach db-SP to diffusers' CogVideoXPipeline, which takes any multiple of 16"
             )

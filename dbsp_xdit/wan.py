@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dbsp_core.architectures import architecture_of
+from dbsp_core.errors import UserError
 from dbsp_core.hosts import Attachment, patch_tokens, unpatch_tokens
 from dbsp_core.session import AttentionSession
 from dbsp_xdit.branches import Branch
@@ -24,7 +25,7 @@ def attach_wan(transformer: Any, session: AttentionSession, branch: Branch, atta
     for layer, block in enumerate(transformer.blocks):
         processor = block.attn1.processor
         if "attention_function" not in vars(processor):
-            raise ValueError(
+            raise UserError(
                 f"self-attention of layer {layer} is computed by a {type(processor).__name__}, which is not xfuser's; "
                 "load the transformer anew"
             )

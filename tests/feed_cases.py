@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup
 from dbsp_core.config import DbspConfig
+from dbsp_core.errors import UserError
 from dbsp_core.feed import MaskFeed
 from dbsp_core.session import AttentionSession
 from dbsp_core.sources import HomeTokens, MaskRequest
@@ -26,12 +27,12 @@ class OddOneOut(BlockSizes):
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         if self._odd("grid"):
-            raise ValueError("the file is broken here")
+            raise UserError("the file is broken here")
         return super().grid(request)
 
     def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
         if self._odd("mask"):
-            raise ValueError("the file is broken here")
+            raise UserError("the file is broken here")
         if self._odd("bug"):
             raise KeyError("layer 7")
         mask = BlockMask.dense(request.heads - self._odd("heads"), self.grid(request))

@@ -57,7 +57,7 @@ def test_all_ranks_refuse_together(pool):
     for other in (same | {"reward": 2}, same | {"mask": {"source": "window", "block_q": 32}}):
         with pytest.raises(WorkerError) as raised:
             pool(2).run(settings_by_rank, [same, other])
-        assert [kind for _, kind, _ in raised.value.errors] == ["ValueError"] * 2
+        assert [kind for _, kind, _ in raised.value.errors] == ["UserError"] * 2
         assert "the configuration differs on rank(s) [1]" in raised.value.errors[0][2]
     with pytest.raises(WorkerError) as raised:
         pool(2).run(settings_by_rank, [same, {"planer": "dbsp"}])

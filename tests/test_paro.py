@@ -189,7 +189,7 @@ def test_a_bad_file_raises_on_every_rank(pool, path, tmp_path, kind, culprit):
         pool(3).run(run_bad_file, *paths, culprit, {"source": "paro"})
     assert [rank for rank, _, _ in caught.value.errors] == [0, 1, 2]
     for _, error, text in caught.value.errors:
-        assert (error, "\n" in text) == ("ValueError", False)
+        assert (error, "\n" in text) == ("UserError", False)
         assert complaint in text
     assert pool(3).run(run_bad_file, str(path), None, None, {"source": "paro"}) == [None] * 3  # still in step
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dbsp_core.errors import UserError
+
 __all__ = ["Fit", "fit"]
 
 
@@ -34,7 +36,7 @@ def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.
     columns, seconds = np.asarray(columns, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     samples, n = columns.shape
     if samples < n or (seconds <= 0).any():
-        raise ValueError(f"{samples} samples cannot fix {n} constants, or a time is not positive; measure more sizes")
+        raise UserError(f"{samples} samples cannot fix {n} constants, or a time is not positive; measure more sizes")
     scaled, wanted = columns / seconds[:, None], np.ones(samples) - given / seconds
     norms = np.linalg.norm(scaled, axis=0)
     scaled = scaled / np.where(norms > 0, norms, 1)

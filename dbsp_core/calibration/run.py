@@ -13,6 +13,7 @@ from dbsp_core.calibration.fit import Fit, fit
 from dbsp_core.calibration.measure import Setting, measure_attentions, measure_parts
 from dbsp_core.calibration.ranks import run_ranks
 from dbsp_core.calibration.samples import Case, Sizes, held_out, sizes_for
+from dbsp_core.errors import UserError
 from dbsp_core.hardware import COMMUNICATION, Constants, Hardware, device_class, software_versions
 from dbsp_core.home import HomeLayout
 from dbsp_core.latency import MERGE_BYTES, AttentionShape, Prediction, predict
@@ -67,7 +68,7 @@ def calibrate(
     """
     device, dtype = _device(ranks)
     if ranks == 1 and communication is None:
-        raise ValueError("one rank cannot measure communication; use --ranks 2 or more, or --communication h200")
+        raise UserError("one rank cannot measure communication; use --ranks 2 or more, or --communication h200")
     kernel = choose_kernel(kernel, device, getattr(torch, dtype)).name
     sizes = sizes_for(device, quick)
     setting = Setting(device, getattr(torch, dtype), kernel, sizes.repeats, patience_s)
@@ -94,11 +95,11 @@ def calibrate(
 def _device(ranks: int) -> tuple[str, str]:
     """("cuda" or "cpu", dtype). Raises ValueError when there are GPUs, but fewer than ranks."""
     if ranks < 1:
-        raise ValueError(f"--ranks must be at least 1, got {ranks}")
+        raise UserError(f"--ranks must be at least 1, got {ranks}")
     if not torch.cuda.is_available():
         return "cpu", "float32"
     if ranks > torch.cuda.device_count():
-        raise ValueError(f"{ranks} ranks need {ranks} GPUs, there are {torch.cuda.device_count()}; use fewer --ranks")
+        raise UserError(f"{ranks} ranks need {ranks} GPUs, there are {torch.cuda.device_count()}; use fewer --ranks")
     return "cuda", "bfloat16"
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core.calibration import Calibration, Checked, calibrate, check
+from dbsp_core.errors import UserError
 from dbsp_core.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
 from dbsp_kernels import choose_kernel
 
@@ -37,11 +38,11 @@ def calibrate_command(
 ) -> None:
     """Measure this machine for the latency model: dense blocks, all-to-all, P2P, launches; fit, print, write."""
     if hardware is not None and not checking:
-        raise ValueError("--hardware names constants to check; add --check, or leave it out to measure")
+        raise UserError("--hardware names constants to check; add --check, or leave it out to measure")
     if hardware is not None and out is not None:
-        raise ValueError("--hardware and --out exclude each other: nothing is measured that could be written")
+        raise UserError("--hardware and --out exclude each other: nothing is measured that could be written")
     if hardware is None and out is None and not checking:
-        raise ValueError("name the file to write with --out FILE, or add --check")
+        raise UserError("name the file to write with --out FILE, or add --check")
     fitted = None
     if hardware is not None:
         known = load_hardware(hardware)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core.conversion.convert import ConvertOptions, convert_masks, convert_recording
+from dbsp_core.errors import UserError
 from dbsp_core.files import write_atomically
 from dbsp_core.mask_file import MaskLayout
 from dbsp_core.planners import PLANNERS
@@ -117,13 +118,13 @@ def record(
         parse_layers(layers)
         settings["_LAYERS"] = layers
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not an empty folder; give another, or remove it")
+        raise UserError(f"{folder} exists and is not an empty folder; give another, or remove it")
     try:
         code = subprocess.call(
             command, env=os.environ | {f"{ENVIRONMENT}{name}": value for name, value in settings.items()}
         )
     except OSError as error:
-        raise ValueError(f"cannot run {command[0]!r}: {error.strerror}") from error
+        raise UserError(f"cannot run {command[0]!r}: {error.strerror}") from error
     print(_summary(folder), file=sys.stderr)
     raise typer.Exit(code)
 
@@ -151,7 +152,7 @@ def info(
         try:
             write_atomically(picture, found.picture(file.name, series))
         except ImportError as error:
-            raise ValueError(f"{error.name} is needed for pictures; pip install {error.name}") from error
+            raise UserError(f"{error.name} is needed for pictures; pip install {error.name}") from error
     if as_json:
         print(json.dumps({"file": str(file), "gpus": gpus, **found.as_json()}))
         return
@@ -169,7 +170,7 @@ def parse_thw(text: str | None) -> tuple[int, int, int] | None:
         return None
     parts = text.replace("x", ",").split(",")
     if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"--thw {text!r} is not of the form T,H,W, such as 21,45,80")
+        raise UserError(f"--thw {text!r} is not of the form T,H,W, such as 21,45,80")
     frames, rows, columns = map(int, parts)
     return frames, rows, columns
 

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dbsp_core.errors import UserError
 from dbsp_core.files import write_atomically
 from dbsp_core.reports.compare import compare
 from dbsp_core.reports.html import comparison_page, report_page
@@ -30,7 +31,7 @@ def report_command(
 ) -> None:
     """Show the report of a run, or compare two runs."""
     if len(runs) > 2:
-        raise ValueError(f"dbsp report takes one run or two, got {len(runs)}")
+        raise UserError(f"dbsp report takes one run or two, got {len(runs)}")
     reports = [RunReport.read(path) for path in runs]
     if len(reports) == 1:
         _show(reports[0], as_json, html)

@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from dbsp_core.errors import UserError
 from dbsp_core.files import write_atomically
 from dbsp_core.hardware import Hardware, load_hardware
 from dbsp_core.mask import BlockMask
@@ -82,9 +83,9 @@ def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--gpus {text!r} must be numbers with commas, for example 8,16,64") from None
+        raise UserError(f"--gpus {text!r} must be numbers with commas, for example 8,16,64") from None
     if min(numbers) < 1:
-        raise ValueError(f"--gpus {text!r}: the number of GPUs must be at least 1")
+        raise UserError(f"--gpus {text!r}: the number of GPUs must be at least 1")
     return numbers
 
 
@@ -94,9 +95,9 @@ def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1,
     Raises ValueError for a mask of another size, a density out of range or a number of layers there is not.
     """
     if not 1 <= layers <= model.layers:
-        raise ValueError(f"--layers {layers} must lie between 1 and {model.layers}, the layers of {model.name}")
+        raise UserError(f"--layers {layers} must lie between 1 and {model.layers}, the layers of {model.name}")
     if coarsen < 1:
-        raise ValueError(f"--coarsen {coarsen} must be at least 1")
+        raise UserError(f"--coarsen {coarsen} must be at least 1")
     chosen = mask or model.preset
     density = _density(chosen)
     if chosen not in PRESETS and density is None:
@@ -116,10 +117,10 @@ def _density(text: str) -> float | None:
 
 def _from_file(path: Path, model: ModelSpec, layers: int) -> list[BlockMask]:
     if not path.is_file():
-        raise ValueError(f"mask {str(path)!r} is no preset ({', '.join(PRESETS)}), no density and no file")
+        raise UserError(f"mask {str(path)!r} is no preset ({', '.join(PRESETS)}), no density and no file")
     file = MaskFile(path)
     if (file.heads, file.grid.tokens) != (model.heads, model.tokens):
-        raise ValueError(
+        raise UserError(
             f"mask file {path} has {file.heads} heads and {file.grid.tokens} tokens, {model.name} has {model.heads} "
             f"and {model.tokens}; choose another --model or file"
         )

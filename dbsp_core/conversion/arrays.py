@@ -15,6 +15,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from dbsp_core.errors import UserError
+
 __all__ = ["SUFFIXES", "find_array", "read_arrays"]
 
 _UNREADABLE = (
@@ -39,20 +41,20 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give the path of a file with masks")
+        raise UserError(f"{path} does not exist; give the path of a file with masks")
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} has an unknown suffix; masks are read from {', '.join(SUFFIXES)}")
+        raise UserError(f"{path} has an unknown suffix; masks are read from {', '.join(SUFFIXES)}")
     try:
         content = _read(path)
     except _UNREADABLE as error:
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be read without unpickling objects, or is damaged ({_first_line(error)}); save plain "
             "tensors, in mappings at most: torch.save({'sparse': masks}, path)"
         ) from error
     found: dict[str, torch.Tensor] = {}
     _collect(content, "", found)
     if not found:
-        raise ValueError(f"{path} has no tensors in it")
+        raise UserError(f"{path} has no tensors in it")
     return found
 
 
@@ -65,7 +67,7 @@ def find_array(
     """
     if wanted is not None:
         if wanted not in arrays:
-            raise ValueError(f"{where} has no tensor {wanted!r}; {option} can be one of {', '.join(arrays) or 'none'}")
+            raise UserError(f"{where} has no tensor {wanted!r}; {option} can be one of {', '.join(arrays) or 'none'}")
         return arrays[wanted]
     return next((arrays[name] for name in usual if name in arrays), None)
 

@@ -13,6 +13,7 @@ from dbsp_core.conversion.arrays import find_array, read_arrays
 from dbsp_core.conversion.lut import ENCODINGS, lut_bits
 from dbsp_core.conversion.permute_plan import empty_heads, head_permutations, token_orders
 from dbsp_core.conversion.text_blocks import BlockReading, fit_blocks
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask_file import MaskFile, MaskLayout, one_or_each, write_masks
 from dbsp_core.order import CANONICAL
@@ -66,13 +67,13 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         if self.tokens is None and self.thw is None:
-            raise ValueError("how many tokens is not in the file; give --thw T,H,W (with --text-tokens) or --tokens")
+            raise UserError("how many tokens is not in the file; give --thw T,H,W (with --text-tokens) or --tokens")
         if self.groups is not None and (self.steps is not None or self.dense_steps):
-            raise ValueError("--groups says which steps groups have; leave out --steps and --dense-steps")
+            raise UserError("--groups says which steps groups have; leave out --steps and --dense-steps")
         if self.dense_steps and self.steps is None:
-            raise ValueError("--dense-steps needs --steps, the number of denoising steps")
+            raise UserError("--dense-steps needs --steps, the number of denoising steps")
         if self.lut is not None and self.lut not in ENCODINGS:
-            raise ValueError(f"unknown lut encoding {self.lut!r}; use one of {', '.join(ENCODINGS)}")
+            raise UserError(f"unknown lut encoding {self.lut!r}; use one of {', '.join(ENCODINGS)}")
 
     @property
     def grid(self) -> BlockGrid:
@@ -140,17 +141,15 @@ def convert_recording(
     recording = Recording.read(folder)
     steps = sorted({moment.step for moment in recording.passes})
     if step is None and len(steps) != 1:
-        raise ValueError(f"{folder} has steps {steps}; say which with --step")
+        raise UserError(f"{folder} has steps {steps}; say which with --step")
     moment = Moment(steps[0] if step is None else step, branch)
     first = recording.mask(0, moment)
     grids = [first.grid] + [recording.mask(layer, moment).grid for layer in range(1, recording.layers)]
     plain = {replace(grid, orders=(CANONICAL,)) for grid in grids}
     if len(plain) > 1:
-        raise ValueError(f"{folder}: layers differ in their block grid at step {moment.step}; record fewer layers")
+        raise UserError(f"{folder}: layers differ in their block grid at step {moment.step}; record fewer layers")
     if any(recording.mask(layer, moment).heads != first.heads for layer in range(1, recording.layers)):
-        raise ValueError(
-            f"{folder}: layers differ in their number of heads at step {moment.step}; record fewer layers"
-        )
+        raise UserError(f"{folder}: layers differ in their number of heads at step {moment.step}; record fewer layers")
     layout = MaskLayout(
         plain.pop(), first.heads, recording.layers, orders=tuple(one_or_each(grid.orders) for grid in grids)
     )
@@ -164,7 +163,7 @@ def _require_foreign(source: str | os.PathLike[str]) -> None:
         MaskFile(source)
     except ValueError:
         return
-    raise ValueError(f"{source} is a mask file already; use it as it is")
+    raise UserError(f"{source} is a mask file already; use it as it is")
 
 
 def _masks(
@@ -176,9 +175,9 @@ def _masks(
     masks = find_array(arrays, options.key, usual, source, "--key")
     if masks is None:
         shapes = ", ".join(f"{name or '(unnamed)'} {list(array.shape)}" for name, array in arrays.items())
-        raise ValueError(f"{source} has no tensor that is plainly the masks ({shapes}); name it with --key")
+        raise UserError(f"{source} has no tensor that is plainly the masks ({shapes}); name it with --key")
     if masks.ndim not in (3, 4, 5) or 0 in masks.shape:
-        raise ValueError(
+        raise UserError(
             f"{source}: masks of shape {list(masks.shape)}; expected [heads, rows, columns], [layers, heads, …] or "
             "[groups, layers, heads, …]"
         )
@@ -193,7 +192,7 @@ def _as_bits(one: torch.Tensor, source: object) -> torch.Tensor:
         return one
     bits = one != 0
     if not torch.equal(bits.to(one.dtype), one):
-        raise ValueError(
+        raise UserError(
             f"{source}: masks have values other than 0 and 1 (up to {one.max().item()}); if they are lists of blocks, "
             "say how these are written with --lut absolute or --lut delta"
         )
@@ -202,7 +201,7 @@ def _as_bits(one: torch.Tensor, source: object) -> torch.Tensor:
 
 def _counts(counts: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     if counts.shape != masks.shape[:-1]:
-        raise ValueError(
+        raise UserError(
             f"counts of shape {list(counts.shape)} do not fit lists of shape {list(masks.shape)}: one number a row"
         )
     return counts.reshape(-1, *masks.shape[-3:-1])
@@ -211,10 +210,10 @@ def _counts(counts: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
 def _groups(masks: torch.Tensor, options: ConvertOptions) -> StepGroups | None:
     if masks.ndim < 5:
         if options.groups is not None or options.steps is not None:
-            raise ValueError(f"masks of shape {list(masks.shape)} have no step groups; leave out --groups and --steps")
+            raise UserError(f"masks of shape {list(masks.shape)} have no step groups; leave out --groups and --steps")
         return None
     if options.groups is None and options.steps is None:
-        raise ValueError(
+        raise UserError(
             f"masks have {masks.shape[0]} step groups; say which steps they are for: --steps 50 shares 50 out evenly, "
             "--groups 5-9,10-24,25-49 says it in full"
         )
@@ -222,5 +221,5 @@ def _groups(masks: torch.Tensor, options: ConvertOptions) -> StepGroups | None:
         return StepGroups.even(masks.shape[0], options.steps, options.dense_steps)
     groups = StepGroups.parse(options.groups or "")
     if len(groups) != masks.shape[0]:
-        raise ValueError(f"--groups {groups} names {len(groups)} groups, the masks have {masks.shape[0]}")
+        raise UserError(f"--groups {groups} names {len(groups)} groups, the masks have {masks.shape[0]}")
     return groups

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dbsp_core.errors import UserError
+
 __all__ = ["ENCODINGS", "lut_bits"]
 
 ENCODINGS = ("absolute", "delta")
@@ -20,15 +22,13 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
     Raises ValueError for entries that count but name no block, for counts out of range, or for no integers.
     """
     if lut.dtype.is_floating_point or lut.dtype == torch.bool:
-        raise ValueError(f"lists of blocks must be integers, got {lut.dtype}")
+        raise UserError(f"lists of blocks must be integers, got {lut.dtype}")
     heads, rows, width = lut.shape
     blocks = lut.long()
     place = torch.arange(width)
     if counts is not None:
         if int(counts.min()) < 0 or int(counts.max()) > width:
-            raise ValueError(
-                f"counts must lie between 0 and {width}, found {int(counts.min())} to {int(counts.max())}"
-            )
+            raise UserError(f"counts must lie between 0 and {width}, found {int(counts.min())} to {int(counts.max())}")
         valid = place < counts.long()[..., None]
         blocks = blocks.masked_fill(~valid, 0)
     else:
@@ -41,7 +41,7 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
     if counts is not None and bool((valid & ~named).any()):
         beyond = int(blocks[valid & ~named][0])
         other = "absolute" if encoding == "delta" else "delta"
-        raise ValueError(
+        raise UserError(
             f"the lists name block {beyond}, there are {nk} key blocks; are they {other} (--lut {other}), or "
             "tokens or block_k others?"
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from dbsp_core.conversion.arrays import SUFFIXES, read_arrays
+from dbsp_core.errors import UserError
 from dbsp_core.mask_file import Orders, one_or_each
 from dbsp_core.order import CANONICAL, require_order
 
@@ -35,13 +36,13 @@ def token_orders(given: str | None, beside: Mapping[str, torch.Tensor], shape: t
         for name in names:
             require_order(name)
         if len(names) not in (1, shape[-3]):
-            raise ValueError(f"--orders names {len(names)} token orders, the masks have {shape[-3]} heads")
+            raise UserError(f"--orders names {len(names)} token orders, the masks have {shape[-3]} heads")
         return (one_or_each(names),)
     if given is None and "permute" not in beside:
         return ((CANONICAL,),)
     table = by_mask(_one_of(given, beside, "permute", "token orders"), shape, "token orders")
     if int(table.min()) < 0 or int(table.max()) >= len(PARO_ORDERS):
-        raise ValueError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
+        raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
     return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in table.long().tolist())
 
 
@@ -49,7 +50,7 @@ def empty_heads(given: str | None, beside: Mapping[str, torch.Tensor], shape: tu
     """bool[masks, H]: heads that a permute plan, the file `given` or the tensors beside the masks, calls empty."""
     plan = read_arrays(given) if given is not None and is_file(given) else beside
     if "empty" not in plan:
-        raise ValueError("--skip-empty needs a permute plan with a tensor 'empty'; name its file with --orders")
+        raise UserError("--skip-empty needs a permute plan with a tensor 'empty'; name its file with --orders")
     return by_mask(plan["empty"], shape, "empty heads").bool()
 
 
@@ -60,7 +61,7 @@ def head_permutations(given: str, shape: tuple[int, ...]) -> torch.Tensor:
     """
     table = by_mask(_one_of(given, {}, "perm_idx", "a permutation of heads"), shape, "permutations of heads").long()
     if not torch.equal(table.sort(dim=1).values, torch.arange(shape[-3]).expand(table.shape)):
-        raise ValueError(f"{given}: each row must hold every head from 0 to {shape[-3] - 1} once")
+        raise UserError(f"{given}: each row must hold every head from 0 to {shape[-3] - 1} once")
     return table
 
 
@@ -68,7 +69,7 @@ def by_mask(table: torch.Tensor, shape: tuple[int, ...], what: str) -> torch.Ten
     """[masks, H] from [H], [L, H] or [S, L, H]."""
     leading = tuple(shape[:-2])
     if table.ndim == 0 or tuple(table.shape) != leading[len(leading) - table.ndim :]:
-        raise ValueError(f"{what} of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
+        raise UserError(f"{what} of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
     return table.expand(leading).reshape(-1, leading[-1])
 
 
@@ -79,4 +80,4 @@ def _one_of(given: str | None, beside: Mapping[str, torch.Tensor], name: str, wh
         return arrays[name]
     if len(arrays) == 1:
         return next(iter(arrays.values()))
-    raise ValueError(f"{given} has no tensor {name!r} with {what} (it has {', '.join(arrays)})")
+    raise UserError(f"{given} has no tensor {name!r} with {what} (it has {', '.join(arrays)})")

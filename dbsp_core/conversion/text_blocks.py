@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.mask_file import block_counts
 
@@ -42,14 +43,14 @@ class BlockReading:
         if not fitting and crop:
             fitting = [r for r in readings if r.text and r.rows <= rows and r.columns <= (columns or r.columns)]
         if len(fitting) > 1:
-            raise ValueError(
+            raise UserError(
                 f"{rows} rows of blocks could be {' or '.join(map(str, fitting))}; say which: --own-text or "
                 "--joined-text"
             )
         if not fitting:
             wanted = ", or ".join(f"{r.rows}×{r.columns} ({r})" for r in readings)
             surplus = all(rows >= r.rows and (columns or r.columns) >= r.columns for r in readings)
-            raise ValueError(
+            raise UserError(
                 f"masks have {rows}×{'?' if columns is None else columns} blocks; {grid.tokens} tokens "
                 f"({grid.text_tokens} of text) in blocks of {grid.block_q}×{grid.block_k} make {wanted}; correct "
                 "--thw (or --tokens), --text-tokens, --block-q, --block-k"

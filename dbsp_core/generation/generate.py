@@ -18,6 +18,7 @@ import yaml
 
 from dbsp_core.checkpoints import CHECKPOINTS, TINY, Identity, find_checkpoint, identity_of_model, tiny_architecture
 from dbsp_core.config import DbspConfig
+from dbsp_core.errors import UserError
 from dbsp_core.files import open_atomically
 from dbsp_core.generation.launching import Launch, Watcher, run_watched
 from dbsp_core.generation.video import VideoSettings
@@ -115,14 +116,14 @@ def prepare(wishes: Wishes) -> Job:
         video = config.video.filled(checkpoint)
         video.require_frames(identity.pipeline)
     if not video.prompt:
-        raise ValueError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
+        raise UserError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
     launch = _launch(wishes)
     strategy = config.strategy or _usual_strategy(launch, config)
     if isinstance(strategy, Strategy):
         strategy.require_world(launch.world)
     out = wishes.out.absolute()
     if out.suffix != ".mp4":
-        raise ValueError(f"--out {wishes.out} must end in .mp4")
+        raise UserError(f"--out {wishes.out} must end in .mp4")
     tiny = tiny_architecture(model)
     report = wishes.report or (Path(config.report) if config.report else None)
     job = Job(
@@ -143,7 +144,7 @@ def prepare(wishes: Wishes) -> Job:
 def _settings(wishes: Wishes) -> Settings:
     if wishes.config is None and wishes.model is None:
         names = ", ".join(c.name for c in CHECKPOINTS)
-        raise ValueError(f"nothing says which model; give --model ({names}, or a folder) or --config")
+        raise UserError(f"nothing says which model; give --model ({names}, or a folder) or --config")
     if wishes.config is not None:
         settings = read_settings(find_config(wishes.config), "configuration file")
     else:
@@ -155,11 +156,11 @@ def _settings(wishes: Wishes) -> Settings:
     for change in wishes.changes:
         key, equals, text = change.partition("=")
         if not equals or not all(key.split(".")):
-            raise ValueError(f"--set {change} is no KEY=VALUE; write for example --set mask.cdf=0.9")
+            raise UserError(f"--set {change} is no KEY=VALUE; write for example --set mask.cdf=0.9")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(f"--set {key}: {text!r} is not YAML; close its brackets and quotes") from error
+            raise UserError(f"--set {key}: {text!r} is not YAML; close its brackets and quotes") from error
         settings = settings.changed(key.split("."), value, f"--set {key}")
     for name in ("prompt", "seed"):
         if getattr(wishes, name) is not None:
@@ -176,11 +177,11 @@ def _origin_in_words(settings: Settings, changes: Sequence[str]) -> str:
 def _model(wishes: Wishes, config: DbspConfig) -> tuple[str, Identity]:
     model = wishes.model or config.model
     if model is None:
-        raise ValueError(f"{wishes.config} does not say which model it is for; add --model")
+        raise UserError(f"{wishes.config} does not say which model it is for; add --model")
     identity = identity_of_model(model)
     if identity is None:
         names = ", ".join([*(c.name for c in CHECKPOINTS), *(f"{TINY}{name}" for name in TINY_MODELS)])
-        raise ValueError(
+        raise UserError(
             f"--model {model}: neither a known model ({names}) nor a folder with model_index.json and "
             "transformer/config.json, as save_pretrained writes it"
         )
@@ -198,7 +199,7 @@ def _launch(wishes: Wishes) -> Launch:
     if not wishes.nproc_given:
         return replace(wishes.launch, nproc=max(1, gpus))
     if 0 < gpus < wishes.launch.nproc:
-        raise ValueError(
+        raise UserError(
             f"--nproc {wishes.launch.nproc} is more than the {gpus} GPUs of this machine; a GPU serves one process "
             "(CUDA_VISIBLE_DEVICES= runs them on the CPU)"
         )
@@ -215,14 +216,12 @@ def _host(name: str | None) -> str:
     if name is None:
         name = next((host for host in HOSTS if not HOSTS[host].missing), None)
         if name is None:
-            raise ValueError("neither xfuser nor diffusers is installed; pip install 'dbsp-attention[xdit]'")
+            raise UserError("neither xfuser nor diffusers is installed; pip install 'dbsp-attention[xdit]'")
     if name not in HOSTS:
-        raise ValueError(f"unknown host {name!r}; use {' or '.join(HOSTS)}")
+        raise UserError(f"unknown host {name!r}; use {' or '.join(HOSTS)}")
     missing = HOSTS[name].missing
     if missing:
-        raise ValueError(
-            f"--host {name} lacks {', '.join(missing)}; pip install 'dbsp-attention[{HOSTS[name].extra}]'"
-        )
+        raise UserError(f"--host {name} lacks {', '.join(missing)}; pip install 'dbsp-attention[{HOSTS[name].extra}]'")
     return name
 
 

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dbsp_core.errors import UserError
+
 __all__ = ["ERROR", "NOTICE", "Launch", "RunFailed", "Watcher", "run_watched"]
 
 NOTICE = "dbsp: "
@@ -47,19 +49,19 @@ class Launch:
     def __post_init__(self) -> None:
         for name in ("nproc", "nnodes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
+                raise UserError(f"--{name} {getattr(self, name)} must be at least 1")
         if self.nnodes == 1:
             if self.node_rank:
-                raise ValueError(f"--node-rank {self.node_rank} needs as many nodes; add --nnodes")
+                raise UserError(f"--node-rank {self.node_rank} needs as many nodes; add --nnodes")
         elif self.rdzv_endpoint is None and self.master_addr is None:
-            raise ValueError(
+            raise UserError(
                 f"--nnodes {self.nnodes} needs a place to meet, the same on all nodes: --rdzv-backend c10d "
                 "--rdzv-endpoint HOST:PORT, or --master-addr HOST --master-port PORT with a --node-rank for each"
             )
         elif self.rdzv_endpoint is None and self.node_rank is None:
-            raise ValueError("--master-addr needs a --node-rank: 0 on that node, 1, 2 … on the others")
+            raise UserError("--master-addr needs a --node-rank: 0 on that node, 1, 2 … on the others")
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(f"--node-rank {self.node_rank} must be below --nnodes {self.nnodes}")
+            raise UserError(f"--node-rank {self.node_rank} must be below --nnodes {self.nnodes}")
 
     @property
     def world(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dbsp_core.errors import UserError
 from dbsp_core.mask import BlockMask
 from dbsp_core.recordings.picture import heads_to_draw, mask_picture
 from dbsp_core.recordings.quality import HeadError, smooth_tokens, sparse_errors
@@ -111,7 +112,7 @@ def _errors(series: MaskSeries, layers: list[int], options: InfoOptions) -> list
     for layer in layers:
         mask = series.first(layer, options.thw)
         if mask.grid.thw is None:
-            raise ValueError("the masks don't say the size of the video's token grid; give --thw T,H,W for --quality")
+            raise UserError("the masks don't say the size of the video's token grid; give --thw T,H,W for --quality")
         tokens = tokens or smooth_tokens(mask.grid.thw, mask.grid.text_tokens)
         heads = [head for _, head in heads_to_draw(mask.counts.rows.sum(axis=1)[None], 4)]
         errors += [_of_layer(layer, one) for one in sparse_errors(*tokens, mask, heads=heads)]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dbsp_core.errors import UserError
 from dbsp_core.mask import BlockMask
 
 __all__ = ["DEFAULT_LIMIT", "HeadError", "smooth_tokens", "sparse_errors"]
@@ -77,11 +78,11 @@ def sparse_errors(
     """
     tokens = mask.grid.tokens
     if q.ndim != 4 or q.shape[0] != 1 or q.shape[1] not in (1, mask.heads) or q.shape[2] != tokens:
-        raise ValueError(
+        raise UserError(
             f"q of shape {tuple(q.shape)} does not fit the mask: expected [1, {mask.heads} or 1, {tokens}, D]"
         )
     if k.shape != q.shape or v.shape[:3] != q.shape[:3]:
-        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the shape of q {tuple(q.shape)}")
+        raise UserError(f"k {tuple(k.shape)} and v {tuple(v.shape)} must have the shape of q {tuple(q.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     drawn = np.sort(np.random.default_rng(seed).permutation(tokens)[:queries])
     sample = torch.from_numpy(drawn)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 
+from dbsp_core.errors import UserError
 from dbsp_core.files import ByteTensor, write_atomically, write_byte_tensors
 from dbsp_core.grid import BlockGrid
 from dbsp_core.groups import SequenceGroup
@@ -70,7 +71,7 @@ def parse_layers(text: str) -> frozenset[int]:
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if found is None:
-            raise ValueError(f"layers {text!r} are not of the form '0,5,10-12'")
+            raise UserError(f"layers {text!r} are not of the form '0,5,10-12'")
         first, last = int(found[1]), int(found[2] or found[1])
         layers |= set(range(first, last + 1))
     return frozenset(layers)
@@ -80,7 +81,7 @@ def parse_size(text: str) -> int:
     """Bytes, from "2GiB", "500 MiB" or a plain number. Raises ValueError for anything else."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2] not in _UNITS:
-        raise ValueError(f"size {text!r} is not of the form '2GiB'; units are {', '.join(u for u in _UNITS if u)}")
+        raise UserError(f"size {text!r} is not of the form '2GiB'; units are {', '.join(u for u in _UNITS if u)}")
     return int(float(found[1]) * _UNITS[found[2]])
 
 

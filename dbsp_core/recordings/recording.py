@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.mask_file import block_counts, unpack_bits
@@ -52,7 +53,7 @@ class Recording:
                 tuple(_grid(values) for values in content["grids"]),
             )
         except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{folder} is no recording of masks ({type(error).__name__}: {error}); make one with "
                 "`dbsp masks record OUT -- COMMAND`"
             ) from error
@@ -68,7 +69,7 @@ class Recording:
         name = self.passes.get(moment, {}).get(layer)
         if name is None:
             steps = sorted({at.step for at in self.passes})
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} has no mask of layer {layer} at step {moment.step}, branch {moment.branch}; it has "
                 f"layers {list(self.recorded_layers)}, steps {steps}"
             )
@@ -79,10 +80,10 @@ class Recording:
                 packed = tensors.get_tensor(name)
             nq, nk = block_counts(grid)
             if packed.shape[1:] != (nq, -(-nk // 8)):
-                raise ValueError(f"shape {list(packed.shape)} does not fit {nq}×{nk} blocks")
+                raise UserError(f"shape {list(packed.shape)} does not fit {nq}×{nk} blocks")
             return BlockMask(unpack_bits(packed, nk), grid)
         except (OSError, SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"the recording {self.folder} is damaged: mask {name} ({error})") from error
+            raise UserError(f"the recording {self.folder} is damaged: mask {name} ({error})") from error
 
 
 def _longest(passes: list[dict[str, Any]]) -> dict[Moment, dict[int, str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockGrid
 from dbsp_core.home import HomeLayout
 from dbsp_core.mask import BlockMask
@@ -54,7 +55,7 @@ class MaskSeries:
         branches = tuple(sorted({moment.branch for moment in recording.passes}))
         steps = tuple(sorted(moment.step for moment in recording.passes if moment.branch == branch))
         if not steps or not recording.recorded_layers:
-            raise ValueError(f"{path} has no masks of branch {branch}; it has branches {list(branches)}")
+            raise UserError(f"{path} has no masks of branch {branch}; it has branches {list(branches)}")
         stopped = recording.stopped and f"the recording stopped before the run did: {recording.stopped}"
         return cls(
             steps,

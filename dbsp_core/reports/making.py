@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from dbsp_core.agreement import agree, gather_texts
+from dbsp_core.errors import UserError
 from dbsp_core.files import write_atomically
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hardware import device_class, software_versions
@@ -47,7 +48,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     """
     observer = session.observer
     if observer is None:
-        raise ValueError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
+        raise UserError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
     session.settle()
     calls, group = list(observer.calls), meeting_group(session.group)
     meet(group)
@@ -55,7 +56,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
     agree(group, None, int.from_bytes(digest, "big") >> 1, torch.device("cpu"), complaint, RuntimeError)
     if not calls:
-        raise ValueError("there is nothing to report: no attention of db-SP has run; run the model first")
+        raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
     own = torch.tensor([(c.seconds, c.sent.to_owners, c.sent.ring, c.sent.to_homes) for c in calls]).double()
     by_rank = np.stack([one.numpy() for one in group.all_gather(own)])  # float64[P, calls, 4], exact to 2^53 bytes
     hardware = gather_texts(group, device_class(observer.device.type), torch.device("cpu"))

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from dbsp_core.errors import UserError
 from dbsp_core.files import write_atomically
 
 __all__ = ["FORMAT", "CallColumns", "Environment", "LayerReport", "RankTotals", "RunReport", "Totals"]
@@ -215,7 +216,7 @@ class RunReport:
                 }
             )
         except (OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path} is not a db-SP report ({' '.join(str(error).split())}); a run leaves one in the folder of "
                 "setting `report`, or --sp-report DIR"
             ) from error

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources.base import HomeTokens, MaskRequest, Varies
@@ -22,7 +23,7 @@ class FileSource(StoredMasks):
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         if self._file.groups is not None:
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path} has masks for step groups {self._file.groups}; read it with mask "
                 "source 'paro' ({source: paro, path: …})"
             )

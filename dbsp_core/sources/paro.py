@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from dbsp_core.errors import UserError
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources.base import HomeTokens, MaskRequest, Varies
 from dbsp_core.sources.stored import StoredMasks
@@ -28,7 +29,7 @@ class ParoSource(StoredMasks):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dense_steps is not None and self.dense_steps < 0:
-            raise ValueError(f"dense_steps={self.dense_steps} must not be negative")
+            raise UserError(f"dense_steps={self.dense_steps} must not be negative")
 
     def version(self, request: MaskRequest) -> Hashable:
         try:
@@ -57,7 +58,7 @@ class ParoSource(StoredMasks):
         try:
             return groups.find(step if self.dense_steps is None else max(step, groups.starts[0]))
         except ValueError as error:
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path} {error}; run fewer steps, or convert the masks with --groups that reach "
                 "further ('…,25-' has no end)"
             ) from error

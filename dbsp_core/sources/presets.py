@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dbsp_core.errors import UserError
+
 __all__ = ["DEFAULT_STYLE", "PRESETS", "MaskStyle", "Preset"]
 
 
@@ -32,13 +34,13 @@ class MaskStyle:
         for name in ("density", "profile_correlation", "layer_similarity", "drift"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
-                raise ValueError(f"{name}={value} must lie between 0 and 1")
+                raise UserError(f"{name}={value} must lie between 0 and 1")
         for name, most in (("spread", 5), ("pattern_strength", 10)):
             value = getattr(self, name)
             if not 0 <= value <= most:
-                raise ValueError(f"{name}={value} must lie between 0 and {most} (logits)")
+                raise UserError(f"{name}={value} must lie between 0 and {most} (logits)")
         if not self.head_concentration > 0:
-            raise ValueError(f"head_concentration={self.head_concentration} must be positive; 10 makes heads similar")
+            raise UserError(f"head_concentration={self.head_concentration} must be positive; 10 makes heads similar")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.order import CANONICAL, require_order
@@ -48,7 +49,7 @@ class SpargeSource(BlockSizes):
         require_order(self.order)
         self.selection  # noqa: B018  raises for values out of range
         if max(self.block_q, self.block_k) > LARGEST_BLOCK:
-            raise ValueError(f"mask source 'sparge' takes blocks of at most {LARGEST_BLOCK} tokens; 64 is usual")
+            raise UserError(f"mask source 'sparge' takes blocks of at most {LARGEST_BLOCK} tokens; 64 is usual")
 
     @property
     def selection(self) -> Selection:
@@ -65,7 +66,7 @@ class SpargeSource(BlockSizes):
     def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
         """Collective. Raises ValueError without tokens."""
         if tokens is None:
-            raise ValueError(
+            raise UserError(
                 "mask source 'sparge' predicts masks from queries and keys: there are none before a model runs"
             )
         grid = self.grid(request)

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from dbsp_core.errors import UserError
 from dbsp_core.sources import SOURCES
 
 __all__ = ["mask_settings"]
@@ -28,22 +29,22 @@ def mask_settings(text: str) -> dict[str, Any]:
         if _LOOKS_LIKE_A_SOURCE.match(text) and not Path(text).exists():
             close = difflib.get_close_matches(name, SOURCES, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"sources: {', '.join(SOURCES)}"
-            raise ValueError(f"{text!r} is neither a mask source nor a mask file that exists; {hint}")
+            raise UserError(f"{text!r} is neither a mask source nor a mask file that exists; {hint}")
         return {"source": "file", "path": text}
     settings: dict[str, Any] = {"source": name}
     for part in _BETWEEN_KEYS.split(rest) if colon else []:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not key or not value:
-            raise ValueError(
+            raise UserError(
                 f"{part!r} in {text!r} is no key=value; write NAME:key=value,key=value, for example "
                 "window:window=[7,21,33]"
             )
         if key in settings:
-            raise ValueError(f"{key!r} is given twice in {text!r}; give it once")
+            raise UserError(f"{key!r} is given twice in {text!r}; give it once")
         try:
             settings[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ValueError(
+            raise UserError(
                 f"the value of {key!r} in {text!r} is not YAML ({' '.join(str(error).split())}); close its brackets "
                 "and quotes"
             ) from error

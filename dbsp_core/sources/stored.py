@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch.distributed as dist
 
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask_file import MaskFile
 from dbsp_core.sources.base import MaskRequest
@@ -26,7 +27,7 @@ class StoredMasks:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ValueError(
+            raise UserError(
                 "this mask source reads a file and needs a path, for example {source: file, path: masks.safetensors}"
             )
         if not (dist.is_available() and dist.is_initialized()):
@@ -40,18 +41,18 @@ class StoredMasks:
         """The file's grid in canonical order. Raises ValueError when the file is for another model or video."""
         file, grid = self._file, self._file.grid
         if (grid.tokens, grid.text_tokens, file.heads) != (request.tokens, request.text_tokens, request.heads):
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path} is for {file.heads} heads and {grid.tokens} tokens ({grid.text_tokens} "
                 f"of text), the model runs {request.heads} heads and {request.tokens} tokens ({request.text_tokens} "
                 "of text); use a mask made for this model, resolution and number of frames"
             )
         if grid.thw not in (None, request.thw):
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path} is for a token grid of {grid.thw}, the video's is {request.thw}; use a mask "
                 "made for this resolution and number of frames"
             )
         if file.per_layer and request.layers not in (None, file.layers):
-            raise ValueError(
+            raise UserError(
                 f"mask file {self.path} is for {file.layers} layers, the model has {request.layers}; use a mask made "
                 "for this model"
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources.base import HomeTokens, MaskRequest
@@ -39,16 +40,16 @@ class SvgSource(BlockSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.frames < 1:
-            raise ValueError(f"frames={self.frames} must be at least 1, the query's own")
+            raise UserError(f"frames={self.frames} must be at least 1, the query's own")
         if not 0 < self.band <= 1:
-            raise ValueError(f"band={self.band} must lie above 0 and not above 1: a share of a frame's places")
+            raise UserError(f"band={self.band} must lie above 0 and not above 1: a share of a frame's places")
         if self.sink_frames < 0:
-            raise ValueError(f"sink_frames={self.sink_frames} must not be negative")
+            raise UserError(f"sink_frames={self.sink_frames} must not be negative")
         if isinstance(self.temporal_heads, tuple):
             if min(self.temporal_heads, default=0) < 0:
-                raise ValueError(f"temporal_heads={list(self.temporal_heads)} must be head numbers, from 0")
+                raise UserError(f"temporal_heads={list(self.temporal_heads)} must be head numbers, from 0")
         elif not 0 <= self.temporal_heads <= 1:
-            raise ValueError(
+            raise UserError(
                 f"temporal_heads={self.temporal_heads} must be a share between 0 and 1, or a list of head numbers"
             )
 
@@ -57,7 +58,7 @@ class SvgSource(BlockSizes):
         numbers = np.arange(heads)
         if isinstance(self.temporal_heads, tuple):
             if max(self.temporal_heads, default=0) >= heads:
-                raise ValueError(
+                raise UserError(
                     f"temporal_heads={list(self.temporal_heads)} has a head that the model lacks; its {heads} heads "
                     f"are 0 to {heads - 1}"
                 )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.order import CANONICAL
@@ -44,24 +45,24 @@ class CallableSource(BlockSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.per not in _PER:
-            raise ValueError(f"unknown per {self.per!r} of mask source 'callable'; use one of {', '.join(_PER)}")
+            raise UserError(f"unknown per {self.per!r} of mask source 'callable'; use one of {', '.join(_PER)}")
         strange = [name for name in self.parameters if not isinstance(name, str)]
         if strange:
-            raise ValueError(f"parameters of {self.function} need names, {strange[0]!r} is none; quote it")
+            raise UserError(f"parameters of {self.function} need names, {strange[0]!r} is none; quote it")
         self._function  # noqa: B018  a bad name is found out at once, not at the first attention
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
         module, colon, name = self.function.partition(":")
         if not (colon and module and name):
-            raise ValueError(
+            raise UserError(
                 f"mask source 'callable' needs function: package.module:name, got {self.function!r}; for example "
                 "{source: callable, function: 'my_masks:diagonal'}"
             )
         try:
             found: Any = importlib.import_module(module)
         except Exception as error:
-            raise ValueError(
+            raise UserError(
                 f"mask function {self.function}: importing {module} failed ({_in_one_line(error)}); put its folder on "
                 "PYTHONPATH, on every machine, and see that it imports by itself"
             ) from error
@@ -69,7 +70,7 @@ class CallableSource(BlockSizes):
             found = getattr(found, part, None)
         if not callable(found):
             what = "has no such name" if found is None else f"names a {type(found).__name__}, which cannot be called"
-            raise ValueError(f"mask function {self.function}: {module} {what}; name a function(grid, request)")
+            raise UserError(f"mask function {self.function}: {module} {what}; name a function(grid, request)")
         return found
 
     @property
@@ -82,7 +83,7 @@ class CallableSource(BlockSizes):
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         if len(self.orders) not in (1, request.heads):
-            raise ValueError(
+            raise UserError(
                 f"mask function {self.function}: {len(self.orders)} orders for {request.heads} heads; give one order "
                 "for all heads or one per head"
             )
@@ -93,7 +94,7 @@ class CallableSource(BlockSizes):
         try:
             result = self._function(grid, self._seen(request), **self.parameters)
         except Exception as error:
-            raise ValueError(
+            raise UserError(
                 f"mask function {self.function} raised {_in_one_line(error)} for layer {request.layer}; correct it, "
                 "or its parameters"
             ) from error
@@ -108,17 +109,17 @@ class CallableSource(BlockSizes):
     def _bits(self, result: Any, heads: int, grid: BlockGrid) -> torch.Tensor:
         """bool[heads, nq, nk], a copy: the function may go on with its own."""
         if not isinstance(result, (np.ndarray, torch.Tensor)):
-            raise ValueError(
+            raise UserError(
                 f"mask function {self.function} returned a {type(result).__name__}; return a bool numpy array or "
                 "torch tensor"
             )
         if result.dtype not in (np.dtype(bool), torch.bool):
-            raise ValueError(
+            raise UserError(
                 f"mask function {self.function} returned {result.dtype}; compare with a threshold, to return bool"
             )
         shape, wanted = tuple(result.shape), (heads, grid.nq, grid.nk)
         if shape not in (wanted, wanted[1:]):
-            raise ValueError(
+            raise UserError(
                 f"mask function {self.function} returned shape {list(shape)}; return [{heads}, {grid.nq}, {grid.nk}], "
                 f"heads × query blocks × key blocks, or [{grid.nq}, {grid.nk}] for all heads"
             )

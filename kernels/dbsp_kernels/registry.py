@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dbsp_kernels import cpu, flex, sparge
+from dbsp_kernels.errors import UserError
 from dbsp_kernels.merge import Running
 from dbsp_kernels.reference import reference_attention
 
@@ -166,7 +167,7 @@ def _wanted(name: str) -> str:
     """The kernel asked for: "auto" is $DBSP_KERNEL if set. Raises ValueError for one that there is not."""
     wanted = (os.environ.get("DBSP_KERNEL") or "auto") if name == "auto" else name
     if wanted != "auto" and wanted not in KERNELS:
-        raise ValueError(f"unknown kernel {wanted!r}; use auto or one of {', '.join(KERNELS)}")
+        raise UserError(f"unknown kernel {wanted!r}; use auto or one of {', '.join(KERNELS)}")
     return wanted
 
 
@@ -181,11 +182,11 @@ def choose_kernel(name: str, device: str, dtype: torch.dtype, needs: Needs | Non
         if reason is None:
             return KERNELS[wanted]
         instead = " or ".join(available(device, dtype, needs)) or "another dtype"
-        raise ValueError(f"kernel {wanted!r} cannot be used here: {reason}; use {instead}")
+        raise UserError(f"kernel {wanted!r} cannot be used here: {reason}; use {instead}")
     for kernel in KERNELS.values():
         if kernel.cannot_serve(device, dtype, needs) is None:
             return kernel
-    raise ValueError(f"no attention kernel serves {dtype} on {device}; use float32, float16 or bfloat16")
+    raise UserError(f"no attention kernel serves {dtype} on {device}; use float32, float16 or bfloat16")
 
 
 def require_fit(name: str, needs: Needs) -> None:
@@ -197,7 +198,7 @@ def require_fit(name: str, needs: Needs) -> None:
     reason = None if wanted == "auto" else KERNELS[wanted].cannot_fit(needs)
     if reason is not None:
         instead = " or ".join(other for other, kernel in KERNELS.items() if kernel.cannot_fit(needs) is None)
-        raise ValueError(f"kernel {wanted!r} cannot serve this plan: {reason}; use {instead}")
+        raise UserError(f"kernel {wanted!r} cannot serve this plan: {reason}; use {instead}")
 
 
 def explain_auto(device: str, dtype: torch.dtype) -> str:
