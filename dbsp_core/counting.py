@@ -43,7 +43,7 @@ class MaskCounts:
             heads = self._bits if self._bits.is_cuda else map(self._widened, self._bits)
             pairs = [(head.sum(dim=1, dtype=SUM), head.sum(dim=0, dtype=SUM)) for head in heads]
             rows, columns = zip(*pairs, strict=True)
-            self._sums = _integers(rows), _integers(columns)
+            self._sums = _integers(torch.stack(rows)), _integers(torch.stack(columns))
         return self._sums
 
     def cells(self, slots: np.ndarray, ring: int) -> np.ndarray:
@@ -70,9 +70,11 @@ class MaskCounts:
             cells.append(wide @ one_hot.to(wide.dtype))
             if not summed:
                 columns.append(wide.sum(dim=0, dtype=SUM))
-        counted = np.split(_integers(cells), len(missing), axis=2)
+        # Slot by slot in memory: what is summed over rows is one slot's counts.
+        by_slot = _integers(torch.stack(cells).permute(2, 0, 1)).transpose(1, 2, 0)
+        counted = np.split(by_slot, len(missing), axis=2)
         if not summed:
-            self._sums = counted[0].sum(axis=2), _integers(columns)
+            self._sums = np.ascontiguousarray(counted[0].sum(axis=2)), _integers(torch.stack(columns))
         found = [(ring, slots.copy(), one) for slots, one in zip(missing, counted, strict=True)]
         self._cells = [*found, *self._cells][:REMEMBERED]
         return counted
@@ -94,6 +96,6 @@ class MaskCounts:
         return period_counts(np.stack(by_rank, axis=1).astype(np.int64), strategy.ulysses)
 
 
-def _integers(heads: Sequence[torch.Tensor]) -> np.ndarray:
-    """int64[H, ...] on the host."""
-    return torch.stack(tuple(heads)).long().cpu().numpy()
+def _integers(sums: torch.Tensor) -> np.ndarray:
+    """The same as int64 on the host."""
+    return sums.long().contiguous().cpu().numpy()

@@ -178,6 +178,18 @@ class HomeLayout:
         length = np.diff(first, append=self.tokens)
         return Fragments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
 
+    def block_fragments(self, grid: BlockGrid, order: str) -> tuple[Fragments, Fragments]:
+        """The fragments of a grid's query blocks and of its KV blocks in one token order. Made once, then kept."""
+        key = grid, order
+        if key not in self._fragments:
+            standing = grid.standing(order)
+            self._fragments[key] = self.fragments(grid.q_axis, standing), self.fragments(grid.k_axis, standing)
+        return self._fragments[key]
+
+    @cached_property
+    def _fragments(self) -> dict[tuple[BlockGrid, str], tuple[Fragments, Fragments]]:
+        return {}
+
 
 def _in_token_order(
     tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None

@@ -38,12 +38,12 @@ def period_counts(cells: np.ndarray, ulysses: int) -> np.ndarray:
     """b(i, g) of Eq. 1: dense blocks by (period, rank).
 
     In period i, ring rank r computes with slot (r + i) mod y, and r = rank // ulysses.
-    cells: int64[world, ring];  returns: int64[ring, world]
+    cells: int64[..., world, ring];  returns: int64[..., ring, world]
     """
-    world, ring = cells.shape
+    world, ring = cells.shape[-2:]
     rank = np.arange(world)
     period = np.arange(ring)[:, None]
-    return cells[rank, (rank // ulysses + period) % ring]
+    return cells[..., rank, (rank // ulysses + period) % ring]
 
 
 def imbalance_ratio(work: np.ndarray) -> float:

@@ -6,13 +6,13 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockAxis, BlockGrid
-from dbsp_core.home import HomeLayout
+from dbsp_core.home import Fragments, HomeLayout
 from dbsp_core.imbalance import imbalance_ratio
 from dbsp_core.mask import BlockMask
 from dbsp_core.order import CANONICAL
@@ -30,8 +30,10 @@ class Plan:
     q_owner: int64[H, nq], the rank that computes each (head, query block) row
     kv_slot: int64[H, nk], the ring slot in which each (head, KV block) travels
     work:    int64[y, P], dense blocks by (period, rank): b(i, g) of Eq. 1
-    rho, rho_before: ρ_s of this plan, and of the contiguous plan on the contiguous home layout
-    rho_bound:       ρ_s that no plan of this granularity can beat
+    work_before:     int64[y, P], the same of the contiguous plan on the contiguous home layout; None where that was
+                     left out (`make_plan(compare=False)`)
+    rho, rho_before: ρ_s of this plan, and of the contiguous one; nan where that was left out
+    rho_bound:       ρ_s that no plan of this granularity can beat; nan where comparing was left out
     moved:           share of Q, K, V elements whose owner's ring rank is not their home's
     head_cap:        see `dbsp_core.planners.PlannerSettings`
     plan_ms:         time from counts to owners and slots, milliseconds; counting blocks is not in it
@@ -44,7 +46,7 @@ class Plan:
     q_owner: np.ndarray
     kv_slot: np.ndarray
     work: np.ndarray
-    work_before: np.ndarray
+    work_before: np.ndarray | None
     rho_bound: float
     moved: float
     plan_ms: float
@@ -60,7 +62,14 @@ class Plan:
 
     @property
     def rho_before(self) -> float:
-        return imbalance_ratio(self.work_before)
+        return float("nan") if self.work_before is None else imbalance_ratio(self.work_before)
+
+    @property
+    def contiguous_work(self) -> np.ndarray:
+        """`work_before`. Raises RuntimeError where comparing was left out."""
+        if self.work_before is None:
+            raise RuntimeError("this plan was made without comparing it to the contiguous one")
+        return self.work_before
 
     @property
     def density(self) -> float:
@@ -109,21 +118,26 @@ class Plan:
         head, block = np.nonzero((self.kv_slot == slot) & self.head_columns[:, column, None])
         return head, block
 
-    def reused_for(self, mask: BlockMask) -> Plan:
-        """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0."""
-        if mask.grid == self.grid:
-            mask.counts.count([_stay(mask, self.strategy)[1], self.kv_slot], self.strategy.ring)
-        before = _baseline(mask, self.strategy)
+    def reused_for(self, mask: BlockMask, *, compare: bool = True) -> Plan:
+        """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0.
+
+        compare: as for `make_plan`
+        """
+        if compare and mask.grid == self.grid:
+            mask.counts.count([_stay(mask.grid, mask.heads, self.strategy)[1], self.kv_slot], self.strategy.ring)
+        before = _baseline(mask, self.strategy) if compare else None
         mask = mask.refined(self.grid)
-        return replace(
-            self,
-            work=mask.counts.work(self.q_owner, self.kv_slot, self.strategy),
-            work_before=before,
-            rho_bound=require_planner(self.planner).bound(
-                mask.counts.rows, mask.counts.columns, self.strategy, self.head_cap
-            ),
-            plan_ms=0.0,
-        )
+        counts = mask.counts
+        bound = float("nan")
+        if compare:
+            bound = require_planner(self.planner).bound(counts.rows, counts.columns, self.strategy, self.head_cap)
+        work = counts.work(self.q_owner, self.kv_slot, self.strategy)
+        reused = replace(self, work=work, work_before=before, rho_bound=bound, plan_ms=0.0)
+        # What follows from owners and slots alone is the same.
+        for name in ("head_columns", "fingerprint"):
+            if name in vars(self):
+                vars(reused)[name] = vars(self)[name]
+        return reused
 
 
 def require_slots(strategy: Strategy, grid: BlockGrid) -> None:
@@ -145,12 +159,14 @@ def make_plan(
     head_cap: bool = False,
     tolerance: float | None = None,
     exchange_cost: float = 0.0,
+    compare: bool = True,
 ) -> Plan:
     """Plans one attention.
 
     home: where tokens live before and after (default: contiguous)
     reward, head_cap, tolerance, exchange_cost: see `dbsp_core.planners.PlannerSettings`
-    Deterministic: equal arguments give equal plans on every rank. Raises ValueError for an unknown planner, more ring
+    compare: whether to count what the contiguous plan would do, and what no plan could beat, as reports show them
+    Deterministic: equal arguments give equal plans on every rank. Raises UserError for an unknown planner, more ring
     ranks than KV blocks, or a home layout of another size.
     """
     strategy = Strategy.parse(strategy)
@@ -163,11 +179,11 @@ def make_plan(
             f"home layout of {home.tokens} tokens on {home.world} ranks does not fit {mask.grid.tokens} tokens on "
             f"{strategy.world}; build it from the same grid and strategy"
         )
-    before = _baseline(mask, strategy)
+    before = _baseline(mask, strategy) if compare else None
     if chosen.refines:
         mask = mask.refined(_cut(mask.grid, strategy.ring))
     grid, rows, columns = mask.grid, mask.counts.rows, mask.counts.columns
-    q_home, k_home = _resident_rings(home, mask, strategy)
+    q_home, k_home = _resident_rings(home, grid, mask.heads, strategy)
     count_cells = _Stopwatch(lambda slots: mask.counts.cells(slots, strategy.ring))
     given = PlannerInput(
         strategy=strategy,
@@ -189,7 +205,7 @@ def make_plan(
         kv_slot=kv_slot,
         work=mask.counts.work(q_owner, kv_slot, strategy),
         work_before=before,
-        rho_bound=chosen.bound(rows, columns, strategy, settings.head_cap),
+        rho_bound=chosen.bound(rows, columns, strategy, settings.head_cap) if compare else float("nan"),
         moved=_moved(q_owner, kv_slot, strategy, grid, home),
         plan_ms=seconds * 1e3,
         head_cap=settings.head_cap,
@@ -213,35 +229,46 @@ class _Stopwatch:
 
 def _baseline(mask: BlockMask, strategy: Strategy) -> np.ndarray:
     """int64[y, P]: the work of the contiguous plan on the contiguous home layout, which is what runs without db-SP."""
-    return mask.counts.work(*_stay(mask, strategy), strategy)
+    return mask.counts.work(*_stay(mask.grid, mask.heads, strategy), strategy)
 
 
-def _stay(mask: BlockMask, strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
-    """Owners and slots of the contiguous plan on the contiguous home layout."""
-    home = HomeLayout.contiguous(mask.grid.tokens, strategy.world)
-    return stay_at_home(mask.heads, *_resident_rings(home, mask, strategy), strategy.ulysses)
+@lru_cache(maxsize=16)
+def _stay(grid: BlockGrid, heads: int, strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
+    """Owners and slots of the contiguous plan on the contiguous home layout; equal for all masks of a grid."""
+    home = HomeLayout.contiguous(grid.tokens, strategy.world)
+    return _read_only(stay_at_home(heads, *_resident_rings(home, grid, heads, strategy), strategy.ulysses))
 
 
-def _resident_rings(home: HomeLayout, mask: BlockMask, strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(maxsize=16)
+def _resident_rings(
+    home: HomeLayout, grid: BlockGrid, heads: int, strategy: Strategy
+) -> tuple[np.ndarray, np.ndarray]:
     """int64[nq], int64[nk]: the ring rank that holds most of each query and KV block.
 
     [H, nq], [H, nk] where heads have token orders of their own.
     """
-    grid = mask.grid
 
-    def residents(axis: BlockAxis, order: str) -> np.ndarray:
-        tokens = home.fragments(axis, grid.standing(order)).tokens_by_ring(len(axis), strategy)
+    def residents(fragments: Fragments, axis: BlockAxis, order: str) -> np.ndarray:
+        tokens = fragments.tokens_by_ring(len(axis), strategy)
         return resident_parts(tokens) if order == CANONICAL else level_residents(tokens)
 
-    def by_head(axis: BlockAxis) -> np.ndarray:
-        if grid.common_order is not None:
-            return residents(axis, grid.common_order)
-        ring = np.empty((mask.heads, len(axis)), dtype=np.int64)
-        for order, heads in grid.order_groups(mask.heads):
-            ring[heads] = residents(axis, order)
-        return ring
+    def by_order(order: str) -> tuple[np.ndarray, np.ndarray]:
+        q, k = home.block_fragments(grid, order)
+        return residents(q, grid.q_axis, order), residents(k, grid.k_axis, order)
 
-    return by_head(grid.q_axis), by_head(grid.k_axis)
+    if grid.common_order is not None:
+        return _read_only(by_order(grid.common_order))
+    q_ring, k_ring = (np.empty((heads, len(axis)), dtype=np.int64) for axis in (grid.q_axis, grid.k_axis))
+    for order, in_order in grid.order_groups(heads):
+        q_ring[in_order], k_ring[in_order] = by_order(order)
+    return _read_only((q_ring, k_ring))
+
+
+def _read_only(arrays: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The same arrays, protected: all plans made from them share them."""
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
 
 
 def can_cut(grid: BlockGrid, parts: int) -> bool:
@@ -261,9 +288,11 @@ def _cut(grid: BlockGrid, parts: int) -> BlockGrid:
 
 def _moved(q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy, grid: BlockGrid, home: HomeLayout) -> float:
     """Share of Q, K, V elements (K and V each counted like Q) that change ring rank on their way to their owner."""
+    if strategy.ring == 1:
+        return 0.0
     x, moved = strategy.ulysses, 0
     for order, heads in grid.order_groups(len(q_owner)):
-        q, k = (home.fragments(axis, grid.standing(order)) for axis in (grid.q_axis, grid.k_axis))
+        q, k = home.block_fragments(grid, order)
         moved += int(((q_owner[heads][:, q.block] // x != q.rank // x) * q.length).sum())
         moved += 2 * int(((kv_slot[heads][:, k.block] != k.rank // x) * k.length).sum())
     return moved / (3 * len(q_owner) * grid.tokens)

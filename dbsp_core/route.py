@@ -8,7 +8,8 @@ from the host's own strides, and one unpacks what came, straight into what the k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,122 +115,164 @@ def _by_batch(buffer: torch.Tensor) -> torch.Tensor:
 
 def build_route(plan: Plan, home: HomeLayout, rank: int, n_local: int, device: torch.device) -> Route:
     """The route of one rank, which holds `n_local` tokens (padding included) at home."""
-    ranks = range(plan.strategy.world)
-    q_pieces, kv_pieces = _Pieces.of(plan, home, plan.grid.q_axis), _Pieces.of(plan, home, plan.grid.k_axis)
+    strategy, grid = plan.strategy, plan.grid
+    queries, keys = _axes(plan, home)
     own_rows = plan.rows_of(rank)
-    own_blocks = plan.slot_blocks(rank // plan.strategy.ulysses, rank % plan.strategy.ulysses)
-    q_home = [q_pieces.at_home(rank, plan.q_owner == owner) for owner in ranks]
-    kv_home = [kv_pieces.at_home(rank, _kv_wanted(plan, owner)) for owner in ranks]
-    q_packed = [q_pieces.packed(source, own_rows) for source in ranks]
-    kv_packed = [kv_pieces.packed(source, own_blocks) for source in ranks]
-    returned, (return_q,) = _buffer_places(q_packed)
-    came_back, (arrive_q,) = _buffer_places(q_home)
+    own_blocks = plan.slot_blocks(rank // strategy.ulysses, rank % strategy.ulysses)
+    # 1. Where this rank's pieces are: at home, by the rank that wants them; packed, by the rank they come from.
+    q_home = queries.at_home(rank, lambda heads, blocks: plan.q_owner[np.ix_(heads, blocks)][..., None])
+    kv_home = keys.at_home(rank, functools.partial(_holders, plan))
+    q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
+    # 2. Where they are in the buffers that are exchanged.
+    world = strategy.world
+    returned, (return_q,) = _buffer_places(world, q_packed)
+    came_back, (arrive_q,) = _buffer_places(world, q_home)
     q_sent: tuple[int, ...] = ()
     q_received: tuple[int, ...] = ()
     if queries_go_ahead(plan):
         q_sent, send_q, q_received, receive_q = came_back, arrive_q, returned, return_q  # the way back, turned round
-        sent, (send_k, send_v) = _buffer_places(kv_home, kv_home)
-        received, (receive_k, receive_v) = _buffer_places(kv_packed, kv_packed)
+        sent, (send_k, send_v) = _buffer_places(world, kv_home, kv_home)
+        received, (receive_k, receive_v) = _buffer_places(world, kv_packed, kv_packed)
     else:
-        sent, (send_q, send_k, send_v) = _buffer_places(q_home, kv_home, kv_home)
-        received, (receive_q, receive_k, receive_v) = _buffer_places(q_packed, kv_packed, kv_packed)
-    to_k, to_v = np.concatenate(kv_packed), np.concatenate(kv_packed)
-    to_v[:, 0] = 1
-
-    def runs(source: np.ndarray, destination: np.ndarray) -> np.ndarray:
-        """Columns of Runs: from the places of one side to those of the other, with the destination's zeros."""
-        return np.concatenate([source[:, :2], destination[:, :2], destination[:, 2:]], axis=1)
-
-    from_q, from_kv, to_q = np.concatenate(q_home), np.concatenate(kv_home), np.concatenate(q_packed)
-    kv_runs = np.concatenate([runs(receive_k, to_k), runs(receive_v, to_v)])
-    home_runs = np.concatenate([runs(arrive_q, from_q), _padding(home, rank, n_local, plan.heads)])
+        sent, (send_q, send_k, send_v) = _buffer_places(world, q_home, kv_home, kv_home)
+        received, (receive_q, receive_k, receive_v) = _buffer_places(world, q_packed, kv_packed, kv_packed)
+    # 3. Runs from the places on one side to those on the other.
+    unpack_k = _from_buffer(receive_k, kv_packed)
+    unpack_v = _from_buffer(receive_v, replace(kv_packed, head=kv_packed.head + 1))
     return Route(
         sent=sent,
         received=received,
         returned=returned,
         came_back=came_back,
-        pack_q=Runs.of(runs(from_q, send_q), device),
-        pack_k=Runs.of(runs(from_kv, send_k), device),
-        pack_v=Runs.of(runs(from_kv, send_v), device),
-        unpack_q=Runs.of(runs(receive_q, to_q), device),
-        unpack_kv=Runs.of(kv_runs, device),
-        pack_out=Runs.of(runs(to_q, return_q), device),
-        unpack_out=Runs.of(home_runs, device),
-        q_places=len(own_rows[0]) * plan.grid.block_q,
-        kv_places=len(own_blocks[0]) * plan.grid.block_k,
+        pack_q=Runs.of(_to_buffer(q_home, send_q), device),
+        pack_k=Runs.of(_to_buffer(kv_home, send_k), device),
+        pack_v=Runs.of(_to_buffer(kv_home, send_v), device),
+        unpack_q=Runs.of(_from_buffer(receive_q, q_packed), device),
+        unpack_kv=Runs.of(np.concatenate([unpack_k, unpack_v]), device),
+        pack_out=Runs.of(_to_buffer(q_packed, return_q), device),
+        unpack_out=Runs.of(
+            np.concatenate([_from_buffer(arrive_q, q_home), _padding(home, rank, n_local, plan.heads)]), device
+        ),
+        q_places=len(own_rows[0]) * grid.block_q,
+        kv_places=len(own_blocks[0]) * grid.block_k,
         q_sent=q_sent,
         q_received=q_received,
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Pieces:
-    """The (head, fragment) pieces of one axis: heads with the same token order share fragments.
+class _Places:
+    """Places of (head, fragment) pieces, sorted by the other rank that each goes to or comes from. All int64[n].
 
-    groups: (int64 heads, their fragments); every rank walks through them alike, so that what is sent in one order is
-            expected in the same
+    rank:        the other rank
+    head, token: the first token's place
+    length:      tokens;  zeros: places behind them to be filled with zeros
+    """
 
-    Places are int64[n, 4]: head, token, length, zeros to write behind.
+    rank: np.ndarray
+    head: np.ndarray
+    token: np.ndarray
+    length: np.ndarray
+    zeros: np.ndarray
+
+    @classmethod
+    def sorted_by_rank(cls, parts: list[tuple[np.ndarray, ...]]) -> _Places:
+        """From the fields of several parts, whose order is kept within each rank."""
+        rank, *others = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.argsort(rank.astype(np.uint16), kind="stable")
+        return cls(rank[order], *(column[order] for column in others))
+
+
+@dataclass(frozen=True, eq=False)
+class _Axis:
+    """One axis of a plan's grid and the fragments that homes cut its blocks into.
+
+    groups: (int64 heads, their fragments): heads with the same token order share fragments. Every rank walks through
+            them alike, so that what is sent in one order is expected in the same
     """
 
     groups: tuple[tuple[np.ndarray, Fragments], ...]
-    heads: int
     axis: BlockAxis
 
-    @classmethod
-    def of(cls, plan: Plan, home: HomeLayout, axis: BlockAxis) -> _Pieces:
-        groups = plan.grid.order_groups(plan.heads)
-        fragments = tuple((heads, home.fragments(axis, plan.grid.standing(order))) for order, heads in groups)
-        return cls(fragments, plan.heads, axis)
+    def at_home(self, rank: int, wanting: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> _Places:
+        """Home places of the pieces that are on `rank`, once for each rank that wants them.
 
-    def at_home(self, rank: int, wanted: np.ndarray) -> np.ndarray:
-        """Home places of the wanted pieces that live on `rank`. wanted: bool[H, blocks]"""
-        places = []
+        wanting: (heads, blocks) -> int[heads, blocks, most], the ranks that want each block, filled up with -1
+        """
+        parts: list[tuple[np.ndarray, ...]] = []
         for heads, fragments in self.groups:
             here = np.flatnonzero(fragments.rank == rank)
-            head, piece = np.nonzero(wanted[heads][:, fragments.block[here]])
-            piece = here[piece]
-            length = fragments.length[piece]
-            places.append(np.stack([heads[head], fragments.local[piece], length, np.zeros_like(length)], axis=1))
-        return np.concatenate(places)
+            ranks = wanting(heads, fragments.block[here])
+            head, piece, one = np.nonzero(ranks >= 0)
+            taken = here[piece]
+            length = fragments.length[taken]
+            parts.append((ranks[head, piece, one], heads[head], fragments.local[taken], length, np.zeros_like(length)))
+        return _Places.sorted_by_rank(parts)
 
-    def packed(self, source: int, blocks: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        """Packed places of the pieces that come from `source`, of head 0. blocks: (head, block) of each packed block
+    def packed(self, head: np.ndarray, block: np.ndarray) -> _Places:
+        """Packed places, all of head 0, of the pieces that packed blocks are made of. (head, block): of each, in order
 
         The last piece of a short block has the zeros behind it that fill the block.
         """
-        place = np.full((self.heads, len(self.axis)), -1, dtype=np.int64)
-        place[blocks] = np.arange(len(blocks[0])) * self.axis.block
-        places = []
+        parts: list[tuple[np.ndarray, ...]] = []
         for heads, fragments in self.groups:
-            there = np.flatnonzero(fragments.rank == source)
-            start = place[heads][:, fragments.block[there]]
-            head, piece = np.nonzero(start >= 0)
-            start, piece = start[head, piece], there[piece]
+            mine = np.flatnonzero(np.isin(head, heads)) if len(self.groups) > 1 else np.arange(len(head))
+            first = np.searchsorted(fragments.block, np.arange(len(self.axis) + 1))
+            pieces = np.diff(first)[block[mine]]
+            slot = np.repeat(mine, pieces)
+            within = np.arange(len(slot)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+            piece = first[block[slot]] + within
             offset, length = fragments.offset[piece], fragments.length[piece]
-            is_last = offset + length == self.axis.lengths[fragments.block[piece]]
-            zeros = np.where(is_last, self.axis.block - offset - length, 0)
-            places.append(np.stack([np.zeros_like(start), start + offset, length, zeros], axis=1))
-        return np.concatenate(places)
+            last = offset + length == self.axis.lengths[fragments.block[piece]]
+            zeros = np.where(last, self.axis.block - offset - length, 0)
+            start = slot * self.axis.block + offset
+            parts.append((fragments.rank[piece], np.zeros_like(start), start, length, zeros))
+        return _Places.sorted_by_rank(parts)
 
 
-def _buffer_places(*parts: list[np.ndarray]) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
-    """Where the pieces of each part lie in a buffer that holds, rank after rank, all parts of that rank in turn.
+def _axes(plan: Plan, home: HomeLayout) -> tuple[_Axis, _Axis]:
+    """Those of queries and of keys."""
+    grid = plan.grid
+    found = [(heads, home.block_fragments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
+    queries, keys = (tuple((heads, both[axis]) for heads, both in found) for axis in (0, 1))
+    return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
 
-    parts: by rank, places of pieces
-    returns: tokens of each rank, and of each part the places of its pieces in the buffer, zeros left out
+
+def _holders(plan: Plan, heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """int64[heads, blocks, x]: the ranks that hold KV blocks in period 0, one in each column that needs the head.
+
+    Their ring rank is the block's slot; -1 for columns that don't need it.
     """
-    cursor, sizes = 0, []
-    found: list[list[np.ndarray]] = [[] for _ in parts]
-    for of_rank in zip(*parts, strict=True):
-        first = cursor
-        for places, pieces in zip(found, of_rank, strict=True):
-            length = pieces[:, 2]
-            start = cursor + np.cumsum(length) - length
-            places.append(np.stack([np.zeros_like(start), start, length, np.zeros_like(start)], axis=1))
-            cursor += int(length.sum())
-        sizes.append(cursor - first)
-    return tuple(sizes), tuple(np.concatenate(places) for places in found)
+    columns = np.arange(plan.strategy.ulysses)
+    holders = plan.kv_slot[np.ix_(heads, blocks)][..., None] * plan.strategy.ulysses + columns
+    return np.where(plan.head_columns[heads][:, None, :], holders, -1)
+
+
+def _buffer_places(world: int, *parts: _Places) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
+    """Where the pieces of each part are in a buffer that holds, rank after rank, all parts of that rank in turn.
+
+    returns: tokens of each rank, and of each part int64[n], its pieces' first places
+    """
+    tokens = np.stack([np.bincount(part.rank, part.length, world) for part in parts]).astype(np.int64)
+    sizes = tokens.sum(axis=0)
+    first = np.cumsum(sizes) - sizes + np.cumsum(tokens, axis=0) - tokens  # of each (part, rank)
+    found = []
+    for part, of_rank, start in zip(parts, tokens, first, strict=True):
+        before = np.cumsum(of_rank) - of_rank  # of the same part, for lower ranks
+        found.append(np.cumsum(part.length) - part.length + (start - before)[part.rank])
+    return tuple(sizes.tolist()), tuple(found)
+
+
+def _to_buffer(source: _Places, start: np.ndarray) -> np.ndarray:
+    """Columns of Runs, int64[n, 6], that pack pieces into a buffer of one head."""
+    nothing = np.zeros_like(start)
+    return np.stack([source.head, source.token, nothing, start, source.length, nothing], axis=1)
+
+
+def _from_buffer(start: np.ndarray, destination: _Places) -> np.ndarray:
+    """Columns of Runs, int64[n, 6], that unpack pieces from a buffer of one head, with the zeros behind them."""
+    one = destination
+    return np.stack([np.zeros_like(start), start, one.head, one.token, one.length, one.zeros], axis=1)
 
 
 def _padding(home: HomeLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
@@ -242,9 +285,3 @@ def _padding(home: HomeLayout, rank: int, n_local: int, heads: int) -> np.ndarra
     columns = np.zeros((len(head), 6), dtype=np.int64)
     columns[:, 2], columns[:, 3], columns[:, 5] = head, np.tile(first, heads), np.tile(last - first, heads)
     return columns
-
-
-def _kv_wanted(plan: Plan, rank: int) -> np.ndarray:
-    """bool[H, nk]: the KV blocks that `rank` holds in period 0: its ring rank's slot, for its column's heads."""
-    ring_rank, column = divmod(rank, plan.strategy.ulysses)
-    return (plan.kv_slot == ring_rank) & plan.head_columns[:, column, None]

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from dbsp_core.grid import BlockAxis, BlockGrid
-from dbsp_core.home import HomeLayout
+from dbsp_core.home import Fragments, HomeLayout
 from dbsp_core.plan import Plan
 
 __all__ = ["Traffic", "queries_go_ahead", "traffic_of"]
@@ -90,10 +90,10 @@ def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
 def _tokens_at(home: HomeLayout, grid: BlockGrid, order: str) -> tuple[np.ndarray, np.ndarray]:
     """float64[nq, P], float64[nk, P]: tokens of each query and KV block that live on each rank."""
 
-    def tokens(axis: BlockAxis) -> np.ndarray:
-        pieces = home.fragments(axis, grid.standing(order))
+    def tokens(pieces: Fragments, axis: BlockAxis) -> np.ndarray:
         found = np.zeros((len(axis), home.world))
         np.add.at(found, (pieces.block, pieces.rank), pieces.length)
         return found
 
-    return tokens(grid.q_axis), tokens(grid.k_axis)
+    q, k = home.block_fragments(grid, order)
+    return tokens(q, grid.q_axis), tokens(k, grid.k_axis)

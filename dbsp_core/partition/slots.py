@@ -48,7 +48,8 @@ def _shed(weight: np.ndarray, source: int, loads: list[int], limit: int) -> list
     """
     surplus = loads[source] - limit
     some = min(len(weight), 64 + 4 * int(surplus * len(weight) // max(1, weight.sum())))
-    order = np.argsort(-weight, kind="stable")
+    key = weight.max(initial=0) - weight
+    order = np.argsort(key.astype(np.uint16) if key.max(initial=0) < 1 << 16 else key, kind="stable")  # by radix
     shown = np.concatenate([order[:some], order[some :: max(1, len(order) // 128)]])[::-1]  # lightest first
     piece, size = shown.tolist(), weight[shown].tolist()
     moves = []

@@ -86,7 +86,7 @@ class Observed:
         """Takes the numbers of a plan."""
         self.density, self.moved = plan.density, plan.moved
         self.rho_before, self.rho, self.rho_bound = plan.rho_before, plan.rho, plan.rho_bound
-        self.work, self.work_before = plan.work.sum(axis=0), plan.work_before.sum(axis=0)
+        self.work, self.work_before = plan.work.sum(axis=0), plan.contiguous_work.sum(axis=0)
 
     @property
     def seconds(self) -> float:
