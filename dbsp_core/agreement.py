@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -35,39 +35,40 @@ def on_all_ranks(
     except Exception as error:  # any error: this rank must not stop alone
         problem = error
     complaint = f"{what} differs on rank(s) {{}}; it must be the same on every rank"
-    agree(group, problem, mark, device, complaint)
+    agree(group, problem, {complaint: mark}, device)
     return result  # type: ignore[return-value]  # agree raised where there is none
 
 
 def agree(
     group: SequenceGroup,
     problem: Exception | None,
-    mark: int,
+    marks: Mapping[str, int],
     device: torch.device,
-    complaint: str,
     error: type[Exception] = UserError,
 ) -> None:
     """Raises on all ranks when any of them has a problem, or a mark that most don't have. Collective.
 
-    complaint: about marks that differ, with {} for the ranks
-    error:     what is raised where marks differ. A problem is raised as a `UserError` where it is one, else as
-               ValueError, or as `error` where that is no UserError
+    marks: below 2^63, by the complaint about ranks whose mark differs, with {} for the ranks
+    error: what is raised where marks differ. A problem is raised as a `UserError` where it is one, else as ValueError,
+           or as `error` where that is no UserError
     """
-    states = group.gather_integers([_kind(problem), mark], device)
-    failed = [rank for rank, (kind, _) in enumerate(states) if kind != _FINE]
+    states = [(_kind(problem), *marks.values())]
+    if group.group is not None:  # without, this rank decides for all: a plan's part may be looked at alone
+        states = [tuple(state) for state in group.gather_integers(states[0], device)]
+    failed = [rank for rank, (kind, *_) in enumerate(states) if kind != _FINE]
     if failed:
         first = failed[0]
-        texts = gather_texts(group, _in_words(problem), device)
-        where = "" if len(failed) == group.size else f"rank(s) {failed}: "
+        texts = [_in_words(problem)] if group.group is None else gather_texts(group, _in_words(problem), device)
+        where = "" if len(failed) == len(states) else f"rank(s) {failed}: "
         raised: type[Exception] = UserError if states[first][0] == _USERS else ValueError
         if not issubclass(error, UserError):
             raised = error
         raise raised(where + texts[first]) from problem
-    marks = [mark for _, mark in states]
-    usual = max(marks, key=marks.count)
-    differing = [rank for rank, mark in enumerate(marks) if mark != usual]
-    if differing:
-        raise error(complaint.format(differing))
+    for complaint, of_ranks in zip(marks, list(zip(*states, strict=True))[1:], strict=True):
+        usual = max(of_ranks, key=of_ranks.count)
+        differing = [rank for rank, mark in enumerate(of_ranks) if mark != usual]
+        if differing:
+            raise error(complaint.format(differing))
 
 
 _FINE, _USERS, _OURS = range(3)
@@ -89,6 +90,6 @@ def _in_words(problem: Exception | None) -> str:
 def gather_texts(group: SequenceGroup, text: str, device: torch.device) -> list[str]:
     """Every rank's text, by rank. Collective."""
     mine = text.encode()
-    length = max(size for (size,) in group.gather_integers([len(mine)], device))
+    length = max(1, *(size for (size,) in group.gather_integers([len(mine)], device)))
     padded = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8).to(device)
     return [bytes(one.tolist()).decode(errors="replace").rstrip() for one in group.all_gather(padded)]

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["Background"]
 
-LAST_JOBS_S = 10.0
+LAST_JOBS_S = 3.0
 """Seconds that the end of the program waits for jobs under way. A thread that the interpreter stops within a tensor
 operation aborts the process."""
 

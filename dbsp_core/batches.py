@@ -81,5 +81,4 @@ class _BatchSplit:
         return (whole, *output[1:]) if isinstance(output, tuple) else type(output)(sample=whole)
 
     def _agree(self, problem: Exception | None) -> None:
-        complaint = "a forward pass differs on rank(s) {} of the batch"
-        agree(self._control, problem, 0, _CPU, complaint, RuntimeError)
+        agree(self._control, problem, {}, _CPU, RuntimeError)

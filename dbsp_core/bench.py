@@ -20,7 +20,7 @@ from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan, make_plan
 from dbsp_core.planners import require_planner
 from dbsp_core.strategy import Strategy
-from dbsp_core.tables import build_tables
+from dbsp_core.tables import build_tables, table_layout
 from dbsp_kernels import block_attention
 
 __all__ = ["Comparison", "compare", "replay", "replayed_seconds"]
@@ -154,7 +154,7 @@ def _rank_period(
     plan: Plan, mask: BlockMask, rank: int, period: int, head_dim: int, setting: Setting
 ) -> Callable[[], object]:
     """The kernel on what `rank` computes in `period`, on random numbers."""
-    table = build_tables(plan, mask.refined(plan.grid), rank, torch.device(setting.device))[period]
+    table = build_tables(table_layout(plan, rank).to(torch.device(setting.device)), mask.refined(plan.grid))[period]
     q = torch.randn(len(table.kv_count), plan.grid.block_q, head_dim, **setting.where)
     k, v = (torch.randn(len(table.kv_len), plan.grid.block_k, head_dim, **setting.where) for _ in range(2))
     return lambda: block_attention(q, k, v, **vars(table.expanded()), kernel=setting.kernel)

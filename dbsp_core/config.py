@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from dbsp_core.errors import UserError
+from dbsp_core.fingerprint import fingerprint_of
 from dbsp_core.generation.video import VideoSettings
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PlannerSettings, require_planner
@@ -27,6 +28,9 @@ __all__ = ["DTYPES", "ConfigLike", "DbspConfig", "setting_names"]
 
 PLANNING = ("auto", "immediate", "lagged")
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+
+_LOCAL = ("report", "record", "origin", "model", "video", "hardware", "mask")
+"""Settings that may differ by rank, as paths do, or are compared apart."""
 
 ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], str, os.PathLike, None]
 
@@ -122,6 +126,16 @@ class DbspConfig:
     def home_layout(self) -> str:
         """The name of the home layout in force."""
         return self.home or require_planner(self.planner).home
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal for settings that make the same plans. A mask file may be in another folder on another node."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _LOCAL}
+        mask = self.mask
+        if type(mask) in SOURCES.values() and is_dataclass(mask):
+            shown = {f.name: getattr(mask, f.name) for f in fields(mask) if f.name != "path"}
+            plain["mask"] = (type(mask).__name__, shown)
+        return fingerprint_of(plain)
 
     @property
     def torch_dtype(self) -> torch.dtype:

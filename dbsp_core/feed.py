@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch
 
 from dbsp_core.agreement import on_all_ranks
 from dbsp_core.errors import UserError
+from dbsp_core.fingerprint import fingerprint_of
 from dbsp_core.grid import BlockGrid
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.mask import BlockMask
@@ -18,6 +20,8 @@ from dbsp_core.steps import DenseSchedule, Moment, StepCounter
 __all__ = ["MaskFeed"]
 
 _DENSE = "dense by schedule"
+_MOST_NAMED = 8
+"""Videos and moments whose masks' names are kept: sizes of text take turns in guidance."""
 
 
 @dataclass
@@ -42,8 +46,10 @@ class MaskFeed:
     _last_generation: object = None
     _thw: tuple[int, int, int] = (0, 0, 0)
     _text_tokens: int = 0
-    _names: dict[int, Hashable] = field(default_factory=dict)
-    _named: Hashable = None
+    _named: OrderedDict[Hashable, dict[int, Hashable]] = field(default_factory=OrderedDict)
+    """The masks' names by layer, for the videos and moments that they were asked for last."""
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+    """By name, in the order in which it was first given."""
 
     def begin(
         self, thw: tuple[int, int, int], text_tokens: int, timestep: torch.Tensor | float | None, branch: int = 0
@@ -62,23 +68,33 @@ class MaskFeed:
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
             now = self._counter.advance(float(first))
             self.moment = Moment(now.step, now.branch + branch)
-        self._names = {} if self._named != self._naming else self._names
 
     def grid(self, device: torch.device) -> BlockGrid:
         """The source's grid for this video. Collective: what the source refuses on one rank is refused on all."""
-        return on_all_ranks(self.group, lambda: self.source.grid(self._request(0)), device)
+        return on_all_ranks(
+            self.group, lambda: self.source.grid(self._request(0)), device, fingerprint_of, "the video's block grid"
+        )
 
     def name_masks(self, device: torch.device) -> None:
         """Asks the source what the masks of this forward pass are called, unless it was asked before.
 
-        Collective then: the ValueError of one rank, all raise. Ranks that keep a mask which another can't name would
-        wait for it in vain.
+        Collective then: what one rank raises, all raise, and also where masks that are new to one rank are known to
+        another. Such ranks would wait for one another in vain.
         """
-        if self.source.varies == "calls":
+        if self.source.varies == "calls" or self._naming in self._named:
             return
-        if self._named != self._naming:
-            self._names = on_all_ranks(self.group, self._versions, device)
-            self._named = self._naming
+        names = on_all_ranks(self.group, self._versions, device, self._in_numbers, "which masks are new")
+        self._named[self._naming] = names
+        if len(self._named) > _MOST_NAMED:
+            self._named.popitem(last=False)
+
+    def _in_numbers(self, names: dict[int, Hashable]) -> int:
+        """Equal on ranks that have seen the same names, whatever they are, in the same order."""
+        return fingerprint_of([self._numbers.setdefault(name, len(self._numbers)) for name in names.values()])
+
+    def changes(self, layer: int) -> bool:
+        """Whether this layer will have other masks, in other denoising steps."""
+        return self.source.varies != "never" and not self._is_dense(layer)
 
     @property
     def _naming(self) -> Hashable:
@@ -96,7 +112,8 @@ class MaskFeed:
             return _DENSE
         if self.source.varies == "calls":
             return None
-        return (self._names[layer] if layer in self._names else self.source.version(self._request(layer)),)
+        names = self._named.get(self._naming, {})
+        return (names[layer] if layer in names else self.source.version(self._request(layer)),)
 
     def mask(self, layer: int, tokens: HomeTokens) -> BlockMask:
         """The mask of this layer now. Collective: the same bits on every rank, or ValueError on every rank."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from dbsp_core.side_groups import side_group
+from dbsp_core.side_groups import side_group, timeout_of
 
 __all__ = ["PendingShift", "SequenceGroup"]
 
@@ -63,14 +64,26 @@ class SequenceGroup:
             return cls(0, 1)
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
+    @property
+    def timeout(self) -> timedelta | None:
+        """After which its collectives fail; None where that is not known."""
+        return None if self.group is None else timeout_of(self.group)
+
     def control(self) -> SequenceGroup:
-        """The same ranks in a gloo group of their own, for threads that must not disturb this group's collectives.
+        """The same ranks in a gloo group of their own, for what the calling thread must agree on with CPU tensors.
 
         Collective at the first call.
         """
+        return self.beside("control")
+
+    def beside(self, purpose: str) -> SequenceGroup:
+        """The same ranks in a gloo group of their own, one for each purpose: its collectives meet no others.
+
+        It has this group's timeout. Collective at the first call.
+        """
         if self.group is None:
             return self
-        return SequenceGroup(self.rank, self.size, side_group(self.group, "control"))
+        return SequenceGroup(self.rank, self.size, side_group(self.group, purpose))
 
     def all_to_all(
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -29,8 +28,6 @@ __all__ = ["UNCONFIGURED", "announce", "default_config", "identify", "require_sa
 
 UNCONFIGURED = "no configuration was given and none is shipped for this model"
 """Stands for a file's name as the origin of settings."""
-_LOCAL = ("report", "record", "origin", "model", "video", "hardware", "mask")
-"""Settings that may differ by rank, as paths do, or are compared apart."""
 
 
 def identify(transformer: Any, pipe: Any = None) -> Identity:
@@ -68,7 +65,9 @@ def settings_for(config: ConfigLike, transformer: Any, group: SequenceGroup, pip
         require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
         return loaded
 
-    return on_all_ranks(group.control(), load, torch.device("cpu"), _fingerprint, "the configuration")
+    return on_all_ranks(
+        group.control(), load, torch.device("cpu"), lambda loaded: loaded.fingerprint, "the configuration"
+    )
 
 
 def require_same_model(config: DbspConfig, actual: Identity | None, with_pipeline: bool = True) -> None:
@@ -131,14 +130,3 @@ def _set_apart(settings: Any, default: Any) -> str:
 def _say(text: str) -> None:
     sys.stderr.write(f"{NOTICE}{text}\n")
     sys.stderr.flush()
-
-
-def _fingerprint(config: DbspConfig) -> int:
-    """Equal for settings that make the same plans. A mask file may lie elsewhere on another node."""
-    plain = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _LOCAL}
-    mask = config.mask
-    if type(mask) in SOURCES.values() and is_dataclass(mask):
-        shown = {f.name: getattr(mask, f.name) for f in fields(mask) if f.name != "path"}
-        plain["mask"] = (type(mask).__name__, shown)
-    digest = hashlib.blake2b(repr(plain).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -6,8 +6,9 @@ import traceback
 import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,27 @@ from dbsp_core.foresight import Trend, longest_serving
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.mask import BlockMask
 from dbsp_core.plan import Plan
+from dbsp_core.rank_plan import RankPlan
 from dbsp_core.strategy import Strategy
 
-__all__ = ["LaggedPlanCache", "PlanCache", "ReplanRule", "ReuseCounters"]
+__all__ = ["LaggedPlanCache", "PlanCache", "Planned", "ReplanRule", "ReuseCounters"]
+
+PLANS_DIFFER = "the plan differs on rank(s) {}; all ranks must compute the same masks"
 
 MakePlan = Callable[[BlockMask, Plan | None], Plan]
 """make(mask, the plan in use or None): the plan for a mask"""
 PlanAgain = Callable[[BlockMask, Strategy], Plan]
 """again(mask, strategy): the plan for a mask with that strategy"""
+PreparePart = Callable[[Plan], RankPlan]
+"""prepare(plan): this rank's part in a plan, on the host"""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan to use, and this rank's part in it where that was prepared beforehand: they belong together."""
+
+    plan: Plan
+    part: RankPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,10 @@ class _Service:
         """Takes note of a call that `used` served, or would serve. returns: whether it should be the last"""
         self.spent += max(0.0, used.rho - self.floor)
         return used.rho > rule.threshold or (rule.budget is not None and self.spent > rule.budget)
+
+    def ends_with(self, used: Plan, rule: ReplanRule) -> bool:
+        """Whether `ended` would say so of one more call, which is not taken note of."""
+        return replace(self, trend=Trend()).ended(used, rule)
 
     def begin(self, mask: BlockMask, made: Plan, again: PlanAgain | None, rule: ReplanRule, lead: int) -> Plan:
         """The plan to use after `lead` calls, where `made` is the one for this mask."""
@@ -112,10 +130,12 @@ class PlanCache:
     An attention is a layer's, and a guidance branch's where branches have masks of their own. Whether to keep a plan
     follows from the masks' bits and the kept plan alone, which all ranks share: no rank can decide otherwise than the
     others. Every call waits for its mask to be counted.
+    compare: whether plans tell what the contiguous plan would do; see `dbsp_core.plan.make_plan`
     """
 
     rule: ReplanRule
     counters: ReuseCounters = field(default_factory=ReuseCounters)
+    compare: bool = True
     latest: dict[Hashable, Plan] = field(default_factory=dict)
     """By attention, its plan with the numbers of the mask it was last used for."""
     _services: dict[Hashable, _Service] = field(default_factory=dict)
@@ -126,24 +146,43 @@ class PlanCache:
         mask: BlockMask,
         make: MakePlan,
         again: PlanAgain | None = None,
-        ready: Callable[[Plan], None] | None = None,
-    ) -> Plan:
+        prepare: PreparePart | None = None,
+    ) -> Planned:
         """The kept plan if it still serves, else a new one; with this mask's numbers.
 
-        again: for plans that look ahead, without which none does
-        ready: not called: a plan is used at once
+        again:   for plans that look ahead, without which none does
+        prepare: not needed here, where a plan is used at once
         """
         self.counters.calls += 1
         service = self._services.setdefault(key, _Service())
         service.watch(mask, self.rule)
         plan = self.latest.get(key)
-        reused = plan.reused_for(mask) if plan is not None and _fits(plan, mask) else None
+        reused = plan.reused_for(mask, compare=self.compare) if plan is not None and _fits(plan, mask) else None
         if reused is None or service.ended(reused, self.rule):
             self.counters.replans += 1
             reused = service.begin(mask, make(mask, plan), again, self.rule, lead=0)
         self.counters.judge(reused)
         self.latest[key] = reused
-        return reused
+        return Planned(reused)
+
+    def serves_again(self, key: Hashable, plan: Plan) -> bool:
+        """Counts one more call of an attention with a mask that `plan` has the numbers of.
+
+        returns: False, and counts nothing, where the plan has expired: a new one is to be made for the mask
+        """
+        service = self._services.setdefault(key, _Service(floor=plan.rho))
+        if service.ends_with(plan, self.rule):
+            return False
+        service.ended(plan, self.rule)
+        self.counters.calls += 1
+        self.counters.judge(plan)
+        self.latest[key] = plan
+        return True
+
+    def forget(self, key: Hashable) -> None:
+        """Drops what is kept for an attention."""
+        self.latest.pop(key, None)
+        self._services.pop(key, None)
 
     def settle(self) -> None:
         """Nothing is ever pending."""
@@ -151,10 +190,10 @@ class PlanCache:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """used: the plan in use with the numbers of the mask it was used for;  next: the plan for the next call"""
+    """used: the plan in use with the numbers of the mask it was used for;  next: what the next call uses"""
 
     used: Plan
-    next: Plan
+    next: Planned
 
 
 @dataclass
@@ -171,15 +210,18 @@ class LaggedPlanCache:
     rule: ReplanRule
     group: SequenceGroup
     counters: ReuseCounters = field(default_factory=ReuseCounters)
+    compare: bool = True
     latest: dict[Hashable, Plan] = field(default_factory=dict)
-    _plans: dict[Hashable, Plan] = field(default_factory=dict)
+    _plans: dict[Hashable, Planned] = field(default_factory=dict)
     _services: dict[Hashable, _Service] = field(default_factory=dict)
     _pending: dict[Hashable, Future[_Verdict]] = field(default_factory=dict)
+    _notes: SequenceGroup = field(init=False)
     _background: Background = field(init=False)
     _side_streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._background = _thread_of(self.group.control())  # in the calling thread: making a group is a collective
+        self._notes = self.group.beside("planning")  # in the calling thread: making a group is a collective
+        self._background = _thread_of(self._notes)
 
     def plan_for(
         self,
@@ -187,27 +229,47 @@ class LaggedPlanCache:
         mask: BlockMask,
         make: MakePlan,
         again: PlanAgain | None = None,
-        ready: Callable[[Plan], None] | None = None,
-    ) -> Plan:
-        """The plan in force for this call; its numbers are those of the mask it was made for.
+        prepare: PreparePart | None = None,
+    ) -> Planned:
+        """The plan to use for this call; its numbers are those of the mask it was made for.
 
-        again: for plans that look ahead, without which none does
-        ready: called in the thread with a new plan that the next call will adopt, to prepare what goes with it
+        again:   for plans that look ahead, without which none does
+        prepare: called in the thread with a new plan that the next call will adopt
         Raises RuntimeError on every rank when planning failed, or plans differed, on any.
         """
         self.counters.calls += 1
         self._adopt(key)
-        plan = self._plans.get(key)
-        if plan is None or not _fits(plan, mask):
+        planned = self._plans.get(key)
+        if planned is None or not _fits(planned.plan, mask):
             self.counters.replans += 1
-            plan = self._plans[key] = make(mask, plan)
-            self._services[key] = _Service(floor=plan.rho)
+            planned = Planned(make(mask, None if planned is None else planned.plan))
+            self._services[key] = _Service(floor=planned.plan.rho)
+        self._plans[key] = Planned(planned.plan)  # whoever gets the part keeps it
         event = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
-        current, service = plan, self._services[key]
+        current, service = planned.plan, self._services[key]
         self._pending[key] = self._background.submit(
-            lambda: self._judge(current, service, mask, make, again, ready, event)
+            lambda: self._judge(current, service, mask, make, again, prepare, event)
         )
-        return plan
+        return planned
+
+    def serves_again(self, key: Hashable, plan: Plan) -> bool:
+        """As `PlanCache.serves_again`, for the plan as the next call would have it."""
+        self._adopt(key)
+        planned = self._plans.setdefault(key, Planned(plan))
+        service = self._services.setdefault(key, _Service(floor=plan.rho))
+        if not planned.plan.same_route(plan) or service.ends_with(plan, self.rule):
+            return False
+        service.ended(plan, self.rule)
+        self.counters.calls += 1
+        self.counters.judge(plan)
+        self.latest[key] = plan
+        return True
+
+    def forget(self, key: Hashable) -> None:
+        """Drops what is kept for an attention, once nothing is pending for it."""
+        self._adopt(key)
+        for kept in (self.latest, self._plans, self._services):
+            kept.pop(key, None)
 
     def settle(self) -> None:
         """Waits for what is pending, so that counters and `latest` cover every call."""
@@ -216,11 +278,19 @@ class LaggedPlanCache:
 
     def _adopt(self, key: Hashable) -> None:
         pending = self._pending.pop(key, None)
-        if pending is not None:
-            verdict = pending.result()
-            self.counters.judge(verdict.used)
-            self.counters.replans += verdict.next is not verdict.used
-            self.latest[key], self._plans[key] = verdict.used, verdict.next
+        if pending is None:
+            return
+        limit = None if self.group.timeout is None else self.group.timeout.total_seconds()
+        try:
+            verdict = pending.result(limit)
+        except FutureTimeoutError as error:
+            raise RuntimeError(
+                f"the planning thread of rank {self.group.rank} has not answered for {limit:g} s, the process group's "
+                "timeout; something in it stands still"
+            ) from error
+        self.counters.judge(verdict.used)
+        self.counters.replans += verdict.next.plan is not verdict.used
+        self.latest[key], self._plans[key] = verdict.used, verdict.next
 
     def _judge(
         self,
@@ -229,29 +299,39 @@ class LaggedPlanCache:
         mask: BlockMask,
         make: MakePlan,
         again: PlanAgain | None,
-        ready: Callable[[Plan], None] | None,
+        prepare: PreparePart | None,
         event: torch.cuda.Event | None,
     ) -> _Verdict:
-        """In the thread. Collective on the control group."""
+        """In the thread. Collective on its own group."""
         problem: Exception | None = None
-        verdict = None
+        verdict, mark = None, 0
         try:
-            with self._beside(mask.bits.device, event):
-                service.watch(mask, self.rule)
-                used = chosen = plan.reused_for(mask)
-                if service.ended(used, self.rule):
-                    chosen = service.begin(mask, make(mask, plan), again, self.rule, lead=1)
-            if ready is not None and chosen is not used and not chosen.same_route(plan):
-                ready(chosen)
-            verdict = _Verdict(used, chosen)
+            verdict = self._evaluate(plan, service, mask, make, again, prepare, event)
+            mark = verdict.next.plan.fingerprint
         except Exception:
             problem = RuntimeError(f"planning failed:\n{traceback.format_exc()}")
-        mark = verdict.next.fingerprint if verdict is not None else 0
-        complaint = "the plan differs on rank(s) {}; all ranks must compute the same masks"
-        agree(self.group.control(), problem, mark, torch.device("cpu"), complaint, RuntimeError)
+        agree(self._notes, problem, {PLANS_DIFFER: mark}, torch.device("cpu"), RuntimeError)
         if verdict is None:
-            raise RuntimeError("planning failed")
+            raise RuntimeError("planning failed") from problem
         return verdict
+
+    def _evaluate(
+        self,
+        plan: Plan,
+        service: _Service,
+        mask: BlockMask,
+        make: MakePlan,
+        again: PlanAgain | None,
+        prepare: PreparePart | None,
+        event: torch.cuda.Event | None,
+    ) -> _Verdict:
+        with self._beside(mask.bits.device, event):
+            service.watch(mask, self.rule)
+            used = chosen = plan.reused_for(mask, compare=self.compare)
+            if service.ended(used, self.rule):
+                chosen = service.begin(mask, make(mask, plan), again, self.rule, lead=1)
+        changes = chosen is not used and not chosen.same_route(plan)
+        return _Verdict(used, Planned(chosen, prepare(chosen) if prepare is not None and changes else None))
 
     def _beside(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
         """A stream of the thread's own, behind the mask alone: what else the device computes is not waited for."""
@@ -266,11 +346,11 @@ class LaggedPlanCache:
 _THREADS: weakref.WeakKeyDictionary[dist.ProcessGroup, Background] = weakref.WeakKeyDictionary()
 
 
-def _thread_of(control: SequenceGroup) -> Background:
-    """One thread for all that use a control group: two would enter its collectives in any order."""
-    if control.group is None:
+def _thread_of(notes: SequenceGroup) -> Background:
+    """One thread for all that use a group of this kind: two would enter its collectives in any order."""
+    if notes.group is None:
         return Background()
-    return _THREADS.setdefault(control.group, Background())
+    return _THREADS.setdefault(notes.group, Background())
 
 
 def _fits(plan: Plan, mask: BlockMask) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from dbsp_core.groups import PendingShift, SequenceGroup
@@ -14,7 +16,7 @@ __all__ = ["ring_attention"]
 
 def ring_attention(
     q: torch.Tensor,
-    kv: torch.Tensor,
+    first_slot: Callable[[], torch.Tensor],
     tables: tuple[PeriodTable, ...],
     strategy: Strategy,
     group: SequenceGroup,
@@ -25,7 +27,8 @@ def ring_attention(
     """All periods of one attention on one rank.
 
     q:      [B·Rq, Bq, D], the rank's packed rows
-    kv:     [2, B, Ck, Bk, D], keys and values of the slot it starts with
+    first_slot: hands over [2, B, Ck, Bk, D], keys and values of the slot it starts with: called once, so that nobody
+            else holds them while other slots pass
     tables: one per period, not yet expanded for the batch
     whole:  says that rows are those of whole heads; see `dbsp_kernels.block_attention`
     returns: [B·Rq, Bq, D]
@@ -34,6 +37,7 @@ def ring_attention(
     r − 1 and takes the next one from r + 1. The hand-over starts before the period's kernel and is waited for after.
     Each period's result is merged into the running one, in at least 32 bits until the last.
     """
+    kv = first_slot()
     batch = kv.shape[1]
     running: Running | None = None
     for period, table in enumerate(tables):

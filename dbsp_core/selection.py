@@ -26,7 +26,7 @@ def candidates(world: int, grid: BlockGrid, merges: bool = True) -> tuple[Strate
     return tuple(s for s in Strategy.all_for(world) if s.ring <= grid.nk and (merges or s.ring == 1))
 
 
-@dataclass(frozen=True)
+@dataclass
 class StrategySelector:
     """Plans every strategy, predicts each plan's time, and takes the fastest.
 

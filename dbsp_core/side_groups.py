@@ -11,22 +11,33 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["side_group"]
+__all__ = ["side_group", "timeout_of"]
 
 _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, weakref.ref[dist.ProcessGroup]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def side_group(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """The ranks of `group` in a gloo group of their own, one for each purpose. Collective at the first call.
+def side_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """The ranks of `group` in a gloo group of their own, one for each purpose, with the group's own timeout.
 
-    timeout: after which its collectives fail; torch's default where None. Only the first call's counts
+    Collective at the first call.
     """
     beside = _BESIDE.setdefault(group, {})
     known = beside[purpose]() if purpose in beside else None
     if known is None:
         ranks = dist.get_process_group_ranks(group)
+        timeout = timeout_of(group)
         known = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
         beside[purpose] = weakref.ref(known)  # torch itself holds it until the groups are destroyed
     return known
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """After which a group's collectives fail; None where its backend does not tell."""
+    for device_type in group._device_types:
+        options = getattr(group._get_backend(device_type), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None

@@ -1,11 +1,13 @@
 """Kernel tables: from mask bits to the packed KV blocks that each of a rank's rows attends to, period by period.
 
-All sizes come from the plan, all values are computed where the mask's bits are: no host synchronisation.
+What follows from the plan alone is a `TableLayout`, made once per plan. What follows from the mask is made from it
+where the mask's bits are, for all periods at once: a fixed number of operations, and no host synchronisation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from dbsp_kernels import WholeHeads
 from dbsp_kernels.rows import expand_rows, pack_bits
 from dbsp_kernels.transfer import to_device
 
-__all__ = ["KernelTable", "PeriodTable", "build_tables", "whole_heads"]
+__all__ = ["KernelTable", "PeriodTable", "TableLayout", "build_tables", "table_layout", "whole_heads"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +43,7 @@ class PeriodTable:
     kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short
     order: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its rows run,
            and no long row starts last, while the rest of the chip waits for it
-    kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in the slot, at most; block_k: tokens
+    kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in any slot, at most; block_k: tokens
     """
 
     bits: torch.Tensor
@@ -63,43 +65,89 @@ class PeriodTable:
         return KernelTable(index, count, length, full, (self.order + copies).flatten())
 
 
-def build_tables(plan: Plan, mask: BlockMask, rank: int, device: torch.device) -> tuple[PeriodTable, ...]:
-    """One table per period: in period i, ring rank r computes with slot (r + i) mod y."""
+@dataclass(frozen=True, eq=False)
+class TableLayout:
+    """What the kernel tables of all masks under one plan have in common, on one rank.
+
+    heads, blocks: int64[Rq], each row's head and query block
+    columns: int64[y, H, width], by period: column j of a row stands for this KV block, the j-th of its head's in the
+             slot, in packing order
+    present: bool[y, H, width], whether there is such a block;  full: whether it has all of a block's tokens
+    base:    int32[y, Rq], the packed block of each row's column 0
+    kv_len:  by period int32[Ck], tokens of each packed block
+    as_masked: whether column j is KV block j for all rows: then a mask's bits are taken as they are
+    """
+
+    heads: torch.Tensor
+    blocks: torch.Tensor
+    columns: torch.Tensor
+    present: torch.Tensor
+    full: torch.Tensor
+    base: torch.Tensor
+    kv_len: tuple[torch.Tensor, ...]
+    block_k: int
+    as_masked: bool
+
+    @property
+    def width(self) -> int:
+        return self.columns.shape[2]
+
+    def to(self, device: torch.device) -> TableLayout:
+        """The same on a device. It is on the host."""
+        if device.type == "cpu":
+            return self
+        own: dict[str, Any] = {
+            name: to_device(one.numpy(), device) for name, one in vars(self).items() if isinstance(one, torch.Tensor)
+        }
+        return replace(self, **own, kv_len=tuple(to_device(one.numpy(), device) for one in self.kv_len))
+
+
+def table_layout(plan: Plan, rank: int) -> TableLayout:
+    """The layout of one rank's tables. In period i, ring rank r computes with slot (r + i) mod y."""
     ring_rank, column = divmod(rank, plan.strategy.ulysses)
+    axis, ring = plan.grid.k_axis, plan.strategy.ring
     row_head, row_block = plan.rows_of(rank)
-    heads = to_device(row_head, device)
-    bits = mask.bits.to(device, non_blocking=True)[heads, to_device(row_block, device)]
-    slots = [(ring_rank + period) % plan.strategy.ring for period in range(plan.strategy.ring)]
-    return tuple(_table(plan, bits, heads, slot, column) for slot in slots)
-
-
-def _table(plan: Plan, bits: torch.Tensor, heads: torch.Tensor, slot: int, column: int) -> PeriodTable:
-    """bits: bool[Rq, nk], the rows' bits; heads: int64[Rq], their heads."""
-    device, axis = bits.device, plan.grid.k_axis
-    kv_head, kv_block = plan.slot_blocks(slot, column)
-    per_head = np.bincount(kv_head, minlength=plan.heads)
-    first = np.cumsum(per_head) - per_head
+    packed = [plan.slot_blocks((ring_rank + period) % ring, column) for period in range(ring)]
+    per_head = np.stack([np.bincount(head, minlength=plan.heads) for head, _ in packed])  # int64[y, H]
+    first = np.cumsum(per_head, axis=1) - per_head
     width = int(per_head.max(initial=0))
-    # Of each head, the blocks in this slot, in packing order: column j of a row stands for the j-th of its head's.
-    place = np.arange(len(kv_head)) - first[kv_head]
-    blocks = np.zeros((plan.heads, width), dtype=np.int64)
-    present, full = np.zeros((2, plan.heads, width), dtype=bool)
-    blocks[kv_head, place] = kv_block
-    present[kv_head, place] = True
-    full[kv_head, place] = axis.lengths[kv_block] == axis.block
-    needed = bits
-    if width < len(axis) or not present[per_head > 0].all():
-        needed = bits.gather(1, to_device(blocks, device)[heads]) & to_device(present, device)[heads]
-    count = needed.sum(dim=1)
-    return PeriodTable(
-        bits=pack_bits(needed),
-        base=to_device(first.astype(np.int32), device)[heads],
-        kv_count=count.to(torch.int32),
-        kv_full=(needed & to_device(full, device)[heads]).sum(dim=1).to(torch.int32),
-        order=torch.argsort(heads * (width + 1) - count, stable=True).to(torch.int32),
-        kv_len=to_device(axis.lengths[kv_block].astype(np.int32), device),
-        width=width,
+    columns = np.zeros((ring, plan.heads, width), dtype=np.int64)
+    present, full = np.zeros((2, ring, plan.heads, width), dtype=bool)
+    for period, (head, block) in enumerate(packed):
+        place = period, head, np.arange(len(head)) - first[period, head]
+        columns[place] = block
+        present[place] = True
+        full[place] = axis.lengths[block] == axis.block
+    return TableLayout(
+        heads=torch.from_numpy(row_head),
+        blocks=torch.from_numpy(row_block),
+        columns=torch.from_numpy(columns),
+        present=torch.from_numpy(present),
+        full=torch.from_numpy(full),
+        base=torch.from_numpy(first.astype(np.int32)[:, row_head]),
+        kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
         block_k=axis.block,
+        as_masked=ring == 1 and width == len(axis) and bool(present[0, np.unique(row_head)].all()),
+    )
+
+
+def build_tables(layout: TableLayout, mask: BlockMask) -> tuple[PeriodTable, ...]:
+    """One table per period, on the layout's device. mask: of the plan's grid"""
+    heads, periods = layout.heads, len(layout.kv_len)
+    # 1. The rows' bits, and by period those of the blocks in its slot: bool[y, Rq, width].
+    needed = mask.bits.to(heads.device, non_blocking=True)[heads, layout.blocks][None]
+    if not layout.as_masked:
+        needed = needed.expand(periods, -1, -1).gather(2, layout.columns[:, heads]) & layout.present[:, heads]
+    # 2. What rows have to do, and in which order they start.
+    count = needed.sum(dim=2)
+    full = (needed & layout.full[:, heads]).sum(dim=2)
+    order = torch.argsort(heads * (layout.width + 1) - count, dim=1, stable=True)
+    # 3. Period by period.
+    of_rows = (pack_bits(needed), layout.base, *(t.to(torch.int32) for t in (count, full, order)))
+    by_period = zip(*(t.unbind(0) for t in of_rows), layout.kv_len, strict=True)
+    return tuple(
+        PeriodTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
+        for bits, base, count, full, order, kv_len in by_period
     )
 
 

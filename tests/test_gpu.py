@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
-from dbsp_core.tables import build_tables
+from dbsp_core.tables import build_tables, table_layout
 from dbsp_kernels import KERNELS, available, block_attention, merge_into, merge_states
 from dbsp_kernels.rows import expand_rows
 from dbsp_kernels.runs import Runs, copy_runs
@@ -93,7 +93,7 @@ def test_tables_and_attention_do_not_synchronise():
 
     def step():
         for rank in range(4):
-            for kept in build_tables(plan, mask, rank, torch.device("cuda")):
+            for kept in build_tables(table_layout(plan, rank).to(torch.device("cuda")), mask):
                 table = vars(kept.expanded(2))
                 rows, blocks = len(table["kv_count"]), len(table["kv_len"])
                 block_attention(q[:1].expand(rows, -1, -1), k[:1].expand(blocks, -1, -1), v[:1].expand(blocks, -1, -1),

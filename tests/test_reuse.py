@@ -8,6 +8,8 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.config import DbspConfig
+from dbsp_core.home import HomeLayout
+from dbsp_core.rank_plan import RankPlan
 from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReplanRule
 from dbsp_core.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
@@ -31,30 +33,30 @@ ABOVE = mask_of(7, 3, 2, 4)
 @pytest.fixture
 def cache():
     cache = PlanCache(ReplanRule(1.25))
-    assert cache.plan_for(0, FIRST, plan_u2).rho == 1.0
+    assert cache.plan_for(0, FIRST, plan_u2).plan.rho == 1.0
     return cache
 
 
 def test_a_plan_is_kept_up_to_the_threshold_with_the_numbers_of_the_new_mask(cache):
-    first = cache.plan_for(0, FIRST, plan_u2)
-    kept = cache.plan_for(0, AT_THRESHOLD, plan_u2)
+    first = cache.plan_for(0, FIRST, plan_u2).plan
+    kept = cache.plan_for(0, AT_THRESHOLD, plan_u2).plan
     assert kept.fingerprint == first.fingerprint
     assert kept.rho == 1.25
     assert (cache.counters.calls, cache.counters.replans) == (3, 1)
 
 
 def test_above_the_threshold_a_new_plan_is_made_and_kept_from_then_on(cache):
-    plan = cache.plan_for(0, ABOVE, plan_u2)
+    plan = cache.plan_for(0, ABOVE, plan_u2).plan
     assert plan.fingerprint == plan_u2(ABOVE).fingerprint != plan_u2(FIRST).fingerprint
     assert plan.rho == 9 / 8
-    assert cache.plan_for(0, ABOVE, plan_u2).fingerprint == plan.fingerprint
+    assert cache.plan_for(0, ABOVE, plan_u2).plan.fingerprint == plan.fingerprint
     assert (cache.counters.calls, cache.counters.replans) == (3, 2)
 
 
 def test_every_layer_has_a_plan_of_its_own(cache):
     cache.plan_for(1, AT_THRESHOLD, plan_u2)
-    assert cache.plan_for(0, FIRST, plan_u2).fingerprint == plan_u2(FIRST).fingerprint
-    assert cache.plan_for(1, AT_THRESHOLD, plan_u2).fingerprint == plan_u2(AT_THRESHOLD).fingerprint
+    assert cache.plan_for(0, FIRST, plan_u2).plan.fingerprint == plan_u2(FIRST).fingerprint
+    assert cache.plan_for(1, AT_THRESHOLD, plan_u2).plan.fingerprint == plan_u2(AT_THRESHOLD).fingerprint
     assert (cache.counters.calls, cache.counters.replans) == (4, 2)
 
 
@@ -62,7 +64,7 @@ def test_every_layer_has_a_plan_of_its_own(cache):
     "mask", [mask_of(6, 4, 4, 2, grid=BlockGrid.uniform(9 * 16, 16)), mask_of(6, 4, 4)], ids=["grid", "heads"]
 )
 def test_another_grid_or_number_of_heads_needs_a_new_plan(cache, mask):
-    plan = cache.plan_for(0, mask, plan_u2)
+    plan = cache.plan_for(0, mask, plan_u2).plan
     assert (plan.grid, plan.heads) == (mask.grid, mask.heads)
     assert cache.counters.replans == 2
 
@@ -75,11 +77,11 @@ class TestLagged:
         return LaggedPlanCache(ReplanRule(1.25), SequenceGroup(0, 1))
 
     def test_the_first_call_plans_at_once(self, lagged):
-        assert lagged.plan_for(0, FIRST, plan_u2).fingerprint == plan_u2(FIRST).fingerprint
+        assert lagged.plan_for(0, FIRST, plan_u2).plan.fingerprint == plan_u2(FIRST).fingerprint
 
     def test_a_new_plan_is_adopted_one_call_later(self, lagged):
         masks = [FIRST, ABOVE, ABOVE, ABOVE, FIRST]
-        plans = [lagged.plan_for(0, mask, plan_u2).fingerprint for mask in masks]
+        plans = [lagged.plan_for(0, mask, plan_u2).plan.fingerprint for mask in masks]
         old, new = plan_u2(FIRST).fingerprint, plan_u2(ABOVE).fingerprint
         assert old != new
         assert plans == [old, old, new, new, new]
@@ -96,23 +98,35 @@ class TestLagged:
 
     def test_at_the_threshold_the_plan_is_kept(self, lagged):
         for mask in (FIRST, AT_THRESHOLD, FIRST):
-            plan = lagged.plan_for(0, mask, plan_u2)
+            plan = lagged.plan_for(0, mask, plan_u2).plan
         assert plan.fingerprint == plan_u2(FIRST).fingerprint
         assert lagged.counters.replans == 1
 
     def test_what_goes_with_a_new_plan_is_prepared_in_the_thread_before_it_is_adopted(self, lagged):
-        prepared = []
+        grid = FIRST.grid
+        home = HomeLayout.contiguous(grid.tokens, 2)
+        threads = []
 
-        def ready(plan: Plan) -> None:
-            prepared.append((plan.fingerprint, threading.current_thread().name))
+        def prepare(plan: Plan) -> RankPlan:
+            threads.append(threading.current_thread().name)
+            return RankPlan.of(plan, home, 0)
 
-        seen = []
-        for mask in (FIRST, ABOVE, ABOVE, ABOVE):
-            seen.append((lagged.plan_for(0, mask, plan_u2, ready=ready).fingerprint, len(prepared)))
+        masks = (FIRST, ABOVE, ABOVE, ABOVE)
+        planned = [lagged.plan_for(0, mask, plan_u2, prepare=prepare) for mask in masks]
         lagged.settle()
-        new = plan_u2(ABOVE).fingerprint
-        assert prepared == [(new, "dbsp-planning")]
-        assert [count for fingerprint, count in seen if fingerprint == new] == [1, 1]
+        old, new = plan_u2(FIRST).fingerprint, plan_u2(ABOVE).fingerprint
+        assert threads == ["dbsp-planning"]
+        assert [one.plan.fingerprint for one in planned] == [old, old, new, new]
+        assert [one.part is not None for one in planned] == [False, False, True, False], "handed over once"
+        assert planned[2].part.plan.fingerprint == new
+
+    def test_a_prepared_part_is_dropped_with_its_plan(self, lagged):
+        """Guidance is switched off between two calls: the prepared part is of a plan for more heads."""
+        home = HomeLayout.contiguous(FIRST.grid.tokens, 2)
+        for mask in (FIRST, ABOVE):
+            lagged.plan_for(0, mask, plan_u2, prepare=lambda plan: RankPlan.of(plan, home, 0))
+        planned = lagged.plan_for(0, mask_of(6, 4), plan_u2)
+        assert (planned.plan.heads, planned.part) == (2, None)
 
     def test_attentions_do_not_mix(self, lagged):
         for _ in range(2):
@@ -167,4 +181,4 @@ def test_ranks_that_agree_go_on(pool):
 )
 def test_masks_from_queries_and_keys_are_planned_one_call_behind(settings, kind):
     session = AttentionSession(DbspConfig(**settings), SequenceGroup(0, 1), Strategy(1, 1), heads=2, layers=1)
-    assert type(session._plans) is kind
+    assert type(session._plan_cache()) is kind

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
-from dbsp_core.tables import build_tables, whole_heads
+from dbsp_core.tables import build_tables, table_layout, whole_heads
 from dbsp_kernels.rows import expand_rows, pack_bits
 from generators import SEEDS, examples, grids, random_bits
 from interpreter import interpreted
@@ -85,7 +85,7 @@ def test_every_rank_and_period_lists_what_the_mask_and_the_plan_say(grid, heads,
     for rank in range(strategy.world):
         ring_rank, column = divmod(rank, strategy.ulysses)
         row_head, row_block = plan.rows_of(rank)
-        for period, kept in enumerate(build_tables(plan, mask, rank, torch.device("cpu"))):
+        for period, kept in enumerate(build_tables(table_layout(plan, rank).to(torch.device("cpu")), mask)):
             table = kept.expanded(batch)
             kv_head, kv_block = plan.slot_blocks((ring_rank + period) % strategy.ring, column)
             lengths = grid.k_axis.lengths[kv_block]
@@ -110,7 +110,7 @@ def test_bits_take_an_eighth_of_a_byte_a_block():
     grid = BlockGrid.uniform(75_600)
     mask = BlockMask.dense(5, grid)
     plan = make_plan(mask, "U1R1")
-    (kept,) = build_tables(plan, mask, 0, torch.device("cpu"))
+    (kept,) = build_tables(table_layout(plan, 0).to(torch.device("cpu")), mask)
     assert kept.bits.nbytes == 5 * 1182 * 148
     assert sum(t.nbytes for t in vars(kept).values() if isinstance(t, torch.Tensor)) < 1e6
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -19,6 +18,7 @@ from safetensors.torch import save
 from dbsp_core.agreement import agree, gather_texts
 from dbsp_core.errors import UserError
 from dbsp_core.files import write_atomically
+from dbsp_core.fingerprint import fingerprint_of
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.hardware import device_class, software_versions
 from dbsp_core.reports.html import report_page
@@ -52,9 +52,10 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     session.settle()
     calls, group = list(observer.calls), meeting_group(session.group)
     meet(group)
-    digest = hashlib.blake2b(repr([_shared(call) for call in calls]).encode(), digest_size=8).digest()
     complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
-    agree(group, None, int.from_bytes(digest, "big") >> 1, torch.device("cpu"), complaint, RuntimeError)
+    agree(
+        group, None, {complaint: fingerprint_of([_shared(call) for call in calls])}, torch.device("cpu"), RuntimeError
+    )
     if not calls:
         raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
     own = torch.tensor([(c.seconds, c.sent.to_owners, c.sent.ring, c.sent.to_homes) for c in calls]).double()

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch.distributed as dist
 
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.side_groups import side_group
 
-__all__ = ["WAIT_S", "meet", "meeting_group"]
-
-WAIT_S = 120.0
-"""Seconds that ranks wait for one another: a rank that failed does not come."""
+__all__ = ["meet", "meeting_group"]
 
 
 def meeting_group(group: SequenceGroup) -> SequenceGroup:
     """The ranks in a gloo group of their own, which nothing else uses. Collective at the first call.
 
-    What becomes of it when a rank does not come disturbs no attention.
+    What becomes of it when a rank does not come disturbs no attention. Ranks wait for one another as long as the
+    group's own timeout says.
     """
-    if group.group is None:
-        return group
-    return SequenceGroup(group.rank, group.size, side_group(group.group, "meeting", timedelta(seconds=WAIT_S)))
+    return group.beside("meeting")
 
 
 def meet(group: SequenceGroup) -> None:
@@ -30,8 +23,9 @@ def meet(group: SequenceGroup) -> None:
     if group.group is None:
         return
     try:
-        dist.monitored_barrier(group.group, timedelta(seconds=WAIT_S))
+        dist.monitored_barrier(group.group, group.timeout)
     except RuntimeError as error:
+        limit = "the time limit" if group.timeout is None else f"{group.timeout.total_seconds():g} s"
         raise RuntimeError(
-            f"not all ranks came within {WAIT_S:g} s; the run may have failed on one ({' '.join(str(error).split())})"
+            f"not all ranks came within {limit}; the run may have failed on one ({' '.join(str(error).split())})"
         ) from error

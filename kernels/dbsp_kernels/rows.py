@@ -13,10 +13,10 @@ __all__ = ["expand_rows", "pack_bits"]
 
 
 def pack_bits(needed: torch.Tensor) -> torch.Tensor:
-    """bool[R, W] → uint8[R, ceil(W / 8)]: column 8·i + j is bit j of byte i."""
-    rows, width = needed.shape
-    padded = torch.nn.functional.pad(needed.to(torch.uint8), (0, -width % 8)).view(rows, -(-width // 8), 8)
-    return (padded << torch.arange(8, dtype=torch.uint8, device=needed.device)).sum(2, dtype=torch.uint8)
+    """bool[..., W] → uint8[..., ceil(W / 8)]: column 8·i + j is bit j of byte i."""
+    width = needed.shape[-1]
+    padded = torch.nn.functional.pad(needed.to(torch.uint8), (0, -width % 8)).unflatten(-1, (-(-width // 8), 8))
+    return (padded << torch.arange(8, dtype=torch.uint8, device=needed.device)).sum(-1, dtype=torch.uint8)
 
 
 def expand_rows(

@@ -10,7 +10,7 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, make_plan
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic import SyntheticSource
-from dbsp_core.tables import KernelTable, build_tables
+from dbsp_core.tables import KernelTable, build_tables, table_layout
 
 __all__ = ["DENSITIES", "Job", "Setting"]
 
@@ -71,7 +71,7 @@ class Job:
     @cached_property
     def table(self) -> KernelTable:
         plan = make_plan(self.mask, "U1R1")
-        (kept,) = build_tables(plan, self.mask, 0, torch.device(self.setting.device))
+        (kept,) = build_tables(table_layout(plan, 0).to(torch.device(self.setting.device)), self.mask)
         return kept.expanded()
 
     @cached_property

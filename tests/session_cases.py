@@ -1,0 +1,202 @@
+"""What the workers run: sessions whose batch, size, masks or settings change, against attention in one process."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, HomeLayout, SequenceGroup, make_plan
+from dbsp_core.config import DbspConfig
+from dbsp_core.feed import MaskFeed
+from dbsp_core.session import AttentionSession
+from dbsp_core.single import masked_attention
+from dbsp_core.sources import HomeTokens, MaskRequest
+from dbsp_core.sources.blocks import BlockSizes
+from dbsp_core.strategy import Strategy
+
+HEADS, WIDTH, THW = 5, 16, (3, 6, 10)
+
+
+@dataclass(frozen=True)
+class Drifting(BlockSizes):
+    """Random masks whose heads grow and shrink from step to step; another one for each layer and pass."""
+
+    varies = "steps"
+    slope: float = 0.0
+
+    def version(self, request: MaskRequest) -> tuple[int, int, int]:
+        return request.layer, request.step, request.branch
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        grid = self.grid(request)
+        rng = np.random.default_rng([request.layer, request.branch])
+        score = rng.random((request.heads, grid.nq, grid.nk))
+        density = 0.5 + self.slope * request.step * np.linspace(-1, 1, request.heads)
+        return BlockMask(score < density[:, None, None], grid)
+
+
+@dataclass
+class Session:
+    """One rank of a session that attends and compares."""
+
+    settings: dict[str, Any]
+    strategy: str
+    layers: int = 1
+    steps: int = 50
+    inner: AttentionSession = field(init=False)
+    feed: MaskFeed = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = DbspConfig(**self.settings)
+        self.inner = AttentionSession(
+            config, SequenceGroup.of(), Strategy.parse(self.strategy), HEADS, self.layers, lambda: self.steps
+        )
+        self.feed = MaskFeed(config.mask, config.dense, HEADS, self.layers, SequenceGroup(0, 1), lambda: self.steps)
+
+    def attend(
+        self,
+        timestep: float,
+        batch: int = 1,
+        thw: tuple[int, int, int] = THW,
+        text_tokens: int = 0,
+        settle: bool = False,
+    ) -> float:
+        """A forward pass. returns: how far this rank's output is from one process's."""
+        if settle:
+            self.inner.settle()
+        home = self.inner.begin(thw, text_tokens, timestep)
+        self.feed.begin(thw, text_tokens, timestep)
+        token, place = (torch.from_numpy(one) for one in home.tokens_at(dist.get_rank()))
+        generator, worst = torch.Generator().manual_seed(int(timestep)), 0.0
+        for layer in range(self.layers):
+            full = [torch.randn(batch, HEADS, home.tokens, WIDTH, generator=generator) * 2 for _ in range(3)]
+            local = [torch.zeros(batch, HEADS, home.shard, WIDTH) for _ in full]
+            for shard, whole in zip(local, full, strict=True):
+                shard[:, :, place] = whole[:, :, token]
+            out = self.inner.attend(layer, *local)
+            expected = masked_attention(*full, self.feed.mask(layer, HomeTokens.alone(full[0], full[1])))
+            worst = max(worst, float((out[:, :, place] - expected[:, :, token]).abs().max()))
+        return worst
+
+
+PREDICTED = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 16}}
+
+
+def change_of_batch(rank: int, world: int, strategy: str, batches: list[int]) -> list[float]:
+    """A new plan is waiting at every call, as every mask asks for one; then the batch changes. returns: errors"""
+    settings = PREDICTED | {"replan_threshold": 1.0, "replan_budget": None, "exchange_cost": 0.0}
+    session = Session(settings, strategy)
+    errors = [session.attend(900.0 - step, batch, settle=True) for step, batch in enumerate(batches)]
+    assert session.inner.reuse.replans > len(set(batches)), "plans must have been waiting"
+    return errors
+
+
+def changing_masks(rank: int, world: int, settings: dict[str, Any], steps: int) -> tuple[float, int, int, int, int]:
+    """Two passes a step over two layers. returns: the worst error, calls, plans made, plans and executors kept"""
+    session = Session(settings, f"U{world}R1", layers=2, steps=steps)
+    worst = 0.0
+    for step in range(steps):
+        for _ in range(2):
+            worst = max(worst, session.attend(900.0 - step))
+    counters, (context,) = session.inner.reuse, session.inner._sizes.values()
+    return worst, counters.calls, counters.replans, len(context.plans.latest), len(context._executors)
+
+
+def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int, int]:
+    """Generations of one step each, at one timestep: nothing tells them apart. returns: plans and executors kept"""
+    session = Session(PREDICTED, f"U{world}R1", layers=2)
+    for _ in range(generations):
+        assert session.attend(900.0) <= 1e-5
+    session.inner.settle()
+    (context,) = session.inner._sizes.values()
+    return len(context.plans.latest), len(context._executors)
+
+
+def changing_sizes(rank: int, world: int, settings: dict[str, Any], texts: list[int], steps: int) -> tuple[float, int]:
+    """Passes whose text lengths take turns. returns: the worst error, plans made"""
+    session = Session(settings, f"U{world}R1")
+    worst = 0.0
+    for step in range(steps):
+        for text in texts:
+            worst = max(worst, session.attend(900.0 - step, text_tokens=text))
+    return worst, session.inner.reuse.replans
+
+
+def settings_on_one_rank(rank: int, world: int, odd: int, settings: dict[str, Any], others: dict[str, Any]) -> Any:
+    """A session whose settings are other ones on one rank, and a forward pass. returns: its report's folder"""
+    session = Session(settings if rank == odd else others, f"U{world}R1")
+    session.attend(900.0)
+    session.inner.settle()
+    return session.inner.config.report, session.inner.observer is not None
+
+
+def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> None:
+    """A forward pass in which one rank's input is of another batch, dtype or size."""
+    session = Session(PREDICTED | {"debug": debug}, f"U{world}R1").inner
+    try:
+        home = session.begin((3, 6, 8) if (rank, fault) == (odd, "size") else THW)
+        q = torch.zeros(1, HEADS, home.shard, WIDTH)
+        if rank == odd:
+            q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
+        session.attend(0, q, q, q)
+    finally:
+        dist.barrier()
+
+
+def a_shard_that_does_not_fit(rank: int, world: int, odd: int, when: str) -> None:
+    """One rank prepares for, or calls with, fewer tokens than the layout gives it."""
+    mask = BlockMask.dense(HEADS, BlockGrid.uniform(world * 32, 16))
+    home = HomeLayout.contiguous(world * 32, world)
+    plan = make_plan(mask, f"U1R{world}", home=home)
+    here, call = (20 if (rank, when) == (odd, moment) else 32 for moment in ("prepare", "call"))
+    try:
+        attend = DualBalancedAttention.prepare(plan, mask, home, SequenceGroup.of(), n_local=here)
+        q = torch.zeros(1, HEADS, call, WIDTH)
+        attend(q, q, q)
+    finally:
+        dist.barrier()
+
+
+def gradients(rank: int, world: int, wanted: bool) -> bool:
+    """Attention outside no_grad. returns: whether its output has a graph"""
+    session = Session(PREDICTED, f"U{world}R1").inner
+    home = session.begin(THW)
+    q = torch.ones(1, HEADS, home.shard, WIDTH, requires_grad=wanted)
+    return session.attend(0, q, q, q).requires_grad
+
+
+def from_two_threads(rank: int, world: int) -> str:
+    """A second thread attends while the first one is within an attention. returns: what it is told"""
+    session, other = (Session({}, f"U{world}R1").inner for _ in range(2))
+    q = torch.zeros(1, HEADS, session.begin(THW).shard, WIDTH)
+    other.begin(THW)
+    inside, told = threading.Event(), []
+    exchange = SequenceGroup.all_to_all
+
+    def all_to_all(*args: Any) -> torch.Tensor:
+        if not inside.is_set():
+            inside.set()
+            second.join()
+        return exchange(*args)
+
+    def attend() -> None:
+        inside.wait()
+        try:
+            other.attend(0, q, q, q)
+        except ValueError as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    second = threading.Thread(target=attend)
+    second.start()
+    try:
+        SequenceGroup.all_to_all = all_to_all  # type: ignore[method-assign]
+        session.attend(0, q, q, q)
+    finally:
+        SequenceGroup.all_to_all = exchange  # type: ignore[method-assign]
+    other.attend(0, q, q, q)  # one after the other, they go on
+    return "".join(told)

@@ -1,0 +1,131 @@
+"""A session through changes of batch, size, mask and settings: what it keeps is never used for something else."""
+
+from __future__ import annotations
+
+import pytest
+
+from dbsp_core.session import MOST_SIZES
+from dbsp_core.size_context import MOST_PASSES
+from session_cases import (
+    PREDICTED,
+    Drifting,
+    a_shard_that_does_not_fit,
+    a_wrong_input,
+    change_of_batch,
+    changing_masks,
+    changing_sizes,
+    from_two_threads,
+    gradients,
+    one_step_after_another,
+    settings_on_one_rank,
+)
+from workers import WorkerError
+
+LAYERS = PASSES = 2
+
+
+def assert_all_raise(pool, world, message, function, *args):
+    with pytest.raises(WorkerError) as caught:
+        pool(world).run(function, *args)
+    assert [rank for rank, *_ in caught.value.errors] == list(range(world))
+    for _, kind, text in caught.value.errors:
+        assert (kind, message in text) == ("UserError", True), text
+
+
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+@pytest.mark.parametrize("batches", [[1, 1, 1, 2, 2, 1], [2, 2, 2, 1, 1, 2]], ids=["more", "fewer"])
+def test_a_plan_that_waits_is_not_used_for_another_batch(pool, strategy, batches):
+    """Guidance is switched on or off between two calls of one size, while a plan for the old heads was prepared."""
+    for errors in pool(2).run(change_of_batch, strategy, batches):
+        assert max(errors) <= 1e-5
+
+
+class TestMasksThatChangeByStep:
+    @pytest.mark.parametrize("planning", ["immediate", "lagged"])
+    @pytest.mark.parametrize("slope", [0.0, 0.01])
+    def test_plans_are_kept_from_step_to_step(self, pool, slope, planning):
+        settings = {"mask": Drifting(16, 16, slope=slope), "planning": planning, "exchange_cost": 0.0}
+        steps = 12
+        for worst, calls, plans, kept, executors in pool(2).run(changing_masks, settings, steps):
+            assert worst <= 1e-5
+            assert calls == steps * PASSES * LAYERS
+            assert plans >= LAYERS * PASSES, "each attention has one of its own"
+            assert plans <= LAYERS * PASSES * (1 if slope == 0 else 5), "and not one a step"
+            assert kept == executors == LAYERS * PASSES, "what steps behind had is dropped"
+
+    def test_a_threshold_of_1_asks_for_plans_at_every_step(self, pool):
+        """The bound above can fail."""
+        settings = {"mask": Drifting(16, 16, slope=0.03), "replan_threshold": 1.0, "replan_budget": None}
+        for _, calls, plans, kept, executors in pool(2).run(changing_masks, settings, 8):
+            assert plans > calls / 2
+            assert kept == executors == LAYERS * PASSES
+
+    def test_a_schedule_of_dense_steps_has_a_plan_for_them(self, pool):
+        settings = {"mask": Drifting(16, 16), "dense": {"first_steps": 2, "last_steps": 2}, "exchange_cost": 0.0}
+        for worst, calls, plans, *_ in pool(2).run(changing_masks, settings, 8):
+            assert (worst <= 1e-5, calls, plans) == (True, 8 * PASSES * LAYERS, LAYERS * PASSES + 1)
+
+
+def test_passes_that_cannot_be_told_apart_do_not_pile_up(pool):
+    for kept, executors in pool(2).run(one_step_after_another, 3 * MOST_PASSES):
+        assert kept == executors == LAYERS * MOST_PASSES
+
+
+class TestSizes:
+    @pytest.mark.parametrize("settings", [PREDICTED, {"mask": {"source": "window", "block_q": 16, "block_k": 16}}])
+    def test_sizes_that_take_turns_keep_their_plans(self, pool, settings):
+        for worst, plans in pool(2).run(changing_sizes, settings | {"exchange_cost": 0.0}, [7, 20], 4):
+            assert (worst <= 1e-5, plans) == (True, 2)
+
+    def test_the_size_used_least_recently_goes(self, pool):
+        texts = list(range(MOST_SIZES + 1))
+        for worst, plans in pool(2).run(changing_sizes, PREDICTED | {"exchange_cost": 0.0}, texts, 2):
+            assert (worst <= 1e-5, plans) == (True, 2 * len(texts))
+
+
+class TestSettings:
+    @pytest.mark.parametrize("odd", [0, 1])
+    @pytest.mark.parametrize(
+        "other", [{"mask": PREDICTED["mask"] | {"cdf": 0.9}}, {"planning": "immediate"}, {"replan_threshold": 1.3}]
+    )
+    def test_other_settings_on_one_rank_stop_all(self, pool, odd, other):
+        settings = PREDICTED | other
+        assert_all_raise(
+            pool, 3, f"the settings differ on rank(s) [{odd}]", settings_on_one_rank, odd, settings, PREDICTED
+        )
+
+    @pytest.mark.parametrize("odd", [0, 1])
+    def test_a_report_that_one_rank_asks_for_is_made_by_all(self, pool, odd, tmp_path):
+        asked = PREDICTED | {"report": str(tmp_path)}
+        assert pool(2).run(settings_on_one_rank, odd, asked, PREDICTED) == [(str(tmp_path), True)] * 2
+
+
+class TestInputs:
+    @pytest.mark.parametrize("debug", [False, True])
+    @pytest.mark.parametrize("odd", [0, 2])
+    @pytest.mark.parametrize(
+        ("fault", "message"),
+        [
+            ("batch", "batch, head size or dtype of q, k and v differ on rank(s) [{}]"),
+            ("dtype", "batch, head size or dtype of q, k and v differ on rank(s) [{}]"),
+            ("shard", "rank(s) [{}]: q, k, v must be [batch, 5, 60, head size] of one shape"),
+            ("size", "differs on rank(s) [{}]"),
+        ],
+    )
+    def test_what_differs_on_one_rank_stops_all(self, pool, fault, message, odd, debug):
+        assert_all_raise(pool, 3, message.format(odd), a_wrong_input, odd, fault, debug)
+
+    @pytest.mark.parametrize(
+        ("when", "message"),
+        [("prepare", "rank(s) [1]: rank 1 holds 20 tokens, expected 32"), ("call", "rank(s) [1]: q of shape")],
+    )
+    def test_a_shard_that_does_not_fit_on_one_rank_stops_all(self, pool, when, message):
+        assert_all_raise(pool, 3, message, a_shard_that_does_not_fit, 1, when)
+
+    @pytest.mark.parametrize("world", [1, 2])
+    def test_gradients_are_refused_where_they_are_wanted(self, pool, world):
+        assert pool(world).run(gradients, False) == [False] * world
+        assert_all_raise(pool, world, "attention has no gradients: run the model under", gradients, True)
+
+    def test_two_threads_at_once_are_told_of_each_other(self, pool):
+        assert all("UserError: two threads use db-SP" in told for told in pool(2).run(from_two_threads))
