@@ -18,7 +18,7 @@ import yaml
 
 from dbsp_core.checkpoints import CHECKPOINTS, TINY, Identity, find_checkpoint, identity_of_model, tiny_architecture
 from dbsp_core.config import DbspConfig
-from dbsp_core.errors import UserError
+from dbsp_core.errors import UserError, blaming
 from dbsp_core.files import open_atomically
 from dbsp_core.generation.launching import Launch, Watcher, run_watched
 from dbsp_core.generation.video import VideoSettings
@@ -112,7 +112,7 @@ def prepare(wishes: Wishes) -> Job:
     config = DbspConfig.load(settings)
     model, identity = _model(wishes, config)
     checkpoint = identity.checkpoint
-    with settings.located():
+    with settings.located(), blaming("video"):
         video = config.video.filled(checkpoint)
         video.require_frames(identity.pipeline)
     if not video.prompt:
