@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ import pytest
 from cheap_ranks import LIMIT_S, Ranks, generating, wait_until
 from dbsp_core.generation.endings import end_in_order
 from dbsp_core.generation.launching import Launch, RunFailed, Watcher, run_watched
+from dbsp_core.hosts import Attachment
+from dbsp_xdit.autoload import autoload
+from dbsp_xdit.seams import _seam_cli
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 
@@ -106,6 +110,60 @@ def test_a_killed_torchrun_takes_along_ranks_that_know_nothing_of_db_sp_and_no_r
         run_watched(command, tmp_path / "log", tmp_path / "ranks", Watcher(1))
     killer.join()
     assert found[0].left() == []
+
+
+TORCHRUN = ["python", "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "xfuser.runner", "--model", "m"]
+RANK = ["python", "-u", "-m", "xfuser.runner", "--model", "m"]
+
+
+class TestXdit:
+    """Its processes are xfuser's: torch calls `autoload` in each."""
+
+    @pytest.mark.parametrize(
+        ("command", "rank", "tied"),
+        [
+            ([*TORCHRUN, "--sp-backend", "dbsp"], None, [signal.SIGTERM]),
+            ([*RANK, "--sp-backend", "dbsp"], "0", [signal.SIGKILL]),
+            (["python", "xdit", "--sp-backend", "dbsp"], None, []),
+            (TORCHRUN, None, []),
+            (RANK, "0", []),
+        ],
+    )
+    def test_torchrun_ends_with_xdit_and_ranks_with_torchrun(self, monkeypatch, command, rank, tied):
+        asked: list[signal.Signals] = []
+        monkeypatch.setattr("dbsp_start.parents.end_with_parent", lambda by: asked.append(by))
+        monkeypatch.setattr("dbsp_xdit.seams.install", lambda active: None)
+        monkeypatch.setattr(sys, "orig_argv", command)
+        monkeypatch.delenv("RANK", raising=False)
+        if rank is not None:
+            monkeypatch.setenv("RANK", rank)
+        autoload()
+        assert asked == tied
+
+    @pytest.mark.parametrize("ignored", [False, True])
+    def test_a_closed_terminal_is_as_a_request_to_end_unless_it_is_ignored(self, monkeypatch, ignored):
+        """xdit's own handler of SIGTERM ends torchrun."""
+
+        def main(arguments: list[str]) -> None:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+            signal.raise_signal(signal.SIGHUP)
+
+        cli = types.ModuleType("xfuser.cli")
+        cli.main = main
+        _seam_cli(cli, Attachment())
+        monkeypatch.setattr("dbsp_xdit.preflight.preflight", lambda arguments: None)
+        kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+        try:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            if ignored:
+                cli.main([])
+            else:
+                with pytest.raises(SystemExit) as ended:
+                    cli.main([])
+                assert ended.value.code == 7
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
 
 
 SLEEPER = "import os\nprint(os.getpid(), flush=True)\nimport time\ntime.sleep(600)\n"
