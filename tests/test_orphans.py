@@ -112,6 +112,14 @@ def test_a_killed_torchrun_takes_along_ranks_that_know_nothing_of_db_sp_and_no_r
     assert found[0].left() == []
 
 
+def test_a_torchrun_that_was_told_to_end_is_said_to_be_and_no_rank_is_blamed(tmp_path):
+    told = (
+        "import sys, signal; print('(rank 0) at work'); print('…SignalException: Process 7 got signal: 15'); exit(1)"
+    )
+    with pytest.raises(RunFailed, match="torchrun, which runs the ranks, was ended from outside by SIGTERM; all"):
+        run_watched([sys.executable, "-c", told], tmp_path / "log", tmp_path / "ranks", Watcher(1))
+
+
 TORCHRUN = ["python", "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "xfuser.runner", "--model", "m"]
 RANK = ["python", "-u", "-m", "xfuser.runner", "--model", "m"]
 

@@ -114,6 +114,18 @@ class TestFaultsOfOurOwn:
         said = capfd.readouterr().err
         assert said == ("" if ends is ValueError else "dbsp: error: yours\n" * len(calls))
 
+    @pytest.mark.parametrize(("error", "ours"), [(IndexError("a fault"), True), (OSError("the disk is full"), False)])
+    def test_of_making_a_report_does_not_end_what_has_succeeded(self, monkeypatch, capfd, error, ours):
+        from types import SimpleNamespace
+
+        from dbsp_core.reports import calls
+
+        monkeypatch.setattr(calls, "make_report", lambda *_: (_ for _ in ()).throw(error))
+        calls.report_or_say_why_not(SimpleNamespace(config=SimpleNamespace(report="there")), "m", "para")
+        *before, last = capfd.readouterr().err.splitlines()
+        assert last == f"dbsp: no report in there: {error}"
+        assert ("Traceback (most recent call last):" in before) is ours
+
     def test_of_a_rank_of_dbsp_generate(self, tmp_path, monkeypatch):
         from dbsp_core.generation.launching import Launch, RunFailed, Watcher, run_watched
 
