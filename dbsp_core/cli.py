@@ -165,13 +165,13 @@ app.command("generate")(generate_command)
 
 
 def main() -> None:
-    """Runs the command. A user's mistake is one line on standard error and exit code 2."""
+    """Runs the command. A user's mistake is one line on standard error and exit code 2, an interrupt exit code 130."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (UserError, OSError, UsageError) as error:
         text = error.format_message() if isinstance(error, UsageError) else str(error)
         print(f"dbsp: error: {' '.join(text.split())}", file=sys.stderr)
         raise SystemExit(2) from error
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         raise SystemExit(130) from None
     raise SystemExit(code if isinstance(code, int) else 0)

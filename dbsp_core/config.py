@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -12,13 +11,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import SettingError, UserError, bad_value, blaming
 from dbsp_core.fingerprint import fingerprint_of
 from dbsp_core.generation.video import VideoSettings
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PlannerSettings, require_planner
 from dbsp_core.selection import AUTO
-from dbsp_core.settings import SettingError, Settings, find_config, read_settings, require_known
+from dbsp_core.settings import Settings, find_config, read_settings, require_known
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.steps import DenseSchedule
 from dbsp_core.strategy import Strategy
@@ -93,14 +92,18 @@ class DbspConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str) and self.strategy != AUTO:
-            object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
+            with blaming("strategy"):
+                object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
         if isinstance(self.mask, Mapping):
-            object.__setattr__(self, "mask", _source_from(self.mask))
-        if isinstance(self.dense, Mapping):
-            object.__setattr__(self, "dense", _build(DenseSchedule, self.dense, "'dense'"))
-        if isinstance(self.video, Mapping):
-            object.__setattr__(self, "video", _build(VideoSettings, self.video, "'video'"))
-        require_planner(self.planner)
+            with blaming("mask"):
+                object.__setattr__(self, "mask", _source_from(self.mask))
+        for name, cls in (("dense", DenseSchedule), ("video", VideoSettings)):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                with blaming(name):
+                    object.__setattr__(self, name, _build(cls, value, repr(name)))
+        with blaming("planner"):
+            require_planner(self.planner)
         if self.home is not None:
             _require("home", self.home, tuple(HOME_ORDERS))
         _require("kernel", self.kernel, ("auto", *KERNELS))
@@ -108,13 +111,12 @@ class DbspConfig:
         _require("dtype", self.dtype, DTYPES)
         PlannerSettings(self.reward, self.head_cap, self.tolerance, self.exchange_cost or 0.0)
         if not self.replan_threshold >= 1:
-            raise UserError(f"replan_threshold={self.replan_threshold} must be at least 1, the least ρ_s there is")
+            raise bad_value(self, "replan_threshold", "must be at least 1, the least ρ_s there is")
         if self.replan_budget is not None and not self.replan_budget > 0:
-            raise UserError(
-                f"replan_budget={self.replan_budget} must be positive, or null to replan by the threshold alone"
-            )
+            raise bad_value(self, "replan_budget", "must be positive, or null to replan by the threshold alone")
         if isinstance(self.strategy, Strategy):
-            require_fit(self.kernel, Needs(lse=self.strategy.ring > 1))
+            with blaming("kernel"):
+                require_fit(self.kernel, Needs(lse=self.strategy.ring > 1))
 
     def strategy_or(self, host: Strategy) -> Strategy | None:
         """The strategy to use where the host has its own; None for "auto"."""
@@ -191,16 +193,8 @@ def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
         return cls(**checked)
     except SettingError:
         raise
-    except ValueError as error:
-        raise SettingError(str(error), _blamed(values, str(error))) from error
-
-
-def _blamed(values: Mapping[str, Any], message: str) -> tuple[str, ...]:
-    """The path of the key that an error names first, if any: what makes no sense together is told of as a whole."""
-    found = [
-        (match.start(), str(key)) for key in values if (match := re.search(rf"\b{re.escape(str(key))}\b", message))
-    ]
-    return (min(found)[1],) if found else ()
+    except UserError as error:  # what makes no sense together is told of as a whole
+        raise SettingError(str(error)) from error
 
 
 def _checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -210,12 +204,8 @@ def _checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]
     for key in values:
         require_known(key, setting_names(cls), where, _elsewhere() if cls is DbspConfig else None)
     for key, value in values.items():
-        try:
+        with blaming(key):
             converted[key] = _convert(value, hints[key], f"{key!r} in {where}" if where else repr(key))
-        except SettingError as error:
-            raise error.within(key) from error
-        except ValueError as error:
-            raise SettingError(str(error), (key,)) from error
     return converted
 
 
@@ -286,4 +276,4 @@ def _in_words(option: Any) -> str:
 
 def _require(key: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise UserError(f"unknown {key} {value!r}; use one of {', '.join(choices)}")
+        raise SettingError(f"unknown {key} {value!r}; use one of {', '.join(choices)}", (key,))

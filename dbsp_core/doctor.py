@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
+from dbsp_core.errors import UserError
 from dbsp_kernels import KERNELS, available, explain_auto
 
 __all__ = ["Finding", "examine"]
@@ -79,7 +80,7 @@ def _kernels() -> list[Finding]:
         findings.append(Finding(f"kernel {name}", reason is None, reason or "serves this machine", fix))
     try:
         return [*findings, Finding("kernel auto", True, explain_auto(device, dtype))]
-    except ValueError as error:  # $DBSP_KERNEL names one that cannot
+    except UserError as error:  # $DBSP_KERNEL names one that cannot
         return [*findings, Finding("kernel auto", False, str(error), f"set DBSP_KERNEL to {' or '.join(usable)}")]
 
 

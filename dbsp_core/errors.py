@@ -1,7 +1,46 @@
-"""`UserError`, which the lowest package defines so that every package can raise it."""
+"""Errors that are the user's to mend: `UserError`, and `SettingError`, which knows the setting at fault.
+
+The lowest package defines the first, so that every package can raise it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from dbsp_kernels.errors import UserError
 
-__all__ = ["UserError"]
+__all__ = ["SettingError", "UserError", "bad_value", "blaming"]
+
+
+class SettingError(UserError):
+    """A setting that cannot be.
+
+    path: its keys, from the outermost on, as seen by who checks it. All but the last may be missing: what is wrong may
+          be that nothing was given. Where several settings don't go together, one of them
+    """
+
+    def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.path = path
+
+    def within(self, key: object) -> SettingError:
+        """The same, seen from one level further out."""
+        return SettingError(str(self), (str(key), *self.path))
+
+
+def bad_value(settings: object, name: str, complaint: str, section: str = "") -> SettingError:
+    """An error about one attribute of `settings`: "NAME=VALUE COMPLAINT". section: for the message, before the name"""
+    value = getattr(settings, name)
+    return SettingError(f"{section}{name}={list(value) if isinstance(value, tuple) else value} {complaint}", (name,))
+
+
+@contextmanager
+def blaming(key: object) -> Iterator[None]:
+    """What is wrong inside is the setting `key`, or a setting in it."""
+    try:
+        yield
+    except SettingError as error:
+        raise error.within(key) from error
+    except UserError as error:
+        raise SettingError(str(error), (str(key),)) from error

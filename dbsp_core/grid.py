@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import UserError, bad_value
 from dbsp_core.order import CANONICAL, require_order, video_order
 
 __all__ = ["BlockAxis", "BlockGrid"]
@@ -60,9 +60,9 @@ class BlockGrid:
             raise UserError(f"a block grid needs at least one token, got tokens={self.tokens}")
         if not 0 <= self.text_tokens <= self.tokens:
             raise UserError(f"text_tokens={self.text_tokens} must lie between 0 and tokens={self.tokens}")
-        for name, size in (("block_q", self.block_q), ("block_k", self.block_k)):
-            if size < 1:
-                raise UserError(f"{name}={size} must be at least 1; 64 and 128 are usual")
+        for name in ("block_q", "block_k"):
+            if getattr(self, name) < 1:
+                raise bad_value(self, name, "must be at least 1; 64 and 128 are usual")
         self._check_orders()
 
     def _check_orders(self) -> None:

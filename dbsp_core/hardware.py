@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import yaml
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import SettingError, UserError, bad_value, blaming
 from dbsp_core.files import write_atomically
-from dbsp_core.settings import SettingError, read_settings, require_known, shipped_configs
+from dbsp_core.settings import read_settings, require_known, shipped_configs
 
 __all__ = [
     "COMMUNICATION",
@@ -82,16 +82,22 @@ class Constants:
             if value is None and f.default is None:
                 continue
             if type(value) not in (int, float) or math.isnan(value):
-                raise UserError(f"hardware constant {f.name} must be a number, got {value!r}; write 1.0e+9, not 1e9")
+                message = f"hardware constant {f.name} must be a number, got {value!r}; write 1.0e+9, not 1e9"
+                raise SettingError(message, (f.name,))
             if f.name.endswith("_per_s") and not value > 0:
-                raise UserError(f"hardware constant {f.name}={value} must be positive")
+                raise _bad_constant(self, f.name, "must be positive")
             if not value >= 0:
-                raise UserError(f"hardware constant {f.name}={value} must not be negative")
+                raise _bad_constant(self, f.name, "must not be negative")
             object.__setattr__(self, f.name, float(value))
         if self.overlap > 1:
-            raise UserError(f"hardware constant overlap={self.overlap} must lie between 0 and 1")
+            raise _bad_constant(self, "overlap", "must lie between 0 and 1")
         if (self.network_latency_s is None) != (self.network_bytes_per_s is None):
-            raise UserError("network_latency_s and network_bytes_per_s go together; give both or neither")
+            given = "network_latency_s" if self.network_bytes_per_s is None else "network_bytes_per_s"
+            raise SettingError("network_latency_s and network_bytes_per_s go together; give both or neither", (given,))
+
+
+def _bad_constant(constants: Constants, name: str, complaint: str) -> SettingError:
+    return bad_value(constants, name, complaint, "hardware constant ")
 
 
 COMMUNICATION = (
@@ -131,15 +137,15 @@ class Hardware:
 
     def __post_init__(self) -> None:
         names = [f.name for f in fields(Constants)]
-        for key, label in self.sources.items():
-            require_known(key, names, f"sources of hardware {self.name!r}")
-            if label not in LABELS:
-                raise UserError(f"source {label!r} of {key} is not one of {', '.join(LABELS)}")
+        with blaming("sources"):
+            for key, label in self.sources.items():
+                require_known(key, names, f"sources of hardware {self.name!r}")
+                if label not in LABELS:
+                    raise SettingError(f"source {label!r} of {key} is not one of {', '.join(LABELS)}", (key,))
         unlabelled = [n for n in names if getattr(self.constants, n) is not None and n not in self.sources]
         if unlabelled:
-            raise UserError(
-                f"hardware {self.name!r} does not say where {', '.join(unlabelled)} come from; add sources"
-            )
+            message = f"hardware {self.name!r} does not say where {', '.join(unlabelled)} come from; add sources"
+            raise SettingError(message, ("sources",))
 
     @property
     def measured(self) -> bool:
@@ -192,15 +198,9 @@ def _hardware_from(given: Mapping[str, Any]) -> Hardware:
     for key in ("name", "device", "dtype"):
         if not isinstance(values[key], str):
             raise SettingError(f"{key!r} must be text, got {values[key]!r}", (key,))
-    try:
-        constants = _keys_of(Constants, values["constants"], "constants")
-    except SettingError as error:
-        raise error.within("constants") from error
-    try:
-        return Hardware(**{**values, "constants": Constants(**constants)})
-    except ValueError as error:
-        blamed = next((name for name in constants if name in str(error)), None)
-        raise SettingError(str(error), ("constants", blamed) if blamed else ()) from error
+    with blaming("constants"):
+        constants = Constants(**_keys_of(Constants, values["constants"], "constants"))
+    return Hardware(**{**values, "constants": constants})
 
 
 def _keys_of(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:

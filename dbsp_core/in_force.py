@@ -95,7 +95,7 @@ def announce(
         return
     try:
         kernel = choose_kernel(config.kernel, device.type, torch.float32).name
-    except ValueError:  # attention raises it, on all ranks together
+    except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
     ranks = f"{group.size} rank{'s' if group.size > 1 else ''}"
     layout = f"planner {config.planner}, home {config.home_layout}, kernel {kernel}"

@@ -95,11 +95,11 @@ class MaskFile:
                 "and text_tokens as strings"
             )
         try:
-            tokens, text_tokens, block_q, block_k = (int(metadata[key]) for key in _SIZES)
+            tokens, text_tokens, block_q, block_k = (_whole_number(key, metadata[key]) for key in _SIZES)
             thw = _parse_thw(metadata["thw"]) if "thw" in metadata else None
             groups = StepGroups.parse(metadata["groups"]) if "groups" in metadata else None
             return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"mask file {self.path}: bad metadata: {error}") from error
 
     def _checked_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class MaskFile:
             )
         try:
             replace(self.grid, orders=tuple(names))
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"mask file {self.path}: bad token orders: {error}") from error
         return np.array(names)[table]
 
@@ -279,8 +279,15 @@ def one_or_each(orders: Sequence[str]) -> Orders:
     return (orders[0],) if len(set(orders)) == 1 else tuple(orders)
 
 
+def _whole_number(key: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{key} has {text!r}, which is no whole number") from None
+
+
 def _parse_thw(text: str) -> tuple[int, int, int]:
-    sizes = [int(size) for size in text.split(",")]
+    sizes = [_whole_number("thw", size) for size in text.split(",")]
     if len(sizes) != 3 or min(sizes) < 1:
         raise UserError(f"thw={text!r} must be three numbers of at least 1: frames, rows, columns")
     return sizes[0], sizes[1], sizes[2]

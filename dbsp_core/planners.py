@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import SettingError, UserError, bad_value
 from dbsp_core.partition.baselines import dealt_heads, stay_at_home, whole
 from dbsp_core.partition.blocks import biased_greedy
 from dbsp_core.partition.bounds import whole_block_bound, whole_row_bound
@@ -42,11 +42,12 @@ class PlannerSettings:
 
     def __post_init__(self) -> None:
         if not self.reward >= 0:
-            raise UserError(f"reward R_b={self.reward} must not be negative; 0 balances without regard to homes")
+            message = f"reward R_b={self.reward} must not be negative; 0 balances without regard to homes"
+            raise SettingError(message, ("reward",))
         if self.tolerance is not None and not self.tolerance >= 1:
-            raise UserError(f"tolerance={self.tolerance} must be at least 1, the least ρ_s there is")
+            raise bad_value(self, "tolerance", "must be at least 1, the least ρ_s there is")
         if not self.exchange_cost >= 0:
-            raise UserError(f"exchange_cost={self.exchange_cost} must not be negative; 0 puts balance first")
+            raise bad_value(self, "exchange_cost", "must not be negative; 0 puts balance first")
 
 
 @dataclass(frozen=True, eq=False)

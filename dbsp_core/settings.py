@@ -13,23 +13,11 @@ from typing import Any
 
 import yaml
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import SettingError, UserError
 
-__all__ = ["SettingError", "Settings", "find_config", "read_settings", "require_known", "shipped_configs"]
+__all__ = ["Settings", "find_config", "read_settings", "require_known", "shipped_configs"]
 
 KeyPath = tuple[str, ...]
-
-
-class SettingError(UserError):
-    """A setting that cannot be. path: its keys, from the outermost on; all but the last may be missing"""
-
-    def __init__(self, message: str, path: KeyPath = ()) -> None:
-        super().__init__(message)
-        self.path = path
-
-    def within(self, key: object) -> SettingError:
-        """The same, seen from one level further out."""
-        return SettingError(str(self), (str(key), *self.path))
 
 
 @dataclass(frozen=True)

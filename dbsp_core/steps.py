@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import UserError, bad_value
 
 __all__ = ["DenseSchedule", "Moment", "StepCounter"]
 
@@ -52,9 +52,8 @@ class DenseSchedule:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            value = getattr(self, setting.name)
-            if value < 0:
-                raise UserError(f"dense.{setting.name}={value} must not be negative")
+            if getattr(self, setting.name) < 0:
+                raise bad_value(self, setting.name, "must not be negative", "dense.")
 
     @property
     def by_step(self) -> bool:

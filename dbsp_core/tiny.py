@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from dbsp_core.errors import UserError
 
@@ -43,7 +44,10 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            TINY_MODELS[model].make().save_pretrained(Path(temporary) / "new")
+            try:
+                TINY_MODELS[model].make().save_pretrained(Path(temporary) / "new")
+            except SafetensorError as error:  # of the shipped weights, or a disk that is full
+                raise OSError(f"the tiny checkpoint {folder} cannot be made: {error}") from error
         if (card := TINY_MODELS[model].card) is not None:
             shutil.copy(card, Path(temporary) / "new")
         if folder.exists():

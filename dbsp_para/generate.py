@@ -1,4 +1,4 @@
-"""What `dbsp generate --host para` runs in every rank: `python -m dbsp_para.generate CONFIG VIDEO` under torchrun."""
+"""What `dbsp generate --host para` runs in every rank: `python -m dbsp_para.generate CONFIG VIDEO SECONDS`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dbsp_core.checkpoints import Identity
 from dbsp_core.config import DbspConfig
 from dbsp_core.errors import UserError
 from dbsp_core.generation.mistakes import exit_with
+from dbsp_core.generation.patience import limit_waiting
 
 __all__ = ["check", "generate"]
 
@@ -59,8 +60,9 @@ def _device() -> torch.device:
 
 
 def main(arguments: list[str]) -> Any:
-    """Joins the ranks, generates, and leaves."""
-    config_file, video = arguments
+    """Joins the ranks, generates, and leaves. The last argument is how long a rank waits for others."""
+    config_file, video, seconds = arguments
+    limit_waiting(float(seconds))
     if torch.cuda.is_available():
         torch.cuda.set_device(_device())
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

@@ -69,6 +69,7 @@ def parse_known(argv: Sequence[str]) -> dict[str, Any]:
     parser = _Parser(prog="xdit", add_help=False, allow_abbrev=False)
     add_flags(parser)
     parser.add_argument("--model")
+    parser.add_argument("--nnodes", default="1")
     for degree in _DEGREES:
         parser.add_argument(f"--{degree}", type=int, default=1)
     for size in _SIZES:

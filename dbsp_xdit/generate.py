@@ -1,4 +1,4 @@
-"""What `dbsp generate --host xdit` runs in every rank: `python -m dbsp_xdit.generate CONFIG VIDEO` under torchrun.
+"""What `dbsp generate --host xdit` runs in every rank: `python -m dbsp_xdit.generate CONFIG VIDEO SECONDS`.
 
 xfuser's own runner with db-SP in it, as dbsp_xdit.runner, apart from where the video goes: written by rank 0 rather
 than the last one, under a given name, with the configured frames per second.
@@ -14,6 +14,7 @@ from typing import Any
 
 from dbsp_core.checkpoints import Identity
 from dbsp_core.config import DbspConfig
+from dbsp_core.generation.patience import limit_waiting
 from dbsp_core.strategy import Strategy
 from dbsp_xdit.preflight import preflight
 from dbsp_xdit.seams import install
@@ -51,8 +52,9 @@ def runner_arguments(config_file: Path, config: DbspConfig, world: int) -> list[
 
 
 def main(arguments: list[str]) -> None:
-    """Runs xfuser's runner."""
-    config_file, video = arguments
+    """Runs xfuser's runner. The last argument is how long a rank waits for others."""
+    config_file, video, seconds = arguments
+    limit_waiting(float(seconds))  # xfuser says nothing of timeouts
     config = DbspConfig.load(config_file)
     install(active=True)
     _save_on_rank_0(Path(video), config.video.fps or 16)

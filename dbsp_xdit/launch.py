@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
 from dbsp_core.errors import UserError
+from dbsp_start.parents import LAUNCHER
+from dbsp_xdit.autoload import wants_dbsp
 from dbsp_xdit.preflight import preflight
-from dbsp_xdit.seams import install, wants_dbsp
+from dbsp_xdit.seams import install
 
 __all__ = ["main"]
 
@@ -30,4 +33,7 @@ def main() -> NoReturn:
     processes = torchrun.pop("--nproc_per_node") or get_nproc_from_args(runner_args)
     options = [f"{name}={value}" for name, value in torchrun.items()]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *options]
-    os.execv(sys.executable, [*command, "-m", "dbsp_xdit.runner", *runner_args])
+    os.environ[LAUNCHER] = str(os.getpid())
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, which torchrun would not heed
+        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
+    os.execv(sys.executable, [*command, "-m", "dbsp_start.rank", "dbsp_xdit.runner", *runner_args])

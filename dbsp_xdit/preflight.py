@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dbsp_core.config import DbspConfig
+from dbsp_core.generation.placing import require_folder_place
 from dbsp_xdit.flags import config_from, parse_known
 from dbsp_xdit.models import Model, find_model, require_fit
 
@@ -14,8 +16,12 @@ __all__ = ["preflight", "settings_of"]
 
 def preflight(argv: Sequence[str]) -> None:
     """Raises ValueError for what is wrong with an xdit command line that asks for db-SP; quiet otherwise."""
-    if "-h" not in argv and "--help" not in argv:
-        settings_of(parse_known(argv))
+    if "-h" in argv or "--help" in argv:
+        return
+    args = parse_known(argv)
+    settings = settings_of(args)
+    if settings is not None and settings[0].report and args["nnodes"] == "1":  # of several, one writes it
+        require_folder_place(Path(settings[0].report).absolute(), "--sp-report" if args["sp_report"] else "report")
 
 
 def settings_of(args: Mapping[str, Any]) -> tuple[DbspConfig, Model | None] | None:

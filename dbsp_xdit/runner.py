@@ -5,7 +5,8 @@ from __future__ import annotations
 import runpy
 import sys
 
-from dbsp_xdit.seams import install, wants_dbsp
+from dbsp_xdit.autoload import wants_dbsp
+from dbsp_xdit.seams import install
 
 if __name__ == "__main__":
     install(active=wants_dbsp(sys.argv))

@@ -14,10 +14,10 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +25,7 @@ from dbsp_core.errors import UserError
 from dbsp_core.generation.mistakes import exit_with
 from dbsp_core.hosts import Attachment
 
-__all__ = ["install", "uninstall", "wants_dbsp"]
+__all__ = ["install", "uninstall"]
 
 Action = Callable[[ModuleType, Attachment], None]
 _installed: Attachment | None = None
@@ -66,13 +66,6 @@ def uninstall() -> None:
         _installed = None
 
 
-def wants_dbsp(argv: Sequence[str]) -> bool:
-    """Whether a command line names a backend other than "usp": "dbsp", or a misspelling to be told about."""
-    words = [word for argument in argv for word in argument.split("=", 1)]
-    backends = [value for name, value in pairwise(words) if name.replace("_", "-") == "--sp-backend"]
-    return bool(backends) and backends[-1] != "usp"
-
-
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Runs an action once a module of that name has been executed."""
 
@@ -110,6 +103,8 @@ def _seam_cli(module: ModuleType, attachment: Attachment) -> None:
             preflight(sys.argv[1:] if args is None else args)
         except UserError as error:
             exit_with(error)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal ends the ranks as SIGTERM does
+            signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         original(args)
 
     attachment.set_attribute(module, "main", main)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.home import HOME_ORDERS
@@ -204,6 +205,21 @@ class TestTiny:
         assert (code, out, err) == (2, "", "dbsp: error: No space left on device\n")
         assert (folder / "model_index.json").read_text() == '{"older": true}'
         assert list(tmp_path.iterdir()) == [folder]
+
+    def test_a_full_disk_is_one_line(self, dbsp, tmp_path, monkeypatch):
+        """The disk is no real one. safetensors has its own kind of error, which is no OSError."""
+
+        class Full:
+            def save_pretrained(self, folder):
+                raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setitem(TINY_MODELS, "wan", replace(TINY_MODELS["wan"], make=Full))
+        code, out, err = dbsp("tiny", "wan", tmp_path / "wan")
+        assert (code, out) == (2, "")
+        assert err.startswith(f"dbsp: error: the tiny checkpoint {tmp_path / 'wan'} cannot be made: ")
+        assert "No space left on device" in err
+        assert err.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
 
     def test_a_missing_host_is_named_with_the_fix(self, dbsp, tmp_path, monkeypatch):
         def needs_diffusers():

@@ -11,6 +11,7 @@ import pytest
 import dbsp_core
 from dbsp_core import BlockGrid, BlockMask, DbspConfig, Strategy, save_mask
 from dbsp_core.config import setting_names
+from dbsp_core.errors import SettingError, UserError
 from dbsp_core.generation.video import VideoSettings
 from dbsp_core.planners import PLANNERS
 from dbsp_core.sources import (
@@ -19,6 +20,7 @@ from dbsp_core.sources import (
     DenseSource,
     FileSource,
     RadialSource,
+    SpargeSource,
     SvgSource,
     SyntheticSource,
     WindowSource,
@@ -305,6 +307,15 @@ BAD_FILES = {
         b"mask:\n  source: paro\n  path: /no/such",
         ":3: mask file /no/such does not exist; give the path of one, or make it",
     ),
+    "with a path that has another key's name": (
+        b"mask:\n  source: paro\n  dense_steps: 3\n  path: /no/dense_steps",
+        ":4: mask file /no/dense_steps does not exist",
+    ),
+    "with settings of which none was given": (
+        b"planner: dbsp\nmask:\n  source: sparge\n  similarity: 0.5",
+        ":2: mask source 'sparge' needs either cdf or topk",
+    ),
+    "with a block size for none": (b"mask:\n  source: svg\n  block_k: -1\n  block_q: 64", ":3: block_k=-1 must be"),
     "that holds itself": (b"a: 1\nmask: &m {source: *m}", ":2: this is not YAML that ends"),
 }
 
@@ -318,6 +329,38 @@ def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
     assert complaint in str(raised.value)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "at_fault"),
+    [
+        (lambda: SpargeSource(cdf=1.5), "cdf"),
+        (lambda: SpargeSource(cdf=0.9, order="hhh"), "order"),
+        (lambda: SpargeSource(cdf=0.9, block_k=1 << 20), "block_k"),
+        (lambda: SyntheticSource(density=0.2, drift=2.0), "drift"),
+        (lambda: WindowSource(window=(1, 1, 1), tile=(1, 1)), "tile"),
+        (lambda: CallableSource(function="user_masks:band", parameters={1: 2}), "parameters"),
+        (lambda: FileSource(), "path"),
+        (lambda: DenseSchedule(last_layers=-1), "last_layers"),
+        (lambda: VideoSettings(height=720, width=1), "width"),
+        (lambda: DbspConfig(replan_budget=-1.0), "replan_budget"),
+        (lambda: DbspConfig(tolerance=0.5), "tolerance"),
+    ],
+)
+def test_settings_made_in_python_say_which_is_at_fault(make, at_fault):
+    with pytest.raises(SettingError) as raised:
+        make()
+    assert raised.value.path == (at_fault,)
+
+
+def test_a_fault_of_db_sp_in_checking_settings_is_no_mistake_of_the_user(monkeypatch):
+    def broken(self):
+        raise ValueError("cdf is broken")
+
+    monkeypatch.setattr("dbsp_core.sources.selection.Selection.__post_init__", broken)
+    with pytest.raises(ValueError, match="cdf is broken") as raised:
+        DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}})
+    assert not isinstance(raised.value, UserError)
 
 
 def test_a_file_that_is_not_there_raises(tmp_path):

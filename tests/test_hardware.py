@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -87,6 +88,15 @@ MISTAKES = {
 def test_a_mistake_names_the_fix(tmp_path, complaint):
     with pytest.raises(ValueError, match=complaint):
         load_hardware(changed(tmp_path, MISTAKES[complaint]))
+
+
+def test_the_line_of_the_constant_at_fault_is_named(tmp_path):
+    """And not that of flops_per_s, whose name is part of this one's."""
+    path = changed(tmp_path, lambda v: v["constants"].update(linear_flops_per_s=-1.0))
+    lines = Path(path).read_text().splitlines()
+    place = 1 + next(index for index, line in enumerate(lines) if "linear_flops_per_s: -1" in line)
+    with pytest.raises(ValueError, match=f"changed.yaml:{place}: hardware constant linear_flops_per_s=-1.0 must"):
+        load_hardware(path)
 
 
 def test_an_unknown_name_lists_the_known_ones():

@@ -138,7 +138,8 @@ class TestWhatWouldRun:
         assert said["settings"]["mask"]["cdf"] == 0.92
         assert said["settings"]["strategy"] == "U8R1"
         assert said["command"][1:4] == ["-m", "torch.distributed.run", "--standalone"]
-        assert said["command"][-3:] == ["dbsp_para.generate", "WORK/dbsp.yaml", "WORK/video.mp4"]
+        assert said["command"][-3:] == ["WORK/dbsp.yaml", "WORK/video.mp4", "600"]
+        assert said["command"][-6:-3] == ["-m", "dbsp_start.rank", "dbsp_para.generate"]
 
     def test_changes_go_before_the_file(self, dbsp):
         changes = ("--set", "mask.density=0.5", "--set", "strategy=auto", "--set", "dense={first_steps: 1}")

@@ -14,6 +14,7 @@ import pytest
 
 import dbsp_core
 import dbsp_kernels
+import dbsp_start
 
 REPOSITORY = Path(dbsp_core.__file__).parent.parent
 
@@ -70,6 +71,12 @@ def test_the_core_knows_nothing_of_adapters_and_imports_no_host_with_itself(path
     assert not tops(imports(path, inside_functions=False)) & OPTIONAL
 
 
+@pytest.mark.parametrize("path", files(Path(dbsp_start.__file__).parent))
+def test_what_starts_processes_needs_nothing_but_python(path):
+    """So that a rank is tied to its torchrun, and an interrupt is quiet, before torch has been imported."""
+    assert tops(imports(path, inside_functions=False)) <= {"dbsp_start"} | sys.stdlib_module_names
+
+
 def python(code: str) -> subprocess.CompletedProcess:
     """Runs code where everything optional is missing."""
     blocked = f"import sys\nfor name in {sorted(OPTIONAL)}: sys.modules[name] = None\n"
@@ -101,7 +108,7 @@ def test_doctor_names_the_missing_hosts_and_the_fix():
 def test_an_installation_has_every_package_and_configuration():
     tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
     packaged = set(tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    roots = ("dbsp_core", "dbsp_xdit", "dbsp_para", "kernels/dbsp_kernels")
+    roots = ("dbsp_core", "dbsp_start", "dbsp_xdit", "dbsp_para", "kernels/dbsp_kernels")
     folders = {file.parent for root in roots for file in (REPOSITORY / root).rglob("*.py")}
     found = {str(folder.relative_to(REPOSITORY)).removeprefix("kernels/").replace("/", ".") for folder in folders}
     configs = {file.parent for file in (REPOSITORY / "configs").rglob("*.yaml")}

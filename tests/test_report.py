@@ -123,7 +123,7 @@ def test_a_rank_that_fails_at_the_end_hangs_nobody_and_leaves_nothing(tmp_path):
     finally:
         workers.close()
     assert (fine, raised, silent) == ("", "a full disk", "")
-    assert "db-SP: no report in" in said
+    assert "dbsp: no report in" in said
     assert "not all ranks came within 3 s" in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "report").exists()

@@ -12,11 +12,10 @@ import pytest
 from dbsp_core import Strategy
 from dbsp_core.checkpoints import find_checkpoint
 from dbsp_core.sources import RadialSource, WindowSource
-from dbsp_xdit.autoload import is_xfuser_run
+from dbsp_xdit.autoload import is_xfuser_run, is_xfusers_torchrun, wants_dbsp
 from dbsp_xdit.flags import config_from, parse_known
 from dbsp_xdit.models import find_model
 from dbsp_xdit.preflight import preflight, settings_of
-from dbsp_xdit.seams import wants_dbsp
 from xdit_cases import XditCase, registered_model, run_xdit_case, start_xfuser
 
 TOLERANCE = 1e-5
@@ -64,6 +63,19 @@ def test_equals_one_process(pool, world):
 )
 def test_autoload_knows_an_xfuser_run(command, expected):
     assert is_xfuser_run(command) is expected
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["python", "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "xfuser.runner", "--model", "m"], True),
+        (["python", "-m", "torch.distributed.run", "-m", "my.runner", "-m", "xfuser.runner"], False),
+        (["python", "-u", "-m", "xfuser.runner", "--model", "m"], False),
+        (["python", "/venv/bin/xdit"], False),
+    ],
+)
+def test_autoload_knows_the_torchrun_that_xdit_starts(command, expected):
+    assert is_xfusers_torchrun(command) is expected
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dbsp_core.generation.generate import HOSTS, Job, Wishes, prepare, run_job
+from dbsp_core.generation.endings import end_in_order
+from dbsp_core.generation.generate import HOSTS, TIMEOUT_S, Job, Wishes, prepare
 from dbsp_core.generation.launching import Launch, RunFailed, Watcher
+from dbsp_core.generation.running import Made, run_job
 
 __all__ = ["generate_command"]
 
-_ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+_NO_REPORT = 3
+"""Exit code: the video is there, the report that was asked for is not."""
 
 
 def generate_command(
@@ -45,6 +47,9 @@ def generate_command(
     rdzv_backend: Annotated[str | None, typer.Option(help="c10d needs no node ranks.")] = None,
     rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT of one of the nodes.")] = None,
     rdzv_id: Annotated[str | None, typer.Option(help="The job's name, equal on all nodes.")] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that a rank waits for others before the run fails.")
+    ] = TIMEOUT_S,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -60,22 +65,36 @@ def generate_command(
         rdzv_id=rdzv_id,
     )
     job = prepare(
-        Wishes(config, model, prompt, seed, tuple(changes or ()), host, launch, nproc is not None, out, report)
+        Wishes(
+            config=config,
+            model=model,
+            prompt=prompt,
+            seed=seed,
+            changes=tuple(changes or ()),
+            host=host,
+            launch=launch,
+            nproc_given=nproc is not None,
+            out=out,
+            report=report,
+            timeout=timeout,
+        )
     )
     if dry_run:
         _say_what_would_run(job, as_json)
         return
-    signal.signal(signal.SIGTERM, _end)
+    end_in_order()
     start = time.perf_counter()
     try:
-        here = _run(job)
+        made = _run(job)
     except RunFailed as error:
         print(f"dbsp: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    _say_what_was_made(job, here, time.perf_counter() - start, as_json)
+    _say_what_was_made(job, made, time.perf_counter() - start, as_json)
+    if made.lacking:
+        raise typer.Exit(_NO_REPORT)
 
 
-def _run(job: Job) -> bool:
+def _run(job: Job) -> Made:
     """Runs it with one progress bar, on standard error, that follows rank 0."""
     columns = (
         SpinnerColumn(),
@@ -106,20 +125,17 @@ def _say_what_would_run(job: Job, as_json: bool) -> None:
     print(yaml.safe_dump(settings, allow_unicode=True, sort_keys=False), end="")
 
 
-def _say_what_was_made(job: Job, here: bool, seconds: float, as_json: bool) -> None:
-    video = str(job.out) if here else None
-    report = None if job.report is None or not here else str(job.report)
+def _say_what_was_made(job: Job, made: Made, seconds: float, as_json: bool) -> None:
+    if made.lacking:
+        print(f"dbsp: the video is {made.video}, but {made.lacking}", file=sys.stderr)
     if as_json:
-        _print_json(video=video, report=report, log=str(job.log), host=job.host, seconds=seconds)
+        paths = {"video": made.video, "report": made.report, "log": job.log}
+        texts = {name: None if path is None else str(path) for name, path in paths.items()}
+        _print_json(**texts, lacking=made.lacking, host=job.host, seconds=seconds)
         return
-    made = f"wrote {video}" if here else "done; the video is on the node where rank 0 runs"
-    print(made + (f" and {report}" if report else "") + f" in {seconds:.1f} s (log: {job.log})")
+    what = f"wrote {made.video}" if made.video else "done; the video is on the node where rank 0 runs"
+    print(what + (f" and {made.report}" if made.report else "") + f" in {seconds:.1f} s (log: {job.log})")
 
 
 def _print_json(**values: Any) -> None:
     print(json.dumps(values))
-
-
-def _end(*_: object) -> NoReturn:
-    """Ends by way of what must be cleaned up."""
-    raise SystemExit(_ENDED_BY_SIGTERM)

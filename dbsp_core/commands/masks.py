@@ -186,7 +186,7 @@ def _in_words(layout: MaskLayout) -> str:
 def _summary(folder: Path) -> str:
     try:
         recording = Recording.read(folder)
-    except ValueError:
+    except UserError:
         return (
             f"nothing was recorded to {folder}: no attention of db-SP ran on rank 0 (is it on, with --sp_backend dbsp "
             "or dbsp_para.parallelize_pipe?)"

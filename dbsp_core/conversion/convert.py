@@ -161,7 +161,7 @@ def _require_foreign(source: str | os.PathLike[str]) -> None:
     """Raises ValueError for a mask file of ours, whose metadata would be lost."""
     try:
         MaskFile(source)
-    except ValueError:
+    except UserError:
         return
     raise UserError(f"{source} is a mask file already; use it as it is")
 

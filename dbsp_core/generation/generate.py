@@ -1,4 +1,4 @@
-"""From a configuration to an mp4: checked here, run by torchrun in a host's own module, put in place when whole."""
+"""From a user's wishes to one job with nothing left open: all that can be known before a process is launched."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import importlib
 import importlib.util
 import os
 import platform
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -18,22 +16,25 @@ import yaml
 
 from dbsp_core.checkpoints import CHECKPOINTS, TINY, Identity, find_checkpoint, identity_of_model, tiny_architecture
 from dbsp_core.config import DbspConfig
-from dbsp_core.errors import UserError
-from dbsp_core.files import open_atomically
-from dbsp_core.generation.launching import Launch, Watcher, run_watched
+from dbsp_core.errors import UserError, blaming
+from dbsp_core.generation.launching import Launch
+from dbsp_core.generation.placing import require_file_place, require_folder_place
 from dbsp_core.generation.video import VideoSettings
 from dbsp_core.in_force import UNCONFIGURED, default_config, require_same_model
 from dbsp_core.serving import kernel_merges
 from dbsp_core.settings import Settings, find_config, read_settings
 from dbsp_core.strategy import Strategy
-from dbsp_core.tiny import TINY_MODELS, hush_libraries, make_tiny
+from dbsp_core.tiny import TINY_MODELS
 
-__all__ = ["HOSTS", "Job", "Wishes", "prepare", "run_job"]
+__all__ = ["HOSTS", "TIMEOUT_S", "Job", "Wishes", "prepare"]
+
+TIMEOUT_S = 600.0
+"""NCCL's: longer than any rank has to wait for the others in a run that goes well."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """module: runs in every rank as `python -m module CONFIG VIDEO`;  needs: packages;  extra: that installs them"""
+    """module: runs in every rank, with arguments CONFIG VIDEO SECONDS;  needs: packages;  extra: installs them"""
 
     module: str
     needs: tuple[str, ...]
@@ -57,6 +58,7 @@ class Wishes:
     config:  file, or name of a shipped one;  model: name or folder;  changes: "key=value", with dots in the key
     host:    one of HOSTS
     launch:  processes and nodes; its nproc counts where `nproc_given`
+    timeout: seconds that a rank waits for others
     """
 
     config: str | None = None
@@ -69,6 +71,7 @@ class Wishes:
     nproc_given: bool = False
     out: Path = Path("video.mp4")
     report: Path | None = None
+    timeout: float = TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,15 @@ class Job:
     """One video to make, with nothing left open.
 
     settings: what stands in the configuration file that the ranks read, but for paths
-    origin:   where the settings come from, in words
+    given:    the settings as the user gave them, which know where
+    origin:   where they come from, in words
     model:    what the ranks load: a repository's name or a folder; None: a tiny checkpoint, to be made
     tiny:     its architecture
     """
 
     config: DbspConfig
     settings: dict[str, Any]
+    given: Settings
     origin: str
     model: str | None
     tiny: str | None
@@ -90,9 +95,11 @@ class Job:
     launch: Launch
     out: Path
     report: Path | None
+    timeout: float
 
     def command(self, work: Path) -> list[str]:
-        return self.launch.command(HOSTS[self.host].module, [str(work / "dbsp.yaml"), str(work / "video.mp4")])
+        arguments = [str(work / "dbsp.yaml"), str(work / "video.mp4"), f"{self.timeout:g}"]
+        return self.launch.command(HOSTS[self.host].module, arguments)
 
     def settings_in(self, work: Path) -> dict[str, Any]:
         """What the ranks read."""
@@ -100,10 +107,17 @@ class Job:
         return self.settings | {"model": self.model or str(work / f"{TINY}{self.tiny}"), "report": report}
 
     @property
+    def name(self) -> str:
+        """For what is beside the video. Nodes may share a folder, so each has its own."""
+        return self.out.stem + (f".{platform.node()}" if self.launch.nnodes > 1 else "")
+
+    @property
     def log(self) -> Path:
-        """Beside the video. Nodes may share a folder, so each has its own."""
-        node = f".{platform.node()}" if self.launch.nnodes > 1 else ""
-        return self.out.with_name(f"{self.out.stem}{node}.log")
+        return self.out.with_name(f"{self.name}.log")
+
+    @property
+    def lock(self) -> Path:
+        return self.out.with_name(f".{self.name}.lock")
 
 
 def prepare(wishes: Wishes) -> Job:
@@ -112,7 +126,7 @@ def prepare(wishes: Wishes) -> Job:
     config = DbspConfig.load(settings)
     model, identity = _model(wishes, config)
     checkpoint = identity.checkpoint
-    with settings.located():
+    with settings.located(), blaming("video"):
         video = config.video.filled(checkpoint)
         video.require_frames(identity.pipeline)
     if not video.prompt:
@@ -124,18 +138,23 @@ def prepare(wishes: Wishes) -> Job:
     out = wishes.out.absolute()
     if out.suffix != ".mp4":
         raise UserError(f"--out {wishes.out} must end in .mp4")
+    require_file_place(out, "--out")
+    report = _report(wishes, config, settings, here=launch.nnodes == 1 or launch.node_rank == 0)
+    if not wishes.timeout > 0:
+        raise UserError(f"--timeout {wishes.timeout:g} must be above 0 seconds; {TIMEOUT_S:g} is usual")
     tiny = tiny_architecture(model)
-    report = wishes.report or (Path(config.report) if config.report else None)
     job = Job(
         config=replace(config, video=video, strategy=strategy),
         settings={**settings.values, "video": _plain(video), "strategy": str(strategy)},
+        given=settings,
         origin=_origin_in_words(settings, wishes.changes),
         model=None if tiny else _to_load(model),
         tiny=tiny,
         host=_host(wishes.host),
         launch=launch,
         out=out,
-        report=None if report is None else report.absolute(),
+        report=report,
+        timeout=wishes.timeout,
     )
     _ask_the_host(job, identity)
     return job
@@ -166,6 +185,19 @@ def _settings(wishes: Wishes) -> Settings:
         if getattr(wishes, name) is not None:
             settings = settings.changed(("video", name), getattr(wishes, name), f"--{name}")
     return settings
+
+
+def _report(wishes: Wishes, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
+    """The folder for the report. here: whether it is known to be written on this node, and so must be possible here"""
+    given = wishes.report or (Path(config.report) if config.report else None)
+    report = None if given is None else given.absolute()
+    if report is None or not here:
+        return report
+    if wishes.report is not None:
+        require_folder_place(report, "--report")
+    with settings.located(), blaming("report"):
+        require_folder_place(report, "report")
+    return report
 
 
 def _origin_in_words(settings: Settings, changes: Sequence[str]) -> str:
@@ -234,36 +266,3 @@ def _ask_the_host(job: Job, identity: Identity) -> None:
 
 def _plain(video: VideoSettings) -> dict[str, Any]:
     return {f.name: value for f in fields(video) if (value := asdict(video)[f.name]) is not None}
-
-
-def run_job(job: Job, watcher: Watcher) -> bool:
-    """Makes the video. It appears with the report's files when all is well; otherwise nothing does but the log.
-
-    returns: whether the video is here: on several nodes, it is where rank 0 runs
-    Raises ValueError for a user's mistake that only the ranks could find, RunFailed when one fails.
-    """
-    job.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=job.out.parent, prefix=f".{job.out.stem}.") as folder:
-        work = Path(folder)
-        if job.tiny is not None:
-            hush_libraries()
-            make_tiny(job.tiny, work / f"{TINY}{job.tiny}")
-        (work / "dbsp.yaml").write_text(yaml.safe_dump(job.settings_in(work), allow_unicode=True))
-        noticed = watcher.noticed
-        watcher.noticed = lambda line: noticed(line.replace(f"from {work / 'dbsp.yaml'}", job.origin))
-        run_watched(job.command(work), job.log, work / "ranks", watcher)
-        video = work / "video.mp4"
-        if not video.is_file():
-            if job.launch.nnodes > 1:
-                return False
-            raise RuntimeError(f"the ranks ended well but left no video; their output is in {job.log}")
-        if job.report is not None:
-            _put_in_place(work / "report", job.report)
-        video.replace(job.out)
-    return True
-
-
-def _put_in_place(folder: Path, target: Path) -> None:
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as source, open_atomically(target / path.relative_to(folder)) as file:
-            shutil.copyfileobj(source, file)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dbsp_core.errors import UserError
+from dbsp_core.generation.leftovers import RUN, end_leftovers
+from dbsp_start.held import held
 
 __all__ = ["ERROR", "NOTICE", "Launch", "RunFailed", "Watcher", "run_watched"]
 
@@ -25,6 +27,7 @@ ERROR = NOTICE + "error: "
 _TAG = re.compile(r"\(rank (\d+)\) ")
 _STEPS_DONE = re.compile(r"(\d+)/(\d+) \[")
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL)
+_TOLD_TO_END = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _TAIL = 30
 _GRACE_S = 45  # torchrun gives its ranks 30 to end before it kills them
 
@@ -68,7 +71,7 @@ class Launch:
         return self.nproc * self.nnodes
 
     def command(self, module: str, arguments: Sequence[str]) -> list[str]:
-        """torchrun's command line that runs `python -m module arguments` in every rank."""
+        """torchrun's command line that runs `python -m module arguments` in every rank, which ends with torchrun."""
         options: dict[str, object] = {"nproc-per-node": self.nproc, "nnodes": self.nnodes}
         given = ("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
         options |= {name.replace("_", "-"): getattr(self, name) for name in given if getattr(self, name) is not None}
@@ -76,7 +79,8 @@ class Launch:
             options.setdefault("rdzv-backend", "c10d")
         alone = ["--standalone"] if self.nnodes == 1 else []
         texts = [f"--{name}={value}" for name, value in options.items()]
-        return [sys.executable, "-m", "torch.distributed.run", *alone, *texts, "-m", module, *arguments]
+        rank = ["-m", "dbsp_start.rank", module, *arguments]
+        return [sys.executable, "-m", "torch.distributed.run", *alone, *texts, *rank]
 
 
 class RunFailed(RuntimeError):
@@ -90,11 +94,13 @@ class Watcher:
     steps:    of the denoising; a progress bar of so many steps is the one to follow
     stepped:  called with the number of steps that are done
     noticed:  called once with each line that begins with "dbsp: "
+    reworded: what ranks say, in words that mean something to the user
     """
 
     steps: int
     stepped: Callable[[int], None] = lambda done: None
     noticed: Callable[[str], None] = lambda line: None
+    reworded: Callable[[str], str] = lambda text: text
     tails: dict[str, deque[str]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_TAIL)))
     mistakes: dict[str, str] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
@@ -118,6 +124,7 @@ class Watcher:
             if rank in ("", "0"):
                 self.progress(text)
             return
+        text = self.reworded(text)
         if text:
             self.tails[rank].append(text)
         if text.startswith(ERROR):
@@ -138,8 +145,8 @@ def run_watched(
 
     ranks_folder: for torchrun's own logs
     environment:  variables besides this process's
-    Raises ValueError when a rank found a user's mistake, RunFailed when one failed otherwise. However this ends, also
-    by an interrupt, no rank outlives it.
+    Raises UserError when a rank found a user's mistake, RunFailed when one failed otherwise. However this ends, also
+    by an interrupt, or by torchrun's own end, no rank outlives it. On Linux none outlives this process either.
     """
     variables = {
         "TQDM_MININTERVAL": "0",
@@ -148,18 +155,22 @@ def run_watched(
         "PYTHONUNBUFFERED": "1",
         "PET_TEE": "3",
         "PET_LOG_DIR": str(ranks_folder),
+        RUN: str(ranks_folder),
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "(rank ${rank}) ",
     }
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            held(command), env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             _follow(process, file.write, watcher)
             code = process.wait()
         finally:
-            _end(process)
+            try:
+                _end(process)
+            finally:
+                end_leftovers(str(ranks_folder))
     if code != 0:
         raise _failure(code, log, watcher)
 
@@ -186,16 +197,26 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGTERM)
     try:
         process.communicate(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # it takes too long, or the user won't wait
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
 
 
 def _failure(code: int, log: Path, watcher: Watcher) -> Exception:
     if watcher.mistakes:
-        return ValueError(next(iter(watcher.mistakes.values())))
-    cause = _ROOT_CAUSE.search("\n".join(watcher.tails[""]))
+        return UserError(next(iter(watcher.mistakes.values())))
+    own_words = "\n".join(watcher.tails[""])
+    cause, told = _ROOT_CAUSE.search(own_words), _TOLD_TO_END.search(own_words)
+    if cause is None and (code < 0 or told):
+        by = signal.Signals(int(told[1]) if told else -code).name
+        return RunFailed(
+            f"torchrun, which runs the ranks, was ended from outside by {by}"
+            + ("; the system does so when memory runs out" if by == "SIGKILL" else "")
+            + f"; all ranks' output is in {log}"
+        )
     rank = cause[1] if cause and cause[1] in watcher.tails else next((r for r in watcher.tails if r), "")
     first = f"rank {rank} failed (exit code {cause[2] if cause else code})" if rank else f"failed (exit code {code})"
     return RunFailed("\n".join([f"{first}; the end of its output:", *watcher.tails[rank], f"all of it is in {log}"]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dbsp_core.checkpoints import Checkpoint
-from dbsp_core.errors import UserError
+from dbsp_core.errors import SettingError, bad_value
 
 __all__ = ["VideoSettings"]
 
@@ -54,12 +54,12 @@ class VideoSettings:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not value >= least:
-                raise UserError(f"video.{name}={value} must be at least {least}")
+                raise bad_value(self, name, f"must be at least {least}", "video.")
         for name in ("height", "width"):
             value = getattr(self, name)
             if value is not None and value % 16:
                 near = max(16, round(value / 16) * 16)
-                raise UserError(f"video.{name}={value} must be a multiple of 16, for example {near}")
+                raise bad_value(self, name, f"must be a multiple of 16, for example {near}", "video.")
 
     def filled(self, checkpoint: Checkpoint | None) -> VideoSettings:
         """A copy in which everything but the prompt is set, but for flow_shift where the model has its own.
@@ -74,9 +74,10 @@ class VideoSettings:
         full = replace(self, **missing)
         unknown = [name for name in ("height", "width", "num_frames") if getattr(full, name) is None]
         if unknown:
-            raise UserError(
+            raise SettingError(
                 f"video.{unknown[0]} is not set, and this model is none whose usual size is known; set it in the "
-                f"configuration's 'video', or with --set video.{unknown[0]}=…"
+                f"configuration's 'video', or with --set video.{unknown[0]}=…",
+                (unknown[0],),
             )
         return full
 
@@ -85,7 +86,5 @@ class VideoSettings:
         stride = _STRIDES.get(pipeline)
         if stride and self.num_frames is not None and (self.num_frames - 1) % stride:
             less = (self.num_frames - 1) // stride * stride + 1
-            raise UserError(
-                f"video.num_frames={self.num_frames} is not {stride}k + 1, as {pipeline} makes videos; use {less} or "
-                f"{less + stride}"
-            )
+            complaint = f"is not {stride}k + 1, as {pipeline} makes videos; use {less} or {less + stride}"
+            raise bad_value(self, "num_frames", complaint, "video.")

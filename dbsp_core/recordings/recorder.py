@@ -59,10 +59,16 @@ class RecordSettings:
         layers = read(f"{ENVIRONMENT}_LAYERS")
         return cls(
             folder,
-            every=max(1, int(read(f"{ENVIRONMENT}_EVERY") or 1)),
+            every=_every(read(f"{ENVIRONMENT}_EVERY") or "1"),
             layers=parse_layers(layers) if layers else None,
             limit=parse_size(read(f"{ENVIRONMENT}_LIMIT") or "2GiB"),
         )
+
+
+def _every(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise UserError(f"{ENVIRONMENT}_EVERY={text!r} is no whole number; 1 keeps every step")
+    return max(1, int(text))
 
 
 def parse_layers(text: str) -> frozenset[int]:
@@ -142,7 +148,7 @@ class MaskRecorder:
         alone = not (dist.is_available() and dist.is_initialized())
         try:
             settings = RecordSettings.of(folder)
-        except ValueError as error:
+        except UserError as error:
             print(f"db-SP: not recording masks: {error}", file=sys.stderr)
             settings = RecordSettings()
         first = group.rank == 0 and (alone or dist.get_rank() == 0)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dbsp_core.errors import UserError
+from dbsp_core.generation.launching import NOTICE
 from dbsp_core.hosts import Attachment
 from dbsp_core.pipe_calls import around_calls
 from dbsp_core.reports.making import is_writer, make_report, write_report_files
@@ -64,15 +67,19 @@ def report_calls(
 def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> None:
     """Makes the report and writes it on the first rank. Collective.
 
-    What goes wrong here is one line on standard error: a full disk must not end a generation that succeeded.
+    What goes wrong here is one line on standard error, and what is a fault of db-SP's own has a traceback before it:
+    neither that nor a full disk must end a generation that succeeded.
     """
     folder = Path(session.config.report or ".")
     try:
         report = make_report(session, model, host)
         if is_writer(session.group):
             write_report_files(report, session, folder)
-    except (RuntimeError, ValueError, OSError) as error:
-        print(f"db-SP: no report in {folder}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    except Exception as error:
+        if not isinstance(error, (UserError, RuntimeError, OSError)):
+            traceback.print_exc()
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"{NOTICE}no report in {folder}: {text}", file=sys.stderr, flush=True)
 
 
 def model_name(pipe: Any) -> str:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import UserError, bad_value
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources.base import HomeTokens, MaskRequest, Varies
 from dbsp_core.sources.stored import StoredMasks
@@ -29,12 +29,12 @@ class ParoSource(StoredMasks):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dense_steps is not None and self.dense_steps < 0:
-            raise UserError(f"dense_steps={self.dense_steps} must not be negative")
+            raise bad_value(self, "dense_steps", "must not be negative")
 
     def version(self, request: MaskRequest) -> Hashable:
         try:
             group = self._group(request.step)
-        except ValueError:  # `mask` raises it, on all ranks together
+        except UserError:  # `mask` raises it, on all ranks together
             return "beyond the last group", request.step
         return "dense" if group is None else (group, request.layer if self._file.per_layer else "all layers")
 
@@ -57,7 +57,7 @@ class ParoSource(StoredMasks):
             return 0
         try:
             return groups.find(step if self.dense_steps is None else max(step, groups.starts[0]))
-        except ValueError as error:
+        except UserError as error:
             raise UserError(
                 f"mask file {self.path} {error}; run fewer steps, or convert the masks with --groups that reach "
                 "further ('…,25-' has no end)"

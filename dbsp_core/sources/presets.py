@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import bad_value
 
 __all__ = ["DEFAULT_STYLE", "PRESETS", "MaskStyle", "Preset"]
 
@@ -32,15 +32,13 @@ class MaskStyle:
 
     def __post_init__(self) -> None:
         for name in ("density", "profile_correlation", "layer_similarity", "drift"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise UserError(f"{name}={value} must lie between 0 and 1")
+            if not 0 <= getattr(self, name) <= 1:
+                raise bad_value(self, name, "must lie between 0 and 1")
         for name, most in (("spread", 5), ("pattern_strength", 10)):
-            value = getattr(self, name)
-            if not 0 <= value <= most:
-                raise UserError(f"{name}={value} must lie between 0 and {most} (logits)")
+            if not 0 <= getattr(self, name) <= most:
+                raise bad_value(self, name, f"must lie between 0 and {most} (logits)")
         if not self.head_concentration > 0:
-            raise UserError(f"head_concentration={self.head_concentration} must be positive; 10 makes heads similar")
+            raise bad_value(self, "head_concentration", "must be positive; 10 makes heads similar")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import bad_value
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources.base import HomeTokens, MaskRequest
@@ -34,11 +34,11 @@ class RadialSource(BlockSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.width < math.inf:
-            raise UserError(f"width={self.width} must be a positive share of a frame; 1 is the paper's")
+            raise bad_value(self, "width", "must be a positive share of a frame; 1 is the paper's")
         if not 0 < self.decay <= 1:
-            raise UserError(f"decay={self.decay} must lie above 0 and not above 1; 0.5 is the paper's")
+            raise bad_value(self, "decay", "must lie above 0 and not above 1; 0.5 is the paper's")
         if self.sink_frames < 0:
-            raise UserError(f"sink_frames={self.sink_frames} must not be negative")
+            raise bad_value(self, "sink_frames", "must not be negative")
 
     def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
         grid = self.grid(request)

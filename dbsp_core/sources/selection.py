@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import SettingError, bad_value
 from dbsp_core.sources.pooling import Pooled
 
 __all__ = ["Selection", "select_blocks"]
@@ -30,12 +30,13 @@ class Selection:
 
     def __post_init__(self) -> None:
         if (self.cdf is None) == (self.topk is None):
-            raise UserError("mask source 'sparge' needs either cdf or topk, and not both; cdf: 0.92 is what xDiT uses")
+            message = "mask source 'sparge' needs either cdf or topk, and not both; cdf: 0.92 is what xDiT uses"
+            raise SettingError(message, ("cdf",))
         for name, value in (("cdf", self.cdf), ("topk", self.topk)):
             if value is not None and not 0 < value <= 1:
-                raise UserError(f"{name}={value} must be above 0 and at most 1")
+                raise bad_value(self, name, "must be above 0 and at most 1")
         if not -1 <= self.similarity <= 1:
-            raise UserError(f"similarity={self.similarity} is a cosine: it must lie between -1 and 1")
+            raise bad_value(self, "similarity", "is a cosine: it must lie between -1 and 1")
 
 
 def select_blocks(q: Pooled, k: Pooled, scale: float, how: Selection) -> torch.Tensor:

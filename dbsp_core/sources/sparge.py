@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import SettingError, UserError, blaming
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.order import CANONICAL, require_order
@@ -46,10 +46,13 @@ class SpargeSource(BlockSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_order(self.order)
+        with blaming("order"):
+            require_order(self.order)
         self.selection  # noqa: B018  raises for values out of range
-        if max(self.block_q, self.block_k) > LARGEST_BLOCK:
-            raise UserError(f"mask source 'sparge' takes blocks of at most {LARGEST_BLOCK} tokens; 64 is usual")
+        for name in ("block_q", "block_k"):
+            if getattr(self, name) > LARGEST_BLOCK:
+                message = f"mask source 'sparge' takes blocks of at most {LARGEST_BLOCK} tokens; 64 is usual"
+                raise SettingError(message, (name,))
 
     @property
     def selection(self) -> Selection:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch.distributed as dist
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import SettingError, UserError, blaming
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask_file import MaskFile
 from dbsp_core.sources.base import MaskRequest
@@ -27,11 +27,13 @@ class StoredMasks:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise UserError(
-                "this mask source reads a file and needs a path, for example {source: file, path: masks.safetensors}"
+            raise SettingError(
+                "this mask source reads a file and needs a path, for example {source: file, path: masks.safetensors}",
+                ("path",),
             )
         if not (dist.is_available() and dist.is_initialized()):
-            self._file  # noqa: B018
+            with blaming("path"):
+                self._file  # noqa: B018
 
     @cached_property
     def _file(self) -> MaskFile:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import UserError, bad_value
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources.base import HomeTokens, MaskRequest
@@ -40,18 +40,16 @@ class SvgSource(BlockSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.frames < 1:
-            raise UserError(f"frames={self.frames} must be at least 1, the query's own")
+            raise bad_value(self, "frames", "must be at least 1, the query's own")
         if not 0 < self.band <= 1:
-            raise UserError(f"band={self.band} must lie above 0 and not above 1: a share of a frame's places")
+            raise bad_value(self, "band", "must lie above 0 and not above 1: a share of a frame's places")
         if self.sink_frames < 0:
-            raise UserError(f"sink_frames={self.sink_frames} must not be negative")
+            raise bad_value(self, "sink_frames", "must not be negative")
         if isinstance(self.temporal_heads, tuple):
             if min(self.temporal_heads, default=0) < 0:
-                raise UserError(f"temporal_heads={list(self.temporal_heads)} must be head numbers, from 0")
+                raise bad_value(self, "temporal_heads", "must be head numbers, from 0")
         elif not 0 <= self.temporal_heads <= 1:
-            raise UserError(
-                f"temporal_heads={self.temporal_heads} must be a share between 0 and 1, or a list of head numbers"
-            )
+            raise bad_value(self, "temporal_heads", "must be a share between 0 and 1, or a list of head numbers")
 
     def temporal(self, heads: int) -> np.ndarray:
         """bool[heads]: which are temporal. Raises ValueError for a head that the model lacks."""

@@ -10,7 +10,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import SettingError, bad_value
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources.base import HomeTokens, MaskRequest, Varies
@@ -55,9 +55,9 @@ class SyntheticSource(BlockSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.preset is not None and self.preset not in PRESETS:
-            raise UserError(f"unknown preset {self.preset!r}; use one of {', '.join(PRESETS)}")
+            raise SettingError(f"unknown preset {self.preset!r}; use one of {', '.join(PRESETS)}", ("preset",))
         if self.seed < 0:
-            raise UserError(f"seed={self.seed} must not be negative")
+            raise bad_value(self, "seed", "must not be negative")
         self.style  # noqa: B018  raises for values out of range
 
     @property

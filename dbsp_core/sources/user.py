@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import SettingError, UserError, blaming
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.order import CANONICAL
@@ -45,11 +45,14 @@ class CallableSource(BlockSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.per not in _PER:
-            raise UserError(f"unknown per {self.per!r} of mask source 'callable'; use one of {', '.join(_PER)}")
+            message = f"unknown per {self.per!r} of mask source 'callable'; use one of {', '.join(_PER)}"
+            raise SettingError(message, ("per",))
         strange = [name for name in self.parameters if not isinstance(name, str)]
         if strange:
-            raise UserError(f"parameters of {self.function} need names, {strange[0]!r} is none; quote it")
-        self._function  # noqa: B018  a bad name is found out at once, not at the first attention
+            message = f"parameters of {self.function} need names, {strange[0]!r} is none; quote it"
+            raise SettingError(message, ("parameters",))
+        with blaming("function"):
+            self._function  # noqa: B018  a bad name is found out at once, not at the first attention
 
     @cached_property
     def _function(self) -> Callable[..., Any]:

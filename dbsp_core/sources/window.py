@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import bad_value
 from dbsp_core.grid import BlockAxis, BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.order import video_order
@@ -37,7 +37,7 @@ class WindowSource(BlockSizes):
         super().__post_init__()
         for name, sizes in (("window", self.window), ("tile", self.tile)):
             if sizes is not None and (len(sizes) != 3 or min(sizes) < 1):
-                raise UserError(f"{name}={list(sizes)} needs three sizes of at least 1: frames, rows, columns")
+                raise bad_value(self, name, "needs three sizes of at least 1: frames, rows, columns")
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         grid = super().grid(request)

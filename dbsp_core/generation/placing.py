@@ -1,0 +1,114 @@
+"""Where a run's results go: looked at before it starts, and nothing lost when it cannot be done after all."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dbsp_core.errors import UserError
+from dbsp_core.files import open_atomically
+
+__all__ = [
+    "RESULTS",
+    "WorkFolder",
+    "put_folder",
+    "remove_left_over",
+    "require_file_place",
+    "require_folder_place",
+    "work_folder",
+]
+
+RESULTS = ("video.mp4", "report")
+"""What a run leaves in its work folder: a file and a folder."""
+
+
+def require_file_place(path: Path, what: str) -> None:
+    """Raises UserError where a file cannot be written there. what: names the path in the message"""
+    if path.is_dir():
+        raise UserError(f"{what} {path} is a folder; give the name of a file")
+    _require_writable(path.parent, what)
+
+
+def require_folder_place(path: Path, what: str) -> None:
+    """Raises UserError where a folder of that name cannot be made or written to."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{what} {path} is a file; give the name of a folder")
+    _require_writable(path, what)
+
+
+def _require_writable(folder: Path, what: str) -> None:
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        raise UserError(f"{what}: {there} is a file, not a folder; give another place")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{what}: folder {there} cannot be written to; give another place, or make it writable")
+
+
+@dataclass
+class WorkFolder:
+    """kept: what of its content is to stay"""
+
+    path: Path
+    kept: set[str] = field(default_factory=set)
+
+    def keep(self, name: str) -> Path:
+        """Leaves something where it is. returns: where that is"""
+        self.kept.add(name)
+        return self.path / name
+
+
+@contextmanager
+def work_folder(parent: Path, name: str) -> Iterator[WorkFolder]:
+    """A hidden folder beside the results, on their file system. Gone afterwards, but for what is kept of it."""
+    folder = WorkFolder(Path(tempfile.mkdtemp(dir=parent, prefix=_prefix(name))))
+    try:
+        yield folder
+    finally:
+        if not folder.kept:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        for path in [] if not folder.kept else folder.path.iterdir():
+            if path.name not in folder.kept:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _prefix(name: str) -> str:
+    return f".{name}.dbsp-"
+
+
+def remove_left_over(parent: Path, name: str) -> list[Path]:
+    """Removes work folders of runs that are over but could not clean up. None may be running.
+
+    returns: results in such folders, which are left: a video may be whole, and took hours
+    """
+    pattern = re.compile(re.escape(_prefix(name)) + r"[a-z0-9_]+")
+    results = []
+    for folder in [path for path in parent.iterdir() if path.is_dir() and pattern.fullmatch(path.name)]:
+        found = [folder / result for result in RESULTS if (folder / result).exists()]
+        results += found
+        if not found:
+            shutil.rmtree(folder, ignore_errors=True)
+    return results
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def put_folder(folder: Path, target: Path) -> None:
+    """Copies a folder's files to another, which may be on another disk: all of them, or none where one fails."""
+    new = not target.exists()
+    with ExitStack() as files:
+        if new:
+            files.callback(_remove_if_empty, target)
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            file = files.enter_context(open_atomically(target / path.relative_to(folder)))
+            with path.open("rb") as source:
+                shutil.copyfileobj(source, file)
+            file.flush()

@@ -1,0 +1,103 @@
+"""A job run by torchrun in a host's own module, its results put in place when they are whole, and never lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from dbsp_core.checkpoints import TINY
+from dbsp_core.generation.generate import Job
+from dbsp_core.generation.launching import NOTICE, RunFailed, Watcher, run_watched
+from dbsp_core.generation.placing import WorkFolder, put_folder, remove_left_over, work_folder
+from dbsp_core.generation.sole_run import sole_run
+from dbsp_core.settings import Settings, read_settings
+from dbsp_core.tiny import hush_libraries, make_tiny
+
+__all__ = ["Made", "run_job"]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a run has left on this node.
+
+    video:   None where rank 0 runs on another node
+    report:  its folder; None where none was asked for, or with the video elsewhere
+    lacking: why there is no report where one was asked for, and what became of it; None if all is well
+    """
+
+    video: Path | None = None
+    report: Path | None = None
+    lacking: str | None = None
+
+
+def run_job(job: Job, watcher: Watcher) -> Made:
+    """Makes the video. It appears when it is whole, and then the report's files; a failure leaves nothing but the log.
+
+    What is made and cannot be put in its place stays in the work folder, which is named then.
+    Raises UserError for a mistake that could be found only now, RunFailed when a rank fails or the video has no place.
+    """
+    job.out.parent.mkdir(parents=True, exist_ok=True)
+    with sole_run(job.lock, job.out) as known:
+        for result in remove_left_over(job.out.parent, job.name) if known else []:
+            watcher.noticed(f"{NOTICE}an earlier run was cut off; what it had made is still in {result}")
+        with work_folder(job.out.parent, job.name) as work:
+            _run(job, work.path, watcher)
+            return _put_in_place(job, work)
+
+
+def _run(job: Job, work: Path, watcher: Watcher) -> None:
+    if job.tiny is not None:
+        hush_libraries()
+        make_tiny(job.tiny, work / f"{TINY}{job.tiny}")
+    settings = work / "dbsp.yaml"
+    settings.write_text(yaml.safe_dump(job.settings_in(work), allow_unicode=True))
+    watcher.reworded = in_the_users_names(job, work, read_settings(settings, "configuration file"))
+    run_watched(job.command(work), job.log, work / "ranks", watcher)
+
+
+def in_the_users_names(job: Job, work: Path, written: Settings) -> Callable[[str], str]:
+    """Rewords what ranks say: the file they read is gone when it is read, and so is their folder for the report.
+
+    written: the ranks' configuration file, read back
+    """
+    file, named = str(work / "dbsp.yaml"), job.given.origin or "the configuration"
+    places = {place: job.given.place_of(path) for path, place in written.places.items()}
+    line = re.compile(re.escape(file) + r":\d+")
+
+    def reworded(text: str) -> str:
+        text = text.replace(f"from {file}", job.origin)
+        text = line.sub(lambda found: places.get(found[0]) or named, text)
+        text = text.replace(file, named)
+        return text.replace(str(work / "report"), str(job.report))
+
+    return reworded
+
+
+def _put_in_place(job: Job, work: WorkFolder) -> Made:
+    """The video first: a report that finds no place must not take it along."""
+    video, report = work.path / "video.mp4", work.path / "report"
+    if not video.is_file():
+        if job.launch.nnodes > 1:
+            return Made()
+        raise RunFailed(f"the ranks ended well but left no video; their output is in {job.log}")
+    try:
+        video.replace(job.out)
+    except OSError as error:
+        kept = [str(work.keep(path.name)) for path in (video, report) if path.exists()]
+        raise RunFailed(
+            f"the video is made, but cannot be put in its place ({error}); it is kept: {' and '.join(kept)}"
+        ) from error
+    if job.report is None:
+        return Made(job.out)
+    if not (report / "report.json").is_file():
+        return Made(job.out, lacking=f"the ranks made no report; they say why in {job.log}")
+    try:
+        put_folder(report, job.report)
+    except OSError as error:
+        kept_report = work.keep(report.name)
+        return Made(job.out, lacking=f"the report cannot be put in its place ({error}); it is kept: {kept_report}")
+    return Made(job.out, job.report)

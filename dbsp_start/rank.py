@@ -1,0 +1,14 @@
+"""`python -m dbsp_start.rank MODULE ARGUMENTS…`: runs a module as a rank, which ends when its torchrun has ended."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from dbsp_start.parents import LAUNCHER, end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent(int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None)
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,82 @@
+"""How long ranks wait for one another: `--timeout` is that of every process group, whoever makes it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ports import free_port
+
+SECONDS = "33"
+ASK = """
+import json, sys
+import torch, torch.distributed as dist
+
+def timeout(group):
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+def say(**groups):
+    print(json.dumps({name: timeout(group) for name, group in groups.items()}))
+"""
+PARA = """
+import dbsp_para.generate as host
+
+def generate(config, video):
+    from datetime import timedelta
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    own = dist.new_group(timeout=timedelta(seconds=7))
+    say(main=dist.group.WORLD, another=dist.new_group(backend="gloo"), mesh=mesh.get_group("a"), own=own)
+
+host.generate = generate
+host.main(sys.argv[1:])
+"""
+XDIT = """
+import runpy
+from types import SimpleNamespace
+import dbsp_xdit.generate as host
+
+def run_module(*_, **__):
+    from xfuser.core.distributed import get_world_group, init_distributed_environment
+    init_distributed_environment()
+    say(main=dist.group.WORLD, another=get_world_group().cpu_group)
+    dist.destroy_process_group()
+
+runpy.run_module = run_module
+host.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("host", "script", "needs"), [("para", PARA, "diffusers"), ("xdit", XDIT, "xfuser")])
+def test_every_group_of_a_rank_has_the_timeout(tmp_path, host, script, needs):
+    if importlib.util.find_spec(needs) is None:  # xfuser cannot be imported without a GPU
+        pytest.skip(f"{needs} is not installed")
+    config = tmp_path / "dbsp.yaml"
+    config.write_text("video: {prompt: x}\n")
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK + script, str(config), str(tmp_path / "video.mp4"), SECONDS],
+        env=os.environ | place | {"MASTER_PORT": str(free_port())},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    timeouts = json.loads(done.stdout.splitlines()[-1])
+    assert timeouts.pop("own", 7) == 7, "who gives one is heard"
+    assert set(timeouts.values()) == {float(SECONDS)}, timeouts
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan"])
+def test_a_timeout_that_is_none_is_refused(dbsp, timeout):
+    code, _, err = dbsp("generate", "--config", "tiny-wan", "--prompt", "x", "--timeout", timeout)
+    assert (code, err) == (2, f"dbsp: error: --timeout {timeout} must be above 0 seconds; 600 is usual\n")
+
+
+def test_what_ranks_are_told(dbsp):
+    asked = ("generate", "--config", "tiny-wan", "--prompt", "x", "--dry-run", "--json")
+    for more, seconds in (((), "600"), (("--timeout", 90.5), "90.5")):
+        assert json.loads(dbsp(*asked, *more)[1])["command"][-1] == seconds

@@ -1,0 +1,231 @@
+"""What a run has made is never thrown away: places are looked at before, the video comes first, the rest is kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dbsp_core.errors import UserError
+from dbsp_core.generation import running
+from dbsp_core.generation.generate import Job, Wishes, prepare
+from dbsp_core.generation.launching import Launch, RunFailed, Watcher
+from dbsp_core.generation.placing import put_folder, work_folder
+from dbsp_core.generation.running import Made, run_job
+from dbsp_xdit.preflight import preflight
+
+REPORT = {"balance.png": b"a picture", "latents.safetensors": b"the latents", "report.json": b"{}"}
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Lets a run's ranks leave a video, and a report where `made.append("report")` says so, and do nothing else.
+
+    The list's other entries are called with the work folder, when the ranks have ended.
+    """
+    what: list = []
+
+    def ranks(command: list[str], log: Path, ranks_folder: Path, watcher: Watcher) -> None:
+        work = ranks_folder.parent
+        (work / "video.mp4").write_bytes(b"a video")
+        if "report" in what:
+            (work / "report").mkdir()
+            for name, content in REPORT.items():
+                (work / "report" / name).write_bytes(content)
+        for act in what:
+            if callable(act):
+                act(work)
+
+    monkeypatch.setattr(running, "run_watched", ranks)
+    monkeypatch.setattr(running, "make_tiny", lambda *_: None)
+    monkeypatch.setattr(running, "hush_libraries", lambda: None)
+    return what
+
+
+def job(folder: Path, **wishes: object) -> Job:
+    asked = {"config": "tiny-wan", "prompt": "x", "out": folder / "ball.mp4", "report": folder / "report"}
+    return prepare(Wishes(**{**asked, **wishes}))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+class TestBefore:
+    @pytest.mark.parametrize(
+        ("wishes", "complaint"),
+        [
+            ({"out": "folder.mp4"}, "--out .*/folder.mp4 is a folder; give the name of a file"),
+            ({"out": "file/ball.mp4"}, "--out: .*/file is a file, not a folder; give another place"),
+            ({"report": "file"}, "--report .*/file is a file; give the name of a folder"),
+            ({"report": "file/new/report"}, "--report: .*/file is a file, not a folder"),
+            ({"changes": ["report={}/file"]}, "--set report: report .*/file is a file; give"),
+            ({"config": "{}/my.yaml"}, r"my.yaml:2: report .*/file is a file; give the name of a folder"),
+        ],
+    )
+    def test_a_place_that_is_none_is_refused(self, tmp_path, wishes, complaint):
+        (tmp_path / "folder.mp4").mkdir()
+        (tmp_path / "file").touch()
+        (tmp_path / "my.yaml").write_text(f"model: tiny-wan\nreport: {tmp_path}/file\n")
+        given = {"report": None, **wishes}
+        for name in ("out", "report"):
+            if given.get(name):
+                given[name] = tmp_path / given[name]
+        if "changes" in given:
+            given["changes"] = [given["changes"][0].format(tmp_path)]
+        if "config" in given:
+            given["config"] = given["config"].format(tmp_path)
+            size = [f"video.{key}" for key in ("height=64", "width=64", "num_frames=5")]
+            given["changes"] = size
+        with pytest.raises(UserError, match=complaint):
+            job(tmp_path, **given)
+
+    def test_a_folder_that_cannot_be_written_to_is_refused(self, tmp_path, monkeypatch):
+        real = running.Path  # the tests may run as root, who may write everywhere
+        closed = tmp_path / "closed"
+        closed.mkdir()
+        monkeypatch.setattr("os.access", lambda path, mode: real(path) != closed)
+        with pytest.raises(UserError, match=r"--report: folder .*/closed cannot be written to; give another place"):
+            job(tmp_path, report=closed / "new" / "report")
+        with pytest.raises(UserError, match=r"--out: folder .*/closed cannot be written to"):
+            job(tmp_path, out=closed / "ball.mp4")
+
+    def test_of_several_nodes_only_the_one_that_writes_the_report_must_be_able_to(self, tmp_path):
+        (tmp_path / "file").touch()
+        nodes = {"nnodes": 2, "master_addr": "node0", "master_port": 29500}
+        job(tmp_path, report=tmp_path / "file", launch=Launch(node_rank=1, **nodes))
+        with pytest.raises(UserError, match="is a file"):
+            job(tmp_path, report=tmp_path / "file", launch=Launch(node_rank=0, **nodes))
+
+    def test_xdit_refuses_it_as_well(self, tmp_path):
+        (tmp_path / "file").touch()
+        line = ["--model", "wan2.1-t2v-14b", "--sp-backend", "dbsp", "--sp-report"]
+        with pytest.raises(UserError, match=r"--sp-report .*/file is a file; give the name of a folder"):
+            preflight([*line, str(tmp_path / "file")])
+        preflight([*line, str(tmp_path / "folder")])
+        preflight([*line, str(tmp_path / "file"), "--nnodes=2"])
+
+    def test_nothing_is_made_by_looking(self, tmp_path):
+        job(tmp_path, out=tmp_path / "a" / "ball.mp4", report=tmp_path / "b" / "report")
+        assert names(tmp_path) == set()
+
+
+def test_all_is_well(tmp_path, made):
+    made.append("report")
+    assert run_job(job(tmp_path), Watcher(1)) == Made(tmp_path / "ball.mp4", tmp_path / "report")
+    assert (tmp_path / "ball.mp4").read_bytes() == b"a video"
+    assert {path.name: path.read_bytes() for path in (tmp_path / "report").iterdir()} == REPORT
+    assert names(tmp_path) == {"ball.mp4", "report"}
+
+
+def test_a_report_without_a_place_is_kept_and_named_and_the_video_is_there(tmp_path, made):
+    made += ["report", lambda work: (tmp_path / "report").touch()]
+    asked = job(tmp_path)
+    done = run_job(asked, Watcher(1))
+    assert (done.video, done.report) == (asked.out, None)
+    assert asked.out.read_bytes() == b"a video"
+    (kept,) = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert done.lacking.startswith("the report cannot be put in its place (")
+    assert done.lacking.endswith(f"); it is kept: {kept}/report")
+    assert {path.name: path.read_bytes() for path in (kept / "report").iterdir()} == REPORT
+    assert names(kept) == {"report"}
+
+
+def test_a_video_without_a_place_is_kept_with_its_report_and_named(tmp_path, made):
+    made += ["report", lambda work: (tmp_path / "ball.mp4").mkdir()]
+    with pytest.raises(RunFailed, match="the video is made, but cannot be put in its place") as raised:
+        run_job(job(tmp_path), Watcher(1))
+    (kept,) = [path for path in tmp_path.iterdir() if path.name.startswith(".ball.dbsp-")]
+    assert str(raised.value).endswith(f"it is kept: {kept}/video.mp4 and {kept}/report")
+    assert (kept / "video.mp4").read_bytes() == b"a video"
+    assert names(kept) == {"video.mp4", "report"}
+
+
+def test_what_is_kept_is_named_again_by_the_next_run_and_never_removed(tmp_path, made):
+    with work_folder(tmp_path, "ball") as folder:
+        folder.keep("video.mp4").write_bytes(b"hours")
+    other = tmp_path / ".ball.dbsp-other.dbsp-abc"
+    other.mkdir()
+    told: list[str] = []
+    run_job(job(tmp_path, report=None), Watcher(1, noticed=told.append))
+    assert told == [f"dbsp: an earlier run was cut off; what it had made is still in {folder.path}/video.mp4"]
+    assert (folder.path / "video.mp4").read_bytes() == b"hours"
+    assert other.is_dir(), "it is another video's"
+
+
+def test_an_older_report_stays_whole_when_the_disk_is_full(tmp_path, monkeypatch):
+    """The disk is no real one: the second file's copy fails as on a full one."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    for folder, content in ((new, b"new"), (old, b"old")):
+        folder.mkdir()
+        for name in REPORT:
+            (folder / name).write_bytes(content)
+    copied: list[object] = []
+
+    def full(source: object, target: object) -> None:
+        copied.append(source)
+        if len(copied) == 2:
+            raise OSError(28, "No space left on device")
+        target.write(source.read())
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    for target in (old, tmp_path / "none"):
+        copied.clear()
+        with pytest.raises(OSError, match="No space left"):
+            put_folder(new, target)
+    assert {path.name: path.read_bytes() for path in old.iterdir()} == dict.fromkeys(REPORT, b"old")
+    assert names(tmp_path) == {"new", "old"}
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_command_says_what_is_lacking_and_exits_with_3(tmp_path, made, dbsp, as_json):
+    out = tmp_path / "ball.mp4"
+    arguments = ["--config", "tiny-wan", "--prompt", "x", "--out", out, "--report", tmp_path / "report"]
+    code, said, err = dbsp("generate", *arguments, *["--json"] * as_json)
+    assert code == 3
+    lacking = f"the ranks made no report; they say why in {tmp_path / 'ball.log'}"
+    assert f"dbsp: the video is {out}, but {lacking}" in err
+    if as_json:
+        values = json.loads(said)
+        assert (values["video"], values["report"], values["lacking"]) == (str(out), None, lacking)
+    else:
+        assert said.startswith(f"wrote {out} in ")
+    assert out.read_bytes() == b"a video"
+
+
+class TestWords:
+    def test_ranks_name_the_users_files(self, tmp_path, monkeypatch, made):
+        mine = tmp_path / "my.yaml"
+        mine.write_text("model: tiny-wan\n\nmask: {source: synthetic,\n  density: 0.5}\n")
+        changes = [f"video.{size}" for size in ("height=64", "width=64", "num_frames=5")]
+        asked = job(tmp_path, config=str(mine), changes=changes)
+        told: list[str] = []
+
+        def ranks(command: list[str], log: Path, ranks_folder: Path, watcher: Watcher) -> None:
+            file = ranks_folder.parent / "dbsp.yaml"
+            lines = file.read_text().splitlines()
+            density, height, fps = (
+                1 + next(i for i, line in enumerate(lines) if line.strip().startswith(key))
+                for key in ("density", "height", "fps")
+            )
+            watcher.line(f"(rank 0) dbsp: mask synthetic; from {file}")
+            watcher.line(f"(rank 0) dbsp: no report in {file.with_name('report')}: full")
+            for place in (density, height, fps):
+                watcher.line(f"(rank 1) dbsp: error: {file}:{place}: too much")
+            watcher.line(f"(rank 1) OSError: {file} is gone")
+            told.extend(watcher.tails["1"])
+            (ranks_folder.parent / "video.mp4").touch()
+
+        monkeypatch.setattr(running, "run_watched", ranks)
+        run_job(asked, Watcher(1, noticed=told.append))
+        origin = f"from {mine}, but for video.height, video.width, video.num_frames"
+        assert told == [
+            f"dbsp: mask synthetic; {origin}",
+            f"dbsp: no report in {tmp_path / 'report'}: full",
+            f"dbsp: error: {mine}:4: too much",
+            "dbsp: error: --set video.height: too much",
+            f"dbsp: error: {mine}: too much",
+            f"OSError: {mine} is gone",
+        ]
