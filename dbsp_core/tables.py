@@ -70,20 +70,22 @@ class TableLayout:
     """What the kernel tables of all masks under one plan have in common, on one rank.
 
     heads, blocks: int64[Rq], each row's head and query block
+    turn:    int64[Rq], grows from head to head by more than any row has blocks
     columns: int64[y, H, width], by period: column j of a row stands for this KV block, the j-th of its head's in the
              slot, in packing order
     present: bool[y, H, width], whether there is such a block;  full: whether it has all of a block's tokens
-    base:    int32[y, Rq], the packed block of each row's column 0
+    base:    by period int32[Rq], the packed block of each row's column 0
     kv_len:  by period int32[Ck], tokens of each packed block
     as_masked: whether column j is KV block j for all rows: then a mask's bits are taken as they are
     """
 
     heads: torch.Tensor
     blocks: torch.Tensor
+    turn: torch.Tensor
     columns: torch.Tensor
     present: torch.Tensor
     full: torch.Tensor
-    base: torch.Tensor
+    base: tuple[torch.Tensor, ...]
     kv_len: tuple[torch.Tensor, ...]
     block_k: int
     as_masked: bool
@@ -96,10 +98,13 @@ class TableLayout:
         """The same on a device. It is on the host."""
         if device.type == "cpu":
             return self
-        own: dict[str, Any] = {
-            name: to_device(one.numpy(), device) for name, one in vars(self).items() if isinstance(one, torch.Tensor)
-        }
-        return replace(self, **own, kv_len=tuple(to_device(one.numpy(), device) for one in self.kv_len))
+
+        def move(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(move, value))
+            return to_device(value.numpy(), device) if isinstance(value, torch.Tensor) else value
+
+        return replace(self, **{name: move(value) for name, value in vars(self).items()})
 
 
 def table_layout(plan: Plan, rank: int) -> TableLayout:
@@ -111,6 +116,8 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     per_head = np.stack([np.bincount(head, minlength=plan.heads) for head, _ in packed])  # int64[y, H]
     first = np.cumsum(per_head, axis=1) - per_head
     width = int(per_head.max(initial=0))
+    as_masked = ring == 1 and width == len(axis) and bool((per_head[0, np.unique(row_head)] == width).all())
+    width += 0 if as_masked else -width % 8  # whole bytes of bits
     columns = np.zeros((ring, plan.heads, width), dtype=np.int64)
     present, full = np.zeros((2, ring, plan.heads, width), dtype=bool)
     for period, (head, block) in enumerate(packed):
@@ -121,13 +128,14 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     return TableLayout(
         heads=torch.from_numpy(row_head),
         blocks=torch.from_numpy(row_block),
+        turn=torch.from_numpy(row_head * (width + 1)),
         columns=torch.from_numpy(columns),
         present=torch.from_numpy(present),
         full=torch.from_numpy(full),
-        base=torch.from_numpy(first.astype(np.int32)[:, row_head]),
+        base=tuple(torch.from_numpy(of_period[row_head]) for of_period in first.astype(np.int32)),
         kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
         block_k=axis.block,
-        as_masked=ring == 1 and width == len(axis) and bool(present[0, np.unique(row_head)].all()),
+        as_masked=as_masked,
     )
 
 
@@ -139,15 +147,14 @@ def build_tables(layout: TableLayout, mask: BlockMask) -> tuple[PeriodTable, ...
     if not layout.as_masked:
         needed = needed.expand(periods, -1, -1).gather(2, layout.columns[:, heads]) & layout.present[:, heads]
     # 2. What rows have to do, and in which order they start.
-    count = needed.sum(dim=2)
-    full = (needed & layout.full[:, heads]).sum(dim=2)
-    order = torch.argsort(heads * (layout.width + 1) - count, dim=1, stable=True)
+    count = needed.sum(dim=2, dtype=torch.int32)
+    full = (needed & layout.full[:, heads]).sum(dim=2, dtype=torch.int32)
+    order = torch.argsort(layout.turn - count, dim=1, stable=True).to(torch.int32)
     # 3. Period by period.
-    of_rows = (pack_bits(needed), layout.base, *(t.to(torch.int32) for t in (count, full, order)))
-    by_period = zip(*(t.unbind(0) for t in of_rows), layout.kv_len, strict=True)
+    of_rows = (of_all.unbind(0) for of_all in (pack_bits(needed), count, full, order))
     return tuple(
         PeriodTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
-        for bits, base, count, full, order, kv_len in by_period
+        for bits, count, full, order, base, kv_len in zip(*of_rows, layout.base, layout.kv_len, strict=True)
     )
 
 
