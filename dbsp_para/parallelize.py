@@ -52,8 +52,8 @@ def parallelize_transformer(
 
     transformer: a diffusers WanTransformer3DModel or CogVideoXTransformer3DModel
     mesh:        para-attn's device mesh with dimensions (batch, ring, ulysses); default: all ranks, Ulysses alone
-    config:      a DbspConfig, a mapping, the path of a YAML file, or None for the one shipped for
-                 its checkpoint (dense for others); its strategy overrides the mesh's
+    config:      a DbspConfig, a mapping, the path of a YAML file, or None for the settings shipped for the
+                 transformer's checkpoint, dense where none are shipped; its strategy overrides the mesh's
     steps:       tells how many denoising steps there will be, for settings that depend on it
     returns:     the transformer
     Called by all ranks of the mesh together. Raises ValueError, on all of them, for an unknown or already parallelized

@@ -33,7 +33,8 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
 
     pipe:   with xfuser's Wan or CogVideoX transformer, which keep their own sharding, or with diffusers' stock one,
             which is then sharded by db-SP; after xfuser's groups were initialised, before torch.compile
-    config: a DbspConfig, a mapping, a YAML file, or None for the one shipped for its checkpoint
+    config: a DbspConfig, a mapping, a YAML file, or None for the settings shipped for the transformer's checkpoint,
+            dense where none are shipped
     Raises ValueError, on all ranks and before any of them waits for another, for a transformer that db-SP does not
     know or somebody else has changed, for a kind of parallelism or a strategy that does not fit.
     """
