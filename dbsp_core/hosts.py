@@ -19,6 +19,7 @@ __all__ = [
     "Attachment",
     "Attend",
     "generation_of",
+    "in_float64",
     "intercept_self_attention",
     "patch_tokens",
     "steps_of",
@@ -125,6 +126,20 @@ def steps_of(pipe: Any) -> int | None:
 def generation_of(pipe: Any) -> object:
     """An object that a diffusers pipeline makes anew for each generation; None where it has none."""
     return getattr(getattr(pipe, "scheduler", None), "timesteps", None)
+
+
+def in_float64(pipe: Any) -> Any:
+    """Lets a diffusers pipeline that was loaded in float64 denoise in it: some prepare their latents in float32, and
+    round them at every step. returns: the pipeline, which is to stay so"""
+    prepare = pipe.prepare_latents
+
+    @functools.wraps(prepare)
+    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(*args, **kwargs)
+        return prepared.double() if isinstance(prepared, torch.Tensor) else prepared
+
+    pipe.prepare_latents = prepare_latents
+    return pipe
 
 
 def patch_tokens(sample: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
