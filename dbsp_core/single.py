@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -16,7 +15,7 @@ from dbsp_core.architectures import architecture_of
 from dbsp_core.config import ConfigLike
 from dbsp_core.feed import MaskFeed
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, intercept_self_attention
+from dbsp_core.hosts import Attachment, intercept_self_attention, signature_of
 from dbsp_core.in_force import settings_for
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources import HomeTokens
@@ -45,7 +44,7 @@ def attach_single_process(
     standing: dict[Hashable, BlockMask] = {}
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        inputs = signature_of(module).bind(*args, **kwargs).arguments
         feed.begin(*architecture.token_grid(module, inputs), inputs.get("timestep"))
         standing.clear()
 

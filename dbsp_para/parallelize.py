@@ -116,7 +116,7 @@ def _parallelize(
     )
     device = next(transformer.parameters()).device
     announce(config, identify(transformer, pipe), ranks.everyone, strategy, device)
-    sharding = shard_transformer(transformer, session, attachment)
-    split_batch(transformer, ranks.batch, attachment)
-    attachment.set_attribute(transformer, "_is_parallelized", Parallelized(ranks.everyone, sharding))
+    batch = split_batch(transformer, ranks.batch, attachment)
+    sharding = shard_transformer(transformer, session, attachment, batch)
+    attachment.set_attribute(transformer, "_is_parallelized", Parallelized(sharding.together))
     return session
