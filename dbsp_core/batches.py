@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,28 +12,39 @@ from torch import nn
 from dbsp_core.agreement import agree
 from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment
+from dbsp_core.hosts import Attachment, signature_of
 
-__all__ = ["split_batch"]
+__all__ = ["BatchGroup", "split_batch"]
 
 _CPU = torch.device("cpu")
 
 
+class BatchGroup(Protocol):
+    """The ranks that hold the same part of the sequence, of other items of the batch, within a forward pass."""
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]: ...
+
+
 def split_batch(
     transformer: nn.Module, group: SequenceGroup, attachment: Attachment, *, repeat_uneven: bool = False
-) -> None:
+) -> BatchGroup:
     """Cuts the batch of every forward pass into equal runs of items, one a rank of `group`, and gathers the outputs.
 
     group: the ranks that have the same part of the sequence. Collective at once: they get a gloo group beside it.
     repeat_uneven: whether a pass whose batch does not divide is computed whole by each, rather than raise ValueError
+    returns: the group, for what its ranks decide together on the way
     Where one rank's pass fails, the others' raise RuntimeError.
     """
-    if group.size > 1:
-        control = group.control()
-        split = _BatchSplit(group, control, repeat_uneven)
-        attachment.hook(transformer.register_forward_pre_hook, split.take, with_kwargs=True)
-        # Also called when the pass failed: the other ranks of the group must not wait for its output.
-        attachment.hook(transformer.register_forward_hook, split.gather, always_call=True)
+    if group.size == 1:
+        return group
+    split = _BatchSplit(group, group.control(), repeat_uneven)
+    attachment.hook(transformer.register_forward_pre_hook, split.take, with_kwargs=True)
+    # Also called when the pass failed: the other ranks of the group must not wait for its output.
+    attachment.hook(transformer.register_forward_hook, split.gather, always_call=True)
+    return split
 
 
 class _BatchSplit:
@@ -43,13 +53,24 @@ class _BatchSplit:
         self._control = control
         self._repeat_uneven = repeat_uneven
         self._whole = False  # whether the pass under way is computed whole
+        self._broken_off = False  # whether another rank has told that it fails
+
+    @property
+    def size(self) -> int:
+        return self._group.size
+
+    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """As the group's, on the way through a pass. Raises RuntimeError where another rank's has failed."""
+        self._agree(None)
+        return self._group.all_gather(mine)
 
     @torch.compiler.disable
     def take(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """This rank's items of every argument that has one for each item of the batch."""
-        call = inspect.signature(module.forward).bind(*args, **kwargs)
+        self._broken_off = False
+        call = signature_of(module).bind(*args, **kwargs)
         batch, ranks = call.arguments["hidden_states"].shape[0], self._group.size
         self._whole = batch % ranks > 0 and self._repeat_uneven
         if self._whole:
@@ -70,6 +91,8 @@ class _BatchSplit:
     def gather(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """output: a tuple or diffusers output whose first element is the sample; None after a failure."""
         failure = sys.exc_info()[1] if output is None else None
+        if self._broken_off:
+            return None
         if failure is not None:
             with suppress(RuntimeError):  # the failure itself is on its way up
                 self._agree(RuntimeError(f"{type(failure).__name__}: {failure}"))
@@ -81,4 +104,8 @@ class _BatchSplit:
         return (whole, *output[1:]) if isinstance(output, tuple) else type(output)(sample=whole)
 
     def _agree(self, problem: Exception | None) -> None:
-        agree(self._control, problem, {}, _CPU, RuntimeError)
+        try:
+            agree(self._control, problem, {}, _CPU, RuntimeError)
+        except RuntimeError:
+            self._broken_off = True
+            raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -19,8 +20,10 @@ __all__ = [
     "Attachment",
     "Attend",
     "generation_of",
+    "in_float64",
     "intercept_self_attention",
     "patch_tokens",
+    "signature_of",
     "steps_of",
     "unpatch_tokens",
 ]
@@ -52,11 +55,38 @@ class Attachment:
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
         """Sets an instance attribute; afterwards the instance has the old one, or none, as before."""
         before = vars(target).get(name, _MISSING)
+
+        def put_back() -> None:
+            if before is not _MISSING:
+                setattr(target, name, before)
+            elif name in vars(target):  # others may have taken it away, as cache-dit does with what it knows
+                delattr(target, name)
+
         setattr(target, name, value)
-        if before is _MISSING:
-            self._undo.callback(delattr, target, name)
-        else:
-            self._undo.callback(setattr, target, name, before)
+        self._undo.callback(put_back)
+
+    def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Replaces a module's forward. What is wrapped around it meanwhile, as diffusers' attention caches are, stays
+        afterwards, around the forward that was there before."""
+        before, replaced = module.forward, True
+
+        @functools.wraps(before)
+        def either(*args: Any, **kwargs: Any) -> Any:
+            return (forward if replaced else before)(*args, **kwargs)
+
+        def put_back() -> None:
+            nonlocal replaced
+            replaced = False
+            if vars(module).get("forward") is not either:
+                return
+            if own is _MISSING:
+                del module.forward
+            else:
+                module.forward = own
+
+        own = vars(module).get("forward", _MISSING)
+        module.forward = either
+        self._undo.callback(put_back)
 
     def hook(self, register: Callable[..., Any], function: Callable[..., Any], **options: Any) -> None:
         """Registers a module hook, for example hook(module.register_forward_hook, function, with_kwargs=True)."""
@@ -101,7 +131,6 @@ def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: A
     forward = attention.forward
 
     @torch.compiler.disable  # one break a block: inside the mode, torch.compile breaks at every other call
-    @functools.wraps(forward)
     def intercepted(*args: Any, **kwargs: Any) -> Any:
         mode = _Intercept(attend)
         with mode:
@@ -109,11 +138,18 @@ def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: A
         if mode.calls != 1:
             raise UserError(
                 f"self-attention reached torch's scaled_dot_product_attention {mode.calls} times, expected once; "
-                "keep to attention backend 'native' and to processors that call it"
+                "keep to attention backend 'native' and to processors that call it, and enable caches of attention "
+                "after db-SP"
             )
         return output
 
-    attachment.set_attribute(attention, "forward", intercepted)
+    attachment.replace_forward(attention, intercepted)
+
+
+def signature_of(module: nn.Module) -> inspect.Signature:
+    """How a module is called, by its class: libraries replace an instance's forward by one that takes anything."""
+    signature = inspect.signature(type(module).forward)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def steps_of(pipe: Any) -> int | None:
@@ -125,6 +161,20 @@ def steps_of(pipe: Any) -> int | None:
 def generation_of(pipe: Any) -> object:
     """An object that a diffusers pipeline makes anew for each generation; None where it has none."""
     return getattr(getattr(pipe, "scheduler", None), "timesteps", None)
+
+
+def in_float64(pipe: Any) -> Any:
+    """Lets a diffusers pipeline that was loaded in float64 denoise in it: some prepare their latents in float32, and
+    round them at every step. returns: the pipeline, which is to stay so"""
+    prepare = pipe.prepare_latents
+
+    @functools.wraps(prepare)
+    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(*args, **kwargs)
+        return prepared.double() if isinstance(prepared, torch.Tensor) else prepared
+
+    pipe.prepare_latents = prepare_latents
+    return pipe
 
 
 def patch_tokens(sample: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:

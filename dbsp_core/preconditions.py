@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from dbsp_core.attached import session_on
 from dbsp_core.errors import UserError
+from dbsp_core.step_caches import require_uncached_attention
 
 __all__ = ["require_uncompiled", "require_untouched"]
 
@@ -21,7 +23,7 @@ def require_uncompiled(transformer: nn.Module) -> None:
 
 def require_untouched(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
     """Raises ValueError, naming the fix, where somebody else shards it, or its self-attention goes past torch's."""
-    if getattr(transformer, "_is_parallelized", False):
+    if getattr(transformer, "_is_parallelized", False) or session_on(transformer) is not None:
         raise UserError(
             "this transformer is parallelized already; undo that first (dbsp_para.unparallelize, dbsp_xdit.detach), "
             "or load it anew where para-attn did it, which cannot undo it"
@@ -35,6 +37,7 @@ def require_untouched(transformer: nn.Module, self_attentions: Sequence[nn.Modul
                 f"this transformer attends with backend {backend!r}, past db-SP; call "
                 'transformer.set_attention_backend("native")'
             )
+    require_uncached_attention(self_attentions)
 
 
 def _backend(processor: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,22 +10,33 @@ import torch
 from torch import nn
 
 from dbsp_core.architectures import architecture_of
+from dbsp_core.batches import BatchGroup
+from dbsp_core.deciding import Together
 from dbsp_core.errors import UserError
-from dbsp_core.hosts import Attachment, intercept_self_attention
+from dbsp_core.groups import SequenceGroup
+from dbsp_core.hosts import Attachment, intercept_self_attention, signature_of
 from dbsp_core.preconditions import require_untouched
 from dbsp_core.session import AttentionSession
+from dbsp_core.step_caches import StepCaches
 from dbsp_core.streams import StreamShards
 
 __all__ = ["SequenceSharding", "shard_transformer"]
 
 
-def shard_transformer(transformer: nn.Module, session: AttentionSession, attachment: Attachment) -> SequenceSharding:
+_ALONE = SequenceGroup(0, 1)
+
+
+def shard_transformer(
+    transformer: nn.Module, session: AttentionSession, attachment: Attachment, batch: BatchGroup = _ALONE
+) -> SequenceSharding:
     """Shards the sequence over the session's ranks between the embedding of its patches and their projection.
 
+    batch: what `split_batch` returned, where the items of a batch are shared out
     Every rank is given the whole input and returns the whole output. Text, where it is in the sequence, is a stream of
-    its own, sharded like video. Raises ValueError for a transformer that db-SP does not know or cannot shard.
+    its own, sharded like video. Step caches, put on the transformer before or after, skip what they would skip in one
+    process. Raises ValueError for a transformer that db-SP does not know or cannot shard.
     """
-    sharding = SequenceSharding(transformer, session)
+    sharding = SequenceSharding(transformer, session, batch)
     sharding.attach(attachment)
     return sharding
 
@@ -34,17 +44,22 @@ def shard_transformer(transformer: nn.Module, session: AttentionSession, attachm
 class SequenceSharding:
     """The hooks on one transformer."""
 
-    def __init__(self, transformer: nn.Module, session: AttentionSession) -> None:
+    def __init__(self, transformer: nn.Module, session: AttentionSession, batch: BatchGroup = _ALONE) -> None:
+        self.together = Together((session.group, batch), self)
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
         self._session = session
         self._video: StreamShards | None = None
         self._text: StreamShards | None = None
+        blocks = list(self._architecture.blocks_of(transformer))
+        self._caches = StepCaches(transformer, blocks, self.together, shared_batch=batch.size > 1)
 
     def attach(self, attachment: Attachment) -> None:
         module = self._transformer.get_submodule
         blocks = self._architecture.blocks_of(self._transformer)
         require_untouched(self._transformer, [block.get_submodule("attn1") for block in blocks])
+        self._caches.look()
+        attachment.on_detach(self._caches.release)
         attachment.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         # Video is sharded before the blocks, not at the first: what wraps the blocks as a whole, as first-block cache
         # does, then sees shards alone. Text only there, as the embedding's output is cut by the length of whole text.
@@ -67,7 +82,8 @@ class SequenceSharding:
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        self._caches.look()
+        inputs = signature_of(module).bind(*args, **kwargs).arguments
         timestep = inputs.get("timestep")
         if isinstance(timestep, torch.Tensor) and timestep.ndim > 1:
             raise UserError("db-SP does not know models with a timestep for each frame or token (as Wan2.2-TI2V-5B)")
@@ -113,7 +129,7 @@ def _require(shards: StreamShards | None) -> StreamShards:
 
 def _rewrite_input(module: nn.Module, name: str, function: Callable[[Any], Any], attachment: Attachment) -> None:
     """Passes one argument of a module's forward through a function."""
-    signature = inspect.signature(module.forward)
+    signature = signature_of(module)
 
     def rewrite(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = signature.bind(*args, **kwargs)

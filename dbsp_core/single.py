@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -13,14 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from dbsp_core.architectures import architecture_of
-from dbsp_core.config import ConfigLike, DbspConfig
+from dbsp_core.config import ConfigLike
 from dbsp_core.feed import MaskFeed
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, intercept_self_attention
+from dbsp_core.hosts import Attachment, intercept_self_attention, signature_of
+from dbsp_core.in_force import settings_for
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources import HomeTokens
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
+
+_ALONE = SequenceGroup(0, 1)
 
 
 def attach_single_process(
@@ -28,19 +30,21 @@ def attach_single_process(
 ) -> Attachment:
     """Makes the self-attention of a stock diffusers transformer block-sparse, by a dense token mask.
 
-    steps: tells how many denoising steps there will be, for dense.last_steps
+    config: a DbspConfig, a mapping, the path of a YAML file, or None for the settings shipped for the transformer's
+            checkpoint, dense where none are shipped: as in the hosts
+    steps:  tells how many denoising steps there will be, for dense.last_steps
     Meant for comparison: it costs as much as dense attention, and more memory. Undone by the result's `detach`.
     """
-    config = DbspConfig.load(config)
     architecture = architecture_of(transformer)
+    config = settings_for(config, transformer, _ALONE)
     blocks = architecture.blocks_of(transformer)
     heads = transformer.config.num_attention_heads
-    feed = MaskFeed(config.mask, config.dense, heads, len(blocks), SequenceGroup(0, 1), steps)
+    feed = MaskFeed(config.mask, config.dense, heads, len(blocks), _ALONE, steps)
     attachment = Attachment()
     standing: dict[Hashable, BlockMask] = {}
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        inputs = signature_of(module).bind(*args, **kwargs).arguments
         feed.begin(*architecture.token_grid(module, inputs), inputs.get("timestep"))
         standing.clear()
 

@@ -14,13 +14,14 @@ __all__ = ["ZOO", "ModelSpec", "require_model"]
 class ModelSpec:
     """A video diffusion transformer at its usual resolution.
 
+    layers, heads: of self-attention;  head_dim: the width of a head
+    ffn:         width of the MLP
     thw:         frames, rows and columns of the video's token grid
     text_tokens: that stand in the self-attention's sequence
     cross_text:  text tokens that cross-attention looks at; 0: there is none
-    ffn:         width of the MLP
-    forwards:    passes a step, the two of classifier-free guidance; guidance in a batch counts as two
     preset:      of dbsp_core.sources.presets, whose masks stand for its own
-    block_q, block_k: of those masks
+    steps:       of a denoising
+    forwards:    passes a step, the two of classifier-free guidance; guidance in a batch counts as two
     """
 
     name: str

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.sharding import SequenceSharding
+from dbsp_core.deciding import Together
 
 __all__ = ["Parallelized", "with_real_tokens"]
 
@@ -23,20 +22,16 @@ class Parallelized:
     Left to itself, that averages the ranks' means over all ranks there are, and over padding as well.
     """
 
-    everyone: SequenceGroup
-    sharding: SequenceSharding
+    together: Together
 
     def are_similar(self, before: torch.Tensor, now: torch.Tensor, threshold: float) -> bool:
         """Whether mean |before − now| is below threshold · mean |before|, over the real tokens of all ranks.
 
-        before, now: [B, shard, C]. Collective. The same answer on every rank: each sums the same parts in one order.
+        before, now: [B, shard, C]. Collective. The same answer on every rank.
         """
         if threshold <= 0 or before.shape != now.shape:
             return False
-        tokens = self.sharding.video.tokens_here
-        before, now = before[:, :tokens], now[:, :tokens]
-        mine = torch.stack([(before - now).abs().sum(dtype=torch.float64), before.abs().sum(dtype=torch.float64)])
-        difference, size = torch.stack(self.everyone.all_gather(mine)).sum(dim=0).tolist()
+        difference, size = self.together.change(before, now)
         return difference < threshold * size
 
 

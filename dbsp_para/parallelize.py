@@ -52,8 +52,8 @@ def parallelize_transformer(
 
     transformer: a diffusers WanTransformer3DModel or CogVideoXTransformer3DModel
     mesh:        para-attn's device mesh with dimensions (batch, ring, ulysses); default: all ranks, Ulysses alone
-    config:      a DbspConfig, a mapping, the path of a YAML file, or None for the one shipped for
-                 its checkpoint (dense for others); its strategy overrides the mesh's
+    config:      a DbspConfig, a mapping, the path of a YAML file, or None for the settings shipped for the
+                 transformer's checkpoint, dense where none are shipped; its strategy overrides the mesh's
     steps:       tells how many denoising steps there will be, for settings that depend on it
     returns:     the transformer
     Called by all ranks of the mesh together. Raises ValueError, on all of them, for an unknown or already parallelized
@@ -116,7 +116,7 @@ def _parallelize(
     )
     device = next(transformer.parameters()).device
     announce(config, identify(transformer, pipe), ranks.everyone, strategy, device)
-    sharding = shard_transformer(transformer, session, attachment)
-    split_batch(transformer, ranks.batch, attachment)
-    attachment.set_attribute(transformer, "_is_parallelized", Parallelized(ranks.everyone, sharding))
+    batch = split_batch(transformer, ranks.batch, attachment)
+    sharding = shard_transformer(transformer, session, attachment, batch)
+    attachment.set_attribute(transformer, "_is_parallelized", Parallelized(sharding.together))
     return session

@@ -16,6 +16,7 @@ from dbsp_core.preconditions import require_uncompiled, require_untouched
 from dbsp_core.reports.calls import report_calls
 from dbsp_core.session import AttentionSession
 from dbsp_core.sharding import shard_transformer
+from dbsp_core.step_caches import refuse_step_caches
 from dbsp_core.strategy import Strategy
 from dbsp_xdit.branches import branch_of_wan
 from dbsp_xdit.flags import strategy_from
@@ -33,7 +34,8 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
 
     pipe:   with xfuser's Wan or CogVideoX transformer, which keep their own sharding, or with diffusers' stock one,
             which is then sharded by db-SP; after xfuser's groups were initialised, before torch.compile
-    config: a DbspConfig, a mapping, a YAML file, or None for the one shipped for its checkpoint
+    config: a DbspConfig, a mapping, a YAML file, or None for the settings shipped for the transformer's checkpoint,
+            dense where none are shipped
     Raises ValueError, on all ranks and before any of them waits for another, for a transformer that db-SP does not
     know or somebody else has changed, for a kind of parallelism or a strategy that does not fit.
     """
@@ -44,6 +46,8 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     require_uncompiled(transformer)
     blocks = _blocks_of(transformer, kind)
     require_untouched(transformer, [block.attn1 for block in blocks])
+    if kind in _WRAPPERS:
+        refuse_step_caches(transformer, blocks)
     sequence, guidance = _groups()
     _require_parallel_kinds()
     config = settings_for(config, transformer, sequence, pipe=pipe)
@@ -83,9 +87,10 @@ def _hook_up(pipe: Any, kind: str, session: AttentionSession, guidance: Sequence
         attach_strips(transformer, session, attachment)
         return
     if guidance.size > 1 and kind == "stock" and architecture_of(transformer).joint_text:
-        split_batch(transformer, guidance, attachment, repeat_uneven=True)
-    else:
-        _require_branches_apart(pipe, guidance)
+        batch = split_batch(transformer, guidance, attachment, repeat_uneven=True)
+        shard_transformer(transformer, session, attachment, batch)
+        return
+    _require_branches_apart(pipe, guidance)
     if kind == "stock":
         shard_transformer(transformer, session, attachment)
     else:

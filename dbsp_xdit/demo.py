@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 
 from dbsp_core.files import write_atomically
 from dbsp_core.generation.launching import Watcher, run_watched
+from dbsp_core.hosts import in_float64
 from dbsp_core.mask_file import save_mask
 from dbsp_core.recordings.series import MaskSeries
 from dbsp_core.reports.html import report_page
@@ -100,7 +101,7 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
         progress.advance(task)
 
         latents = load_file(work / "report" / "latents.safetensors")["latents"]
-        difference = float((latents - expected).abs().max())
+        difference = float((latents.double() - expected.double()).abs().max())
         report = replace(
             RunReport.read(work / "report" / "report.json"), model="tiny-wan-trained", max_abs_diff=difference
         )
@@ -110,7 +111,7 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
         _save_masks(work / "masks", out / "masks.safetensors")
         videos = {"dense attention": dense, f"block-sparse, density {_density(report):.2f}, {ranks} ranks": latents}
         vae = AutoencoderKLWan.from_pretrained(model / "vae", torch_dtype=torch.float32, local_files_only=True)
-        frames = {title: decode_video(vae, video) for title, video in videos.items()}
+        frames = {title: decode_video(vae, video.float()) for title, video in videos.items()}
         save_side_by_side(out / "frames.png", frames, settings.prompt)
         (video,) = work.glob("*.mp4")
         video.replace(out / "demo.mp4")
@@ -165,14 +166,17 @@ def _run(command: list[str], log: Path, work: Path, progress: Progress, task: An
 
 
 def single_process_latents(model: Path, settings: Settings, device: str, sparse: bool = True) -> torch.Tensor:
-    """Final latents, float32[1, C, F, H, W], of stock diffusers with the same masks, without any parallelism.
+    """Final latents, [1, C, F, H, W], of stock diffusers with the same masks, without any parallelism.
 
-    sparse: False leaves diffusers' own dense attention, in float32
+    sparse: False leaves diffusers' own dense attention
+    returns: in the settings' dtype, or float32 for dense attention
     """
     from diffusers import WanPipeline
 
     dtype = getattr(torch, settings.dtype) if sparse else torch.float32
     pipe = WanPipeline.from_pretrained(model, torch_dtype=dtype, local_files_only=True).to(device)
+    if dtype == torch.float64:
+        pipe = in_float64(pipe)  # as in the parallel run
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler.config.flow_shift = settings.flow_shift  # as xfuser's runner sets it
     if sparse:
@@ -188,7 +192,7 @@ def single_process_latents(model: Path, settings: Settings, device: str, sparse:
         generator=torch.Generator(device).manual_seed(settings.seed),
         output_type="latent",
     )
-    latents: torch.Tensor = output.frames.float().cpu()
+    latents: torch.Tensor = output.frames.cpu()
     return latents
 
 

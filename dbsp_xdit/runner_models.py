@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dbsp_core.config import DbspConfig
+from dbsp_core.hosts import in_float64
 from dbsp_xdit.models import Model
 
 __all__ = ["register"]
@@ -53,7 +54,8 @@ def _wan(model: Model, dtype: torch.dtype) -> type:
             transformer = xFuserWanTransformer3DWrapper.from_pretrained(
                 model.source, subfolder="transformer", torch_dtype=dtype, attention_kwargs={"thw": None}
             )
-            return WanPipeline.from_pretrained(model.source, torch_dtype=dtype, transformer=transformer)
+            pipe = WanPipeline.from_pretrained(model.source, torch_dtype=dtype, transformer=transformer)
+            return in_float64(pipe) if dtype == torch.float64 else pipe
 
     return WanModel
 

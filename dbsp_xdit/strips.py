@@ -7,7 +7,6 @@ divide the text's tokens, and [text, strip 0, text, strip 1, …] where they don
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,9 @@ from dbsp_core.architectures import architecture_of
 from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout
-from dbsp_core.hosts import Attachment, intercept_self_attention
+from dbsp_core.hosts import Attachment, intercept_self_attention, signature_of
 from dbsp_core.session import AttentionSession
+from dbsp_core.step_caches import refuse_step_caches
 
 __all__ = ["attach_strips", "strips_layout", "whole_latents"]
 
@@ -90,8 +90,9 @@ class _StripSharding:
     def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         from xfuser.core.distributed import get_runtime_state
 
+        refuse_step_caches(module, module.transformer_blocks)
         world = self._session.group.size
-        inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        inputs = signature_of(module).bind(*args, **kwargs).arguments
         sample = inputs["hidden_states"]
         (t, h, w), self._text_held = architecture_of(module.module).token_grid(module, inputs)
         split = getattr(get_runtime_state(), "split_text_embed_in_sp", False)

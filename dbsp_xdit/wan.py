@@ -8,8 +8,9 @@ import torch
 
 from dbsp_core.architectures import architecture_of
 from dbsp_core.errors import UserError
-from dbsp_core.hosts import Attachment, patch_tokens, unpatch_tokens
+from dbsp_core.hosts import Attachment, patch_tokens, signature_of, unpatch_tokens
 from dbsp_core.session import AttentionSession
+from dbsp_core.step_caches import refuse_step_caches
 from dbsp_xdit.branches import Branch
 
 __all__ = ["attach_wan"]
@@ -57,10 +58,11 @@ class _Begin:
 
     @torch.compiler.disable
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        sample = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        timestep = kwargs.get("timestep", args[1] if len(args) > 1 else None)
-        thw, _ = architecture_of(module).token_grid(module, {"hidden_states": sample})
-        self._session.begin(thw, 0, timestep, sample.device, branch=self._branch())
+        refuse_step_caches(module, module.blocks)
+        inputs = signature_of(module).bind(*args, **kwargs).arguments
+        thw, _ = architecture_of(module).token_grid(module, inputs)
+        device = inputs["hidden_states"].device
+        self._session.begin(thw, 0, inputs.get("timestep"), device, branch=self._branch())
 
 
 class _End:

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import dbsp_para
+from dbsp_core.groups import SequenceGroup
+from dbsp_core.hosts import Attachment
 from dbsp_core.session import AttentionSession
 from dbsp_core.single import attach_single_process
+from dbsp_para.seeds import share_seeds
 from transformers_for_tests import Inputs, make_transformer
 
 
@@ -137,6 +140,43 @@ def run_pipeline_case(rank: int, world: int, model: str, folder: str, config: di
     dbsp_para.unparallelize(pipe)
     assert type(pipe) is cls
     return float((out - expected).abs().max()), float(unseeded.double().sum())
+
+
+class _Offloaded:
+    """A pipeline whose weights wait elsewhere than it computes."""
+
+    device = torch.device("cuda")
+    _execution_device = torch.device("cpu")
+
+    def __call__(self, *, generator: torch.Generator) -> tuple[torch.Tensor, torch.device]:
+        return torch.randn(3, generator=generator), generator.device
+
+
+def unseeded_noise(rank: int, world: int) -> tuple[list[float], str]:
+    """(noise, device of its generator) of a call without a generator, under model offload."""
+    pipe, attachment = _Offloaded(), Attachment()
+    share_seeds(pipe, SequenceGroup.of(), attachment)
+    torch.manual_seed(rank)  # ranks would draw different noise
+    noise, device = pipe()
+    attachment.detach()
+    return noise.tolist(), str(device)
+
+
+def run_with_grad_enabled(rank: int, world: int, model: str) -> tuple[float, bool]:
+    """(difference of a forward pass from the same under no_grad, whether its output would have a gradient), with
+    nothing that requires one."""
+    transformer = make_transformer(model).requires_grad_(False)
+    inputs = Inputs.random(model, (3, 5, 7), 2, 7).arguments
+    config = {"mask": {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 8}, "strategy": "U1R2"}
+    dbsp_para.parallelize_transformer(transformer, config=config)
+    with torch.enable_grad():
+        out = transformer(**inputs)[0]
+    dbsp_para.unparallelize(transformer)
+    dbsp_para.parallelize_transformer(transformer, config=config)
+    with torch.no_grad():
+        expected = transformer(**inputs)[0]
+    dbsp_para.unparallelize(transformer)
+    return float((out - expected).abs().max()), out.requires_grad
 
 
 def fingerprint(module: torch.nn.Module) -> list[Any]:

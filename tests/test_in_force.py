@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+from diffusers import WanTransformer3DModel
 
+import dbsp_core.single
 from dbsp_core import DbspConfig, Strategy
 from dbsp_core.checkpoints import CHECKPOINTS
 from dbsp_core.generation.generate import Wishes, prepare
 from dbsp_core.generation.launching import Launch, Watcher
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.in_force import UNCONFIGURED, settings_for
+from dbsp_core.single import attach_single_process
 from dbsp_xdit.flags import config_from, parse_known
 from in_force_cases import attach_to_another_model, settings_by_rank
+from transformers_for_tests import make_transformer
 from workers import WorkerError
 
 ALONE = SequenceGroup(0, 1)
@@ -40,6 +46,23 @@ def test_without_a_configuration_a_known_model_has_its_own(name):
     else:
         assert config == DbspConfig.load(f"{name}-sparge")
         assert config.model == name
+
+
+@pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", None])
+def test_the_single_process_reference_has_the_same(name):
+    """Without a configuration: what is shipped for the checkpoint, dense where nothing is."""
+    expected = DbspConfig.load(f"{name}-sparge" if name else {})
+    if name is None:
+        transformer = make_transformer("wan")
+    else:
+        pipe, sizes = published(name)
+        with torch.device("meta"):
+            transformer = WanTransformer3DModel(**sizes.config)
+        assert settings_for(None, transformer, ALONE, pipe=pipe) == expected
+    assert settings_for(None, transformer, ALONE) == expected
+    with mock.patch.object(dbsp_core.single, "MaskFeed") as feed:
+        attach_single_process(transformer, None).detach()
+    assert feed.call_args.args[:2] == (expected.mask, expected.dense)
 
 
 def test_a_configuration_of_another_model_is_refused():

@@ -77,6 +77,49 @@ def test_what_starts_processes_needs_nothing_but_python(path):
     assert tops(imports(path, inside_functions=False)) <= {"dbsp_start"} | sys.stdlib_module_names
 
 
+def modules(root: Path) -> dict[str, Path]:
+    """The modules of a package by full name."""
+    names = {path: ".".join(path.relative_to(root.parent).with_suffix("").parts) for path in root.rglob("*.py")}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+def imported(path: Path, ours: dict[str, Path]) -> set[str]:
+    """Which of our modules a file imports, inside functions and for types alone too."""
+    found = imports(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            if all(f"{node.module}.{alias.name}" in ours for alias in node.names):
+                found.discard(node.module)  # modules of a package, and nothing of the package itself
+    return found & set(ours)
+
+
+def circles(ours: dict[str, Path]) -> set[str]:
+    """The modules in import circles, and those that need one: what is left without all that need nothing left."""
+    left = {name: imported(path, ours) - {name} for name, path in ours.items()}
+    while free := [name for name, needed in left.items() if not needed & set(left)]:
+        for name in free:
+            del left[name]
+    return set(left)
+
+
+@pytest.mark.parametrize("package", ["dbsp_kernels", "dbsp_core", "dbsp_xdit", "dbsp_para"])
+def test_no_package_imports_in_circles(package):
+    root = KERNELS if package == "dbsp_kernels" else REPOSITORY / package
+    assert circles(modules(root)) == set()
+
+
+def test_a_circle_would_be_found(tmp_path):
+    root = tmp_path / "round"
+    root.mkdir()
+    (root / "__init__.py").write_text("")
+    (root / "a.py").write_text("def late():\n    from round import b\n")
+    (root / "b.py").write_text("import round.c\n")
+    (root / "c.py").write_text("from round.a import late\n")
+    (root / "d.py").write_text("import json\n")
+    assert circles(modules(root)) == {"round.a", "round.b", "round.c"}
+
+
 def python(code: str) -> subprocess.CompletedProcess:
     """Runs code where everything optional is missing."""
     blocked = f"import sys\nfor name in {sorted(OPTIONAL)}: sys.modules[name] = None\n"

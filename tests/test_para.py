@@ -8,7 +8,15 @@ import pytest
 
 from dbsp_core import Strategy
 from dbsp_core.tiny import make_tiny
-from para_cases import ParaCase, run_para_case, run_pipeline_case, run_sparge_case, run_through_para_attn
+from para_cases import (
+    ParaCase,
+    run_para_case,
+    run_pipeline_case,
+    run_sparge_case,
+    run_through_para_attn,
+    run_with_grad_enabled,
+    unseeded_noise,
+)
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
@@ -94,6 +102,18 @@ def test_whole_pipelines_with_predicted_masks_and_dense_ends(pool, tmp_path, mod
         assert all(difference <= TOLERANCE for difference, _ in results), (dense, results)
         videos.add(results[0][1])
     assert len(videos) == len(schedules), "every schedule must make a video of its own"
+
+
+def test_noise_is_shared_and_drawn_where_the_pipeline_computes(pool):
+    """Also where its weights wait on another device, on which this group of ranks could not meet."""
+    results = pool(2).run(unseeded_noise)
+    assert results[0] == results[1]
+    assert results[0][1] == "cpu"
+
+
+@pytest.mark.parametrize("model", ["wan", "cogvideox"])
+def test_outside_no_grad_where_nothing_requires_a_gradient(pool, model):
+    assert pool(2).run(run_with_grad_enabled, model) == [(0.0, False)] * 2
 
 
 def test_through_para_attn_with_its_mesh(pool):

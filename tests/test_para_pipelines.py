@@ -67,7 +67,7 @@ def test_a_failed_generation_leaves_the_pipeline_usable(pool, folders, model, wo
         assert failures[:2] == ["KeyboardInterrupt: stopped"] * 2
         other = mesh and rank >= 2
         for failure in failures[2:]:
-            assert failure.startswith("RuntimeError: rank(s) [0]" if other else "ValueError: rank(s) [1]"), failure
+            assert failure.startswith("RuntimeError: rank(s) [0]" if other else "UserError: rank(s) [1]"), failure
             assert "told to" in failure
 
 
@@ -96,6 +96,7 @@ def test_first_block_cache_skips_what_one_process_skips(pool, folders, model, wo
 def test_ranks_decide_alike_where_stock_averages_would_not():
     """Padding and uneven shards weigh nothing: two shards of 3 and 2 tokens give the decision of 5 tokens."""
     from dbsp_core import HomeLayout, SequenceGroup
+    from dbsp_core.deciding import Together
     from dbsp_core.streams import StreamShards
     from dbsp_para.caching import Parallelized
 
@@ -106,7 +107,7 @@ def test_ranks_decide_alike_where_stock_averages_would_not():
     before = Sharding.video.take(whole, dim=1)
     now = before * 1.1
     now[:, 2] = 50.0
-    alone = Parallelized(SequenceGroup(0, 1), Sharding())
+    alone = Parallelized(Together((SequenceGroup(0, 1),), Sharding()))
     assert Sharding.video.tokens_here == 2
     assert alone.are_similar(before, now, 0.11)
     assert not alone.are_similar(before, now, 0.09)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from dbsp_core import (
 from dbsp_core.hardware import load_hardware
 from dbsp_core.serving import kernel_merges
 from dbsp_core.simulate import simulate
-from dbsp_core.zoo import ZOO, require_model
+from dbsp_core.zoo import ZOO, ModelSpec, require_model
 from dbsp_kernels import KERNELS
 
 COARSE = ("--coarsen", 16)
@@ -36,6 +37,13 @@ def test_the_zoo_has_the_paper_models_sizes():
     keys = 2 * 40 * 5120**2  # of cross-attention, which are left out
     assert 12e9 < wan.linear_flops / 2 / wan.tokens < 14.3e9 - keys + 1e9
     assert ZOO["wan2.1-t2v-1.3b"].tokens == 32760
+
+
+def test_the_model_s_description_is_of_its_fields():
+    described = re.findall(r"^    ([a-z_, ]+): ", ModelSpec.__doc__, re.M)
+    names = {name for names in described for name in names.split(", ")}
+    assert names
+    assert names <= {field.name for field in fields(ModelSpec)}
 
 
 def tiny_mask(heads=40, blocks=48, seed=0):

@@ -80,13 +80,13 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
 def write_report_files(report: RunReport, session: AttentionSession, folder: Path) -> None:
     """Leaves report.json, report.html, balance.png and, of a pipeline, the final latents: each whole or not at all.
 
-    Without matplotlib there is no balance.png.
+    The latents keep the dtype of the run. Without matplotlib there is no balance.png.
     """
     with contextlib.suppress(ImportError):  # the page shows the same
         write_atomically(folder / "balance.png", balance_picture(session.records))
     latents = None if session.observer is None else session.observer.latents
     if latents is not None:
-        write_atomically(folder / "latents.safetensors", save({"latents": latents.float().cpu().contiguous()}))
+        write_atomically(folder / "latents.safetensors", save({"latents": latents.cpu().contiguous()}))
     write_atomically(folder / "report.html", report_page(report))
     report.write(folder / "report.json")
 

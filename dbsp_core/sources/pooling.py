@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_kernels.pooling import DIRECTION_UNIT, MEAN_UNIT, halving_sum
+from dbsp_kernels.fixed_point import DIRECTION_UNIT, MEAN_UNIT
+from dbsp_kernels.pooling import halving_sum
 
 __all__ = ["Pooled", "pool"]
 

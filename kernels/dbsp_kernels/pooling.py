@@ -12,11 +12,10 @@ import os
 
 import torch
 
-__all__ = ["DIRECTION_UNIT", "LIMIT", "MEAN_UNIT", "halving_sum", "sum_tokens", "sum_tokens_torch"]
+from dbsp_kernels.fixed_point import DIRECTION_UNIT, LIMIT, MEAN_UNIT
 
-LIMIT = 2.0**15  # magnitudes beyond it count as it: no attention has such queries or keys
-MEAN_UNIT = 2.0**-32  # with LIMIT, int64 holds the sum of 2**16 tokens
-DIRECTION_UNIT = 2.0**-20
+__all__ = ["halving_sum", "sum_tokens", "sum_tokens_torch"]
+
 CHUNK_BYTES = 64 << 20  # of widened tokens in memory at a time
 
 

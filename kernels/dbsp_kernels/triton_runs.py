@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.runs import Runs
+from dbsp_kernels.run_table import Runs
 from dbsp_kernels.tiles import padded
 
 __all__ = ["copy_kernel", "triton_copy_runs"]

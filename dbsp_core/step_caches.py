@@ -1,0 +1,184 @@
+"""Step caches of diffusers and cache-dit on a transformer that db-SP shards: all ranks must skip the same layers.
+
+A cache that decides from what it sees would decide from one rank's tokens alone; its decision is replaced by one over
+the tokens of all ranks. Caches that go by the step need nothing. Both libraries keep to themselves what this needs:
+tests/test_step_caches.py fails where another version has it otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbsp_core.deciding import Together
+from dbsp_core.errors import UserError
+from dbsp_core.hosts import Attachment
+
+__all__ = ["StepCaches", "refuse_step_caches", "require_uncached_attention"]
+
+DECIDING = "FBCHeadBlockHook"
+"""diffusers' first-block cache: decides by how much the first block's residual has changed."""
+
+BY_STEP = {
+    *("FBCBlockHook", "MagCacheHeadHook", "MagCacheBlockHook", "TaylorSeerCacheHook", "PyramidAttentionBroadcastHook"),
+    *("FasterCacheBlockHook", "TextKVCacheTransformerHook", "TextKVCacheBlockHook", "TransformerBlockSkipHook"),
+    *("FeedForwardSkipHook", "PeftInputAutocastDisableHook"),
+}
+"""Hooks of diffusers that skip by step, timestep or another hook's decision, or that skip nothing."""
+
+WHOLE_BATCH = {
+    *("FasterCacheDenoiserHook", "SeaCacheRootHook", "SeaCacheLeaderBlockHook", "SeaCacheBlockHook"),
+    "SeaCachePostNormHook",
+}
+"""Hooks that go by the whole input, which every rank is given, or halve its batch: not where a batch is shared out."""
+
+
+def require_uncached_attention(self_attentions: Iterable[nn.Module]) -> None:
+    """Raises ValueError where a cache stands before a self-attention: db-SP must stand nearer to that."""
+    for attention in self_attentions:
+        for hook in _skipping_hooks(attention):
+            raise UserError(
+                f"a cache of attention ({type(hook).__name__}) is enabled on this transformer already; enable it "
+                "after db-SP: transformer.disable_cache(), parallelize (or attach), then transformer.enable_cache(…)"
+            )
+
+
+def refuse_step_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Raises ValueError where any step cache is enabled on a transformer that its host shards."""
+    for module in _places(transformer, blocks):
+        for hook in _skipping_hooks(module):
+            raise UserError(
+                f"a step cache ({type(hook).__name__}) does not go with {type(transformer).__name__}, which shards by "
+                "itself; call transformer.disable_cache(), or attach db-SP to diffusers' own transformer"
+            )
+    if getattr(transformer, "_is_cached", False):
+        raise UserError(
+            f"cache-dit does not go with {type(transformer).__name__}, which shards by itself; call "
+            "cache_dit.disable_cache, or attach db-SP to diffusers' own transformer"
+        )
+
+
+class StepCaches:
+    """Looks, before each pass, which step caches are enabled on one transformer, and lets all ranks decide together.
+
+    shared_batch: whether groups of ranks share out the items of a batch
+    """
+
+    def __init__(
+        self, transformer: nn.Module, blocks: Sequence[nn.Module], together: Together, shared_batch: bool
+    ) -> None:
+        self._transformer = transformer
+        self._blocks = blocks
+        self._together = together
+        self._shared_batch = shared_batch
+        self._deciding: tuple[Any, Attachment] | None = None
+
+    def look(self) -> None:
+        """Raises ValueError for a cache that cannot be made to decide alike on all ranks."""
+        deciding = self._cache_dit()
+        for module in _places(self._transformer, self._blocks):
+            for hook in _skipping_hooks(module):
+                self._require_known(hook)
+                if type(hook).__name__ == DECIDING:
+                    deciding = hook
+        if deciding is not (self._deciding and self._deciding[0]):
+            self.release()
+            if deciding is not None:
+                self._deciding = deciding, self._take_over(deciding)
+
+    def release(self) -> None:
+        """Leaves every cache with its own decision."""
+        if self._deciding is not None:
+            self._deciding[1].detach()
+            self._deciding = None
+
+    def _require_known(self, hook: Any) -> None:
+        name = type(hook).__name__
+        if name in WHOLE_BATCH and self._shared_batch:
+            raise UserError(
+                f"a step cache ({name}) does not go with a batch that groups of ranks share out; call "
+                "transformer.disable_cache(), or leave the batch whole (max_batch_dim_size=1, no use_cfg_parallel)"
+            )
+        if name not in (DECIDING, *BY_STEP, *WHOLE_BATCH):
+            raise UserError(
+                f"db-SP does not know whether a {name} skips the same layers on all ranks, and without that they wait "
+                "for each other for ever; take it off (transformer.disable_cache())"
+            )
+
+    def _cache_dit(self) -> Any:
+        """cache-dit's manager of what it has cached of this transformer, if any."""
+        own = vars(self._transformer)
+        return own.get("_context_manager") if own.get("_is_cached", False) else None
+
+    def _take_over(self, deciding: Any) -> Attachment:
+        attachment = Attachment()
+        if type(deciding).__name__ == DECIDING:
+            attachment.set_attribute(deciding, "_should_compute_remaining_blocks", self._first_block(deciding))
+        else:
+            attachment.set_attribute(deciding, "similarity", self._similarity(deciding))
+        return attachment
+
+    def _first_block(self, hook: Any) -> Callable[[torch.Tensor], bool]:
+        """What diffusers' hook asks at each pass: whether the change since the last computed one is above its
+        threshold."""
+        if not all(hasattr(hook, name) for name in ("state_manager", "threshold", "_should_compute_remaining_blocks")):
+            raise _unknown("diffusers", "first-block cache")
+
+        @torch.compiler.disable
+        def should_compute(residual: torch.Tensor) -> bool:
+            before = hook.state_manager.get_state().head_block_residual
+            if before is None or before.shape != residual.shape:
+                return True
+            difference, size = self._together.change(before, residual)
+            return difference > hook.threshold * size
+
+        return should_compute
+
+    def _similarity(self, manager: Any) -> Callable[..., bool]:
+        """What cache-dit asks: whether two tensors are alike, by mean |t1 − t2| / mean |t1|. Its own function goes on
+        to decide, and to take notes, but on one number each that stands for the tokens of all ranks."""
+        if not all(
+            callable(getattr(manager, name, None)) for name in ("similarity", "get_important_condition_threshold")
+        ):
+            raise _unknown("cache-dit", "cache")
+        original = manager.similarity
+
+        @torch.compiler.disable
+        def similarity(t1: torch.Tensor, t2: torch.Tensor, *, parallelized: bool = False, **options: Any) -> bool:
+            if manager.get_important_condition_threshold() > 0:
+                raise UserError(
+                    "cache-dit's important_condition_threshold looks for the tokens that matter most among one "
+                    "rank's; leave it at 0 with db-SP"
+                )
+            if t1.shape == t2.shape:
+                difference, size = self._together.change(t1, t2)
+                t1, t2 = torch.tensor([[size], [size - difference]], dtype=torch.float64)
+            alike: bool = original(t1, t2, parallelized=False, **options)
+            return alike
+
+        return similarity
+
+
+def _unknown(library: str, cache: str) -> UserError:
+    return UserError(
+        f"db-SP does not know the {cache} of this version of {library}, whose decision all ranks must take together; "
+        "disable it, or install a version that db-SP is tested with (constraints.txt)"
+    )
+
+
+def _places(transformer: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Where caches stand: the transformer, its blocks and their attentions."""
+    yield transformer
+    for block in blocks:
+        yield block
+        yield from block.children()
+
+
+def _skipping_hooks(module: nn.Module) -> list[Any]:
+    """diffusers' hooks on a module that may do something else than call it."""
+    registry = getattr(module, "_diffusers_hook", None)
+    hooks = getattr(registry, "hooks", {}).values()
+    return [hook for hook in hooks if hasattr(hook, "new_forward")]

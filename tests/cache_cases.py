@@ -1,0 +1,399 @@
+"""What the workers run: step caches of diffusers and cache-dit on parallelized transformers, against one process."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import dbsp_para
+from dbsp_core.single import attach_single_process
+from dbsp_core.step_caches import StepCaches
+from para_cases import fingerprint
+from para_pipeline_cases import alone, latents, load, para_mesh
+from transformers_for_tests import Inputs, make_transformer
+
+MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 8}
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """A few denoising steps in float64, once for each threshold, with the cache enabled before or after db-SP.
+
+    cache:  a name in CACHES;  host: "para" or "xdit"
+    groups: of ranks that share out the batch
+    left_alone: whether cache-dit decides by itself
+    """
+
+    cache: str
+    model: str
+    thresholds: tuple[float, ...] = (0.0,)
+    first: bool = False
+    strategy: str = "U2R1"
+    host: str = "para"
+    groups: int = 1
+    batch: int = 2
+    steps: int = 6
+    left_alone: bool = False
+
+
+@dataclass(frozen=True)
+class Cache:
+    """enable(transformer, threshold, clock); clock tells the timestep."""
+
+    enable: Callable[[Any, float, Callable[[], int]], None]
+    disable: Callable[[Any], None] = lambda transformer: transformer.disable_cache()
+
+
+def _first_block(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
+    from diffusers.hooks import FirstBlockCacheConfig
+
+    transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+
+
+def _pyramid(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
+    from diffusers.hooks import PyramidAttentionBroadcastConfig
+
+    transformer.enable_cache(
+        PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(100, 950),
+            spatial_attention_block_identifiers=("blocks",),
+            current_timestep_callback=clock,
+        )
+    )
+
+
+def _taylor(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
+    from diffusers.hooks import TaylorSeerCacheConfig
+
+    config = {"cache_interval": 2, "disable_cache_before_step": 2, "taylor_factors_dtype": torch.float64}
+    transformer.enable_cache(TaylorSeerCacheConfig(**config, cache_identifiers=[r".*blocks\.\d+\.attn1"]))
+
+
+def _mag(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
+    from diffusers.hooks import MagCacheConfig
+
+    ratios = [1.0, 1.0, 0.99, 0.98, 0.98, 0.97]
+    config = {"retention_ratio": 0.2, "threshold": 0.3, "max_skip_steps": 2}
+    transformer.enable_cache(MagCacheConfig(num_inference_steps=6, mag_ratios=ratios, **config))
+
+
+def _faster(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
+    from diffusers.hooks import FasterCacheConfig
+
+    transformer.enable_cache(
+        FasterCacheConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(-1, 901),
+            unconditional_batch_skip_range=2,
+            unconditional_batch_timestep_skip_range=(-1, 801),
+            attention_weight_callback=lambda _: 0.3,
+            tensor_format="BFCHW" if type(transformer).__name__.startswith("Cog") else "BCFHW",
+            current_timestep_callback=clock,
+        )
+    )
+
+
+def _sea(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
+    from diffusers.hooks import SeaCacheConfig
+
+    transformer.enable_cache(SeaCacheConfig(threshold=threshold))
+
+
+def _cache_dit(transformer: Any, threshold: float, clock: Callable[[], int]) -> None:
+    os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "ERROR")
+    import cache_dit
+
+    cogvideox = type(transformer).__name__.startswith("Cog")
+    pattern = cache_dit.ForwardPattern.Pattern_0 if cogvideox else cache_dit.ForwardPattern.Pattern_2
+    adapter = cache_dit.BlockAdapter(
+        pipe=None,
+        transformer=transformer,
+        blocks=transformer.transformer_blocks if cogvideox else transformer.blocks,
+        forward_pattern=pattern,
+        check_forward_pattern=False,
+        has_separate_cfg=False,
+    )
+    config = {"Fn_compute_blocks": 1, "Bn_compute_blocks": 0, "max_warmup_steps": 1, "num_inference_steps": 6}
+    cache_dit.enable_cache(adapter, cache_config=cache_dit.DBCacheConfig(**config, residual_diff_threshold=threshold))
+
+
+def _without_cache_dit(transformer: Any) -> None:
+    import cache_dit
+
+    cache_dit.disable_cache(transformer)
+
+
+CACHES = {
+    "first block": Cache(_first_block),
+    "pyramid": Cache(_pyramid),
+    "taylor": Cache(_taylor),
+    "mag": Cache(_mag),
+    "faster": Cache(_faster),
+    "sea": Cache(_sea),
+    "cache-dit": Cache(_cache_dit, _without_cache_dit),
+}
+
+
+class Denoising:
+    """Steps of a transformer alone, in which it changes its input by less and less."""
+
+    def __init__(self, case: CacheCase) -> None:
+        self.case = case
+        self.timestep = 0
+        self.inputs = Inputs.random(case.model, (3, 5, 7), case.batch, 7).arguments
+        for name, value in self.inputs.items():
+            self.inputs[name] = _in_float64(value)
+        transformer = make_transformer(case.model, num_layers=3)
+        self.transformer = transformer.double()
+
+    def enable(self, threshold: float) -> None:
+        CACHES[self.case.cache].enable(self.transformer, threshold, lambda: self.timestep)
+
+    def disable(self) -> None:
+        CACHES[self.case.cache].disable(self.transformer)
+
+    def run(self) -> tuple[torch.Tensor, list[int]]:
+        """(the last sample, blocks computed in each pass)."""
+        sample, passes = self.inputs["hidden_states"], []
+        blocks = getattr(self.transformer, "blocks", None) or self.transformer.transformer_blocks
+
+        def computed(*_: Any) -> None:
+            passes[-1] += 1
+
+        handles = [
+            (block.ffn if hasattr(block, "ffn") else block.ff).register_forward_hook(computed) for block in blocks
+        ]
+        with torch.no_grad():
+            for step in range(self.case.steps):
+                passes.append(0)
+                self.timestep = 900 - 100 * step
+                place = {"step_index": step, "sigma": self.timestep / 1000, "num_inference_steps": self.case.steps}
+                arguments = self.inputs | {
+                    "hidden_states": sample,
+                    "timestep": torch.full((self.case.batch,), self.timestep),
+                }
+                with self.transformer.cache_context("cond", **place):
+                    sample = sample - 0.5**step * self.transformer(**arguments)[0]
+        for handle in handles:
+            handle.remove()
+        if self.transformer.is_cache_enabled:
+            self.transformer._reset_stateful_cache()
+        return sample, passes
+
+
+def _in_float64(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_in_float64, value))
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """difference: of the samples from one process;  effect: of the cache in one process
+    expected, ours: blocks computed in each pass, in one process and in parallel
+    """
+
+    difference: float
+    effect: float
+    expected: list[int]
+    ours: list[int]
+
+
+def run_cache_case(rank: int, world: int, case: CacheCase) -> list[Outcome]:
+    """By threshold; at last, of a run for which the cache was disabled."""
+    if case.left_alone:
+        with mock.patch.object(StepCaches, "_cache_dit", return_value=None):
+            return run_cache_case(rank, world, replace(case, left_alone=False))
+    reference, ours = Denoising(case), Denoising(case)
+    ours.enable(0.0)
+    ours.disable()  # which leaves a trace of its own: each forward as an attribute
+    _forget_registries(ours.transformer)
+    before = _state_of(ours.transformer)
+    attach_single_process(reference.transformer, {"mask": MASK})
+    uncached, all_computed = reference.run()
+    attach, detach = _host(case, ours.transformer, world)
+    if not case.first:
+        attach()
+    outcomes = []
+    for threshold in case.thresholds:
+        reference.enable(threshold)
+        expected, passes = reference.run()
+        reference.disable()
+        ours.enable(threshold)
+        if case.first:
+            attach()
+        sample, computed = ours.run()
+        outcomes.append(Outcome(_apart(sample, expected), _apart(uncached, expected), passes, computed))
+        if case.first:
+            detach()
+        ours.disable()
+    if case.first:
+        attach()
+    sample, computed = ours.run()
+    outcomes.append(Outcome(_apart(sample, uncached), 0.0, all_computed, computed))
+    detach()
+    _forget_registries(ours.transformer)
+    after = _state_of(ours.transformer)
+    assert after == before, f"left behind: {[a for a in after if a not in before]}"
+    return outcomes
+
+
+def _state_of(transformer: torch.nn.Module) -> list[Any]:
+    """In one order: cache-dit, which exchanges the blocks in each pass, puts them back as the last part."""
+    return sorted(fingerprint(transformer), key=lambda part: part[0])
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def _host(case: CacheCase, transformer: Any, world: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    config = {"mask": MASK, "strategy": case.strategy}
+    if case.host == "xdit":
+        from dbsp_xdit import attach, detach
+
+        pipe = types.SimpleNamespace(transformer=transformer)
+        return lambda: attach(pipe, config), lambda: detach(pipe)
+    mesh = para_mesh(world, max_batch_dim_size=case.groups) if case.groups > 1 else None
+    return (
+        lambda: dbsp_para.parallelize_transformer(transformer, mesh=mesh, config=config),
+        lambda: dbsp_para.unparallelize(transformer),
+    )
+
+
+def _forget_registries(transformer: torch.nn.Module) -> None:
+    """diffusers leaves them when a cache is disabled."""
+    for module in transformer.modules():
+        vars(module).pop("_diffusers_hook", None)
+
+
+def refusal(rank: int, world: int, kind: str) -> tuple[str, str]:
+    """What is said of a cache that is there before db-SP, and of one that is enabled after; "" where it is taken."""
+    said = []
+    for first in (True, False):
+        case = REFUSED[kind]
+        ours = Denoising(case)
+        if kind == "wrapper":
+            from xdit_cases import hosted_transformer
+
+            ours.transformer = hosted_transformer("wan").double()
+        attach, detach = _host(case, ours.transformer, world)
+        message = ""
+        try:
+            if not first:
+                attach()
+            _enable(kind, ours)
+            if first:
+                attach()
+            ours.run()
+        except ValueError as error:
+            message = f"{type(error).__name__}: {error}"
+        detach()
+        said.append(message)
+    return said[0], said[1]
+
+
+def _enable(kind: str, ours: Denoising) -> None:
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    if kind == "unknown":
+        strange = type("StrangeHook", (ModelHook,), {"new_forward": lambda self, *_, **__: None})
+        block = ours.transformer.blocks[1]
+        HookRegistry.check_if_exists_or_initialize(block).register_hook(strange(), "strange")
+        return
+    ours.enable(0.2)
+    if kind == "another version":
+        del ours.transformer.blocks[0]._diffusers_hook.hooks["fbc_leader_block_hook"].threshold
+
+
+REFUSED = {
+    "pyramid": CacheCase("pyramid", "wan", host="para"),
+    "taylor": CacheCase("taylor", "cogvideox", host="para"),
+    "unknown": CacheCase("first block", "wan", host="para"),
+    "another version": CacheCase("first block", "wan", host="para"),
+    "a shared batch": CacheCase("faster", "cogvideox", groups=2, strategy="U1R1"),
+    "wrapper": CacheCase("first block", "wan", host="xdit"),
+}
+
+
+def important_tokens(rank: int, world: int) -> str:
+    """What is said of cache-dit's decision by single tokens."""
+    ours = Denoising(CacheCase("cache-dit", "wan"))
+    attach, detach = _host(ours.case, ours.transformer, world)
+    attach()
+    ours.enable(0.2)
+    for context in ours.transformer._context_manager._cached_context_manager.values():
+        context.extra_cache_config.important_condition_threshold = 0.1
+    try:
+        ours.run()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        detach()
+        ours.disable()
+    return ""
+
+
+def fail_in_one_batch_group(rank: int, world: int) -> tuple[str, float]:
+    """One group's first attention fails, while the other is about to decide. returns: what is raised on this rank, and
+    the difference of the next run from one process."""
+    case = CacheCase("first block", "cogvideox", groups=2, strategy="U1R2", steps=3)
+    ours, reference = Denoising(case), Denoising(case)
+    attach_single_process(reference.transformer, {"mask": MASK})
+    attach, detach = _host(case, ours.transformer, world)
+    attach()
+    for one in (reference, ours):
+        one.enable(0.3)
+
+    def fail(*_: Any) -> None:
+        if rank < 2:
+            raise ZeroDivisionError("of the first group")
+
+    handle = ours.transformer.transformer_blocks[0].attn1.register_forward_hook(fail)
+    raised = ""
+    try:
+        ours.run()
+    except (RuntimeError, ZeroDivisionError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    handle.remove()
+    ours.transformer._reset_stateful_cache()
+    difference = _apart(ours.run()[0], reference.run()[0])
+    detach()
+    return raised, difference
+
+
+def run_cached_pipeline(rank: int, world: int, folder: str, cache: str, first: bool) -> tuple[list[float], float]:
+    """A whole Wan pipeline in float64, twice, and once more without db-SP. returns: each one's difference from one
+    process with the cache, and the cache's effect."""
+    config, steps = {"mask": MASK}, {"num_inference_steps": 6}
+    reference, ours = (load("wan", folder).to(torch.float64) for _ in range(2))
+    uncached = alone(reference, config, **steps)
+    _cache_pipeline(reference, cache)
+    expected = alone(reference, config, **steps)
+    if first:
+        _cache_pipeline(ours, cache)
+    dbsp_para.parallelize_pipe(ours, config=config)
+    if not first:
+        _cache_pipeline(ours, cache)
+    made = [latents(ours, **steps), latents(ours, **steps)]
+    dbsp_para.unparallelize(ours)
+    made.append(alone(ours, config, **steps))
+    return [_apart(one, expected) for one in made], _apart(uncached, expected)
+
+
+def _cache_pipeline(pipe: Any, cache: str) -> None:
+    if cache == "first block":
+        _first_block(pipe.transformer, 0.3, lambda: 0)
+        return
+    os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "ERROR")
+    import cache_dit
+
+    config = {"Fn_compute_blocks": 1, "Bn_compute_blocks": 0, "max_warmup_steps": 1, "num_inference_steps": 6}
+    cache_dit.enable_cache(pipe, cache_config=cache_dit.DBCacheConfig(**config, residual_diff_threshold=0.3))

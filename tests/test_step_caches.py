@@ -1,0 +1,222 @@
+"""Step caches of diffusers and cache-dit: over any ranks, in any order, they skip what they skip in one process."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+
+from cache_cases import (
+    CacheCase,
+    fail_in_one_batch_group,
+    important_tokens,
+    refusal,
+    run_cache_case,
+    run_cached_pipeline,
+)
+from dbsp_core import HomeLayout, SequenceGroup
+from dbsp_core.deciding import Together
+from dbsp_core.step_caches import BY_STEP, DECIDING, WHOLE_BATCH
+from dbsp_core.streams import StreamShards
+from dbsp_core.tiny import make_tiny
+from xdit_cases import start_xfuser
+
+TOLERANCE = 1e-12  # in float64
+FOUR = (0.14, 0.21, 0.3, 0.36)
+"""Each skips other steps. On four ranks, which pad 105 tokens to 108, the mean of the ranks' means decides otherwise
+at 0.21, 0.3 and 0.36."""
+
+
+def assert_as_in_one_process(results, skips: bool = True):
+    for outcomes in results:
+        *cached, disabled = outcomes
+        for outcome in cached:
+            assert outcome.ours == outcome.expected, outcomes
+            assert outcome.difference <= TOLERANCE, outcomes
+            assert outcome.effect > 1e-4, "the cache must matter"
+        assert not skips or all(min(outcome.ours) < max(outcome.ours) for outcome in cached), outcomes
+        assert disabled.difference <= TOLERANCE
+        assert min(disabled.ours) == max(disabled.ours) == 3
+    return results
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["enabled before", "enabled after"])
+@pytest.mark.parametrize("cache", ["first block", "cache-dit"])
+def test_decisions_by_what_has_changed_are_taken_by_all_ranks(pool, cache, first):
+    if cache == "cache-dit":
+        pytest.importorskip("cache_dit")
+    thresholds = FOUR if cache == "first block" else FOUR[1::2]
+    case = CacheCase(cache, "wan", thresholds, first, strategy="U2R2", batch=1)
+    (outcomes, *_) = assert_as_in_one_process(pool(4).run(run_cache_case, case))
+    assert len({tuple(outcome.ours) for outcome in outcomes[:-1]}) == len(thresholds), "each must skip other steps"
+
+
+@pytest.mark.parametrize(("cache", "first"), [("first block", False), ("cache-dit", True)])
+def test_whole_pipelines(pool, tmp_path, cache, first):
+    """Whose two guidance passes have a cache each."""
+    if cache == "cache-dit":
+        pytest.importorskip("cache_dit")
+    folder = str(make_tiny("wan", tmp_path / "wan"))
+    for differences, effect in pool(2).run(run_cached_pipeline, folder, cache, first):
+        assert max(differences) <= 1e-6, "float32 is left in the scheduler"
+        assert effect > 1e-4, "the cache must matter"
+
+
+def test_cache_dit_left_to_itself_skips_other_steps(pool):
+    """All ranks the same, by an average of the ranks' means. When this fails, db-SP need not replace it any more."""
+    pytest.importorskip("cache_dit")
+    case = CacheCase("cache-dit", "wan", FOUR[3:], strategy="U2R2", batch=1, left_alone=True)
+    results = pool(4).run(run_cache_case, case)
+    assert len({str(outcomes) for outcomes in results}) == 1
+    assert all(outcomes[0].ours != outcomes[0].expected for outcomes in results)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CacheCase("first block", "cogvideox", (0.4,), groups=2, strategy="U1R2"),
+        CacheCase("first block", "cogvideox", (0.4,), host="xdit", strategy="U1R2"),
+        CacheCase("cache-dit", "cogvideox", (0.4,), groups=2, strategy="U1R2"),
+    ],
+    ids=lambda case: f"{case.cache} {case.host}",
+)
+def test_groups_that_share_out_a_batch_decide_together(pool, case):
+    if case.cache == "cache-dit":
+        pytest.importorskip("cache_dit")
+    workers = pool(4)
+    if case.host == "xdit":
+        workers.run(start_xfuser, 2)
+    assert_as_in_one_process(workers.run(run_cache_case, case))
+    if case.host == "xdit":
+        workers.run(start_xfuser)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CacheCase("pyramid", "wan"),
+        CacheCase("taylor", "cogvideox"),
+        CacheCase("mag", "wan", first=True),
+        CacheCase("faster", "cogvideox"),
+        CacheCase("sea", "wan", (0.3,), first=True),
+    ],
+    ids=lambda case: case.cache,
+)
+def test_caches_that_go_by_the_step_are_right_as_they_are(pool, case):
+    assert_as_in_one_process(pool(2).run(run_cache_case, case), skips=case.cache in ("mag", "sea"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        (
+            "pyramid",
+            "(PyramidAttentionBroadcastHook) is enabled on this transformer already; enable it after db-SP",
+            "",
+        ),
+        ("taylor", "(TaylorSeerCacheHook) is enabled on this transformer already; enable it after db-SP", ""),
+        ("unknown", *["db-SP does not know whether a StrangeHook skips the same layers on all ranks"] * 2),
+        ("another version", *["does not know the first-block cache of this version of diffusers"] * 2),
+        ("wrapper", *["(FBCHeadBlockHook) does not go with xFuserWanTransformer3DWrapper"] * 2),
+    ],
+)
+def test_what_could_differ_between_ranks_is_refused_by_all(pool, kind, before, after):
+    workers = pool(2)
+    if kind == "wrapper":
+        workers.run(start_xfuser)
+    assert_said(workers.run(refusal, kind), before, after)
+
+
+def test_caches_that_look_at_the_whole_batch_are_refused_where_it_is_shared(pool):
+    said = "enable it after db-SP", "(FasterCacheDenoiserHook) does not go with a batch that groups of ranks share out"
+    assert_said(pool(2).run(refusal, "a shared batch"), *said)
+
+
+def test_cache_dit_s_choice_of_single_tokens_is_refused(pool):
+    pytest.importorskip("cache_dit")
+    for said in pool(2).run(important_tokens):
+        assert said.startswith("UserError: cache-dit's important_condition_threshold")
+
+
+def assert_said(results, *expected):
+    for said in results:
+        for message, part in zip(said, expected, strict=True):
+            assert part in message
+            assert message.startswith("UserError: ") if part else not message
+            assert "\n" not in message
+
+
+def test_a_batch_group_that_fails_before_a_decision_leaves_nobody_waiting(pool):
+    for rank, (raised, difference) in enumerate(pool(4).run(fail_in_one_batch_group)):
+        told = "ZeroDivisionError: of the first group" if rank < 2 else "RuntimeError: rank(s) [0]: ZeroDivisionError"
+        assert raised.startswith(told)
+        assert difference <= TOLERANCE
+
+
+def test_padding_and_uneven_shards_weigh_nothing():
+    """The shards of 3 and 2 tokens give the change of 5 tokens."""
+
+    class Sharding:
+        video = StreamShards(HomeLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
+
+    before = Sharding.video.take(torch.ones(1, 5, 4), dim=1)
+    now = before * 1.5
+    now[:, 2] = 50.0
+    assert Sharding.video.tokens_here == 2
+    together = Together((SequenceGroup(0, 1),), Sharding())
+    assert together.change(before, now) == (4.0, 8.0)
+    with pytest.raises(ValueError, match="shards of 3 tokens"):
+        together.change(before[:, :2], now[:, :2])
+
+
+class TestWhatIsKnownOfOtherLibraries:
+    """Fails where another version has it otherwise: dbsp_core/step_caches.py must then be looked at again."""
+
+    def test_every_hook_of_diffusers_that_may_skip(self):
+        hooks = importlib.import_module("diffusers.hooks")
+        for module in pkgutil.iter_modules(hooks.__path__):
+            importlib.import_module(f"diffusers.hooks.{module.name}")
+        named = {cls.__name__ for cls in heirs(hooks.ModelHook) if cls.__module__.startswith("diffusers.hooks.")}
+        skipping = {cls.__name__ for cls in heirs(hooks.ModelHook) if hasattr(cls, "new_forward")}
+        assert {DECIDING, *BY_STEP, *WHOLE_BATCH} <= named
+        refused = {name for name in skipping if name in named} - {DECIDING, *BY_STEP, *WHOLE_BATCH}
+        assert refused == {"AttentionProcessorSkipHook"}
+
+    def test_which_of_diffusers_hooks_look_at_data(self):
+        """A decision from data takes a number off the device: `.item()`, `float(…)` or `.tolist()`."""
+        hooks = importlib.import_module("diffusers.hooks")
+        for cls in heirs(hooks.ModelHook):
+            if cls.__name__ not in BY_STEP:
+                continue
+            taken = [line.strip() for line in inspect.getsource(cls).splitlines() if ".item()" in line]
+            printed = ["ratio = (curr_norm / (prev_norm + 1e-8)).mean().item()"]  # when calibrating, and only printed
+            assert taken == (printed if cls.__name__ == "MagCacheBlockHook" else []), cls
+
+    def test_the_first_block_cache(self):
+        cache = importlib.import_module("diffusers.hooks.first_block_cache")
+        hook = cache.FBCHeadBlockHook(cache.StateManager(cache.FBCSharedBlockState), 0.1)
+        assert list(inspect.signature(hook._should_compute_remaining_blocks).parameters) == ["hidden_states_residual"]
+        assert hook.threshold == 0.1
+        hook.state_manager.set_context(importlib.import_module("diffusers.hooks.hooks").CacheContext("cond"))
+        assert hook.state_manager.get_state().head_block_residual is None
+        assert "self._should_compute_remaining_blocks(" in inspect.getsource(cache.FBCHeadBlockHook.new_forward)
+
+    def test_cache_dit(self):
+        pytest.importorskip("cache_dit")
+        module = importlib.import_module("cache_dit.caching.cache_contexts.cache_manager")
+        manager = module.CachedContextManager
+        parameters = inspect.signature(manager.similarity).parameters
+        assert list(parameters) == ["self", "t1", "t2", "threshold", "parallelized", "prefix"]
+        assert "self.similarity(" in inspect.getsource(manager.can_cache)
+        assert "cached_context.extra_cache_config.important_condition_threshold" in inspect.getsource(
+            manager.get_important_condition_threshold
+        )
+        reductions = inspect.getsource(importlib.import_module("cache_dit.caching.cache_contexts.cache_manager"))
+        assert reductions.count("dist.all_reduce(") == 2, "of `similarity`, which db-SP replaces"
+
+
+def heirs(cls: type) -> set[type]:
+    return {heir for child in cls.__subclasses__() for heir in (child, *heirs(child))}
