@@ -47,7 +47,10 @@ class MaskCounts:
         return self._sums
 
     def cells(self, slots: np.ndarray, ring: int) -> np.ndarray:
-        """int64[H, nq, ring]: dense blocks of each row by the ring slot its keys travel in. slots: int[H, nk]"""
+        """int[H, nq, ring]: dense blocks of each row by the ring slot its keys travel in. slots: int[H, nk]
+
+        In 32 bits, as planners read them many times.
+        """
         if ring == 1:
             return self.rows[:, :, None]
         known = self._known(slots, ring)
@@ -71,10 +74,10 @@ class MaskCounts:
             if not summed:
                 columns.append(wide.sum(dim=0, dtype=SUM))
         # Slot by slot in memory: what is summed over rows is one slot's counts.
-        by_slot = _integers(torch.stack(cells).permute(2, 0, 1)).transpose(1, 2, 0)
+        by_slot = torch.stack(cells).permute(2, 0, 1).int().contiguous().cpu().numpy().transpose(1, 2, 0)
         counted = np.split(by_slot, len(missing), axis=2)
         if not summed:
-            self._sums = np.ascontiguousarray(counted[0].sum(axis=2)), _integers(torch.stack(columns))
+            self._sums = np.ascontiguousarray(counted[0].sum(axis=2, dtype=np.int64)), _integers(torch.stack(columns))
         found = [(ring, slots.copy(), one) for slots, one in zip(missing, counted, strict=True)]
         self._cells = [*found, *self._cells][:REMEMBERED]
         return counted

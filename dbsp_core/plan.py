@@ -97,8 +97,8 @@ class Plan:
     def fingerprint(self) -> int:
         """63 bits that differ between plans: equal on all ranks or the job would hang or be wrong."""
         digest = hashlib.blake2b(str((self.strategy, self.grid)).encode(), digest_size=8)
-        digest.update(self.q_owner.tobytes())
-        digest.update(self.kv_slot.tobytes())
+        digest.update(self.q_owner.astype(np.uint16).tobytes())  # no more ranks than that, and a quarter of the bytes
+        digest.update(self.kv_slot.astype(np.uint16).tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def same_route(self, other: Plan) -> bool:

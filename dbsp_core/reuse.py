@@ -184,6 +184,9 @@ class PlanCache:
         self.latest.pop(key, None)
         self._services.pop(key, None)
 
+    def start(self) -> None:
+        """Nothing is ever due."""
+
     def settle(self) -> None:
         """Nothing is ever pending."""
 
@@ -214,6 +217,7 @@ class LaggedPlanCache:
     latest: dict[Hashable, Plan] = field(default_factory=dict)
     _plans: dict[Hashable, Planned] = field(default_factory=dict)
     _services: dict[Hashable, _Service] = field(default_factory=dict)
+    _due: dict[Hashable, Callable[[], _Verdict]] = field(default_factory=dict)
     _pending: dict[Hashable, Future[_Verdict]] = field(default_factory=dict)
     _notes: SequenceGroup = field(init=False)
     _background: Background = field(init=False)
@@ -247,10 +251,16 @@ class LaggedPlanCache:
         self._plans[key] = Planned(planned.plan)  # whoever gets the part keeps it
         event = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
         current, service = planned.plan, self._services[key]
-        self._pending[key] = self._background.submit(
-            lambda: self._judge(current, service, mask, make, again, prepare, event)
-        )
+        self._due[key] = lambda: self._judge(current, service, mask, make, again, prepare, event)
         return planned
+
+    def start(self) -> None:
+        """Lets the thread judge what was asked for since: best when the calls' own work is queued on the device.
+
+        It would slow this thread down until then. Whatever waits for the thread starts it too.
+        """
+        for key in list(self._due):
+            self._pending[key] = self._background.submit(self._due.pop(key))
 
     def serves_again(self, key: Hashable, plan: Plan) -> bool:
         """As `PlanCache.serves_again`, for the plan as the next call would have it."""
@@ -273,10 +283,13 @@ class LaggedPlanCache:
 
     def settle(self) -> None:
         """Waits for what is pending, so that counters and `latest` cover every call."""
+        self.start()
         for key in list(self._pending):
             self._adopt(key)
 
     def _adopt(self, key: Hashable) -> None:
+        if key in self._due:
+            self.start()
         pending = self._pending.pop(key, None)
         if pending is None:
             return

@@ -264,15 +264,22 @@ def _buffer_places(world: int, *parts: _Places) -> tuple[tuple[int, ...], tuple[
 
 
 def _to_buffer(source: _Places, start: np.ndarray) -> np.ndarray:
-    """Columns of Runs, int64[n, 6], that pack pieces into a buffer of one head."""
-    nothing = np.zeros_like(start)
-    return np.stack([source.head, source.token, nothing, start, source.length, nothing], axis=1)
+    """Columns of Runs, int32[n, 6], that pack pieces into a buffer of one head."""
+    return _columns(len(start), source.head, source.token, 0, start, source.length, 0)
 
 
 def _from_buffer(start: np.ndarray, destination: _Places) -> np.ndarray:
-    """Columns of Runs, int64[n, 6], that unpack pieces from a buffer of one head, with the zeros behind them."""
+    """Columns of Runs, int32[n, 6], that unpack pieces from a buffer of one head, with the zeros behind them."""
     one = destination
-    return np.stack([np.zeros_like(start), start, one.head, one.token, one.length, one.zeros], axis=1)
+    return _columns(len(start), 0, start, one.head, one.token, one.length, one.zeros)
+
+
+def _columns(rows: int, *columns: np.ndarray | int) -> np.ndarray:
+    """int32[rows, 6] from the columns of Runs, some of which are one number throughout."""
+    table = np.empty((rows, len(columns)), dtype=np.int32)
+    for place, column in enumerate(columns):
+        table[:, place] = column
+    return table
 
 
 def _padding(home: HomeLayout, rank: int, n_local: int, heads: int) -> np.ndarray:

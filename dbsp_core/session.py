@@ -181,11 +181,14 @@ class AttentionSession:
             started = None if self.observer is None else self.observer.mark(q.device)
             executor = self._executor(layer, HomeTokens(q, k, self.home, self.group, scale))
             self._reached.add(layer)
-            if executor.plan.heads == q.shape[1]:
-                out = executor(q, k, v, scale=scale)
-            else:
-                items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has its own masks, as B·H heads
-                out = executor(*items, scale=scale).view(q.shape)
+            try:
+                if executor.plan.heads == q.shape[1]:
+                    out = executor(q, k, v, scale=scale)
+                else:  # every item has masks of its own, as B·H heads
+                    items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))
+                    out = executor(*items, scale=scale).view(q.shape)
+            finally:
+                self._now.plans.start()
             if self.observer is not None and started is not None:
                 key, latest = self._now.plan_keys[layer], self._now.plans.latest
                 self.observer.attended(layer, key, executor, q, started, latest, self.planning == "lagged")

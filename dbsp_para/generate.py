@@ -15,6 +15,7 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.errors import UserError
 from dbsp_core.generation.mistakes import exit_with
 from dbsp_core.generation.patience import limit_waiting
+from dbsp_core.hosts import in_float64
 
 __all__ = ["check", "generate"]
 
@@ -35,6 +36,8 @@ def generate(config: DbspConfig, video: Path) -> None:
     wanted = config.video
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.model, torch_dtype=config.torch_dtype)
     pipe.to(_device())
+    if config.torch_dtype == torch.float64:
+        pipe = in_float64(pipe)
     if wanted.flow_shift is not None and "flow_shift" in pipe.scheduler.config:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=wanted.flow_shift)
     pipe.set_progress_bar_config(disable=dist.get_rank() != 0)

@@ -107,6 +107,14 @@ def changing_masks(rank: int, world: int, settings: dict[str, Any], steps: int) 
     return worst, counters.calls, counters.replans, len(context.plans.latest), len(context._executors)
 
 
+def recorded_masks(rank: int, world: int, settings: dict[str, Any], steps: int) -> int:
+    """One pass a step over two layers, recorded. returns: plans made"""
+    session = Session(settings, f"U{world}R1", layers=2, steps=steps)
+    for step in range(steps):
+        session.attend(900.0 - step)
+    return session.inner.reuse.replans
+
+
 def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int, int]:
     """Generations of one step each, at one timestep: nothing tells them apart. returns: plans and executors kept"""
     session = Session(PREDICTED, f"U{world}R1", layers=2)

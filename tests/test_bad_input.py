@@ -16,7 +16,7 @@ def assert_fails_alike(pool, message, function, *args):
         workers.run(function, *args)
     assert [rank for rank, _, _ in caught.value.errors] == list(range(WORLD))
     for _, kind, text in caught.value.errors:
-        assert kind == "UserError"
+        assert kind in ("UserError", "SettingError")
         assert message in text
         assert "\n" not in text
     workers.run(call, {})  # the workers are not out of step

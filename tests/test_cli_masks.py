@@ -16,6 +16,7 @@ from dbsp_core.recordings.picture import heads_to_draw
 from dbsp_core.recordings.recorder import INDEX, MaskRecorder, RecordSettings
 from dbsp_core.recordings.recording import Recording
 from dbsp_core.recordings.series import MaskSeries, densities_of, drift_of, spread_out
+from dbsp_core.reuse import ReplanRule
 from dbsp_core.sources import MaskRequest, SyntheticSource, WindowSource
 from dbsp_core.steps import Moment
 from generators import random_bits
@@ -105,7 +106,7 @@ class TestInfo:
 
     def test_replans_follow_the_threshold(self, recording):
         series = MaskSeries.read(recording)
-        often, seldom, never = (drift_of(series, 0, "U4R1", "dbsp", p).replans for p in (1.0, 1.3, 99))
+        often, seldom, never = (drift_of(series, 0, "U4R1", "dbsp", ReplanRule(p)).replans for p in (1.0, 1.3, 99))
         assert 5 >= often >= seldom >= never == 1
         assert often > 1
 

@@ -15,7 +15,8 @@ from dbsp_core.memory import peak_of_attention
         ("U4R1", 6),  # q, k, v as they came, and packed
         ("U8R1", 6),
         ("U2R2", 6),
-        ("U1R4", 8),  # packed q, the first slot, the slot in use, the one that comes, and the output
+        ("U1R4", 6),  # packed q, the slot in use, the one that comes, and the output: the first is released
+        ("U1R8", 6),
     ],
 )
 def test_the_peak_beside_the_inputs(strategy, tensors):

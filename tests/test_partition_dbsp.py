@@ -166,9 +166,9 @@ def test_single_rows_only_make_a_plan_better_and_a_dear_exchange_moves_none(seed
     assert np.array_equal(work, _work(cells, q_home * ulysses + column, periods))
     matched = parts.work_by_rank(match_columns(parts, ulysses), ulysses)
     assert matched.max(axis=1).sum() <= work.max(axis=1).sum()
-    owner = balance_items(cells, column, q_home, work, periods, tolerance=1.0)
+    owner, _ = balance_items(cells, column, q_home, work, periods, tolerance=1.0)
     assert _work(cells, owner, periods).max(axis=1).sum() <= work.max(axis=1).sum()
-    dear = balance_items(cells, column, q_home, work, periods, tolerance=1.0, move_cost=1e6)
+    dear, _ = balance_items(cells, column, q_home, work, periods, tolerance=1.0, move_cost=1e6)
     assert np.array_equal(dear, q_home * ulysses + column)
 
 

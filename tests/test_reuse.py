@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 
@@ -14,7 +15,7 @@ from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReplanRule
 from dbsp_core.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
 from dbsp_core.strategy import Strategy
-from reuse_cases import mask_of, plan_where_one_rank_goes_wrong, two_caches_of_one_group
+from reuse_cases import mask_of, plan_where_one_rank_goes_wrong, timeouts, two_caches_of_one_group
 from workers import WorkerError
 
 
@@ -146,6 +147,27 @@ class TestLagged:
         lagged.plan_for(0, ABOVE, fail)
         with pytest.raises(RuntimeError, match=r"(?s)planning failed.*Traceback.*no planner today"):
             lagged.plan_for(0, ABOVE, plan_u2)
+
+
+class TestStandingStill:
+    def test_a_thread_that_stands_still_is_waited_for_as_long_as_the_group_would_wait(self, monkeypatch):
+        monkeypatch.setattr(SequenceGroup, "timeout", timedelta(seconds=0.05))
+        cache, answer = LaggedPlanCache(ReplanRule(1.25), SequenceGroup(0, 1)), threading.Event()
+
+        def stand_still(mask: BlockMask, current: Plan | None) -> Plan:
+            answer.wait(30)  # ends a hang
+            return plan_u2(mask)
+
+        cache.plan_for(0, FIRST, plan_u2)
+        cache.plan_for(0, ABOVE, stand_still)
+        try:
+            with pytest.raises(RuntimeError, match=r"planning thread of rank 0 has not answered for 0\.05 s"):
+                cache.settle()
+        finally:
+            answer.set()
+
+    def test_groups_beside_another_have_its_timeout(self, pool):
+        assert pool(2).run(timeouts, 77.0) == [[77.0] * 4] * 2
 
 
 @pytest.mark.parametrize(("world", "odd"), [(2, 0), (3, 2)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dbsp_core.recordings.series import MaskSeries, drift_of
+from dbsp_core.reuse import ReplanRule
 from dbsp_core.session import MOST_SIZES
 from dbsp_core.size_context import MOST_PASSES
 from session_cases import (
@@ -17,6 +19,7 @@ from session_cases import (
     from_two_threads,
     gradients,
     one_step_after_another,
+    recorded_masks,
     settings_on_one_rank,
 )
 from workers import WorkerError
@@ -59,6 +62,14 @@ class TestMasksThatChangeByStep:
         for _, calls, plans, kept, executors in pool(2).run(changing_masks, settings, 8):
             assert plans > calls / 2
             assert kept == executors == LAYERS * PASSES
+
+    def test_the_command_tells_of_reuse_what_the_runtime_did(self, pool, tmp_path):
+        settings = {"mask": Drifting(16, 16, slope=0.02), "exchange_cost": 0.0, "record": str(tmp_path)}
+        made, same = pool(2).run(recorded_masks, settings, 12)
+        series, rule = MaskSeries.read(tmp_path), ReplanRule(1.10, 0.30)
+        told = [drift_of(series, layer, "U2R1", "dbsp", rule).replans for layer in range(LAYERS)]
+        assert sum(told) == made == same
+        assert LAYERS < made < 12 * LAYERS, "some plans are kept and some are not"
 
     def test_a_schedule_of_dense_steps_has_a_plan_for_them(self, pool):
         settings = {"mask": Drifting(16, 16), "dense": {"first_steps": 2, "last_steps": 2}, "exchange_cost": 0.0}

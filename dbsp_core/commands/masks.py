@@ -135,6 +135,9 @@ def info(
     gpus: Annotated[int, typer.Option(help="Number of GPUs for ρ_s.")] = 8,
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between.")] = "dbsp",
     threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made anew.")] = 1.10,
+    budget: Annotated[
+        float, typer.Option(min=0, help="replan_budget, in times of a balanced attention; 0: P_s alone.")
+    ] = 0.30,
     sample: Annotated[int, typer.Option(min=0, help="How many layers to plan and compare; 0: all.")] = 4,
     quality: Annotated[bool, typer.Option("--quality", help="Measure the error on made, smooth tokens.")] = False,
     limit: Annotated[float, typer.Option(help="Relative L1 error above which to warn.")] = DEFAULT_LIMIT,
@@ -146,7 +149,7 @@ def info(
     """Say how dense masks are, how even their work is, how they change over steps, and what they cost in accuracy."""
     series = MaskSeries.read(file, branch)
     planners = tuple(planner.split(","))
-    options = InfoOptions(gpus, planners, threshold, sample, quality, limit, parse_thw(thw))
+    options = InfoOptions(gpus, planners, threshold, budget or None, sample, quality, limit, parse_thw(thw))
     found = examine_masks(series, options)
     if picture is not None:
         try:

@@ -49,7 +49,9 @@ def plan_rows(
     if ring == 1:
         slots = np.zeros(columns.shape, dtype=np.int64)
         owner = balance_heads(rows, ulysses, head_tolerance, split_cost)
-        return _unless_staying_is_better(owner, slots, rows[:, :, None], q_home, k_home, ulysses, None, head_tolerance)
+        cells = rows[:, :, None]
+        rho = _rho(owner, cells, ulysses)
+        return _unless_staying_is_better(owner, slots, rho, cells, q_home, k_home, ulysses, None, head_tolerance)
     # moved rows are much cheaper than split heads, but cannot level columns: leave them a part of the tolerance
     whole = 1 + HEAD_SHARE * (tolerance - 1)
     column = balance_heads(rows, ulysses, whole, split_cost, _interleaved(q_home, ring))
@@ -67,13 +69,15 @@ def plan_rows(
         column, work = trade_rows(cells, column, q_home, work, periods, (1 + tolerance) / 2)
         if imbalance_ratio(work) <= tolerance:
             break
-    owner = balance_items(cells, column, q_home, work, periods, tolerance, exchange_cost)
-    return _unless_staying_is_better(owner, slots, cells, q_home, k_home, ulysses, count_cells, tolerance)
+    owner, work = balance_items(cells, column, q_home, work, periods, tolerance, exchange_cost)
+    rho = imbalance_ratio(work)
+    return _unless_staying_is_better(owner, slots, rho, cells, q_home, k_home, ulysses, count_cells, tolerance)
 
 
 def _unless_staying_is_better(
     owner: np.ndarray,
     slots: np.ndarray,
+    rho: float,
     cells: np.ndarray,
     q_home: np.ndarray,
     k_home: np.ndarray,
@@ -81,8 +85,10 @@ def _unless_staying_is_better(
     count_cells: Callable[[np.ndarray], np.ndarray] | None,
     tolerance: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The plan, or heads in equal runs and blocks at home where a handful of rows is better left alone."""
-    rho = _rho(owner, cells, ulysses)
+    """The plan, or heads in equal runs and blocks at home where a handful of rows is better left alone.
+
+    rho: ρ_s of the plan
+    """
     if rho > tolerance:
         stay, at_home = stay_at_home(len(owner), q_home, k_home, ulysses)
         if _rho(stay, count_cells(at_home) if count_cells else cells, ulysses) < rho:

@@ -51,7 +51,7 @@ def balance_items(
     periods: Periods,
     tolerance: float = 1.005,
     move_cost: float = 0.0,
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
     """The owner of every row: its home ring rank and its column, but for the few rows that bring ρ_s to `tolerance`.
 
     A row may go to any ring rank, in any column in which its head is needed anyway.
@@ -60,13 +60,13 @@ def balance_items(
     q_home:    int[nq] or [H, nq], ring rank where each query block lives
     work:      int64[y, P], dense blocks by (period, rank) with every row at its home ring rank
     move_cost: what moving all of Q, K and V would cost, in units of ρ_s
-    returns:   int64[H, nq]
+    returns:   int64[H, nq], and int64[y, P], the work then
     """
     total = int(work.sum())
     price = move_cost * total / (3 * column.size * periods.world)
     search = _Search.start(cells, column, q_home, work, periods, price)
     search.run(np.arange(column.size), False, int(total * tolerance) // periods.world, ROUNDS)
-    return search.owner.reshape(column.shape)
+    return search.owner.reshape(column.shape), search.work
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ from dbsp_core.mask import BlockMask
 from dbsp_core.recordings.picture import heads_to_draw, mask_picture
 from dbsp_core.recordings.quality import HeadError, smooth_tokens, sparse_errors
 from dbsp_core.recordings.series import Balance, Drift, MaskSeries, balance_of, densities_of, drift_of, spread_out
+from dbsp_core.reuse import ReplanRule
 from dbsp_core.strategy import Strategy
 
 __all__ = ["InfoOptions", "LayerError", "MaskInfo", "examine_masks"]
@@ -19,14 +20,16 @@ __all__ = ["InfoOptions", "LayerError", "MaskInfo", "examine_masks"]
 
 @dataclass(frozen=True)
 class InfoOptions:
-    """gpus, planners, threshold: for ρ_s and replans (P_s).  sample: layers to plan and compare; 0: all
+    """gpus, planners: for ρ_s.  threshold, budget: for replans, see `dbsp_core.reuse.ReplanRule`
 
+    sample: layers to plan and compare; 0: all
     quality: measure errors;  limit: of the relative L1 error, above which it warns;  thw: where the masks lack it
     """
 
     gpus: int = 8
     planners: tuple[str, ...] = ("dbsp",)
     threshold: float = 1.10
+    budget: float | None = 0.30
     sample: int = 4
     quality: bool = False
     limit: float = 0.1
@@ -98,7 +101,8 @@ def examine_masks(series: MaskSeries, options: InfoOptions) -> MaskInfo:
     densities = densities_of(series, series.layers)
     balance = balance_of(series, sampled, options.gpus, options.planners)
     strategy, planner = str(Strategy(options.gpus, 1)), options.planners[0]
-    drift = [drift_of(series, layer, strategy, planner, options.threshold) for layer in sampled]
+    rule = ReplanRule(options.threshold, options.budget)
+    drift = [drift_of(series, layer, strategy, planner, rule) for layer in sampled]
     drift = [each for each in drift if each.iou]
     errors = _errors(series, sampled, options) if options.quality else None
     warnings = [*([series.notice] if series.notice else []), *_warnings(series, densities, sampled, errors, options)]

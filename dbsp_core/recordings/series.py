@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from dbsp_core.grid import BlockGrid
 from dbsp_core.home import HomeLayout
 from dbsp_core.mask import BlockMask
 from dbsp_core.mask_file import MaskFile
-from dbsp_core.plan import make_plan
+from dbsp_core.plan import Plan, make_plan
 from dbsp_core.planners import require_planner
 from dbsp_core.recordings.recording import Recording
 from dbsp_core.reuse import PlanCache, ReplanRule
@@ -89,7 +90,7 @@ class Drift:
 
     steps, iou, changed: per pair of neighbours of one shape: the later step, the share of their dense blocks that both
                          have, and the share of all blocks that differ
-    replans:             plans made, the first included, at the threshold given
+    replans:             plans made, the first included, as a run makes them by the rule given
     """
 
     layer: int
@@ -143,15 +144,19 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
     return rows
 
 
-def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, threshold: float) -> Drift:
-    """Over all recorded steps of one layer."""
-    cache = PlanCache(ReplanRule(threshold))
+def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, rule: ReplanRule) -> Drift:
+    """Over all recorded steps of one layer, which is an attention as a run keeps plans for."""
+
+    def plan(mask: BlockMask, _: Any) -> Plan:
+        return make_plan(mask, strategy, planner, compare=False)
+
+    cache = PlanCache(rule, compare=False)
     steps: list[int] = []
     iou, changed = [], []
     before: BlockMask | None = None
     for step in series.steps:
         mask = series.get(step, layer)
-        cache.plan_for(layer, mask, lambda fresh, _: make_plan(fresh, strategy, planner))
+        cache.plan_for(layer, mask, plan, plan)
         if before is not None and mask.bits.shape == before.bits.shape:
             steps.append(step)
             either = int((mask.bits | before.bits).sum())

@@ -33,8 +33,8 @@ class Runs:
     @classmethod
     def of(cls, columns: np.ndarray, device: torch.device) -> Runs:
         """columns: int[n, 6] on the host; runs in which there is nothing to write are left out."""
-        size = columns[:, 4:].sum(axis=1)
-        kept = np.ascontiguousarray(columns[size > 0], dtype=np.int32)
+        size = columns[:, 4] + columns[:, 5]
+        kept = np.ascontiguousarray(columns if (size > 0).all() else columns[size > 0], dtype=np.int32)
         return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
 
     def to(self, device: torch.device) -> Runs:

@@ -22,6 +22,7 @@ from dbsp_core.home import HomeLayout
 from dbsp_core.mask_file import save_mask
 from dbsp_core.planners import PLANNERS
 from dbsp_core.recordings.series import MaskSeries, drift_of
+from dbsp_core.reuse import ReplanRule
 from dbsp_core.strategy import Strategy
 from dbsp_xdit.demo import PREDICTED
 
@@ -130,7 +131,7 @@ def reuse(series: MaskSeries) -> list[Reuse]:
     rows = []
     for planner in ("paper", "dbsp"):
         for threshold in THRESHOLDS:
-            drifts = [drift_of(series, layer, "U8R1", planner, threshold) for layer in series.layers]
+            drifts = [drift_of(series, layer, "U8R1", planner, ReplanRule(threshold)) for layer in series.layers]
             replans = float(np.mean([drift.replans for drift in drifts]))
             overlap = float(np.mean([value for drift in drifts for value in drift.iou]))
             rows.append(Reuse(planner, threshold, replans, len(series.steps), overlap))
