@@ -106,10 +106,10 @@ class ForeseenMask(BlockMask):
 def ahead_of(strategy: Strategy) -> tuple[int, ...]:
     """Calls ahead for which plans are tried, beside one for the latest mask: fewer where planning takes longer.
 
-    More of them serve no longer (scripts/bench_reuse): 1, 3, 5, 7, 9 for Ulysses 1.0309 of mean ρ_s, these 1.0301;
-    3, 6, 9 for a ring of 8 1.0345, this one 1.0333.
+    Over ten layers (scripts/bench_reuse, lagged) fewer serve Ulysses a little worse (2, 5, 8: mean ρ_s 1.0307 instead
+    of 1.0294), and more serve rings no better (3, 6, 9: 1.0365 instead of 1.0355 for a ring of 8).
     """
-    return (2, 5, 8) if strategy.ring == 1 else (6,)
+    return (1, 3, 5, 7, 9) if strategy.ring == 1 else (6,)
 
 
 def longest_serving(

@@ -118,6 +118,15 @@ class Plan:
         head, block = np.nonzero((self.kv_slot == slot) & self.head_columns[:, column, None])
         return head, block
 
+    def blocks_by_slot(self, column: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`slot_blocks` of all slots, in one pass."""
+        wanted = np.flatnonzero(np.repeat(self.head_columns[:, column], self.kv_slot.shape[1]))
+        slot = self.kv_slot.reshape(-1)[wanted].astype(np.uint16)  # sorted by radix
+        sizes = np.bincount(slot, minlength=self.strategy.ring)
+        in_order = wanted[np.argsort(slot, kind="stable")]
+        pieces = np.split(in_order, np.cumsum(sizes)[:-1])
+        return [(piece // self.kv_slot.shape[1], piece % self.kv_slot.shape[1]) for piece in pieces]
+
     def reused_for(self, mask: BlockMask, *, compare: bool = True) -> Plan:
         """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0.
 

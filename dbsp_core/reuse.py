@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 import weakref
 from collections.abc import Callable, Hashable
@@ -199,6 +200,19 @@ class _Verdict:
     next: Planned
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What the thread is given of a call; see `LaggedPlanCache.plan_for`. event: on its stream, behind its mask"""
+
+    plan: Plan
+    service: _Service
+    mask: BlockMask
+    make: MakePlan
+    again: PlanAgain | None
+    prepare: PreparePart | None
+    event: torch.cuda.Event | None
+
+
 @dataclass
 class LaggedPlanCache:
     """As `PlanCache`, one call behind: a call uses the plan that was settled for the last one, and never waits for its
@@ -217,7 +231,7 @@ class LaggedPlanCache:
     latest: dict[Hashable, Plan] = field(default_factory=dict)
     _plans: dict[Hashable, Planned] = field(default_factory=dict)
     _services: dict[Hashable, _Service] = field(default_factory=dict)
-    _due: dict[Hashable, Callable[[], _Verdict]] = field(default_factory=dict)
+    _due: dict[Hashable, _Call] = field(default_factory=dict)
     _pending: dict[Hashable, Future[_Verdict]] = field(default_factory=dict)
     _notes: SequenceGroup = field(init=False)
     _background: Background = field(init=False)
@@ -250,8 +264,7 @@ class LaggedPlanCache:
             self._services[key] = _Service(floor=planned.plan.rho)
         self._plans[key] = Planned(planned.plan)  # whoever gets the part keeps it
         event = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
-        current, service = planned.plan, self._services[key]
-        self._due[key] = lambda: self._judge(current, service, mask, make, again, prepare, event)
+        self._due[key] = _Call(planned.plan, self._services[key], mask, make, again, prepare, event)
         return planned
 
     def start(self) -> None:
@@ -260,7 +273,7 @@ class LaggedPlanCache:
         It would slow this thread down until then. Whatever waits for the thread starts it too.
         """
         for key in list(self._due):
-            self._pending[key] = self._background.submit(self._due.pop(key))
+            self._pending[key] = self._background.submit(functools.partial(self._judge, self._due.pop(key)))
 
     def serves_again(self, key: Hashable, plan: Plan) -> bool:
         """As `PlanCache.serves_again`, for the plan as the next call would have it."""
@@ -305,21 +318,12 @@ class LaggedPlanCache:
         self.counters.replans += verdict.next.plan is not verdict.used
         self.latest[key], self._plans[key] = verdict.used, verdict.next
 
-    def _judge(
-        self,
-        plan: Plan,
-        service: _Service,
-        mask: BlockMask,
-        make: MakePlan,
-        again: PlanAgain | None,
-        prepare: PreparePart | None,
-        event: torch.cuda.Event | None,
-    ) -> _Verdict:
+    def _judge(self, call: _Call) -> _Verdict:
         """In the thread. Collective on its own group."""
         problem: Exception | None = None
         verdict, mark = None, 0
         try:
-            verdict = self._evaluate(plan, service, mask, make, again, prepare, event)
+            verdict = self._evaluate(call)
             mark = verdict.next.plan.fingerprint
         except Exception:
             problem = RuntimeError(f"planning failed:\n{traceback.format_exc()}")
@@ -328,23 +332,15 @@ class LaggedPlanCache:
             raise RuntimeError("planning failed") from problem
         return verdict
 
-    def _evaluate(
-        self,
-        plan: Plan,
-        service: _Service,
-        mask: BlockMask,
-        make: MakePlan,
-        again: PlanAgain | None,
-        prepare: PreparePart | None,
-        event: torch.cuda.Event | None,
-    ) -> _Verdict:
-        with self._beside(mask.bits.device, event):
+    def _evaluate(self, call: _Call) -> _Verdict:
+        plan, service, mask = call.plan, call.service, call.mask
+        with self._beside(mask.bits.device, call.event):
             service.watch(mask, self.rule)
             used = chosen = plan.reused_for(mask, compare=self.compare)
             if service.ended(used, self.rule):
-                chosen = service.begin(mask, make(mask, plan), again, self.rule, lead=1)
+                chosen = service.begin(mask, call.make(mask, plan), call.again, self.rule, lead=1)
         changes = chosen is not used and not chosen.same_route(plan)
-        return _Verdict(used, Planned(chosen, prepare(chosen) if prepare is not None and changes else None))
+        return _Verdict(used, Planned(chosen, call.prepare(chosen) if call.prepare is not None and changes else None))
 
     def _beside(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
         """A stream of the thread's own, behind the mask alone: what else the device computes is not waited for."""
@@ -367,4 +363,4 @@ def _thread_of(notes: SequenceGroup) -> Background:
 
 
 def _fits(plan: Plan, mask: BlockMask) -> bool:
-    return plan.heads == mask.heads and plan.grid.refines(mask.grid)
+    return plan.heads == mask.heads and (plan.grid == mask.grid or plan.grid.refines(mask.grid))

@@ -44,7 +44,7 @@ def ring_attention(
         coming = None
         if period + 1 < len(tables):
             coming = _hand_over(kv, len(tables[period + 1].kv_len), strategy, group)
-        keys, values = kv.flatten(1, 2)
+        keys, values = kv.flatten(1, 2).unbind(0)
         running = block_attention(
             q,
             keys,

@@ -112,7 +112,8 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     ring_rank, column = divmod(rank, plan.strategy.ulysses)
     axis, ring = plan.grid.k_axis, plan.strategy.ring
     row_head, row_block = plan.rows_of(rank)
-    packed = [plan.slot_blocks((ring_rank + period) % ring, column) for period in range(ring)]
+    by_slot = plan.blocks_by_slot(column)
+    packed = [by_slot[(ring_rank + period) % ring] for period in range(ring)]
     per_head = np.stack([np.bincount(head, minlength=plan.heads) for head, _ in packed])  # int64[y, H]
     first = np.cumsum(per_head, axis=1) - per_head
     width = int(per_head.max(initial=0))

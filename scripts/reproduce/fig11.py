@@ -59,7 +59,7 @@ def replans_and_rho(
     for layer in range(layers):
         for mask in steps_of(layer, options, **style):
             for cache, values in zip(caches, rho, strict=True):
-                values.append(cache.plan_for(layer, mask, lambda m, _: make_plan(m, STRATEGY, planner)).rho)
+                values.append(cache.plan_for(layer, mask, lambda m, _: make_plan(m, STRATEGY, planner)).plan.rho)
     return [_row(planner, cache, values, layers) for cache, values in zip(caches, rho, strict=True)]
 
 
