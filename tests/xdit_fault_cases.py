@@ -27,8 +27,14 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
     def refused(*_: Any, **__: Any) -> Any:
         raise AssertionError("a collective before the error")
 
+    def compared(_: Any, problem: Exception | None, *__: Any) -> None:
+        if problem is not None:
+            raise problem
+
     pipe = PIPES[kind]()
     with (
+        mock.patch("dbsp_core.session.agree", compared),
+        mock.patch("dbsp_core.session.gather_texts", lambda group, text, device: [text]),
         mock.patch("dbsp_xdit.attaching.settings_for", lambda given, *_, **__: DbspConfig.load(given)),
         mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused, shift=refused),
     ):
