@@ -171,14 +171,7 @@ class PlanCache:
 
         returns: False, and counts nothing, where the plan has expired: a new one is to be made for the mask
         """
-        service = self._services.setdefault(key, _Service(floor=plan.rho))
-        if service.ends_with(plan, self.rule):
-            return False
-        service.ended(plan, self.rule)
-        self.counters.calls += 1
-        self.counters.judge(plan)
-        self.latest[key] = plan
-        return True
+        return _serves_again(self, key, plan)
 
     def forget(self, key: Hashable) -> None:
         """Drops what is kept for an attention."""
@@ -279,14 +272,7 @@ class LaggedPlanCache:
         """As `PlanCache.serves_again`, for the plan as the next call would have it."""
         self._adopt(key)
         planned = self._plans.setdefault(key, Planned(plan))
-        service = self._services.setdefault(key, _Service(floor=plan.rho))
-        if not planned.plan.same_route(plan) or service.ends_with(plan, self.rule):
-            return False
-        service.ended(plan, self.rule)
-        self.counters.calls += 1
-        self.counters.judge(plan)
-        self.latest[key] = plan
-        return True
+        return planned.plan.same_route(plan) and _serves_again(self, key, plan)
 
     def forget(self, key: Hashable) -> None:
         """Drops what is kept for an attention, once nothing is pending for it."""
@@ -360,6 +346,18 @@ def _thread_of(notes: SequenceGroup) -> Background:
     if notes.group is None:
         return Background()
     return _THREADS.setdefault(notes.group, Background())
+
+
+def _serves_again(cache: PlanCache | LaggedPlanCache, key: Hashable, plan: Plan) -> bool:
+    """Counts one more call that `plan` serves, unless it has expired."""
+    service = cache._services.setdefault(key, _Service(floor=plan.rho))
+    if service.ends_with(plan, cache.rule):
+        return False
+    service.ended(plan, cache.rule)
+    cache.counters.calls += 1
+    cache.counters.judge(plan)
+    cache.latest[key] = plan
+    return True
 
 
 def _fits(plan: Plan, mask: BlockMask) -> bool:
