@@ -203,10 +203,11 @@ class _Axis:
         for heads, fragments in self.groups:
             here = np.flatnonzero(fragments.rank == rank)
             ranks = wanting(heads, fragments.block[here])
-            head, piece, one = np.nonzero(ranks >= 0)
+            wanted = np.flatnonzero(ranks >= 0)  # in one dimension: faster
+            head, piece = np.divmod(wanted // ranks.shape[2], ranks.shape[1])
             taken = here[piece]
             length = fragments.length[taken]
-            parts.append((ranks[head, piece, one], heads[head], fragments.local[taken], length, np.zeros_like(length)))
+            parts.append((ranks.ravel()[wanted], heads[head], fragments.local[taken], length, np.zeros_like(length)))
         return _Places.sorted_by_rank(parts)
 
     def packed(self, head: np.ndarray, block: np.ndarray) -> _Places:

@@ -69,7 +69,7 @@ class PeriodTable:
 class TableLayout:
     """What the kernel tables of all masks under one plan have in common, on one rank.
 
-    heads, blocks: int64[Rq], each row's head and query block
+    heads:   int64[Rq], each row's head;  rows: int64[Rq], head · nq + query block
     turn:    int64[Rq], grows from head to head by more than any row has blocks
     columns: int64[y, H, width], by period: column j of a row stands for this KV block, the j-th of its head's in the
              slot, in packing order
@@ -80,7 +80,7 @@ class TableLayout:
     """
 
     heads: torch.Tensor
-    blocks: torch.Tensor
+    rows: torch.Tensor
     turn: torch.Tensor
     columns: torch.Tensor
     present: torch.Tensor
@@ -119,16 +119,15 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     width = int(per_head.max(initial=0))
     as_masked = ring == 1 and width == len(axis) and bool((per_head[0, np.unique(row_head)] == width).all())
     width += 0 if as_masked else -width % 8  # whole bytes of bits
-    columns = np.zeros((ring, plan.heads, width), dtype=np.int64)
-    present, full = np.zeros((2, ring, plan.heads, width), dtype=bool)
-    for period, (head, block) in enumerate(packed):
-        place = period, head, np.arange(len(head)) - first[period, head]
-        columns[place] = block
-        present[place] = True
-        full[place] = axis.lengths[block] == axis.block
+    # Blocks are packed by period and head, as these arrays have them.
+    present = np.arange(width) < per_head[..., None]
+    block = np.concatenate([block for _, block in packed])
+    columns, full = np.zeros(present.shape, dtype=np.int64), np.zeros(present.shape, dtype=bool)
+    columns[present] = block
+    full[present] = axis.lengths[block] == axis.block
     return TableLayout(
         heads=torch.from_numpy(row_head),
-        blocks=torch.from_numpy(row_block),
+        rows=torch.from_numpy(row_head * plan.grid.nq + row_block),
         turn=torch.from_numpy(row_head * (width + 1)),
         columns=torch.from_numpy(columns),
         present=torch.from_numpy(present),
@@ -144,7 +143,7 @@ def build_tables(layout: TableLayout, mask: BlockMask) -> tuple[PeriodTable, ...
     """One table per period, on the layout's device. mask: of the plan's grid"""
     heads, periods = layout.heads, len(layout.kv_len)
     # 1. The rows' bits, and by period those of the blocks in its slot: bool[y, Rq, width].
-    needed = mask.bits.to(heads.device, non_blocking=True)[heads, layout.blocks][None]
+    needed = mask.bits.flatten(0, 1).to(heads.device, non_blocking=True).index_select(0, layout.rows)[None]
     if not layout.as_masked:
         needed = needed.expand(periods, -1, -1).gather(2, layout.columns[:, heads]) & layout.present[:, heads]
     # 2. What rows have to do, and in which order they start.
