@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.tiny import TINY_MODELS
-
 __all__ = [
     "CHECKPOINTS",
     "TINY",
+    "TINY_MODELS",
     "Checkpoint",
     "Identity",
     "checkpoint_of",
@@ -24,7 +23,7 @@ __all__ = [
 ]
 
 TINY = "tiny-"
-"""Before an architecture of `dbsp_core.tiny`, the name of a model that is made where it is needed."""
+"""Before a key of `TINY_MODELS`, the name of a model that is made where it is needed."""
 
 _WAN_NEGATIVE = (
     "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
@@ -144,10 +143,18 @@ class Identity:
         if self.checkpoint is not None:
             return self.checkpoint.name
         for name, tiny in TINY_MODELS.items():
-            if (tiny.pipeline, tiny.sizes) == (self.pipeline, self.sizes):
+            if tiny == self:
                 return f"{TINY}{name}"
         layers, heads, head_dim, _ = self.sizes
         return f"a {self.pipeline} with {layers} layers and {heads} heads of {head_dim}"
+
+
+TINY_MODELS = {
+    "wan": Identity("WanPipeline", (4, 12, 24, 1)),
+    "wan-trained": Identity("WanPipeline", (4, 12, 24, 1)),
+    "cogvideox": Identity("CogVideoXPipeline", (2, 6, 16, 2)),
+}
+"""Tiny checkpoints that db-SP can make for demonstrations and tests, by name."""
 
 
 def identity_of(pipeline: str, config: Mapping[str, Any]) -> Identity:
@@ -169,7 +176,7 @@ def checkpoint_of(pipeline: str, config: Mapping[str, Any]) -> Checkpoint | None
 
 
 def tiny_architecture(model: str) -> str | None:
-    """The architecture of `dbsp_core.tiny` that a model's name asks for ("tiny-wan": "wan"), or None."""
+    """The key of `TINY_MODELS` that a model's name asks for ("tiny-wan": "wan"), or None."""
     name = model.removeprefix(TINY)
     return name if model.startswith(TINY) and name in TINY_MODELS and not Path(model).exists() else None
 
@@ -181,7 +188,7 @@ def identity_of_model(model: str | os.PathLike[str]) -> Identity | None:
     if checkpoint is not None:
         return Identity(checkpoint.pipeline, checkpoint.sizes)
     if tiny is not None:
-        return Identity(TINY_MODELS[tiny].pipeline, TINY_MODELS[tiny].sizes)
+        return TINY_MODELS[tiny]
     try:
         index = json.loads((Path(text) / "model_index.json").read_text())
         config = json.loads((Path(text) / "transformer" / "config.json").read_text())

@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from dbsp_core.checkpoints import TINY_MODELS
 from dbsp_core.commands.calibrate import calibrate_command
 from dbsp_core.commands.generate import generate_command
 from dbsp_core.commands.masks import masks_app
@@ -26,7 +27,7 @@ from dbsp_core.mask_file import MaskFile
 from dbsp_core.plan import Plan, can_cut, make_plan
 from dbsp_core.planners import PLANNERS, require_planner
 from dbsp_core.strategy import Strategy
-from dbsp_core.tiny import TINY_MODELS, make_tiny
+from dbsp_core.tiny import make_tiny
 
 __all__ = ["app", "main"]
 

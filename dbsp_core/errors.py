@@ -5,12 +5,19 @@ The lowest package defines the first, so that every package can raise it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from dbsp_kernels.errors import UserError
 
-__all__ = ["SettingError", "UserError", "bad_value", "blaming"]
+__all__ = ["ERROR", "NOTICE", "SettingError", "UserError", "bad_value", "blaming", "exit_with"]
+
+NOTICE = "dbsp: "
+"""Before a line that a rank has for the user."""
+ERROR = NOTICE + "error: "
+"""Before the line that names a user's mistake."""
 
 
 class SettingError(UserError):
@@ -44,3 +51,10 @@ def blaming(key: object) -> Iterator[None]:
         raise error.within(key) from error
     except UserError as error:
         raise SettingError(str(error), (str(key),)) from error
+
+
+def exit_with(error: UserError) -> NoReturn:
+    """One line for a user's mistake, and exit code 2."""
+    sys.stderr.write(f"{ERROR}{error}\n")
+    sys.stderr.flush()
+    raise SystemExit(2) from error

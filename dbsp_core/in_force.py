@@ -15,8 +15,7 @@ from dbsp_core.agreement import on_all_ranks
 from dbsp_core.architectures import ARCHITECTURES, architecture_of
 from dbsp_core.checkpoints import Identity, identity_of, identity_of_model
 from dbsp_core.config import ConfigLike, DbspConfig
-from dbsp_core.errors import UserError
-from dbsp_core.generation.launching import NOTICE
+from dbsp_core.errors import NOTICE, UserError
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.settings import Settings, shipped_configs
 from dbsp_core.sources import SOURCES, DenseSource

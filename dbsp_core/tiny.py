@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from dbsp_core.errors import UserError
 
-__all__ = ["TINY_MODELS", "TRAINED_WAN", "TinyModel", "hush_libraries", "make_tiny"]
+__all__ = ["MAKERS", "TRAINED_WAN", "hush_libraries", "make_tiny"]
 
 TRAINED_WAN = Path(__file__).parent / "weights" / "tiny-wan"
 """The trained pipeline, in half precision, with its card."""
@@ -31,11 +31,11 @@ _CORPUS = ["a red ball bounces over a blue floor", "a cat runs on the grass", "t
 def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
     """Writes a tiny pipeline in float32 to `folder`, which appears whole or not at all. returns: the folder.
 
-    model: a key of TINY_MODELS;  seed: of random weights
+    model: a key of MAKERS;  seed: of random weights
     Raises ValueError for an unknown model, or a folder that holds something else.
     """
-    if model not in TINY_MODELS:
-        raise UserError(f"unknown tiny model {model!r}; use one of {', '.join(TINY_MODELS)}")
+    if model not in MAKERS:
+        raise UserError(f"unknown tiny model {model!r}; use one of {', '.join(MAKERS)}")
     folder = Path(folder)
     taken = folder.exists() and not (folder / "model_index.json").is_file()
     if taken and (not folder.is_dir() or any(folder.iterdir())):
@@ -45,10 +45,10 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
-                TINY_MODELS[model].make().save_pretrained(Path(temporary) / "new")
+                MAKERS[model].make().save_pretrained(Path(temporary) / "new")
             except SafetensorError as error:  # of the shipped weights, or a disk that is full
                 raise OSError(f"the tiny checkpoint {folder} cannot be made: {error}") from error
-        if (card := TINY_MODELS[model].card) is not None:
+        if (card := MAKERS[model].card) is not None:
             shutil.copy(card, Path(temporary) / "new")
         if folder.exists():
             shutil.move(folder, Path(temporary) / "old")
@@ -175,20 +175,16 @@ def _tokenizer(max_length: int) -> Any:
 
 
 @dataclass(frozen=True)
-class TinyModel:
-    """make: builds the pipeline;  pipeline, sizes: what it will be, as `dbsp_core.checkpoints.Checkpoint` has them
-
-    card: a file to go with it
-    """
+class _TinyModel:
+    """make: builds the pipeline;  card: a file to go with it"""
 
     make: Callable[[], Any]
-    pipeline: str
-    sizes: tuple[int, int, int, int]
     card: Path | None = None
 
 
-TINY_MODELS = {
-    "wan": TinyModel(_wan, "WanPipeline", (4, 12, 24, 1)),
-    "wan-trained": TinyModel(_trained_wan, "WanPipeline", (4, 12, 24, 1), TRAINED_WAN / "README.md"),
-    "cogvideox": TinyModel(_cogvideox, "CogVideoXPipeline", (2, 6, 16, 2)),
+MAKERS = {
+    "wan": _TinyModel(_wan),
+    "wan-trained": _TinyModel(_trained_wan, TRAINED_WAN / "README.md"),
+    "cogvideox": _TinyModel(_cogvideox),
 }
+"""How each of `dbsp_core.checkpoints.TINY_MODELS` is made."""

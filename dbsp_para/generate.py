@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from dbsp_core.checkpoints import Identity
 from dbsp_core.config import DbspConfig
-from dbsp_core.errors import UserError
-from dbsp_core.generation.mistakes import exit_with
+from dbsp_core.errors import UserError, exit_with
 from dbsp_core.generation.patience import limit_waiting
 from dbsp_core.hosts import in_float64
 

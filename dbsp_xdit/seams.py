@@ -21,8 +21,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from dbsp_core.errors import UserError
-from dbsp_core.generation.mistakes import exit_with
+from dbsp_core.errors import UserError, exit_with
 from dbsp_core.hosts import Attachment
 
 __all__ = ["install", "uninstall"]

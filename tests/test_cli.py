@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PLANNERS
-from dbsp_core.tiny import TINY_MODELS
+from dbsp_core.tiny import MAKERS
 from generators import random_bits
 
 GRID = BlockGrid(tokens=203, text_tokens=11, block_q=32, block_k=16)
@@ -197,7 +197,7 @@ class TestTiny:
         assert pipe.tokenizer("a red ball").input_ids
 
     def test_a_failure_leaves_the_older_checkpoint_and_nothing_else(self, dbsp, tmp_path, monkeypatch):
-        monkeypatch.setitem(TINY_MODELS, "wan", replace(TINY_MODELS["wan"], make=HalfWritten))
+        monkeypatch.setitem(MAKERS, "wan", replace(MAKERS["wan"], make=HalfWritten))
         folder = tmp_path / "wan"
         folder.mkdir()
         (folder / "model_index.json").write_text('{"older": true}')
@@ -213,7 +213,7 @@ class TestTiny:
             def save_pretrained(self, folder):
                 raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-        monkeypatch.setitem(TINY_MODELS, "wan", replace(TINY_MODELS["wan"], make=Full))
+        monkeypatch.setitem(MAKERS, "wan", replace(MAKERS["wan"], make=Full))
         code, out, err = dbsp("tiny", "wan", tmp_path / "wan")
         assert (code, out) == (2, "")
         assert err.startswith(f"dbsp: error: the tiny checkpoint {tmp_path / 'wan'} cannot be made: ")
@@ -225,7 +225,7 @@ class TestTiny:
         def needs_diffusers():
             raise ImportError("No module named 'diffusers'", name="diffusers")
 
-        monkeypatch.setitem(TINY_MODELS, "wan", replace(TINY_MODELS["wan"], make=needs_diffusers))
+        monkeypatch.setitem(MAKERS, "wan", replace(MAKERS["wan"], make=needs_diffusers))
         code, out, err = dbsp("tiny", "wan", tmp_path / "wan")
         assert (code, out) == (2, "")
         assert "diffusers is needed to make checkpoints; pip install 'dbsp-attention[xdit]'" in err

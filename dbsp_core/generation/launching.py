@@ -13,16 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dbsp_core.errors import UserError
+from dbsp_core.errors import ERROR, NOTICE, UserError
 from dbsp_core.generation.leftovers import RUN, end_leftovers
 from dbsp_start.held import held
 
-__all__ = ["ERROR", "NOTICE", "Launch", "RunFailed", "Watcher", "run_watched"]
-
-NOTICE = "dbsp: "
-"""Before a line that a rank has for the user."""
-ERROR = NOTICE + "error: "
-"""Before the line that names a user's mistake."""
+__all__ = ["Launch", "RunFailed", "Watcher", "run_watched"]
 
 _TAG = re.compile(r"\(rank (\d+)\) ")
 _STEPS_DONE = re.compile(r"(\d+)/(\d+) \[")

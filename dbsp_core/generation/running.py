@@ -10,8 +10,9 @@ from pathlib import Path
 import yaml
 
 from dbsp_core.checkpoints import TINY
+from dbsp_core.errors import NOTICE
 from dbsp_core.generation.generate import Job
-from dbsp_core.generation.launching import NOTICE, RunFailed, Watcher, run_watched
+from dbsp_core.generation.launching import RunFailed, Watcher, run_watched
 from dbsp_core.generation.placing import WorkFolder, put_folder, remove_left_over, work_folder
 from dbsp_core.generation.sole_run import sole_run
 from dbsp_core.settings import Settings, read_settings

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.errors import UserError
-from dbsp_core.generation.launching import NOTICE
+from dbsp_core.errors import NOTICE, UserError
 from dbsp_core.hosts import Attachment
 from dbsp_core.pipe_calls import around_calls
 from dbsp_core.reports.making import is_writer, make_report, write_report_files
