@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from dbsp_core.calibration.clock import Clock, core_seconds, quiet_laps
-from dbsp_core.calibration.measure import Setting, measure_attentions
-from dbsp_core.calibration.ranks import run_ranks
-from dbsp_core.calibration.run import ELEMENT_BYTES
-from dbsp_core.calibration.samples import Case
+from dbsp_cli.calibrate.calibrate import ELEMENT_BYTES
+from dbsp_cli.calibrate.cases import Case
+from dbsp_cli.calibrate.measure import Setting, measure_attentions
+from dbsp_cli.calibrate.timing import Clock, core_seconds, quiet_laps, run_ranks
 from dbsp_core.hardware import Hardware
 from dbsp_core.home import HomeLayout
 from dbsp_core.latency import AttentionShape, predict

@@ -92,8 +92,9 @@ def _be_a_rank(video: Path) -> None:
 
 
 def _generate() -> None:
-    from dbsp_core.cli import main
-    from dbsp_core.generation import generate, running
+    from dbsp_cli.cli import main
+    from dbsp_cli.generate import job as generate
+    from dbsp_cli.generate import running
 
     generate.HOSTS["para"] = replace(generate.HOSTS["para"], module="cheap_ranks")
     running.make_tiny = lambda *_: None  # type: ignore[assignment]  # there is no model

@@ -43,7 +43,7 @@ def dbsp(
     def run(*args: object) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["dbsp", *map(str, args)])
         capsys.readouterr()
-        from dbsp_core.cli import main  # not before `interpreter`
+        from dbsp_cli.cli import main  # not before `interpreter`
 
         with pytest.raises(SystemExit) as stopped:
             main()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import user_masks
+from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import DbspConfig
 from dbsp_core.sources import CallableSource, MaskRequest
-from dbsp_core.tiny import make_tiny
 from para_cases import ParaCase, run_para_case, run_pipeline_case, run_until_error
 
 REQUEST = MaskRequest(layer=2, heads=3, thw=(3, 4, 5), text_tokens=7, step=4, branch=1)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
+from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.home import HOME_ORDERS
 from dbsp_core.planners import PLANNERS
-from dbsp_core.tiny import MAKERS
 from generators import random_bits
 
 GRID = BlockGrid(tokens=203, text_tokens=11, block_q=32, block_k=16)

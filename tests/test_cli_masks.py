@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from dbsp_cli.mask_tools.plots import heads_to_draw
+from dbsp_cli.mask_tools.recording import Recording
+from dbsp_cli.mask_tools.series import MaskSeries, densities_of, drift_of, spread_out
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
-from dbsp_core.recordings.picture import heads_to_draw
 from dbsp_core.recordings.recorder import INDEX, MaskRecorder, RecordSettings
-from dbsp_core.recordings.recording import Recording
-from dbsp_core.recordings.series import MaskSeries, densities_of, drift_of, spread_out
 from dbsp_core.reuse import ReplanRule
 from dbsp_core.sources import MaskRequest, SyntheticSource, WindowSource
 from dbsp_core.steps import Moment

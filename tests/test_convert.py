@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_recording, lut_bits
+from dbsp_cli.mask_tools.paro_plan import PARO_ORDERS
+from dbsp_cli.mask_tools.text_blocks import BlockReading, fit_blocks
 from dbsp_core import BlockGrid, BlockMask, MaskFile
-from dbsp_core.conversion.convert import ConvertOptions, convert_masks, convert_recording
-from dbsp_core.conversion.lut import lut_bits
-from dbsp_core.conversion.permute_plan import PARO_ORDERS
-from dbsp_core.conversion.text_blocks import BlockReading, fit_blocks
 from dbsp_core.recordings.recorder import MaskRecorder, RecordSettings
 from dbsp_core.steps import Moment
 from generators import SEEDS, examples, random_bits

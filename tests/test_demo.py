@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from rich.progress import Progress
 
-from dbsp_core.cli import main
+from dbsp_cli.cli import main
 from dbsp_xdit.demo import Settings, run_demo
 from dbsp_xdit.side_by_side import SHOWN, save_side_by_side
 

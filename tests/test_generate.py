@@ -15,17 +15,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
 from dbsp_core.reports.report import RunReport
 from dbsp_core.single import attach_single_process
-from dbsp_core.tiny import make_tiny
 from nodes import two_nodes
 
 TOLERANCE = 1e-5
 PROMPT = "a red ball bounces over a blue floor"
 SIZES = {"height": 64, "width": 96, "num_frames": 17, "steps": 2, "guidance_scale": 2.0}
 SMALL = [part for name, value in SIZES.items() for part in ("--set", f"video.{name}={value}")]
-DBSP = [sys.executable, "-c", "from dbsp_core.cli import main; main()"]
+DBSP = [sys.executable, "-c", "from dbsp_cli.cli import main; main()"]
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ import torch
 from diffusers import WanTransformer3DModel
 
 import dbsp_core.single
+from dbsp_cli.generate.job import Wishes, prepare
+from dbsp_cli.generate.launcher import Launch, Watcher
 from dbsp_core import DbspConfig, Strategy
 from dbsp_core.checkpoints import CHECKPOINTS
-from dbsp_core.generation.generate import Wishes, prepare
-from dbsp_core.generation.launching import Launch, Watcher
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.in_force import UNCONFIGURED, settings_for
 from dbsp_core.single import attach_single_process
@@ -220,7 +220,7 @@ def test_documentation_names_no_flag_that_is_not_there():
 
     import typer
 
-    from dbsp_core.cli import app
+    from dbsp_cli.cli import app
 
     known = {name for p in typer.main.get_command(app).commands["generate"].params for name in p.opts}
     for line in re.findall(r"^dbsp generate.*(?:\\\n.*)*", text, re.MULTILINE):

@@ -130,7 +130,7 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 
 def test_everything_imports_without_hosts():
-    done = python("import dbsp_core, dbsp_core.cli, dbsp_core.reports.report, dbsp_kernels, dbsp_xdit, dbsp_para")
+    done = python("import dbsp_core, dbsp_cli.cli, dbsp_core.reports.report, dbsp_kernels, dbsp_xdit, dbsp_para")
     assert done.returncode == 0, done.stderr
 
 
@@ -140,7 +140,7 @@ def test_the_blocked_imports_are_blocked():
 
 
 def test_doctor_names_the_missing_hosts_and_the_fix():
-    done = python("from dbsp_core.cli import main; sys.argv = ['dbsp', 'doctor', '--json']; main()")
+    done = python("from dbsp_cli.cli import main; sys.argv = ['dbsp', 'doctor', '--json']; main()")
     assert done.returncode == 0, done.stderr
     findings = {finding["what"]: finding for finding in json.loads(done.stdout)["findings"]}
     xdit = next(finding for what, finding in findings.items() if what.startswith("xDiT"))

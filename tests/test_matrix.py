@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 from safetensors.torch import save_file
 
+from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
-from dbsp_core.tiny import make_tiny
 from matrix_cases import MatrixCase, run_matrix, single_process_latents
 from xdit_cases import start_xfuser
 

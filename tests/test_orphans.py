@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from cheap_ranks import LIMIT_S, Ranks, generating, wait_until
-from dbsp_core.generation.endings import end_in_order
-from dbsp_core.generation.launching import Launch, RunFailed, Watcher, run_watched
+from dbsp_cli.generate.endings import end_in_order
+from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher, run_watched
 from dbsp_core.hosts import Attachment
 from dbsp_xdit.autoload import autoload
 from dbsp_xdit.seams import _seam_cli
@@ -84,8 +84,8 @@ def test_a_killed_command_takes_torchrun_and_ranks_along_and_the_next_one_cleans
     def finished(command: list[str], log: Path, ranks_folder: Path, watcher: Watcher) -> None:
         (ranks_folder.parent / "video.mp4").write_bytes(b"a video")
 
-    monkeypatch.setattr("dbsp_core.generation.running.run_watched", finished)
-    monkeypatch.setattr("dbsp_core.generation.running.make_tiny", lambda *_: None)
+    monkeypatch.setattr("dbsp_cli.generate.running.run_watched", finished)
+    monkeypatch.setattr("dbsp_cli.generate.running.make_tiny", lambda *_: None)
     code, _, err = dbsp("generate", "--config", "tiny-wan", "--prompt", "x", "--out", folder / "ball.mp4")
     assert code == 0, err
     assert names(folder) == ["ball.log", "ball.mp4"]

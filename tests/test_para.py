@@ -6,8 +6,8 @@ import importlib
 
 import pytest
 
+from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
-from dbsp_core.tiny import make_tiny
 from para_cases import (
     ParaCase,
     run_para_case,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_core.tiny import make_tiny
+from dbsp_cli.tiny_models import make_tiny
 
 pytest.importorskip("para_attn")
 

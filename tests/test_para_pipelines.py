@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dbsp_core.tiny import make_tiny
+from dbsp_cli.tiny_models import make_tiny
 from para_pipeline_cases import run_after_failures, run_cached, run_generations, run_pipeline, run_two_of_a_class
 
 pytest.importorskip("para_attn")

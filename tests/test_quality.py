@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 
+from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT, smooth_tokens, sparse_errors
 from dbsp_core import BlockGrid, BlockMask
-from dbsp_core.recordings.quality import DEFAULT_LIMIT, smooth_tokens, sparse_errors
 from dbsp_core.sources import MaskRequest, WindowSource
 from generators import SEEDS, examples, random_bits
 from oracle import dense_attention

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup
 from dbsp_core.recordings.recorder import INDEX, MaskRecorder, RecordSettings, parse_layers, parse_size
-from dbsp_core.recordings.recording import Recording
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.steps import Moment
 from generators import SEEDS, examples, random_bits

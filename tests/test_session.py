@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dbsp_core.recordings.series import MaskSeries, drift_of
+from dbsp_cli.mask_tools.series import MaskSeries, drift_of
 from dbsp_core.reuse import ReplanRule
 from dbsp_core.session import MOST_SIZES
 from dbsp_core.size_context import MOST_PASSES

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dbsp_cli.simulate import simulate
 from dbsp_core import (
     BlockGrid,
     BlockMask,
@@ -23,7 +24,6 @@ from dbsp_core import (
 )
 from dbsp_core.hardware import load_hardware
 from dbsp_core.serving import kernel_merges
-from dbsp_core.simulate import simulate
 from dbsp_core.zoo import ZOO, ModelSpec, require_model
 from dbsp_kernels import KERNELS
 

@@ -22,7 +22,7 @@ def test_an_interrupt_during_imports_is_quiet(tmp_path, command, ignored):
     """torch is a stand-in that says when it is imported, and takes for ever."""
     (tmp_path / "torch.py").write_text(SLOW if not ignored else SLOW.replace("600", "0") + "raise SystemExit(5)\n")
     run = subprocess.Popen(
-        [sys.executable, "-c", f"from dbsp_start.commands import {command}; {command}()", "--help"],
+        [sys.executable, "-c", f"from dbsp_cli.entry import {command}; {command}()", "--help"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -40,7 +40,7 @@ def test_an_interrupt_after_the_imports_is_quiet_too(dbsp, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dbsp_core.cli.examine", interrupted)
+    monkeypatch.setattr("dbsp_cli.cli.examine", interrupted)
     code, out, _ = dbsp("doctor")
     assert (code, out) == (130, "")
 
@@ -64,7 +64,7 @@ class TestFaultsOfOurOwn:
         def broken():
             raise IndexError("a fault")
 
-        monkeypatch.setattr("dbsp_core.cli.examine", broken)
+        monkeypatch.setattr("dbsp_cli.cli.examine", broken)
         with pytest.raises(IndexError, match="a fault"):
             dbsp("doctor")
 
@@ -127,7 +127,7 @@ class TestFaultsOfOurOwn:
         assert ("Traceback (most recent call last):" in before) is ours
 
     def test_of_a_rank_of_dbsp_generate(self, tmp_path, monkeypatch):
-        from dbsp_core.generation.launching import Launch, RunFailed, Watcher, run_watched
+        from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher, run_watched
 
         (tmp_path / "broken_rank.py").write_text(
             "import sys\nimport dbsp_para.generate as host\n"

@@ -17,11 +17,11 @@ from cache_cases import (
     run_cache_case,
     run_cached_pipeline,
 )
+from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import HomeLayout, SequenceGroup
 from dbsp_core.deciding import Together
 from dbsp_core.step_caches import BY_STEP, DECIDING, WHOLE_BATCH
 from dbsp_core.streams import StreamShards
-from dbsp_core.tiny import make_tiny
 from xdit_cases import start_xfuser
 
 TOLERANCE = 1e-12  # in float64

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from dbsp_cli.mask_tools.series import MaskSeries
+from dbsp_cli.tiny_models import TRAINED_WAN
 from dbsp_core import make_plan
 from dbsp_core.home import HomeLayout
-from dbsp_core.recordings.series import MaskSeries
 from dbsp_core.strategy import Strategy
-from dbsp_core.tiny import TRAINED_WAN
 
 ROOT = Path(__file__).resolve().parents[1]
 MASKS = ROOT / "tests" / "data" / "learned-masks.safetensors"

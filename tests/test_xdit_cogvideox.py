@@ -7,8 +7,8 @@ import json
 import pytest
 from safetensors.torch import load_file
 
+from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
-from dbsp_core.tiny import make_tiny
 from xdit_cases import PipelineCase, expected_latents, run_cogvideox_pipeline, start_xfuser
 
 TOLERANCE = 1e-5

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import dbsp_core
+from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.checkpoints import CHECKPOINTS
-from dbsp_core.tiny import make_tiny
 from dbsp_xdit.flags import _SWITCHES, add_flags
 from dbsp_xdit.models import find_model
 from dbsp_xdit.preflight import preflight

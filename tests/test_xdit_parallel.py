@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dbsp_core.tiny import make_tiny
+from dbsp_cli.tiny_models import make_tiny
 from xdit_cases import XditCase, run_xdit_case, start_xfuser
 from xdit_parallel_cases import run_compiled, run_data_parallel, run_image_to_video
 

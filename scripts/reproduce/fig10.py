@@ -14,7 +14,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from modelled import MODELLED, PAPER_DYNAMIC, machine, model_masks, modelled_arguments, strategies, times_of
 
-from dbsp_core.simulate import LayerTime, Way, summarised
+from dbsp_cli.simulate import LayerTime, Way, summarised
 from dbsp_core.zoo import ZOO
 
 MODELS = ("wan2.1-t2v-14b", "cogvideox1.5-5b")

@@ -13,8 +13,8 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arguments, video
 
+from dbsp_cli.simulate import Way
 from dbsp_core import Strategy
-from dbsp_core.simulate import Way
 from dbsp_core.zoo import ZOO
 
 MODEL = "wan2.1-t2v-14b"

@@ -21,7 +21,7 @@ from modelled import (
     video,
 )
 
-from dbsp_core.simulate import Way
+from dbsp_cli.simulate import Way
 
 PLANNERS = ("contiguous", "paper", "dbsp")
 

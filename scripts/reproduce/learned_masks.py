@@ -17,11 +17,11 @@ from common import RESULTS, STRATEGIES, publish
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+from dbsp_cli.mask_tools.series import MaskSeries, drift_of
 from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.home import HomeLayout
 from dbsp_core.mask_file import save_mask
 from dbsp_core.planners import PLANNERS
-from dbsp_core.recordings.series import MaskSeries, drift_of
 from dbsp_core.reuse import ReplanRule
 from dbsp_core.strategy import Strategy
 from dbsp_xdit.demo import PREDICTED

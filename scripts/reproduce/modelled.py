@@ -8,10 +8,10 @@ from typing import Any
 
 from common import arguments, layer_count, masks
 
+from dbsp_cli.simulate import LayerTime, Simulated, Way, simulate_layer, summarised
 from dbsp_core import BlockMask, Strategy
 from dbsp_core.hardware import Hardware, load_hardware
 from dbsp_core.latency import Topology
-from dbsp_core.simulate import LayerTime, Simulated, Way, simulate_layer, summarised
 from dbsp_core.zoo import ZOO, ModelSpec
 
 MODELLED = "modelled, synthetic masks"

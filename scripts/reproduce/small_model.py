@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
+from dbsp_cli.tiny_models import TRAINED_WAN
 from dbsp_core.config import DbspConfig
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
 from dbsp_core.single import attach_single_process
 from dbsp_core.sources import HomeTokens, MaskRequest, MaskSource
 from dbsp_core.sources.base import Varies
-from dbsp_core.tiny import TRAINED_WAN
 from dbsp_xdit.side_by_side import decode_video
 
 MEASURED_HERE = "measured on the small trained model"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 
+from dbsp_cli.generate.launcher import Launch
 from dbsp_core.checkpoints import (
     CHECKPOINTS,
     TINY,
@@ -25,7 +26,6 @@ from dbsp_core.checkpoints import (
 )
 from dbsp_core.config import DbspConfig
 from dbsp_core.errors import UserError, blaming
-from dbsp_core.generation.launching import Launch
 from dbsp_core.generation.video import VideoSettings
 from dbsp_core.in_force import UNCONFIGURED, default_config, require_same_model
 from dbsp_core.paths import require_file_place, require_folder_place

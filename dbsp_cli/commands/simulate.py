@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from dbsp_cli.simulate import Simulated, simulate
 from dbsp_core.errors import UserError
 from dbsp_core.files import write_atomically
 from dbsp_core.hardware import Hardware, load_hardware
@@ -22,7 +23,6 @@ from dbsp_core.mask import BlockMask
 from dbsp_core.mask_file import MaskFile
 from dbsp_core.planners import require_planner
 from dbsp_core.serving import kernel_merges
-from dbsp_core.simulate import Simulated, simulate
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.presets import PRESETS
 from dbsp_core.strategy import Strategy

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dbsp_core.calibration.clock import settled
-from dbsp_core.calibration.fit import Fit, fit
-from dbsp_core.calibration.measure import Setting, measure_attentions, measure_parts
-from dbsp_core.calibration.ranks import run_ranks
-from dbsp_core.calibration.samples import Case, Sizes, held_out, sizes_for
+from dbsp_cli.calibrate.cases import Case, Sizes, held_out, sizes_for
+from dbsp_cli.calibrate.fit import Fit, fit
+from dbsp_cli.calibrate.measure import Setting, measure_attentions, measure_parts
+from dbsp_cli.calibrate.timing import run_ranks, settled
 from dbsp_core.errors import UserError
 from dbsp_core.hardware import COMMUNICATION, Constants, Hardware, device_class, software_versions
 from dbsp_core.home import HomeLayout

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import yaml
 
+from dbsp_cli.generate.job import Job
+from dbsp_cli.generate.launcher import RunFailed, Watcher, run_watched
+from dbsp_cli.generate.sole_run import sole_run
+from dbsp_cli.generate.work_folder import WorkFolder, put_folder, remove_left_over, work_folder
+from dbsp_cli.tiny_models import hush_libraries, make_tiny
 from dbsp_core.checkpoints import TINY
 from dbsp_core.errors import NOTICE
-from dbsp_core.generation.generate import Job
-from dbsp_core.generation.launching import RunFailed, Watcher, run_watched
-from dbsp_core.generation.placing import WorkFolder, put_folder, remove_left_over, work_folder
-from dbsp_core.generation.sole_run import sole_run
 from dbsp_core.settings import Settings, read_settings
-from dbsp_core.tiny import hush_libraries, make_tiny
 
 __all__ = ["Made", "run_job"]
 

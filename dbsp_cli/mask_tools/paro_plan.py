@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dbsp_core.conversion.arrays import SUFFIXES, read_arrays
+from dbsp_cli.mask_tools.foreign_files import SUFFIXES, read_arrays
 from dbsp_core.errors import UserError
 from dbsp_core.mask_file import Orders, one_or_each
 from dbsp_core.order import CANONICAL, require_order

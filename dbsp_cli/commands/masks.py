@@ -15,16 +15,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_core.conversion.convert import ConvertOptions, convert_masks, convert_recording
+from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_recording
+from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, examine_masks
+from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
+from dbsp_cli.mask_tools.recording import Recording
+from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_core.errors import UserError
 from dbsp_core.files import write_atomically
 from dbsp_core.mask_file import MaskLayout
 from dbsp_core.planners import PLANNERS
-from dbsp_core.recordings.info import InfoOptions, MaskInfo, examine_masks
-from dbsp_core.recordings.quality import DEFAULT_LIMIT
 from dbsp_core.recordings.recorder import ENVIRONMENT, parse_layers, parse_size
-from dbsp_core.recordings.recording import Recording
-from dbsp_core.recordings.series import MaskSeries
 
 __all__ = ["masks_app"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from dbsp_cli.calibrate.cases import Case, Sizes
+from dbsp_cli.calibrate.timing import Clock, Laps
 from dbsp_core.attention import DualBalancedAttention
-from dbsp_core.calibration.clock import Clock, Laps
-from dbsp_core.calibration.samples import Case, Sizes
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout
 from dbsp_core.mask import BlockMask

@@ -11,7 +11,7 @@ __all__ = ["dbsp", "dbsp_xdit"]
 
 def dbsp() -> None:
     before = _end_quietly_when_interrupted()
-    from dbsp_core.cli import main
+    from dbsp_cli.cli import main
 
     signal.signal(signal.SIGINT, before)
     main()

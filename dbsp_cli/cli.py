@@ -13,13 +13,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from dbsp_cli.commands.calibrate import calibrate_command
+from dbsp_cli.commands.generate import generate_command
+from dbsp_cli.commands.masks import masks_app
+from dbsp_cli.commands.report import report_command
+from dbsp_cli.commands.simulate import simulate_command
+from dbsp_cli.doctor import examine
+from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.checkpoints import TINY_MODELS
-from dbsp_core.commands.calibrate import calibrate_command
-from dbsp_core.commands.generate import generate_command
-from dbsp_core.commands.masks import masks_app
-from dbsp_core.commands.report import report_command
-from dbsp_core.commands.simulate import simulate_command
-from dbsp_core.doctor import examine
 from dbsp_core.errors import UserError
 from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
 from dbsp_core.mask import BlockMask
@@ -27,7 +28,6 @@ from dbsp_core.mask_file import MaskFile
 from dbsp_core.plan import Plan, can_cut, make_plan
 from dbsp_core.planners import PLANNERS, require_planner
 from dbsp_core.strategy import Strategy
-from dbsp_core.tiny import make_tiny
 
 __all__ = ["app", "main"]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.errors import UserError
 from dbsp_core.grid import BlockGrid
 from dbsp_core.home import HomeLayout
@@ -17,7 +18,6 @@ from dbsp_core.mask import BlockMask
 from dbsp_core.mask_file import MaskFile
 from dbsp_core.plan import Plan, make_plan
 from dbsp_core.planners import require_planner
-from dbsp_core.recordings.recording import Recording
 from dbsp_core.reuse import PlanCache, ReplanRule
 from dbsp_core.steps import Moment
 from dbsp_core.strategy import Strategy

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from dbsp_cli.mask_tools.plots import heads_to_draw, mask_picture
+from dbsp_cli.mask_tools.quality import HeadError, smooth_tokens, sparse_errors
+from dbsp_cli.mask_tools.series import Balance, Drift, MaskSeries, balance_of, densities_of, drift_of, spread_out
 from dbsp_core.errors import UserError
 from dbsp_core.mask import BlockMask
-from dbsp_core.recordings.picture import heads_to_draw, mask_picture
-from dbsp_core.recordings.quality import HeadError, smooth_tokens, sparse_errors
-from dbsp_core.recordings.series import Balance, Drift, MaskSeries, balance_of, densities_of, drift_of, spread_out
 from dbsp_core.reuse import ReplanRule
 from dbsp_core.strategy import Strategy
 
@@ -38,7 +38,7 @@ class InfoOptions:
 
 @dataclass(frozen=True)
 class LayerError:
-    """A head's error (see `dbsp_core.recordings.quality`) in one layer's first mask."""
+    """A head's error (see `dbsp_cli.mask_tools.quality`) in one layer's first mask."""
 
     layer: int
     head: int

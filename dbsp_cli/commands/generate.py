@@ -14,10 +14,10 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dbsp_core.generation.endings import end_in_order
-from dbsp_core.generation.generate import HOSTS, TIMEOUT_S, Job, Wishes, prepare
-from dbsp_core.generation.launching import Launch, RunFailed, Watcher
-from dbsp_core.generation.running import Made, run_job
+from dbsp_cli.generate.endings import end_in_order
+from dbsp_cli.generate.job import HOSTS, TIMEOUT_S, Job, Wishes, prepare
+from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher
+from dbsp_cli.generate.running import Made, run_job
 
 __all__ = ["generate_command"]
 

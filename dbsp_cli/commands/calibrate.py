@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_core.calibration import Calibration, Checked, calibrate, check
+from dbsp_cli.calibrate import Calibration, Checked, calibrate, check
 from dbsp_core.errors import UserError
 from dbsp_core.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
 from dbsp_kernels import choose_kernel
