@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.deciding import Together
+from dbsp_diffusers.caching import Together
 
 __all__ = ["Parallelized", "with_real_tokens"]
 

@@ -14,7 +14,7 @@ from dbsp_core.checkpoints import Identity
 from dbsp_core.config import DbspConfig
 from dbsp_core.errors import UserError, exit_with
 from dbsp_core.generation.patience import limit_waiting
-from dbsp_core.hosts import in_float64
+from dbsp_diffusers.patching import in_float64
 
 __all__ = ["check", "generate"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dbsp_core.config import ConfigLike
 from dbsp_core.errors import UserError
-from dbsp_core.hosts import Attachment
+from dbsp_diffusers.patching import Attachment
 from dbsp_para.caching import with_real_tokens
 from dbsp_para.parallelize import parallelize_pipe, parallelize_transformer
 

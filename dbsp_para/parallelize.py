@@ -7,18 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.architectures import architecture_of
-from dbsp_core.attached import keep, release, session_on
-from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike
 from dbsp_core.errors import UserError
-from dbsp_core.hosts import Attachment, generation_of, steps_of
-from dbsp_core.in_force import announce, identify, settings_for
-from dbsp_core.preconditions import require_uncompiled
-from dbsp_core.reports.calls import model_name, report_calls
 from dbsp_core.reports.making import is_writer, make_report, write_report_files
 from dbsp_core.session import AttentionSession
-from dbsp_core.sharding import shard_transformer
+from dbsp_diffusers.architectures import architecture_of
+from dbsp_diffusers.attached import keep, release, session_on
+from dbsp_diffusers.batch_parallel import split_batch
+from dbsp_diffusers.checks import require_uncompiled
+from dbsp_diffusers.effective_config import announce, identify, settings_for
+from dbsp_diffusers.patching import Attachment, generation_of, steps_of
+from dbsp_diffusers.report_hook import model_name, report_calls
+from dbsp_diffusers.sequence_parallel import shard_transformer
 from dbsp_para.caching import Parallelized
 from dbsp_para.meshes import Ranks
 from dbsp_para.seeds import share_seeds

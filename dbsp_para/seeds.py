@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment
-from dbsp_core.pipe_calls import around_calls
+from dbsp_diffusers.patching import Attachment, around_calls
 
 __all__ = ["share_seeds"]
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbsp_core.architectures import ARCHITECTURES, architecture_of
-from dbsp_core.attached import keep, release, session_on
-from dbsp_core.batches import split_batch
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, generation_of, steps_of
-from dbsp_core.in_force import announce, identify, settings_for
-from dbsp_core.preconditions import require_uncompiled, require_untouched
-from dbsp_core.reports.calls import report_calls
 from dbsp_core.session import AttentionSession
-from dbsp_core.sharding import shard_transformer
-from dbsp_core.step_caches import refuse_step_caches
 from dbsp_core.strategy import Strategy
+from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
+from dbsp_diffusers.attached import keep, release, session_on
+from dbsp_diffusers.batch_parallel import split_batch
+from dbsp_diffusers.caching import refuse_step_caches
+from dbsp_diffusers.checks import require_uncompiled, require_untouched
+from dbsp_diffusers.effective_config import announce, identify, settings_for
+from dbsp_diffusers.patching import Attachment, generation_of, steps_of
+from dbsp_diffusers.report_hook import report_calls
+from dbsp_diffusers.sequence_parallel import shard_transformer
 from dbsp_xdit.branches import branch_of_wan
 from dbsp_xdit.flags import strategy_from
 from dbsp_xdit.strips import attach_strips, whole_latents

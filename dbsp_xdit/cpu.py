@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.hosts import Attachment
+from dbsp_diffusers.patching import Attachment
 
 __all__ = ["shim_actions"]
 

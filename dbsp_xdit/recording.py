@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dbsp_core.reports.calls import report_or_say_why_not, shown_name
+from dbsp_diffusers.report_hook import report_or_say_why_not, shown_name
 from dbsp_xdit.attaching import session_of
 
 __all__ = ["recorded"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dbsp_core.config import DbspConfig
-from dbsp_core.hosts import in_float64
+from dbsp_diffusers.patching import in_float64
 from dbsp_xdit.models import Model
 
 __all__ = ["register"]

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from dbsp_core.errors import UserError, exit_with
-from dbsp_core.hosts import Attachment
+from dbsp_diffusers.patching import Attachment
 
 __all__ = ["install", "uninstall"]
 

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dbsp_core.architectures import architecture_of
 from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
 from dbsp_core.home import HomeLayout
-from dbsp_core.hosts import Attachment, intercept_self_attention, signature_of
 from dbsp_core.session import AttentionSession
-from dbsp_core.step_caches import refuse_step_caches
+from dbsp_diffusers.architectures import architecture_of
+from dbsp_diffusers.caching import refuse_step_caches
+from dbsp_diffusers.patching import Attachment, intercept_self_attention, signature_of
 
 __all__ = ["attach_strips", "strips_layout", "whole_latents"]
 

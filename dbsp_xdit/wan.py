@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from dbsp_core.architectures import architecture_of
 from dbsp_core.errors import UserError
-from dbsp_core.hosts import Attachment, patch_tokens, signature_of, unpatch_tokens
 from dbsp_core.session import AttentionSession
-from dbsp_core.step_caches import refuse_step_caches
+from dbsp_diffusers.architectures import architecture_of
+from dbsp_diffusers.caching import refuse_step_caches
+from dbsp_diffusers.patching import Attachment, patch_tokens, signature_of, unpatch_tokens
 from dbsp_xdit.branches import Branch
 
 __all__ = ["attach_wan"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from dbsp_core.config import DbspConfig
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.in_force import settings_for
+from dbsp_diffusers.effective_config import settings_for
 from transformers_for_tests import make_transformer
 
 

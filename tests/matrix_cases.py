@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from dbsp_core.session import AttentionSession
-from dbsp_core.single import attach_single_process
+from dbsp_diffusers.reference import attach_single_process
 
 CALL = {
     "prompt": "the sea at dusk",

@@ -10,9 +10,9 @@ import torch
 
 import dbsp_para
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment
 from dbsp_core.session import AttentionSession
-from dbsp_core.single import attach_single_process
+from dbsp_diffusers.patching import Attachment
+from dbsp_diffusers.reference import attach_single_process
 from dbsp_para.seeds import share_seeds
 from transformers_for_tests import Inputs, make_transformer
 

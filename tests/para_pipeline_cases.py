@@ -9,7 +9,7 @@ import torch
 
 import dbsp_para
 import user_masks
-from dbsp_core.single import attach_single_process
+from dbsp_diffusers.reference import attach_single_process
 from para_cases import fingerprint
 
 # Guidance multiplies rounding by its scale: at 6, latents of 11.5 differ by 1.1e-5 (by nothing in float64).

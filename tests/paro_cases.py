@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import dbsp_para
-from dbsp_core.single import attach_single_process
+from dbsp_diffusers.reference import attach_single_process
 from transformers_for_tests import Inputs, make_transformer
 
 TIMESTEPS = (900, 900, 600, 600, 300, 300)

@@ -14,10 +14,10 @@ from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, HomeLayout, S
 from dbsp_core.config import DbspConfig
 from dbsp_core.feed import MaskFeed
 from dbsp_core.session import AttentionSession
-from dbsp_core.single import masked_attention
 from dbsp_core.sources import HomeTokens, MaskRequest
 from dbsp_core.sources.blocks import BlockSizes
 from dbsp_core.strategy import Strategy
+from dbsp_diffusers.reference import masked_attention
 
 HEADS, WIDTH, THW = 5, 16, (3, 6, 10)
 

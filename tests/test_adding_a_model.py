@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_core.architectures import ARCHITECTURES, Architecture, register_architecture
+from dbsp_diffusers.architectures import ARCHITECTURES, Architecture, register_architecture
 
 PAGE = Path(__file__).parents[1] / "docs" / "adding-a-model.md"
 

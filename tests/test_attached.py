@@ -9,8 +9,7 @@ import pytest
 
 import dbsp_para
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.hosts import Attachment
-from dbsp_core.pipe_calls import around_calls
+from dbsp_diffusers.patching import Attachment, around_calls
 
 
 class Pipe:

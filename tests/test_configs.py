@@ -9,10 +9,10 @@ import torch
 
 from dbsp_core import BlockMask, DbspConfig, save_mask
 from dbsp_core.checkpoints import CHECKPOINTS, find_checkpoint, identity_of_model
-from dbsp_core.in_force import UNCONFIGURED, default_config, mask_in_words, require_same_model
 from dbsp_core.settings import find_config, read_settings, shipped_configs
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
 from dbsp_core.zoo import ZOO
+from dbsp_diffusers.effective_config import UNCONFIGURED, default_config, mask_in_words, require_same_model
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
 MODELS = ("wan2.1-t2v-14b", "wan2.1-t2v-1.3b", "cogvideox1.5-5b")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
 from dbsp_core.reports.report import RunReport
-from dbsp_core.single import attach_single_process
+from dbsp_diffusers.reference import attach_single_process
 from nodes import two_nodes
 
 TOLERANCE = 1e-5

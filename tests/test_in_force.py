@@ -11,14 +11,14 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-import dbsp_core.single
+import dbsp_diffusers.reference
 from dbsp_cli.generate.job import Wishes, prepare
 from dbsp_cli.generate.launcher import Launch, Watcher
 from dbsp_core import DbspConfig, Strategy
 from dbsp_core.checkpoints import CHECKPOINTS
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.in_force import UNCONFIGURED, settings_for
-from dbsp_core.single import attach_single_process
+from dbsp_diffusers.effective_config import UNCONFIGURED, settings_for
+from dbsp_diffusers.reference import attach_single_process
 from dbsp_xdit.flags import config_from, parse_known
 from in_force_cases import attach_to_another_model, settings_by_rank
 from transformers_for_tests import make_transformer
@@ -60,7 +60,7 @@ def test_the_single_process_reference_has_the_same(name):
             transformer = WanTransformer3DModel(**sizes.config)
         assert settings_for(None, transformer, ALONE, pipe=pipe) == expected
     assert settings_for(None, transformer, ALONE) == expected
-    with mock.patch.object(dbsp_core.single, "MaskFeed") as feed:
+    with mock.patch.object(dbsp_diffusers.reference, "MaskFeed") as feed:
         attach_single_process(transformer, None).detach()
     assert feed.call_args.args[:2] == (expected.mask, expected.dense)
 

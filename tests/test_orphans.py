@@ -17,7 +17,7 @@ import pytest
 from cheap_ranks import LIMIT_S, Ranks, generating, wait_until
 from dbsp_cli.generate.endings import end_in_order
 from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher, run_watched
-from dbsp_core.hosts import Attachment
+from dbsp_diffusers.patching import Attachment
 from dbsp_xdit.autoload import autoload
 from dbsp_xdit.seams import _seam_cli
 

@@ -96,8 +96,8 @@ def test_first_block_cache_skips_what_one_process_skips(pool, folders, model, wo
 def test_ranks_decide_alike_where_stock_averages_would_not():
     """Padding and uneven shards weigh nothing: two shards of 3 and 2 tokens give the decision of 5 tokens."""
     from dbsp_core import HomeLayout, SequenceGroup
-    from dbsp_core.deciding import Together
-    from dbsp_core.streams import StreamShards
+    from dbsp_diffusers.caching import Together
+    from dbsp_diffusers.stream_shards import StreamShards
     from dbsp_para.caching import Parallelized
 
     class Sharding:

@@ -86,7 +86,7 @@ class TestFaultsOfOurOwn:
     def test_of_xdit_before_and_in_its_ranks(self, monkeypatch, error, ends, capfd):
         import types
 
-        from dbsp_core.hosts import Attachment
+        from dbsp_diffusers.patching import Attachment
         from dbsp_xdit import seams
 
         def broken(*_: object) -> None:
@@ -118,7 +118,7 @@ class TestFaultsOfOurOwn:
     def test_of_making_a_report_does_not_end_what_has_succeeded(self, monkeypatch, capfd, error, ours):
         from types import SimpleNamespace
 
-        from dbsp_core.reports import calls
+        from dbsp_diffusers import report_hook as calls
 
         monkeypatch.setattr(calls, "make_report", lambda *_: (_ for _ in ()).throw(error))
         calls.report_or_say_why_not(SimpleNamespace(config=SimpleNamespace(report="there")), "m", "para")

@@ -19,9 +19,8 @@ from cache_cases import (
 )
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import HomeLayout, SequenceGroup
-from dbsp_core.deciding import Together
-from dbsp_core.step_caches import BY_STEP, DECIDING, WHOLE_BATCH
-from dbsp_core.streams import StreamShards
+from dbsp_diffusers.caching import BY_STEP, DECIDING, WHOLE_BATCH, Together
+from dbsp_diffusers.stream_shards import StreamShards
 from xdit_cases import start_xfuser
 
 TOLERANCE = 1e-12  # in float64
@@ -173,7 +172,7 @@ def test_padding_and_uneven_shards_weigh_nothing():
 
 
 class TestWhatIsKnownOfOtherLibraries:
-    """Fails where another version has it otherwise: dbsp_core/step_caches.py must then be looked at again."""
+    """Fails where another version has it otherwise: dbsp_diffusers/caching.py must then be looked at again."""
 
     def test_every_hook_of_diffusers_that_may_skip(self):
         hooks = importlib.import_module("diffusers.hooks")

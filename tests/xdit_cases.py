@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dbsp_core import HomeLayout
-from dbsp_core.single import attach_single_process
+from dbsp_diffusers.reference import attach_single_process
 from para_cases import fingerprint
 from transformers_for_tests import Inputs, make_transformer
 

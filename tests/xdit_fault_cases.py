@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from dbsp_core.single import attach_single_process
+from dbsp_diffusers.reference import attach_single_process
 from transformers_for_tests import Inputs, make_transformer
 from xdit_cases import PipelineCase, engine_config, hosted_transformer, latents_of, load_cogvideox
 

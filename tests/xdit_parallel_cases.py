@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from dbsp_core.single import attach_single_process
+from dbsp_diffusers.reference import attach_single_process
 from transformers_for_tests import Inputs
 from xdit_cases import XditCase, hosted_transformer, run_xdit_case
 

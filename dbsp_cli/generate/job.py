@@ -27,11 +27,11 @@ from dbsp_core.checkpoints import (
 from dbsp_core.config import DbspConfig
 from dbsp_core.errors import UserError, blaming
 from dbsp_core.generation.video import VideoSettings
-from dbsp_core.in_force import UNCONFIGURED, default_config, require_same_model
 from dbsp_core.paths import require_file_place, require_folder_place
 from dbsp_core.serving import kernel_merges
 from dbsp_core.settings import Settings, find_config, read_settings
 from dbsp_core.strategy import Strategy
+from dbsp_diffusers.effective_config import UNCONFIGURED, default_config, require_same_model
 
 __all__ = ["HOSTS", "TIMEOUT_S", "Job", "Wishes", "prepare"]
 

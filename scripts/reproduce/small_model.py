@@ -14,9 +14,9 @@ from dbsp_cli.tiny_models import TRAINED_WAN
 from dbsp_core.config import DbspConfig
 from dbsp_core.grid import BlockGrid
 from dbsp_core.mask import BlockMask
-from dbsp_core.single import attach_single_process
 from dbsp_core.sources import HomeTokens, MaskRequest, MaskSource
 from dbsp_core.sources.base import Varies
+from dbsp_diffusers.reference import attach_single_process
 from dbsp_xdit.side_by_side import decode_video
 
 MEASURED_HERE = "measured on the small trained model"

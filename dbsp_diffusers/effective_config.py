@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from dbsp_core.agreement import on_all_ranks
-from dbsp_core.architectures import ARCHITECTURES, architecture_of
 from dbsp_core.checkpoints import Identity, identity_of, identity_of_model
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.errors import NOTICE, UserError
@@ -21,6 +20,7 @@ from dbsp_core.settings import Settings, shipped_configs
 from dbsp_core.sources import SOURCES, DenseSource
 from dbsp_core.steps import DenseSchedule
 from dbsp_core.strategy import Strategy
+from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
 from dbsp_kernels import choose_kernel
 
 __all__ = ["UNCONFIGURED", "announce", "default_config", "identify", "require_same_model", "settings_for"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbsp_core.hosts import Attachment
 from dbsp_core.session import AttentionSession
+from dbsp_diffusers.patching import Attachment
 
 __all__ = ["keep", "release", "session_on"]
 

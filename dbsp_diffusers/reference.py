@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dbsp_core.architectures import architecture_of
 from dbsp_core.config import ConfigLike
 from dbsp_core.feed import MaskFeed
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, intercept_self_attention, signature_of
-from dbsp_core.in_force import settings_for
 from dbsp_core.mask import BlockMask
 from dbsp_core.sources import HomeTokens
+from dbsp_diffusers.architectures import architecture_of
+from dbsp_diffusers.effective_config import settings_for
+from dbsp_diffusers.patching import Attachment, intercept_self_attention, signature_of
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from dbsp_core.agreement import agree
 from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, signature_of
+from dbsp_diffusers.patching import Attachment, signature_of
 
 __all__ = ["BatchGroup", "split_batch"]
 

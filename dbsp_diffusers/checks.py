@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from dbsp_core.attached import session_on
 from dbsp_core.errors import UserError
-from dbsp_core.step_caches import require_uncached_attention
+from dbsp_diffusers.attached import session_on
+from dbsp_diffusers.caching import require_uncached_attention
 
 __all__ = ["require_uncompiled", "require_untouched"]
 

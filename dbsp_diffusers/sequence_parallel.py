@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.architectures import architecture_of
-from dbsp_core.batches import BatchGroup
-from dbsp_core.deciding import Together
 from dbsp_core.errors import UserError
 from dbsp_core.groups import SequenceGroup
-from dbsp_core.hosts import Attachment, intercept_self_attention, signature_of
-from dbsp_core.preconditions import require_untouched
 from dbsp_core.session import AttentionSession
-from dbsp_core.step_caches import StepCaches
-from dbsp_core.streams import StreamShards
+from dbsp_diffusers.architectures import architecture_of
+from dbsp_diffusers.batch_parallel import BatchGroup
+from dbsp_diffusers.caching import StepCaches, Together
+from dbsp_diffusers.checks import require_untouched
+from dbsp_diffusers.patching import Attachment, intercept_self_attention, signature_of
+from dbsp_diffusers.stream_shards import StreamShards
 
 __all__ = ["SequenceSharding", "shard_transformer"]
 
