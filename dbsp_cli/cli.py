@@ -20,14 +20,14 @@ from dbsp_cli.commands.report import report_command
 from dbsp_cli.commands.simulate import simulate_command
 from dbsp_cli.doctor import examine
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.checkpoints import TINY_MODELS
-from dbsp_core.errors import UserError
-from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
-from dbsp_core.mask import BlockMask
-from dbsp_core.mask_file import MaskFile
-from dbsp_core.plan import Plan, can_cut, make_plan
-from dbsp_core.planners import PLANNERS, require_planner
-from dbsp_core.strategy import Strategy
+from dbsp_core.config.models import TINY_MODELS
+from dbsp_core.layout.sequence_layout import HOME_ORDERS, HomeLayout, MaskProfile
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.mask_file import MaskFile
+from dbsp_core.planning.plan import Plan, can_cut, make_plan
+from dbsp_core.planning.planners import PLANNERS, require_planner
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["app", "main"]
 

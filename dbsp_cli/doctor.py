@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from dbsp_core.errors import UserError
+from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS, available, explain_auto
 
 __all__ = ["Finding", "examine"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dbsp_core.hardware import Hardware
-from dbsp_core.home import HomeLayout
-from dbsp_core.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
-from dbsp_core.mask import BlockMask
-from dbsp_core.plan import Plan, can_cut, make_plan
-from dbsp_core.planners import PLANNERS, require_planner
-from dbsp_core.strategy import Strategy
-from dbsp_core.zoo import ModelSpec
+from dbsp_core.config.models import ModelSpec
+from dbsp_core.cost.hardware import Hardware
+from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning.plan import Plan, can_cut, make_plan
+from dbsp_core.planning.planners import PLANNERS, require_planner
 
 __all__ = [
     "MODELLED",

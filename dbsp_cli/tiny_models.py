@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from dbsp_core.errors import UserError
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["MAKERS", "TRAINED_WAN", "hush_libraries", "make_tiny"]
 
@@ -187,4 +187,4 @@ MAKERS = {
     "wan-trained": _TinyModel(_trained_wan, TRAINED_WAN / "README.md"),
     "cogvideox": _TinyModel(_cogvideox),
 }
-"""How each of `dbsp_core.checkpoints.TINY_MODELS` is made."""
+"""How each of `dbsp_core.config.models.TINY_MODELS` is made."""

@@ -1,14 +1,14 @@
 """db-SP: dual-balanced sequence parallelism for block-sparse attention."""
 
-from dbsp_core.attention import DualBalancedAttention, dual_balanced_attention
-from dbsp_core.config import DbspConfig
-from dbsp_core.grid import BlockGrid
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.home import HomeLayout
-from dbsp_core.mask import BlockMask
-from dbsp_core.mask_file import MaskFile, save_mask
-from dbsp_core.plan import Plan, make_plan
-from dbsp_core.strategy import Strategy
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.mask_file import MaskFile, save_mask
+from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.runtime.attention import DualBalancedAttention, dual_balanced_attention
 
 __all__ = [
     "BlockGrid",

@@ -12,14 +12,14 @@ from dbsp_cli.calibrate.calibrate import ELEMENT_BYTES
 from dbsp_cli.calibrate.cases import Case
 from dbsp_cli.calibrate.measure import Setting, measure_attentions
 from dbsp_cli.calibrate.timing import Clock, core_seconds, quiet_laps, run_ranks
-from dbsp_core.hardware import Hardware
-from dbsp_core.home import HomeLayout
-from dbsp_core.latency import AttentionShape, predict
-from dbsp_core.mask import BlockMask
-from dbsp_core.plan import Plan, make_plan
-from dbsp_core.planners import require_planner
-from dbsp_core.strategy import Strategy
-from dbsp_core.tables import build_tables, table_layout
+from dbsp_core.cost.hardware import Hardware
+from dbsp_core.cost.latency import AttentionShape, predict
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.planners import require_planner
+from dbsp_core.runtime.kernel_tables import build_tables, table_layout
 from dbsp_kernels import block_attention
 
 __all__ = ["Comparison", "compare", "replay", "replayed_seconds"]

@@ -11,13 +11,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import dbsp_core.ring
-import dbsp_core.route
-from dbsp_core.attention import DualBalancedAttention
-from dbsp_core.groups import PendingShift, SequenceGroup
-from dbsp_core.home import HomeLayout
-from dbsp_core.mask import BlockMask
-from dbsp_core.plan import Plan
+import dbsp_core.comm.all_to_all
+import dbsp_core.runtime.ring
+from dbsp_core.comm.groups import PendingShift, SequenceGroup
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.attention import DualBalancedAttention
 
 __all__ = ["Alive", "peak_of_attention"]
 
@@ -80,8 +80,8 @@ def peak_of_attention(
     with (
         mock.patch.object(SequenceGroup, "all_to_all", all_to_all),
         mock.patch.object(SequenceGroup, "shift", shift),
-        mock.patch.object(dbsp_core.ring, "block_attention", kernel),
-        mock.patch.object(dbsp_core.route, "copy_runs", copy_runs),
+        mock.patch.object(dbsp_core.runtime.ring, "block_attention", kernel),
+        mock.patch.object(dbsp_core.comm.all_to_all, "copy_runs", copy_runs),
         alive,
     ):
         attend(q, k, v)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.errors import UserError
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["ARCHITECTURES", "Architecture", "architecture_of", "register_architecture"]
 

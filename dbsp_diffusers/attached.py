@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbsp_core.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.patching import Attachment
 
 __all__ = ["keep", "release", "session_on"]

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dbsp_core.agreement import agree
-from dbsp_core.errors import UserError
-from dbsp_core.groups import SequenceGroup
+from dbsp_core.comm.consistency import agree
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import Attachment, signature_of
 
 __all__ = ["BatchGroup", "split_batch"]

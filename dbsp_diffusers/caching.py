@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dbsp_core.errors import UserError
-from dbsp_core.groups import SequenceGroup
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.batch_parallel import BatchGroup
 from dbsp_diffusers.patching import Attachment
 from dbsp_diffusers.stream_shards import StreamShards

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dbsp_core.errors import UserError
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import session_on
 from dbsp_diffusers.caching import require_uncached_attention
 

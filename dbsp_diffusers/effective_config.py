@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from dbsp_core.agreement import on_all_ranks
-from dbsp_core.checkpoints import Identity, identity_of, identity_of_model
-from dbsp_core.config import ConfigLike, DbspConfig
-from dbsp_core.errors import NOTICE, UserError
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.settings import Settings, shipped_configs
+from dbsp_core.comm.consistency import on_all_ranks
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config.config import ConfigLike, DbspConfig
+from dbsp_core.config.models import Identity, identity_of, identity_of_model
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.sources import SOURCES, DenseSource
-from dbsp_core.steps import DenseSchedule
-from dbsp_core.strategy import Strategy
+from dbsp_core.utils.errors import NOTICE, UserError
+from dbsp_core.utils.yaml_file import Settings, shipped_configs
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
 from dbsp_kernels import choose_kernel
 

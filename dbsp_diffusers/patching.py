@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from dbsp_core.errors import UserError
+from dbsp_core.utils.errors import UserError
 
 __all__ = [
     "Attachment",

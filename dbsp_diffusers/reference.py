@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dbsp_core.config import ConfigLike
-from dbsp_core.feed import MaskFeed
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.mask import BlockMask
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config.config import ConfigLike
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.runtime.mask_provider import MaskFeed
 from dbsp_core.sources import HomeTokens
 from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.effective_config import settings_for

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from dbsp_core.errors import NOTICE, UserError
-from dbsp_core.reports.making import is_writer, make_report, write_report_files
-from dbsp_core.reports.observing import RunObserver
-from dbsp_core.session import AttentionSession
+from dbsp_core.reports.collect import is_writer, make_report, write_report_files
+from dbsp_core.reports.observer import RunObserver
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import NOTICE, UserError
 from dbsp_diffusers.patching import Attachment, around_calls
 
 __all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name"]

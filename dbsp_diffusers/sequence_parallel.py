@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.errors import UserError
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.session import AttentionSession
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.batch_parallel import BatchGroup
 from dbsp_diffusers.caching import StepCaches, Together

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.home import HomeLayout
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import HomeLayout
 
 __all__ = ["StreamShards"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbsp_core.checkpoints import Identity
-from dbsp_core.config import DbspConfig
-from dbsp_core.errors import UserError, exit_with
-from dbsp_core.generation.patience import limit_waiting
+from dbsp_core.comm.timeouts import limit_waiting
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.config.models import Identity
+from dbsp_core.utils.errors import UserError, exit_with
 from dbsp_diffusers.patching import in_float64
 
 __all__ = ["check", "generate"]

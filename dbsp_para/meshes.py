@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dbsp_core.errors import UserError
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.strategy import Strategy
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["Ranks"]
 

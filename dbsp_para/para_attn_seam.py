@@ -13,8 +13,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from dbsp_core.config import ConfigLike
-from dbsp_core.errors import UserError
+from dbsp_core.config.config import ConfigLike
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import Attachment
 from dbsp_para.caching import with_real_tokens
 from dbsp_para.parallelize import parallelize_pipe, parallelize_transformer

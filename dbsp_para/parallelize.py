@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.config import ConfigLike
-from dbsp_core.errors import UserError
-from dbsp_core.reports.making import is_writer, make_report, write_report_files
-from dbsp_core.session import AttentionSession
+from dbsp_core.config.config import ConfigLike
+from dbsp_core.reports.collect import is_writer, make_report, write_report_files
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.attached import keep, release, session_on
 from dbsp_diffusers.batch_parallel import split_batch

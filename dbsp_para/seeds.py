@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.groups import SequenceGroup
+from dbsp_core.comm.groups import SequenceGroup
 from dbsp_diffusers.patching import Attachment, around_calls
 
 __all__ = ["share_seeds"]

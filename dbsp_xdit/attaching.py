@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbsp_core.config import ConfigLike, DbspConfig
-from dbsp_core.errors import UserError
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.session import AttentionSession
-from dbsp_core.strategy import Strategy
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config.config import ConfigLike, DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
 from dbsp_diffusers.attached import keep, release, session_on
 from dbsp_diffusers.batch_parallel import split_batch

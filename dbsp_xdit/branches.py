@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dbsp_core.groups import SequenceGroup
+from dbsp_core.comm.groups import SequenceGroup
 
 __all__ = ["Branch", "branch_of_wan"]
 

@@ -24,12 +24,12 @@ from safetensors.torch import load_file
 from dbsp_cli.generate.launcher import Watcher, run_watched
 from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_cli.tiny_models import hush_libraries, make_tiny
-from dbsp_core.files import write_atomically
-from dbsp_core.mask_file import save_mask
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.mask_file import save_mask
 from dbsp_core.reports.html import report_page
-from dbsp_core.reports.report import RunReport
+from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.tables import layer_table
-from dbsp_core.strategy import Strategy
+from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_diffusers.patching import in_float64
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_xdit.side_by_side import decode_video, save_side_by_side

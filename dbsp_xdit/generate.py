@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.checkpoints import Identity
-from dbsp_core.config import DbspConfig
-from dbsp_core.generation.patience import limit_waiting
-from dbsp_core.strategy import Strategy
+from dbsp_core.comm.timeouts import limit_waiting
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.config.models import Identity
+from dbsp_core.layout.strategy import Strategy
 from dbsp_xdit.preflight import preflight
 from dbsp_xdit.seams import install
 

@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from dbsp_core.errors import UserError
+from dbsp_core.utils.errors import UserError
 from dbsp_start.parents import LAUNCHER
 from dbsp_xdit.autoload import wants_dbsp
 from dbsp_xdit.preflight import preflight

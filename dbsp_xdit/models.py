@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.checkpoints import CHECKPOINTS, Checkpoint, checkpoint_of, find_checkpoint
-from dbsp_core.errors import UserError
+from dbsp_core.config.models import CHECKPOINTS, Checkpoint, checkpoint_of, find_checkpoint
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["Model", "find_model", "require_fit"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.config import DbspConfig
-from dbsp_core.paths import require_folder_place
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.utils.paths import require_folder_place
 from dbsp_xdit.flags import config_from, parse_known
 from dbsp_xdit.models import Model, find_model, require_fit
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from dbsp_core.errors import UserError, exit_with
+from dbsp_core.utils.errors import UserError, exit_with
 from dbsp_diffusers.patching import Attachment
 
 __all__ = ["install", "uninstall"]

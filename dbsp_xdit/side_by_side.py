@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.files import write_atomically
+from dbsp_core.utils.atomic_io import write_atomically
 
 __all__ = ["SHOWN", "decode_video", "save_side_by_side"]
 

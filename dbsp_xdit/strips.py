@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dbsp_core.errors import UserError
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.home import HomeLayout
-from dbsp_core.session import AttentionSession
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.caching import refuse_step_caches
 from dbsp_diffusers.patching import Attachment, intercept_self_attention, signature_of

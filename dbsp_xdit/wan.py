@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dbsp_core.errors import UserError
-from dbsp_core.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.caching import refuse_step_caches
 from dbsp_diffusers.patching import Attachment, patch_tokens, signature_of, unpatch_tokens

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, HomeLayout, SequenceGroup, Strategy, make_plan
-from dbsp_core.home import MaskProfile
+from dbsp_core.layout.sequence_layout import MaskProfile
 from interpreter import interpreted
 from oracle import dense_attention
 

@@ -9,12 +9,12 @@ from unittest import mock
 
 import torch
 
-import dbsp_core.ring
+import dbsp_core.runtime.ring
 from dbsp_core import SequenceGroup
-from dbsp_core.config import DbspConfig
-from dbsp_core.groups import PendingShift
-from dbsp_core.session import AttentionSession
-from dbsp_core.strategy import Strategy
+from dbsp_core.comm.groups import PendingShift
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.runtime.session import AttentionSession
 
 POLLS, POLL_S = 20_000, 0.001  # ends a hang; nothing is timed
 
@@ -58,7 +58,7 @@ def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
 
     with (
         mock.patch.object(SequenceGroup, "shift", watched_shift),
-        mock.patch.object(dbsp_core.ring, "block_attention", waiting_kernel),
+        mock.patch.object(dbsp_core.runtime.ring, "block_attention", waiting_kernel),
     ):
         session.attend(0, k, k, k)
     return arrived

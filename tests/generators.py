@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, HomeLayout, Plan, Strategy, make_plan
-from dbsp_core.home import HOME_ORDERS, MaskProfile
-from dbsp_core.planners import PLANNERS
+from dbsp_core.layout.sequence_layout import HOME_ORDERS, MaskProfile
+from dbsp_core.planning.planners import PLANNERS
 
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCK_SIZES = st.integers(1, 24)

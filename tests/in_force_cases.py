@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbsp_core.config import DbspConfig
-from dbsp_core.groups import SequenceGroup
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config.config import DbspConfig
 from dbsp_diffusers.effective_config import settings_for
 from transformers_for_tests import make_transformer
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import dbsp_para
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.session import AttentionSession
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.patching import Attachment
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_para.seeds import share_seeds

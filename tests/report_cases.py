@@ -15,13 +15,13 @@ import torch
 
 import dbsp_para
 from dbsp_core import BlockMask, SequenceGroup, Strategy, make_plan
-from dbsp_core.attention import DualBalancedAttention
-from dbsp_core.config import DbspConfig
-from dbsp_core.feed import MaskFeed
-from dbsp_core.reports.making import make_report
-from dbsp_core.reports.report import RunReport
-from dbsp_core.session import AttentionSession
-from dbsp_core.traffic import traffic_of
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.reports.collect import make_report
+from dbsp_core.reports.run_report import RunReport
+from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.mask_provider import MaskFeed
+from dbsp_core.runtime.session import AttentionSession
 from transformers_for_tests import Inputs, make_transformer
 
 LAYERS, HEADS, WIDTH = 2, 4, 16

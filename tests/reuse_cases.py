@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
-from dbsp_core.reuse import LaggedPlanCache, ReplanRule
+from dbsp_core.runtime.plan_cache import LaggedPlanCache, ReplanRule
 
 GRID = BlockGrid.uniform(8 * 16, 16)
 

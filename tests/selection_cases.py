@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import SequenceGroup
-from dbsp_core.config import DbspConfig
-from dbsp_core.session import AttentionSession
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.runtime.session import AttentionSession
 
 
 def choose_together(

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, HomeLayout, SequenceGroup, make_plan
-from dbsp_core.config import DbspConfig
-from dbsp_core.feed import MaskFeed
-from dbsp_core.session import AttentionSession
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.runtime.mask_provider import MaskFeed
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import HomeTokens, MaskRequest
-from dbsp_core.sources.blocks import BlockSizes
-from dbsp_core.strategy import Strategy
+from dbsp_core.sources.base import BlockSizes
 from dbsp_diffusers.reference import masked_attention
 
 HEADS, WIDTH, THW = 5, 16, (3, 6, 10)

@@ -10,11 +10,11 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-import dbsp_core.ring
+import dbsp_core.runtime.ring
 from dbsp_core import SequenceGroup
-from dbsp_core.config import DbspConfig
-from dbsp_core.session import AttentionSession
-from dbsp_core.strategy import Strategy
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.runtime.session import AttentionSession
 
 _SCALARS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose")
 _SIZES = ("nonzero", "masked_select", "unique")
@@ -47,7 +47,7 @@ def waits_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], stra
     def no_kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(q), torch.zeros(q.shape[:2])
 
-    with mock.patch.object(dbsp_core.ring, "block_attention", no_kernel):
+    with mock.patch.object(dbsp_core.runtime.ring, "block_attention", no_kernel):
         for step in range(3):
             home = session.begin((4, 8, 8), 0, 900.0 - step)
             q, k, v = torch.randn(3, 1, 4, home.shard, 16, generator=torch.Generator().manual_seed(step))

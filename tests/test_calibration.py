@@ -17,8 +17,8 @@ from dbsp_cli.calibrate.measure import Setting
 from dbsp_cli.calibrate.timing import Clock, core_seconds, quiet_laps, run_ranks, settled
 from dbsp_core import Strategy, bench, make_plan
 from dbsp_core.bench import Comparison, replayed_seconds
-from dbsp_core.hardware import Constants, load_hardware
-from dbsp_core.latency import MERGE_BYTES
+from dbsp_core.cost.hardware import Constants, load_hardware
+from dbsp_core.cost.latency import MERGE_BYTES
 
 
 class TestFit:

@@ -15,10 +15,10 @@ from dbsp_cli.mask_tools.plots import heads_to_draw
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.series import MaskSeries, densities_of, drift_of, spread_out
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
-from dbsp_core.recordings.recorder import INDEX, MaskRecorder, RecordSettings
-from dbsp_core.reuse import ReplanRule
+from dbsp_core.masks.schedule import Moment
+from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
+from dbsp_core.runtime.plan_cache import ReplanRule
 from dbsp_core.sources import MaskRequest, SyntheticSource, WindowSource
-from dbsp_core.steps import Moment
 from generators import random_bits
 
 THW = (3, 8, 16)
@@ -215,7 +215,7 @@ class TestConvert:
 RUN = """
 import sys, torch
 from dbsp_core import DbspConfig, SequenceGroup, Strategy
-from dbsp_core.session import AttentionSession
+from dbsp_core.runtime.session import AttentionSession
 config = DbspConfig.load({"mask": {"source": "synthetic", "block_q": 16, "block_k": 16, "density": 0.3, "drift": 0.2}})
 session = AttentionSession(config, SequenceGroup(0, 1), Strategy(1, 1), heads=4, layers=3)
 q = torch.randn(1, 4, 384, 8)

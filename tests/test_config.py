@@ -10,10 +10,10 @@ import pytest
 
 import dbsp_core
 from dbsp_core import BlockGrid, BlockMask, DbspConfig, Strategy, save_mask
-from dbsp_core.config import setting_names
-from dbsp_core.errors import SettingError, UserError
-from dbsp_core.generation.video import VideoSettings
-from dbsp_core.planners import PLANNERS
+from dbsp_core.config.config import setting_names
+from dbsp_core.config.video import VideoSettings
+from dbsp_core.masks.schedule import DenseSchedule
+from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import (
     SOURCES,
     CallableSource,
@@ -26,7 +26,7 @@ from dbsp_core.sources import (
     WindowSource,
 )
 from dbsp_core.sources.spec import mask_settings
-from dbsp_core.steps import DenseSchedule
+from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_kernels import KERNELS
 
 
@@ -357,7 +357,7 @@ def test_a_fault_of_db_sp_in_checking_settings_is_no_mistake_of_the_user(monkeyp
     def broken(self):
         raise ValueError("cdf is broken")
 
-    monkeypatch.setattr("dbsp_core.sources.selection.Selection.__post_init__", broken)
+    monkeypatch.setattr("dbsp_core.sources.sparge.Selection.__post_init__", broken)
     with pytest.raises(ValueError, match="cdf is broken") as raised:
         DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}})
     assert not isinstance(raised.value, UserError)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from dbsp_core import BlockMask, DbspConfig, save_mask
-from dbsp_core.checkpoints import CHECKPOINTS, find_checkpoint, identity_of_model
-from dbsp_core.settings import find_config, read_settings, shipped_configs
+from dbsp_core.config.models import CHECKPOINTS, ZOO, find_checkpoint, identity_of_model
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
-from dbsp_core.zoo import ZOO
+from dbsp_core.utils.yaml_file import find_config, read_settings, shipped_configs
 from dbsp_diffusers.effective_config import UNCONFIGURED, default_config, mask_in_words, require_same_model
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
@@ -152,6 +151,6 @@ def test_checkpoints_agree_with_the_pipelines_defaults():
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_mask_source_has_a_key_of_the_configuration_itself(source):
-    from dbsp_core.config import setting_names
+    from dbsp_core.config.config import setting_names
 
     assert not set(setting_names(SOURCES[source])) & {"model", "video", "planner"}

@@ -17,8 +17,8 @@ from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_r
 from dbsp_cli.mask_tools.paro_plan import PARO_ORDERS
 from dbsp_cli.mask_tools.text_blocks import BlockReading, fit_blocks
 from dbsp_core import BlockGrid, BlockMask, MaskFile
-from dbsp_core.recordings.recorder import MaskRecorder, RecordSettings
-from dbsp_core.steps import Moment
+from dbsp_core.masks.schedule import Moment
+from dbsp_core.reports.mask_recorder import MaskRecorder, RecordSettings
 from generators import SEEDS, examples, random_bits
 
 THW = (2, 5, 4)

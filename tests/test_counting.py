@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from dbsp_core.counting import MaskCounts
+from dbsp_core.masks.block_mask import MaskCounts
 
 
 def test_threads_that_count_one_mask_do_not_mix_up_their_counts():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_core.background import Background
+from dbsp_core.runtime.planning_thread import Background
 
 SINGLE_RANK = """
 import gc, os
@@ -43,9 +43,9 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 class TestGroups:
     def test_groups_beside_a_destroyed_one_leave_no_thread(self):
         used = """
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.reports.meeting import meet, meeting_group
-from dbsp_core.reuse import LaggedPlanCache, ReplanRule
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.groups import meet, meeting_group
+from dbsp_core.runtime.plan_cache import LaggedPlanCache, ReplanRule
 
 world = SequenceGroup.of()
 world.control().all_gather(torch.zeros(1))
@@ -67,7 +67,7 @@ class TestBackground:
     def test_jobs_under_way_are_done_before_the_interpreter_ends(self):
         done = run(
             "import time\n"
-            "from dbsp_core.background import Background\n"
+            "from dbsp_core.runtime.planning_thread import Background\n"
             "background = Background()\n"
             "for number in range(3):\n"
             "    background.submit(lambda number=number: (time.sleep(0.1), print(number, flush=True)))\n"

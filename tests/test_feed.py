@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.agreement import on_all_ranks
-from dbsp_core.config import DbspConfig
-from dbsp_core.steps import DenseSchedule, Moment, StepCounter
+from dbsp_core.comm.consistency import on_all_ranks
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.masks.schedule import DenseSchedule, Moment, StepCounter
 from feed_cases import OddOneOut, attend_in_two_steps, attend_with, dense_moments
 from workers import WorkerError
 

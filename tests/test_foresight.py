@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
-from dbsp_core.config import DbspConfig
-from dbsp_core.foresight import UNIT, ForeseenMask, Trend, ahead_of, longest_serving
-from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReplanRule
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.runtime.forecast import UNIT, ForeseenMask, Trend, ahead_of, longest_serving
+from dbsp_core.runtime.plan_cache import LaggedPlanCache, PlanCache, ReplanRule
 from reuse_cases import mask_of
 
 GRID = BlockGrid.uniform(16 * 16, 16)

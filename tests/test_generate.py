@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.config import DbspConfig
-from dbsp_core.reports.report import RunReport
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.reports.run_report import RunReport
 from dbsp_diffusers.reference import attach_single_process
 from nodes import two_nodes
 

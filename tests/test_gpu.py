@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
-from dbsp_core.tables import build_tables, table_layout
+from dbsp_core.runtime.kernel_tables import build_tables, table_layout
 from dbsp_kernels import KERNELS, available, block_attention, merge_into, merge_states
 from dbsp_kernels.rows import expand_rows
 from dbsp_kernels.runs import Runs, copy_runs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dbsp_core.hardware import (
+from dbsp_core.cost.hardware import (
     COMMUNICATION,
     SHIPPED,
     Constants,

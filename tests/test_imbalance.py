@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts
+from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, period_counts
 from generators import EVERY_STRATEGY, SEEDS, examples
 
 

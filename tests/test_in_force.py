@@ -15,8 +15,8 @@ import dbsp_diffusers.reference
 from dbsp_cli.generate.job import Wishes, prepare
 from dbsp_cli.generate.launcher import Launch, Watcher
 from dbsp_core import DbspConfig, Strategy
-from dbsp_core.checkpoints import CHECKPOINTS
-from dbsp_core.groups import SequenceGroup
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config.models import CHECKPOINTS
 from dbsp_diffusers.effective_config import UNCONFIGURED, settings_for
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_xdit.flags import config_from, parse_known

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, HomeLayout, Strategy, make_plan
-from dbsp_core.hardware import Constants, Hardware, load_hardware
-from dbsp_core.latency import (
+from dbsp_core.comm.all_to_all import build_route
+from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.hardware import Constants, Hardware, load_hardware
+from dbsp_core.cost.latency import (
     AttentionShape,
     Prediction,
     Topology,
@@ -20,8 +22,6 @@ from dbsp_core.latency import (
     predict,
     predict_as_printed,
 )
-from dbsp_core.route import build_route
-from dbsp_core.traffic import traffic_of
 from generators import random_bits
 
 NAMES = Constants.__dataclass_fields__

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid
-from dbsp_core.order import AXIS_ORDERS, video_order
-from dbsp_core.partition.baselines import level_residents, resident_parts
+from dbsp_core.masks.token_order import AXIS_ORDERS, video_order
+from dbsp_core.planning.baselines import level_residents, resident_parts
 from generators import examples
 from oracle import standing_place
 

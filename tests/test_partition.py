@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import Strategy
-from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts
-from dbsp_core.partition.baselines import contiguous_heads, dealt_heads, resident_parts
-from dbsp_core.partition.blocks import biased_greedy
-from dbsp_core.partition.bounds import bins_bound, whole_block_bound
-from dbsp_core.partition.heads import greedy_heads
-from dbsp_core.partition.layout import balanced_layout
+from dbsp_core.layout.sequence_layout import balanced_layout
+from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, dealt_heads, greedy_heads, resident_parts
+from dbsp_core.planning.bounds import bins_bound, whole_block_bound
+from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, period_counts
 from generators import SEEDS, examples
 
 WORKS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(np.array)

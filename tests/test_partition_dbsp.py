@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, HomeLayout, Strategy, make_plan
-from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts
-from dbsp_core.partition.bounds import bins_bound, whole_row_bound
-from dbsp_core.partition.columns import match_columns
-from dbsp_core.partition.dbsp import plan_rows
-from dbsp_core.partition.heads import greedy_heads
-from dbsp_core.partition.items import balance_items
-from dbsp_core.partition.periods import Periods, head_parts
-from dbsp_core.partition.refine import refine_heads
-from dbsp_core.partition.slots import balance_slots
-from dbsp_core.partition.split import balance_heads
+from dbsp_core.planning.balanced.head_swaps import match_columns
+from dbsp_core.planning.balanced.heads import balance_heads, refine_heads
+from dbsp_core.planning.balanced.planner import plan_rows
+from dbsp_core.planning.balanced.ring_slots import balance_slots
+from dbsp_core.planning.balanced.row_moves import balance_items
+from dbsp_core.planning.balanced.work import Periods, head_parts
+from dbsp_core.planning.baselines import greedy_heads
+from dbsp_core.planning.bounds import bins_bound, whole_row_bound
+from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, period_counts
 
 
 def count_cells(bits: np.ndarray, slots: np.ndarray, ring: int) -> np.ndarray:

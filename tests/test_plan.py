@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, HomeLayout, Plan, Strategy, make_plan
-from dbsp_core.planners import PLANNERS
+from dbsp_core.planning.planners import PLANNERS
 from generators import EVERY_STRATEGY, SEEDS, examples, problems, random_bits
 
 every_strategy = pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)

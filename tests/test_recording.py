@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup
-from dbsp_core.recordings.recorder import INDEX, MaskRecorder, RecordSettings, parse_layers, parse_size
+from dbsp_core.masks.schedule import Moment
+from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings, parse_layers, parse_size
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from dbsp_core.steps import Moment
 from generators import SEEDS, examples, random_bits
 from paro_cases import files_of, run_recorded
 
@@ -165,7 +165,7 @@ class TestOneProcess:
             def full(*args):
                 raise OSError("No space left on device")
 
-            monkeypatch.setattr("dbsp_core.recordings.recorder.write_byte_tensors", full)
+            monkeypatch.setattr("dbsp_core.reports.mask_recorder.write_byte_tensors", full)
         run(new(folder), [(10 * i, 10 * i + 1) for i in range(6)])
         assert capsys.readouterr().err.count("stopped recording masks") == 1
 

@@ -8,13 +8,13 @@ from datetime import timedelta
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
-from dbsp_core.config import DbspConfig
-from dbsp_core.home import HomeLayout
-from dbsp_core.rank_plan import RankPlan
-from dbsp_core.reuse import LaggedPlanCache, PlanCache, ReplanRule
-from dbsp_core.session import AttentionSession
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.runtime.plan_cache import LaggedPlanCache, PlanCache, ReplanRule
+from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
-from dbsp_core.strategy import Strategy
 from reuse_cases import mask_of, plan_where_one_rank_goes_wrong, timeouts, two_caches_of_one_group
 from workers import WorkerError
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, DbspConfig, HomeLayout, Strategy, make_plan
-from dbsp_core.hardware import Hardware, load_hardware
-from dbsp_core.latency import AttentionShape, Topology, predict
-from dbsp_core.selection import StrategySelector, candidates
+from dbsp_core.cost.hardware import Hardware, load_hardware
+from dbsp_core.cost.latency import AttentionShape, Topology, predict
+from dbsp_core.cost.selection import StrategySelector, candidates
 from para_cases import ParaCase, run_sparge_case
 from selection_cases import choose_together
 
@@ -82,7 +82,7 @@ def test_ranks_choose_alike(pool, world):
 
 
 def test_ranks_with_other_constants_are_refused(pool, tmp_path):
-    from dbsp_core.hardware import save_hardware
+    from dbsp_core.cost.hardware import save_hardware
     from workers import WorkerError
 
     hardware: Hardware = load_hardware("a800")

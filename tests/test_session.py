@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dbsp_cli.mask_tools.series import MaskSeries, drift_of
-from dbsp_core.reuse import ReplanRule
-from dbsp_core.session import MOST_SIZES
-from dbsp_core.size_context import MOST_PASSES
+from dbsp_core.runtime.plan_cache import ReplanRule
+from dbsp_core.runtime.session import MOST_SIZES
+from dbsp_core.runtime.size_context import MOST_PASSES
 from session_cases import (
     PREDICTED,
     Drifting,

@@ -22,10 +22,10 @@ from dbsp_core import (
     make_plan,
     save_mask,
 )
-from dbsp_core.hardware import load_hardware
-from dbsp_core.serving import kernel_merges
-from dbsp_core.zoo import ZOO, ModelSpec, require_model
+from dbsp_core.config.models import ZOO, ModelSpec, require_model
+from dbsp_core.cost.hardware import load_hardware
 from dbsp_kernels import KERNELS
+from dbsp_kernels.registry import kernel_merges
 
 COARSE = ("--coarsen", 16)
 

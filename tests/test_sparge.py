@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import Strategy
-from dbsp_core.config import DbspConfig
+from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import HomeTokens, SpargeSource
-from dbsp_core.sources.exchange import _unpack
-from dbsp_core.sources.pooling import pool
+from dbsp_core.sources.distributed_pooling import _unpack, pool
 from dbsp_kernels.pooling import sum_tokens
 from dbsp_kernels.rows import pack_bits
 from generators import SEEDS, examples

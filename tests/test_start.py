@@ -10,7 +10,7 @@ from importlib import import_module
 
 import pytest
 
-from dbsp_core.errors import UserError
+from dbsp_core.utils.errors import UserError
 from test_layering import REPOSITORY
 
 SLOW = "print('importing', flush=True)\nimport time\ntime.sleep(600)\n"

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from dbsp_core import DbspConfig, Plan, make_plan
-from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts
+from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, period_counts
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from dbsp_core.sources.patterns import always_dense
-from dbsp_core.sources.presets import PRESETS
-from dbsp_core.sources.scores import choose_best, exact_counts
+from dbsp_core.sources.synthetic.patterns import always_dense
+from dbsp_core.sources.synthetic.presets import PRESETS
+from dbsp_core.sources.synthetic.sampling import choose_best, exact_counts
 
 DEMO = MaskRequest(0, 12, (7, 13, 9))
 WITH_TEXT = MaskRequest(1, 5, (7, 13, 9), text_tokens=100)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
-from dbsp_core.tables import build_tables, table_layout, whole_heads
+from dbsp_core.runtime.kernel_tables import build_tables, table_layout, whole_heads
 from dbsp_kernels.rows import expand_rows, pack_bits
 from generators import SEEDS, examples, grids, random_bits
 from interpreter import interpreted

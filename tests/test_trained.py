@@ -12,8 +12,8 @@ import torch
 from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_cli.tiny_models import TRAINED_WAN
 from dbsp_core import make_plan
-from dbsp_core.home import HomeLayout
-from dbsp_core.strategy import Strategy
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 MASKS = ROOT / "tests" / "data" / "learned-masks.safetensors"

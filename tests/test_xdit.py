@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dbsp_core import Strategy
-from dbsp_core.checkpoints import find_checkpoint
+from dbsp_core.config.models import find_checkpoint
 from dbsp_core.sources import RadialSource, WindowSource
 from dbsp_xdit.autoload import is_xfuser_run, is_xfusers_torchrun, wants_dbsp
 from dbsp_xdit.flags import config_from, parse_known

@@ -11,7 +11,7 @@ import pytest
 
 import dbsp_core
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.checkpoints import CHECKPOINTS
+from dbsp_core.config.models import CHECKPOINTS
 from dbsp_xdit.flags import _SWITCHES, add_flags
 from dbsp_xdit.models import find_model
 from dbsp_xdit.preflight import preflight

@@ -20,8 +20,8 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
 
     Comparing the settings is one, on all ranks and before anything is decided by them; it has tests of its own.
     """
-    from dbsp_core.config import DbspConfig
-    from dbsp_core.groups import SequenceGroup
+    from dbsp_core.comm.groups import SequenceGroup
+    from dbsp_core.config.config import DbspConfig
     from dbsp_xdit import attach
 
     def refused(*_: Any, **__: Any) -> Any:
@@ -33,8 +33,8 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
 
     pipe = PIPES[kind]()
     with (
-        mock.patch("dbsp_core.session.agree", compared),
-        mock.patch("dbsp_core.session.gather_texts", lambda group, text, device: [text]),
+        mock.patch("dbsp_core.runtime.session.agree", compared),
+        mock.patch("dbsp_core.runtime.session.gather_texts", lambda group, text, device: [text]),
         mock.patch("dbsp_xdit.attaching.settings_for", lambda given, *_, **__: DbspConfig.load(given)),
         mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused, shift=refused),
     ):

@@ -12,13 +12,13 @@ from dbsp_cli.calibrate.cases import Case, Sizes, held_out, sizes_for
 from dbsp_cli.calibrate.fit import Fit, fit
 from dbsp_cli.calibrate.measure import Setting, measure_attentions, measure_parts
 from dbsp_cli.calibrate.timing import run_ranks, settled
-from dbsp_core.errors import UserError
-from dbsp_core.hardware import COMMUNICATION, Constants, Hardware, device_class, software_versions
-from dbsp_core.home import HomeLayout
-from dbsp_core.latency import MERGE_BYTES, AttentionShape, Prediction, predict
-from dbsp_core.plan import make_plan
-from dbsp_core.planners import require_planner
-from dbsp_core.strategy import Strategy
+from dbsp_core.cost.hardware import COMMUNICATION, Constants, Hardware, device_class, software_versions
+from dbsp_core.cost.latency import MERGE_BYTES, AttentionShape, Prediction, predict
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.planning.plan import make_plan
+from dbsp_core.planning.planners import require_planner
+from dbsp_core.utils.errors import UserError
 from dbsp_kernels import choose_kernel
 
 __all__ = ["Calibration", "Checked", "calibrate", "check", "constants_from", "predict_case"]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.grid import BlockGrid
-from dbsp_core.mask import BlockMask
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
 
 __all__ = ["Case", "Sizes", "held_out", "sizes_for", "uneven_mask"]
 

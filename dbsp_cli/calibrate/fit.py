@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.errors import UserError
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["Fit", "fit"]
 

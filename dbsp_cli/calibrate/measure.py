@@ -10,14 +10,14 @@ import torch
 
 from dbsp_cli.calibrate.cases import Case, Sizes
 from dbsp_cli.calibrate.timing import Clock, Laps
-from dbsp_core.attention import DualBalancedAttention
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.home import HomeLayout
-from dbsp_core.mask import BlockMask
-from dbsp_core.plan import Plan, make_plan
-from dbsp_core.planners import require_planner
-from dbsp_core.strategy import Strategy
-from dbsp_core.tables import build_tables, table_layout
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.planners import require_planner
+from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.kernel_tables import build_tables, table_layout
 from dbsp_kernels import block_attention, merge_states
 
 __all__ = ["Setting", "attention_call", "measure_attentions", "measure_parts"]

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_cli.calibrate import Calibration, Checked, calibrate, check
-from dbsp_core.errors import UserError
-from dbsp_core.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
+from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
+from dbsp_core.utils.errors import UserError
 from dbsp_kernels import choose_kernel
 
 __all__ = ["calibrate_command"]

@@ -20,11 +20,11 @@ from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, examine_masks
 from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.series import MaskSeries
-from dbsp_core.errors import UserError
-from dbsp_core.files import write_atomically
-from dbsp_core.mask_file import MaskLayout
-from dbsp_core.planners import PLANNERS
-from dbsp_core.recordings.recorder import ENVIRONMENT, parse_layers, parse_size
+from dbsp_core.masks.mask_file import MaskLayout
+from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.reports.mask_recorder import ENVIRONMENT, parse_layers, parse_size
+from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["masks_app"]
 

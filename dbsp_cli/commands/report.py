@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_core.errors import UserError
-from dbsp_core.files import write_atomically
 from dbsp_core.reports.compare import compare
 from dbsp_core.reports.html import comparison_page, report_page
-from dbsp_core.reports.report import RunReport
+from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.summary import layer_summaries
 from dbsp_core.reports.tables import comparison_grids, run_tables
+from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["report_command"]
 

@@ -16,18 +16,18 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_cli.simulate import Simulated, simulate
-from dbsp_core.errors import UserError
-from dbsp_core.files import write_atomically
-from dbsp_core.hardware import Hardware, load_hardware
-from dbsp_core.mask import BlockMask
-from dbsp_core.mask_file import MaskFile
-from dbsp_core.planners import require_planner
-from dbsp_core.serving import kernel_merges
+from dbsp_core.config.models import ZOO, ModelSpec, require_model
+from dbsp_core.cost.hardware import Hardware, load_hardware
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.mask_file import MaskFile
+from dbsp_core.planning.planners import require_planner
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from dbsp_core.sources.presets import PRESETS
-from dbsp_core.strategy import Strategy
-from dbsp_core.zoo import ZOO, ModelSpec, require_model
+from dbsp_core.sources.synthetic.presets import PRESETS
+from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.errors import UserError
 from dbsp_kernels import Needs, require_fit
+from dbsp_kernels.registry import kernel_merges
 
 __all__ = ["simulate_command"]
 

@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from dbsp_cli.generate.launcher import Launch
-from dbsp_core.checkpoints import (
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.config.models import (
     CHECKPOINTS,
     TINY,
     TINY_MODELS,
@@ -24,14 +25,13 @@ from dbsp_core.checkpoints import (
     identity_of_model,
     tiny_architecture,
 )
-from dbsp_core.config import DbspConfig
-from dbsp_core.errors import UserError, blaming
-from dbsp_core.generation.video import VideoSettings
-from dbsp_core.paths import require_file_place, require_folder_place
-from dbsp_core.serving import kernel_merges
-from dbsp_core.settings import Settings, find_config, read_settings
-from dbsp_core.strategy import Strategy
+from dbsp_core.config.video import VideoSettings
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.utils.errors import UserError, blaming
+from dbsp_core.utils.paths import require_file_place, require_folder_place
+from dbsp_core.utils.yaml_file import Settings, find_config, read_settings
 from dbsp_diffusers.effective_config import UNCONFIGURED, default_config, require_same_model
+from dbsp_kernels.registry import kernel_merges
 
 __all__ = ["HOSTS", "TIMEOUT_S", "Job", "Wishes", "prepare"]
 

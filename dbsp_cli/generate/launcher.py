@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dbsp_cli.generate.leftovers import RUN, end_leftovers
-from dbsp_core.errors import ERROR, NOTICE, UserError
+from dbsp_core.utils.errors import ERROR, NOTICE, UserError
 from dbsp_start.held import held
 
 __all__ = ["Launch", "RunFailed", "Watcher", "run_watched"]

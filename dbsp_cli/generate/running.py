@@ -14,9 +14,9 @@ from dbsp_cli.generate.launcher import RunFailed, Watcher, run_watched
 from dbsp_cli.generate.sole_run import sole_run
 from dbsp_cli.generate.work_folder import WorkFolder, put_folder, remove_left_over, work_folder
 from dbsp_cli.tiny_models import hush_libraries, make_tiny
-from dbsp_core.checkpoints import TINY
-from dbsp_core.errors import NOTICE
-from dbsp_core.settings import Settings, read_settings
+from dbsp_core.config.models import TINY
+from dbsp_core.utils.errors import NOTICE
+from dbsp_core.utils.yaml_file import Settings, read_settings
 
 __all__ = ["Made", "run_job"]
 

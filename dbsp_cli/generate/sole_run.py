@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from dbsp_core.errors import UserError
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["sole_run"]
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dbsp_core.files import open_atomically
+from dbsp_core.utils.atomic_io import open_atomically
 
 __all__ = [
     "RESULTS",

@@ -13,12 +13,12 @@ from dbsp_cli.mask_tools.foreign_files import find_array, read_arrays
 from dbsp_cli.mask_tools.paro_plan import empty_heads, head_permutations, token_orders
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.text_blocks import BlockReading, fit_blocks
-from dbsp_core.errors import UserError
-from dbsp_core.grid import BlockGrid
-from dbsp_core.mask_file import MaskFile, MaskLayout, one_or_each, write_masks
-from dbsp_core.order import CANONICAL
-from dbsp_core.step_groups import StepGroups
-from dbsp_core.steps import Moment
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.mask_file import MaskFile, MaskLayout, one_or_each, write_masks
+from dbsp_core.masks.schedule import Moment
+from dbsp_core.masks.step_groups import StepGroups
+from dbsp_core.masks.token_order import CANONICAL
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["ENCODINGS", "ConvertOptions", "convert_masks", "convert_recording", "lut_bits"]
 

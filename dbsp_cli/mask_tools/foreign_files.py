@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from dbsp_core.errors import UserError
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["SUFFIXES", "find_array", "read_arrays"]
 

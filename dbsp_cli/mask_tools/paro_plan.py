@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from dbsp_cli.mask_tools.foreign_files import SUFFIXES, read_arrays
-from dbsp_core.errors import UserError
-from dbsp_core.mask_file import Orders, one_or_each
-from dbsp_core.order import CANONICAL, require_order
+from dbsp_core.masks.mask_file import Orders, one_or_each
+from dbsp_core.masks.token_order import CANONICAL, require_order
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["PARO_ORDERS", "empty_heads", "head_permutations", "is_file", "token_orders"]
 

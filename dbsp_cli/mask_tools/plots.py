@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dbsp_core.mask import BlockMask
+from dbsp_core.masks.block_mask import BlockMask
 
 __all__ = ["heads_to_draw", "mask_picture"]
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dbsp_core.errors import UserError
-from dbsp_core.mask import BlockMask
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["DEFAULT_LIMIT", "HeadError", "smooth_tokens", "sparse_errors"]
 

@@ -1,4 +1,4 @@
-"""Reads the masks that `dbsp_core.recordings.recorder` kept of a run."""
+"""Reads the masks that `dbsp_core.reports.mask_recorder` kept of a run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from dbsp_core.errors import UserError
-from dbsp_core.grid import BlockGrid
-from dbsp_core.mask import BlockMask
-from dbsp_core.mask_file import block_counts, unpack_bits
-from dbsp_core.recordings.recorder import INDEX
-from dbsp_core.steps import Moment
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.mask_file import block_counts, unpack_bits
+from dbsp_core.masks.schedule import Moment
+from dbsp_core.reports.mask_recorder import INDEX
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["Recording"]
 

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from dbsp_cli.mask_tools.recording import Recording
-from dbsp_core.errors import UserError
-from dbsp_core.grid import BlockGrid
-from dbsp_core.home import HomeLayout
-from dbsp_core.mask import BlockMask
-from dbsp_core.mask_file import MaskFile
-from dbsp_core.plan import Plan, make_plan
-from dbsp_core.planners import require_planner
-from dbsp_core.reuse import PlanCache, ReplanRule
-from dbsp_core.steps import Moment
-from dbsp_core.strategy import Strategy
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.mask_file import MaskFile
+from dbsp_core.masks.schedule import Moment
+from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.planners import require_planner
+from dbsp_core.runtime.plan_cache import PlanCache, ReplanRule
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["Balance", "Drift", "MaskSeries", "balance_of", "densities_of", "drift_of", "spread_out"]
 

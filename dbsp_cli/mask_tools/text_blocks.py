@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dbsp_core.errors import UserError
-from dbsp_core.grid import BlockAxis, BlockGrid
-from dbsp_core.mask_file import block_counts
+from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.mask_file import block_counts
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["BlockReading", "fit_blocks"]
 

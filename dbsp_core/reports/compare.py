@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dbsp_core.reports.report import RunReport
+from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.summary import LayerSummary, in_bytes, in_seconds, layer_summaries, strategies_in_words
 
 __all__ = ["Comparison", "Difference", "LayerDifference", "compare"]

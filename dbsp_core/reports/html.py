@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.reports.report import RunReport
+from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.summary import headline, in_bytes, in_seconds, layer_summaries
 
 __all__ = ["comparison_page", "report_page"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.reports.report import RunReport
+from dbsp_core.reports.run_report import RunReport
 
 __all__ = ["LayerSummary", "headline", "in_bytes", "in_seconds", "layer_summaries", "strategies_in_words"]
 

@@ -8,7 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from dbsp_core.reports.compare import Comparison
-from dbsp_core.reports.report import RunReport
+from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.summary import LayerSummary, headline, in_bytes, in_seconds, layer_summaries
 
 __all__ = ["Grid", "comparison_grids", "layer_table", "run_tables"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dbsp_core.sources.base import HomeTokens, MaskRequest, MaskSource
-from dbsp_core.sources.dense import DenseSource
-from dbsp_core.sources.file import FileSource
-from dbsp_core.sources.paro import ParoSource
+from dbsp_core.sources.callable import CallableSource
 from dbsp_core.sources.radial import RadialSource
 from dbsp_core.sources.sparge import SpargeSource
+from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
 from dbsp_core.sources.svg import SvgSource
-from dbsp_core.sources.synthetic import SyntheticSource
-from dbsp_core.sources.user import CallableSource
+from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_core.sources.window import WindowSource
 
 __all__ = [

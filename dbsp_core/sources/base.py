@@ -8,12 +8,12 @@ from typing import Literal, Protocol
 
 import torch
 
-from dbsp_core.grid import BlockGrid
-from dbsp_core.groups import SequenceGroup
-from dbsp_core.home import HomeLayout
-from dbsp_core.mask import BlockMask
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
 
-__all__ = ["HomeTokens", "MaskRequest", "MaskSource", "Varies"]
+__all__ = ["BlockSizes", "HomeTokens", "MaskRequest", "MaskSource", "Varies"]
 
 Varies = Literal["never", "steps", "calls"]
 """How often a layer's mask may change: never, from one denoising step to another, or with every q and k."""
@@ -96,3 +96,24 @@ class MaskSource(Protocol):
         Raises ValueError when the request does not fit the source.
         """
         ...
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """block_q, block_k: tokens per query and key block."""
+
+    block_q: int = 64
+    block_k: int = 64
+
+    def __post_init__(self) -> None:
+        BlockGrid(1, 0, self.block_q, self.block_k)  # raises for sizes below 1
+
+    @property
+    def varies(self) -> Varies:
+        return "never"
+
+    def version(self, request: MaskRequest) -> Hashable:
+        return "all layers"
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        return BlockGrid(request.tokens, request.text_tokens, self.block_q, self.block_k, request.thw)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dbsp_core.errors import bad_value
-from dbsp_core.grid import BlockGrid
-from dbsp_core.mask import BlockMask
-from dbsp_core.sources.base import HomeTokens, MaskRequest
-from dbsp_core.sources.blocks import BlockSizes
-from dbsp_core.sources.runs import blocks_of, gaps, runs_of
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest
+from dbsp_core.sources.geometry import blocks_of, gaps, runs_of
+from dbsp_core.utils.errors import bad_value
 
 __all__ = ["RadialSource", "radial_bits"]
 

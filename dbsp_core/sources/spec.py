@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from dbsp_core.errors import UserError
 from dbsp_core.sources import SOURCES
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["mask_settings"]
 

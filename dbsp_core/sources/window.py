@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dbsp_core.errors import bad_value
-from dbsp_core.grid import BlockAxis, BlockGrid
-from dbsp_core.mask import BlockMask
-from dbsp_core.order import video_order
-from dbsp_core.sources.base import HomeTokens, MaskRequest
-from dbsp_core.sources.blocks import BlockSizes
-from dbsp_core.sources.runs import blocks_of, runs_of
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.token_order import video_order
+from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest
+from dbsp_core.sources.geometry import blocks_of, runs_of
+from dbsp_core.utils.errors import bad_value
 
 __all__ = ["WindowSource", "tile_bits", "window_bits"]
 

@@ -14,7 +14,18 @@ from dbsp_kernels.errors import UserError
 from dbsp_kernels.merge import Running
 from dbsp_kernels.reference import reference_attention
 
-__all__ = ["KERNELS", "Kernel", "Needs", "available", "choose_kernel", "explain_auto", "interpreted", "require_fit"]
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "Needs",
+    "available",
+    "choose_kernel",
+    "explain_auto",
+    "interpreted",
+    "kernel_merges",
+    "require_fit",
+]
+
 
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 _FLOATS = _HALVES | {torch.float32, torch.float64}
@@ -211,3 +222,13 @@ def explain_auto(device: str, dtype: torch.dtype) -> str:
             break
         passed.append(f"{better}: {KERNELS[better].cannot_serve(device, dtype)}")
     return f"{name}, the best that serves {dtype} on {device}" + (f" ({'; '.join(passed)})" if passed else "")
+
+
+def kernel_merges(kernel: str) -> bool:
+    """Whether a kernel returns the log-sum-exp that rings merge by; "auto" is chosen to.
+
+    Raises ValueError for an unknown name.
+    """
+    if kernel not in ("auto", *KERNELS):
+        raise UserError(f"unknown kernel {kernel!r}; use auto or one of {', '.join(KERNELS)}")
+    return kernel == "auto" or KERNELS[kernel].returns_lse

@@ -20,10 +20,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from dbsp_core import BlockMask, Plan, make_plan
-from dbsp_core.home import HomeLayout
-from dbsp_core.planners import require_planner
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.planning.planners import require_planner
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from dbsp_core.strategy import Strategy
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")

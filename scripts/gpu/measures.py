@@ -12,7 +12,7 @@ from setting import Job, Setting
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dbsp_core import BlockGrid, BlockMask, HomeLayout, make_plan
-from dbsp_core.route import build_route
+from dbsp_core.comm.all_to_all import build_route
 from dbsp_kernels import available, block_attention
 from dbsp_kernels.runs import copy_runs
 from dbsp_kernels.tiles import HOPPER, Tiles, tiles_for

@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
+from dbsp_core.runtime.kernel_tables import KernelTable, build_tables, table_layout
 from dbsp_core.sources import MaskRequest
-from dbsp_core.sources.synthetic import SyntheticSource
-from dbsp_core.tables import KernelTable, build_tables, table_layout
+from dbsp_core.sources.synthetic.source import SyntheticSource
 
 __all__ = ["DENSITIES", "Job", "Setting"]
 

@@ -13,9 +13,9 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_core import Plan, Strategy, make_plan
-from dbsp_core.home import HOME_ORDERS, HomeLayout, MaskProfile
-from dbsp_core.planners import PLANNERS
-from dbsp_core.sources.presets import PRESETS
+from dbsp_core.layout.sequence_layout import HOME_ORDERS, HomeLayout, MaskProfile
+from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.sources.synthetic.presets import PRESETS
 
 
 @dataclass(frozen=True)

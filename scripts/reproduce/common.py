@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core import BlockMask, Plan, make_plan
-from dbsp_core.imbalance import cell_counts, imbalance_ratio, period_counts
+from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, period_counts
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from dbsp_core.sources.presets import PRESETS
+from dbsp_core.sources.synthetic.presets import PRESETS
 
 STRATEGIES = ("U8R1", "U4R2", "U2R4", "U1R8")
 MEASURED = "measured on synthetic masks"

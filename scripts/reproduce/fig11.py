@@ -18,10 +18,10 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, make_plan
-from dbsp_core.planners import PLANNERS
-from dbsp_core.reuse import PlanCache, ReplanRule
+from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.runtime.plan_cache import PlanCache, ReplanRule
 from dbsp_core.sources import MaskRequest
-from dbsp_core.sources.presets import PRESETS
+from dbsp_core.sources.synthetic.presets import PRESETS
 
 PRESET = "wan2.1-t2v-14b-sparge"
 STRATEGY = "U8R1"

@@ -15,7 +15,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_core import Plan, make_plan
-from dbsp_core.sources.presets import PRESETS
+from dbsp_core.sources.synthetic.presets import PRESETS
 
 STRATEGIES = ("U1R8", "U2R4", "U4R2")
 REWARDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)

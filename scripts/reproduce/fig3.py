@@ -15,7 +15,7 @@ from modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arg
 
 from dbsp_cli.simulate import Way
 from dbsp_core import Strategy
-from dbsp_core.zoo import ZOO
+from dbsp_core.config.models import ZOO
 
 MODEL = "wan2.1-t2v-14b"
 LINES = {"Ulysses": (True, "contiguous"), "Ring": (False, "contiguous"), "db-SP, Ulysses": (True, "dbsp")}

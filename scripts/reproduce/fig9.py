@@ -17,7 +17,7 @@ from modelled import MODELLED, machine, model_masks, modelled_arguments, video
 
 from dbsp_cli.simulate import Way
 from dbsp_core import Strategy
-from dbsp_core.zoo import ZOO
+from dbsp_core.config.models import ZOO
 
 MODEL = "wan2.1-t2v-14b"
 LEVELS = {

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Fits the presets: head_concentration to the Ulysses row of Table 1, then spread to the Ring row, drift to Fig. 11.
 
-Prints what belongs into dbsp_core/sources/presets.py; writes nothing. Averages over all layers of four seeds.
+Prints what belongs into dbsp_core/sources/synthetic/presets.py; writes nothing. Averages over all layers of four
+seeds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from common import FIG_11, TABLE_1, contiguous_rho
 from fig11 import PRESET as FIG_11_PRESET
 from fig11 import replans_and_rho
 
-from dbsp_core.sources.presets import PRESETS
+from dbsp_core.sources.synthetic.presets import PRESETS
 
 SEEDS = (0, 1, 2, 3)
 

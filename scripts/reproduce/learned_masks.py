@@ -19,11 +19,11 @@ from matplotlib.figure import Figure
 
 from dbsp_cli.mask_tools.series import MaskSeries, drift_of
 from dbsp_core import BlockMask, Plan, make_plan
-from dbsp_core.home import HomeLayout
-from dbsp_core.mask_file import save_mask
-from dbsp_core.planners import PLANNERS
-from dbsp_core.reuse import ReplanRule
-from dbsp_core.strategy import Strategy
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.mask_file import save_mask
+from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.runtime.plan_cache import ReplanRule
 from dbsp_xdit.demo import PREDICTED
 
 FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "learned-masks.safetensors"

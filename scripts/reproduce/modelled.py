@@ -10,9 +10,9 @@ from common import arguments, layer_count, masks
 
 from dbsp_cli.simulate import LayerTime, Simulated, Way, simulate_layer, summarised
 from dbsp_core import BlockMask, Strategy
-from dbsp_core.hardware import Hardware, load_hardware
-from dbsp_core.latency import Topology
-from dbsp_core.zoo import ZOO, ModelSpec
+from dbsp_core.config.models import ZOO, ModelSpec
+from dbsp_core.cost.hardware import Hardware, load_hardware
+from dbsp_core.cost.latency import Topology
 
 MODELLED = "modelled, synthetic masks"
 

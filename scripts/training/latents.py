@@ -12,7 +12,7 @@ from rich.progress import Progress
 from safetensors.torch import load_file, save
 from world import Scene, render
 
-from dbsp_core.files import write_atomically
+from dbsp_core.utils.atomic_io import write_atomically
 
 __all__ = ["encode_videos", "standardise"]
 

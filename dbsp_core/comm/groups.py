@@ -1,0 +1,177 @@
+"""The ranks that share one sequence.
+
+One process group carries every UxRy: the exchange spans all P ranks whatever the strategy, and a ring's neighbours are
+peers within the same group. So there is nothing to build when the strategy changes, and x·y may be any product.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["PendingShift", "SequenceGroup", "meet", "meeting_group", "side_group", "timeout_of"]
+
+_BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, weakref.ref[dist.ProcessGroup]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def side_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """The ranks of `group` in a gloo group of their own, one for each purpose, with the group's own timeout.
+
+    Collective at the first call.
+    """
+    beside = _BESIDE.setdefault(group, {})
+    known = beside[purpose]() if purpose in beside else None
+    if known is None:
+        ranks = dist.get_process_group_ranks(group)
+        timeout = timeout_of(group)
+        known = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        beside[purpose] = weakref.ref(known)  # torch itself holds it until the groups are destroyed
+    return known
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """After which a group's collectives fail; None where its backend does not tell."""
+    for device_type in group._device_types:
+        options = getattr(group._get_backend(device_type), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+@contextmanager
+def _told_if_it_breaks_off() -> Iterator[None]:
+    """Says in plain words what a broken connection means; the process group's own words stand behind."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "communication between the ranks of the sequence broke off: one of the other ranks may have died, or was "
+            f"too late; look for the first error in its output ({' '.join(str(error).split())})"
+        ) from error
+
+
+@dataclass(frozen=True)
+class PendingShift:
+    """A tensor on its way from a neighbour; `wait` returns it. Keeps what is being sent alive until then."""
+
+    received: torch.Tensor
+    sent: torch.Tensor
+    works: tuple[dist.Work, ...]
+
+    def wait(self) -> torch.Tensor:
+        with _told_if_it_breaks_off():
+            for work in self.works:
+                work.wait()
+        return self.received
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """`rank` of `size` in a process group; without one, a single process that is alone."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None) -> SequenceGroup:
+        """The given group, or the default one; a single process where torch.distributed is not initialised."""
+        if not dist.is_available() or not dist.is_initialized():
+            return cls(0, 1)
+        group = group or dist.group.WORLD
+        if group is None:
+            return cls(0, 1)
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """After which its collectives fail; None where that is not known."""
+        return None if self.group is None else timeout_of(self.group)
+
+    def control(self) -> SequenceGroup:
+        """The same ranks in a gloo group of their own, for what the calling thread must agree on with CPU tensors.
+
+        Collective at the first call.
+        """
+        return self.beside("control")
+
+    def beside(self, purpose: str) -> SequenceGroup:
+        """The same ranks in a gloo group of their own, one for each purpose: its collectives meet no others.
+
+        It has this group's timeout. Collective at the first call.
+        """
+        if self.group is None:
+            return self
+        return SequenceGroup(self.rank, self.size, side_group(self.group, purpose))
+
+    def all_to_all(
+        self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
+    ) -> torch.Tensor:
+        """Uneven all-to-all along dim 0. returns: [Σ receive_splits, ...], by source rank."""
+        if self.size == 1:
+            return sent
+        received = sent.new_empty(sum(receive_splits), *sent.shape[1:])
+        with _told_if_it_breaks_off():
+            dist.all_to_all_single(received, sent, list(receive_splits), list(send_splits), group=self.group)
+        return received
+
+    def shift(self, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int) -> PendingShift:
+        """Starts to send a tensor to rank `to` and to receive one of another shape from rank `source`."""
+        received = sent.new_empty(tuple(received_shape))
+        group = self.group
+        if group is None:
+            raise RuntimeError("a single process has no ring to shift along")
+        operations = []
+        if sent.numel():
+            operations.append(dist.P2POp(dist.isend, sent, dist.get_global_rank(group, to), group))
+        if received.numel():
+            operations.append(dist.P2POp(dist.irecv, received, dist.get_global_rank(group, source), group))
+        with _told_if_it_breaks_off():
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return PendingShift(received, sent, tuple(works))
+
+    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, by rank; all of one shape."""
+        if self.size == 1:
+            return [mine]
+        mine = mine.contiguous()
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        with _told_if_it_breaks_off():
+            dist.all_gather(everyone, mine, group=self.group)
+        return everyone
+
+    def gather_integers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Every rank's integers (below 2^63), by rank: for checks that all ranks must decide alike."""
+        mine = torch.tensor(values, dtype=torch.int64, device=device)
+        return [rank_values.tolist() for rank_values in self.all_gather(mine)]
+
+
+def meeting_group(group: SequenceGroup) -> SequenceGroup:
+    """The ranks in a gloo group of their own, which nothing else uses. Collective at the first call.
+
+    What becomes of it when a rank does not come disturbs no attention. Ranks wait for one another as long as the
+    group's own timeout says.
+    """
+    return group.beside("meeting")
+
+
+def meet(group: SequenceGroup) -> None:
+    """Returns once all ranks of a meeting group have called it. Raises RuntimeError where one does not in time."""
+    if group.group is None:
+        return
+    try:
+        dist.monitored_barrier(group.group, group.timeout)
+    except RuntimeError as error:
+        limit = "the time limit" if group.timeout is None else f"{group.timeout.total_seconds():g} s"
+        raise RuntimeError(
+            f"not all ranks came within {limit}; the run may have failed on one ({' '.join(str(error).split())})"
+        ) from error

@@ -1,0 +1,1 @@
+"""Configuration: db-SP's settings, the table of models, the video to generate."""

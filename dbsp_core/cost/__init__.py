@@ -1,0 +1,1 @@
+"""What an attention costs on a machine: bytes, seconds, and the strategy that costs least."""

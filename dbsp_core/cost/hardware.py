@@ -1,0 +1,263 @@
+"""What the latency model knows of a machine: constants with their units, and where each comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import platform
+import warnings
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blaming
+from dbsp_core.utils.yaml_file import read_settings, require_known, shipped_configs
+
+__all__ = [
+    "COMMUNICATION",
+    "NEAREST",
+    "SHIPPED",
+    "Constants",
+    "Hardware",
+    "device_class",
+    "load_hardware",
+    "save_hardware",
+    "software_versions",
+    "warn_if_elsewhere",
+]
+
+NEAREST = {True: "h200", False: "cpu-demo"}
+"""Shipped constants by whether there is a GPU, for choosing between strategies where nothing was calibrated."""
+SHIPPED = shipped_configs() / "hardware"
+LABELS = ("measured", "fitted", "published", "assumed")
+REDO = "measure anew with: dbsp calibrate --out FILE"
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constants of the latency model, each per rank. Seconds, bytes per second in one direction, FLOP per second.
+
+    flops_per_s:          of the two products of attention on dense blocks
+    score_s:              each score of a dense block, beside the products (softmax)
+    row_s:                each row, in every period
+    launch_s:             each period: launching the kernel
+    call_s:               each attention: launches outside the periods, and bookkeeping
+    pack_bytes_per_s:     gathering into, and placing from, exchange buffers
+    merge_bytes_per_s:    merging two periods' outputs, memory read and written
+    exchange_latency_s, exchange_bytes_per_s: one all-to-all within a node
+    p2p_latency_s, p2p_bytes_per_s:           handing a slot to a ring neighbour within a node
+    network_latency_s, network_bytes_per_s:   what of either crosses nodes; None: not known
+    overlap:              share of the shorter of compute and P2P that hides behind the longer, 0 to 1
+    linear_flops_per_s:   of everything in a transformer but self-attention's scores
+    serial_s:             each video: what one device does alone (text encoder, VAE)
+    """
+
+    flops_per_s: float
+    score_s: float
+    row_s: float
+    launch_s: float
+    call_s: float
+    pack_bytes_per_s: float
+    merge_bytes_per_s: float
+    exchange_latency_s: float
+    exchange_bytes_per_s: float
+    p2p_latency_s: float
+    p2p_bytes_per_s: float
+    overlap: float
+    linear_flops_per_s: float
+    serial_s: float = 0.0
+    network_latency_s: float | None = None
+    network_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None and f.default is None:
+                continue
+            if type(value) not in (int, float) or math.isnan(value):
+                message = f"hardware constant {f.name} must be a number, got {value!r}; write 1.0e+9, not 1e9"
+                raise SettingError(message, (f.name,))
+            if f.name.endswith("_per_s") and not value > 0:
+                raise _bad_constant(self, f.name, "must be positive")
+            if not value >= 0:
+                raise _bad_constant(self, f.name, "must not be negative")
+            object.__setattr__(self, f.name, float(value))
+        if self.overlap > 1:
+            raise _bad_constant(self, "overlap", "must lie between 0 and 1")
+        if (self.network_latency_s is None) != (self.network_bytes_per_s is None):
+            given = "network_latency_s" if self.network_bytes_per_s is None else "network_bytes_per_s"
+            raise SettingError("network_latency_s and network_bytes_per_s go together; give both or neither", (given,))
+
+
+def _bad_constant(constants: Constants, name: str, complaint: str) -> SettingError:
+    return bad_value(constants, name, complaint, "hardware constant ")
+
+
+COMMUNICATION = (
+    "exchange_latency_s",
+    "exchange_bytes_per_s",
+    "p2p_latency_s",
+    "p2p_bytes_per_s",
+    "network_latency_s",
+    "network_bytes_per_s",
+)
+"""The constants that one device alone cannot measure."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine as the latency model sees it.
+
+    device:    class of the device, as `device_class` names it
+    dtype:     of q, k and v, for which the constants hold
+    constants: see `Constants`
+    sources:   by constant, one of measured, fitted, published, assumed
+    versions:  of the software measured with, by name; empty where nothing was measured
+    residuals: by part of the model, relative error of the fit on its own samples (root mean square)
+    date:      of the measurement, YYYY-MM-DD, or None
+    notes:     where published and fitted constants come from
+    """
+
+    name: str
+    device: str
+    dtype: str
+    constants: Constants
+    sources: Mapping[str, str]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    residuals: Mapping[str, float] = field(default_factory=dict)
+    date: str | None = None
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        names = [f.name for f in fields(Constants)]
+        with blaming("sources"):
+            for key, label in self.sources.items():
+                require_known(key, names, f"sources of hardware {self.name!r}")
+                if label not in LABELS:
+                    raise SettingError(f"source {label!r} of {key} is not one of {', '.join(LABELS)}", (key,))
+        unlabelled = [n for n in names if getattr(self.constants, n) is not None and n not in self.sources]
+        if unlabelled:
+            message = f"hardware {self.name!r} does not say where {', '.join(unlabelled)} come from; add sources"
+            raise SettingError(message, ("sources",))
+
+    @property
+    def measured(self) -> bool:
+        """Whether any constant was measured, so that it holds for one machine and one version."""
+        return "measured" in self.sources.values()
+
+    @property
+    def fingerprint(self) -> int:
+        """63 bits that differ between constants, to compare ranks by."""
+        digest = hashlib.blake2b(repr(self.constants).encode(), digest_size=8)
+        return int.from_bytes(digest.digest(), "big") >> 1
+
+    def labels_in_words(self) -> str:
+        """For example "measured: flops_per_s; published: p2p_bytes_per_s"."""
+        groups = {label: [n for n, own in self.sources.items() if own == label] for label in LABELS}
+        return "; ".join(f"{label}: {', '.join(names)}" for label, names in groups.items() if names)
+
+    def with_communication_of(self, other: Hardware) -> Hardware:
+        """This machine's compute with another's communication, labelled as it is there."""
+        constants = replace(self.constants, **{name: getattr(other.constants, name) for name in COMMUNICATION})
+        kept = {name: label for name, label in self.sources.items() if name not in COMMUNICATION}
+        taken = {name: label for name, label in other.sources.items() if name in COMMUNICATION}
+        notes = " ".join(filter(None, (self.notes, f"Communication from {other.name!r}.", other.notes)))
+        return replace(self, constants=constants, sources=kept | taken, notes=notes)
+
+
+def load_hardware(source: str | os.PathLike[str]) -> Hardware:
+    """A shipped machine by its name (a800, h200, cpu-demo), or the path of a YAML file that `dbsp calibrate` wrote.
+
+    Raises ValueError, naming the fix, for an unknown name or key, a missing key or a value that makes no sense.
+    """
+    shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
+    path = shipped.get(os.fspath(source), Path(source))
+    if not path.is_file():
+        raise UserError(
+            f"no hardware {os.fspath(source)!r}; use {', '.join(shipped) or 'the path of a YAML file'}, or {REDO}"
+        )
+    settings = read_settings(path, "hardware file")
+    with settings.located():
+        return _hardware_from(settings.values)
+
+
+def _hardware_from(given: Mapping[str, Any]) -> Hardware:
+    values = _keys_of(Hardware, given, "")
+    for key in ("constants", "sources", "versions", "residuals"):
+        if not isinstance(values.get(key, {}), Mapping):
+            raise SettingError(f"{key!r} must be a mapping, got {values[key]!r}", (key,))
+    if values.get("date") is not None:
+        values["date"] = str(values["date"])
+    for key in ("name", "device", "dtype"):
+        if not isinstance(values[key], str):
+            raise SettingError(f"{key!r} must be text, got {values[key]!r}", (key,))
+    with blaming("constants"):
+        constants = Constants(**_keys_of(Constants, values["constants"], "constants"))
+    return Hardware(**{**values, "constants": constants})
+
+
+def _keys_of(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values, once every key is known and none that is needed is missing."""
+    for key in values:
+        require_known(key, [f.name for f in fields(cls)], where)
+    needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in needed if name not in values]
+    if missing:
+        raise SettingError(f"{where or 'the file'} lacks {', '.join(missing)}; add them, or {REDO}")
+    return dict(values)
+
+
+def save_hardware(path: str | os.PathLike[str], hardware: Hardware) -> None:
+    """Writes a YAML file that `load_hardware` reads, whole or not at all."""
+    values = asdict(hardware)
+    values["constants"] = {key: value for key, value in values["constants"].items() if value is not None}
+    write_atomically(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
+
+
+def device_class(device: str) -> str:
+    """The kind of device this machine has, for `device` "cpu" or "cuda": no host name, nothing of this one copy."""
+    if device == "cuda":
+        return torch.cuda.get_device_name(0)
+    try:
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    except OSError:
+        names = []
+    name = names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+    return f"{name}, one core per rank"
+
+
+def software_versions(kernel: str) -> dict[str, str]:
+    """What a measurement depends on: db-SP, torch and the kernel."""
+    try:
+        own = version("dbsp-attention")
+    except PackageNotFoundError:
+        own = "not installed"
+    return {"dbsp-attention": own, "torch": str(torch.__version__), "kernel": kernel}
+
+
+def warn_if_elsewhere(hardware: Hardware, device: str, kernel: str) -> list[str]:
+    """Warns, and says how to measure anew, where constants were measured on another device or with other versions.
+
+    returns: what differs, in words; empty for constants that fit, or of which none was measured
+    """
+    if not hardware.measured:
+        return []
+    here = {"device": device_class(device), **software_versions(kernel)}
+    there = {"device": hardware.device, **hardware.versions}
+    differences = [
+        f"{key} {there.get(key, 'unknown')!r} there, {value!r} here"
+        for key, value in here.items()
+        if there.get(key) != value
+    ]
+    if differences:
+        warnings.warn(
+            f"hardware {hardware.name!r} was measured elsewhere ({'; '.join(differences)}); {REDO}", stacklevel=2
+        )
+    return differences

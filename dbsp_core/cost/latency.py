@@ -1,0 +1,303 @@
+"""The latency of one attention, from its plan: Eq. 4 of the paper (§4.3) as printed, and as corrected.
+
+Pure arithmetic on the plan and on constants from a file: every rank that has both predicts the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsp_core.cost.comm_volume import Traffic, queries_go_ahead, traffic_of
+from dbsp_core.cost.hardware import Constants, Hardware
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning.plan import Plan
+from dbsp_core.utils.errors import UserError
+
+__all__ = [
+    "AttentionShape",
+    "Prediction",
+    "Topology",
+    "as_printed",
+    "exchange_cost",
+    "exchange_cost_of",
+    "predict",
+    "predict_as_printed",
+]
+
+MERGE_BYTES = 12
+"""Bytes of memory per output element that a merge touches: two float32 read, one written."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """batch items of `heads` heads, `tokens` tokens and `head_dim` numbers of `element_bytes` bytes.
+
+    heads: the plan's; where each batch item has masks of its own, they are the plan's heads and batch is 1
+    """
+
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "tokens", "head_dim", "element_bytes"):
+            if getattr(self, name) < 1:
+                raise UserError(f"attention shape: {name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one head, over the batch: of q, k, v or the output."""
+        return self.batch * self.head_dim * self.element_bytes
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`world` ranks, `node_size` to a node, in the order of ranks."""
+
+    world: int
+    node_size: int = 8
+
+    def __post_init__(self) -> None:
+        if self.world < 1 or self.node_size < 1:
+            raise UserError(f"a topology needs at least one rank and one rank a node, got {self}")
+
+    @property
+    def nodes(self) -> np.ndarray:
+        """int64[world]: the node of each rank."""
+        return np.arange(self.world) // self.node_size
+
+    @property
+    def one_node(self) -> bool:
+        return self.world <= self.node_size
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one attention on all ranks together: at every synchronisation the slowest counts.
+
+    exchange_s: to owners and back home
+    periods:    (compute_s, p2p_s) of each; compute includes the kernel's launch and the merge; 0 P2P in the last
+    pack_s:     gathering into exchange buffers and placing from them
+    launch_s:   launches outside the periods
+    overlap:    share of the shorter of compute and P2P that hides behind the longer
+    """
+
+    exchange_s: float
+    periods: tuple[tuple[float, float], ...]
+    pack_s: float
+    launch_s: float
+    overlap: float = 1.0
+
+    @property
+    def compute_s(self) -> float:
+        """Of all periods, as if nothing were communicated."""
+        return sum(compute for compute, _ in self.periods)
+
+    @property
+    def exposed_s(self) -> float:
+        """P2P that compute does not hide."""
+        return self.attention_s - self.compute_s
+
+    @property
+    def attention_s(self) -> float:
+        """Of all periods: max(compute, P2P) in each where overlap is 1, their sum where it is 0."""
+        return sum(max(pair) + (1 - self.overlap) * min(pair) for pair in self.periods)
+
+    @property
+    def total_s(self) -> float:
+        return self.exchange_s + self.pack_s + self.launch_s + self.attention_s
+
+
+def predict(
+    plan: Plan,
+    shape: AttentionShape,
+    hardware: Hardware,
+    topology: Topology | None = None,
+    home: HomeLayout | None = None,
+) -> Prediction:
+    """The corrected form of Eq. 4: the slowest rank's real work in each period, real bytes, real packing.
+
+    topology: default one node
+    home:     the layout the plan was made for, which decides what travels; default contiguous
+    Raises ValueError when plan, shape, home and topology don't fit, or network constants are needed but not known.
+    """
+    strategy, known = plan.strategy, hardware.constants
+    topology = topology or Topology(strategy.world, strategy.world)
+    home = home or HomeLayout.contiguous(plan.grid.tokens, strategy.world)
+    _require_fit(plan, shape, topology)
+    _require_network(hardware, topology)
+    traffic = traffic_of(plan, home)
+    exchanged = [traffic.to_owners, traffic.to_homes]
+    if queries_go_ahead(plan):
+        exchanged = [traffic.queries, 2 * traffic.keys, traffic.to_homes]
+    return Prediction(
+        exchange_s=sum(_exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
+        periods=_periods(plan, traffic, shape, known, topology),
+        pack_s=packed_bytes(plan, traffic, home, shape) / known.pack_bytes_per_s,
+        launch_s=known.call_s,
+        overlap=known.overlap,
+    )
+
+
+def _require_fit(plan: Plan, shape: AttentionShape, topology: Topology) -> None:
+    plan.strategy.require_world(topology.world)
+    if (shape.heads, shape.tokens) != (plan.heads, plan.grid.tokens):
+        raise UserError(
+            f"the plan is for {plan.heads} heads and {plan.grid.tokens} tokens, the shape has {shape.heads} and "
+            f"{shape.tokens}; give the plan's"
+        )
+
+
+def _require_network(hardware: Hardware, topology: Topology) -> None:
+    if not topology.one_node and hardware.constants.network_bytes_per_s is None:
+        raise UserError(
+            f"{topology.world} ranks on nodes of {topology.node_size} need network constants, which hardware "
+            f"{hardware.name!r} lacks; add network_latency_s and network_bytes_per_s, or use one node"
+        )
+
+
+def _exchange_s(sent: np.ndarray, known: Constants, topology: Topology) -> float:
+    """Of one all-to-all: the busiest rank's bytes, sent or received. NVLink and network work at the same time.
+
+    sent: float64[P, P], bytes from rank (row) to rank (column); what stays on a rank does not travel
+    """
+    if topology.world == 1:
+        return 0.0
+    nodes = topology.nodes
+    near = nodes[:, None] == nodes
+    inside = _busiest(np.where(near & ~np.eye(topology.world, dtype=bool), sent, 0))
+    seconds = known.exchange_latency_s + inside / known.exchange_bytes_per_s
+    if known.network_bytes_per_s is None or known.network_latency_s is None or near.all():
+        return seconds
+    return max(seconds, known.network_latency_s + _busiest(np.where(near, 0, sent)) / known.network_bytes_per_s)
+
+
+def _busiest(sent: np.ndarray) -> float:
+    return float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
+
+
+def _periods(
+    plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
+) -> tuple[tuple[float, float], ...]:
+    grid, ring = plan.grid, plan.strategy.ring
+    rank_s = plan.work * (shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known))
+    rank_s += traffic.rows * (shape.batch * known.row_s)
+    merge_s = traffic.rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
+    rank_s[1:] += merge_s
+    compute = rank_s.max(axis=1) + known.launch_s
+    p2p = [*_p2p_s(plan.strategy, traffic.slots * (2 * grid.block_k * shape.token_bytes), known, topology), 0.0]
+    return tuple((float(c), float(p)) for c, p in zip(compute, p2p[-ring:], strict=True))
+
+
+def block_s(block_q: int, block_k: int, head_dim: int, known: Constants) -> float:
+    """Seconds of one dense block: two products of 2·Bq·Bk·D FLOP, and the scores' softmax."""
+    return block_q * block_k * (4 * head_dim / known.flops_per_s + known.score_s)
+
+
+def _p2p_s(strategy: Strategy, slot_bytes: np.ndarray, known: Constants, topology: Topology) -> list[float]:
+    """Of each hand-over but the last period's: in period i, rank (r, u) hands slot (r + i) mod y to (r − 1, u).
+
+    slot_bytes: float64[y, x], bytes of each slot in each column
+    """
+    ring, nodes = strategy.ring, topology.nodes.reshape(strategy.ring, strategy.ulysses)
+    near = nodes == np.roll(nodes, 1, axis=0)
+    latency, rate = np.full(near.shape, known.p2p_latency_s), np.full(near.shape, known.p2p_bytes_per_s)
+    if known.network_latency_s is not None and known.network_bytes_per_s is not None:
+        latency[~near], rate[~near] = known.network_latency_s, known.network_bytes_per_s
+    return [
+        float((latency + np.roll(slot_bytes, -period, axis=0) / rate).max()) if ring > 1 else 0.0
+        for period in range(ring - 1)
+    ]
+
+
+def packed_bytes(plan: Plan, traffic: Traffic, home: HomeLayout, shape: AttentionShape) -> float:
+    """Of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner."""
+    at_home = 4 * shape.heads * home.shard
+    packed = 2 * traffic.rows * plan.grid.block_q + 2 * traffic.slots.ravel() * plan.grid.block_k
+    return float(at_home + packed.max()) * shape.token_bytes
+
+
+def exchange_cost(
+    dense_blocks: int,
+    block_q: int,
+    block_k: int,
+    strategy: Strategy,
+    shape: AttentionShape,
+    hardware: Hardware,
+    topology: Topology | None = None,
+) -> float:
+    """For `DbspConfig.exchange_cost`: the time to send all of Q, K and V once, over that of balanced attention.
+
+    dense_blocks: of all heads of one batch item;  block_q, block_k: tokens
+    A rank's share crosses the slowest link that its ring has. Infinite where there is nothing to compute.
+    """
+    topology, known = topology or Topology(strategy.world, strategy.world), hardware.constants
+    _require_network(hardware, topology)
+    rate = known.exchange_bytes_per_s
+    if not topology.one_node and known.network_bytes_per_s is not None:
+        rate = min(rate, known.network_bytes_per_s)
+    exchange_s = 3 * shape.heads * shape.tokens * shape.token_bytes / strategy.world / rate
+    balanced_s = shape.batch * dense_blocks * block_s(block_q, block_k, shape.head_dim, known) / strategy.world
+    return exchange_s / balanced_s if balanced_s else float("inf")
+
+
+def exchange_cost_of(
+    mask: BlockMask, strategy: Strategy, shape: AttentionShape, hardware: Hardware, topology: Topology
+) -> float:
+    """`exchange_cost` of a mask, for planners: finite, and 0 where it is not known or there is nothing to compute.
+
+    To five significant digits: a last bit that differed between ranks could not make them plan differently.
+    """
+    dense_blocks, grid = int(mask.counts.rows.sum()), mask.grid
+    known = hardware.constants
+    if dense_blocks == 0 or (not topology.one_node and known.network_bytes_per_s is None):
+        return 0.0
+    return float(f"{exchange_cost(dense_blocks, grid.block_q, grid.block_k, strategy, shape, hardware, topology):.4e}")
+
+
+def as_printed(
+    strategy: Strategy, rho: float, density: float, *, all2all_s: float, p2p_s: float, dense_s: float, launch_s: float
+) -> float:
+    """Eq. 4 exactly as the paper prints it, seconds. dense_s: dense attention on one GPU.
+
+    It charges each of the y periods the whole per-GPU compute, and multiplies P2P by ρ_s; kept for reproduction.
+    """
+    compute_s = dense_s / strategy.world * density + launch_s
+    attention_s = (max(compute_s, p2p_s) * (strategy.ring - 1) + compute_s) * rho
+    return all2all_s + attention_s
+
+
+def predict_as_printed(
+    plan: Plan, density: float, shape: AttentionShape, hardware: Hardware, topology: Topology | None = None
+) -> float:
+    """Eq. 4 as printed, of a plan: its ρ_s, and communication of equal shards as the paper's text describes it.
+
+    The all-to-all moves q, k, v and the output over x ranks, P2P one period's K and V of equal shards.
+    """
+    strategy, known, grid = plan.strategy, hardware.constants, plan.grid
+    topology = topology or Topology(strategy.world, strategy.world)
+    _require_fit(plan, shape, topology)
+    _require_network(hardware, topology)
+    exchange_rate, p2p_rate = known.exchange_bytes_per_s, known.p2p_bytes_per_s
+    if not topology.one_node and known.network_bytes_per_s is not None:
+        p2p_rate = min(p2p_rate, known.network_bytes_per_s)
+        if strategy.ulysses > topology.node_size:
+            exchange_rate = min(exchange_rate, known.network_bytes_per_s)
+    share = shape.heads * shape.tokens * shape.token_bytes / strategy.world
+    x = strategy.ulysses
+    blocks = plan.heads * grid.nq * grid.nk * shape.batch
+    return as_printed(
+        strategy,
+        plan.rho,
+        density,
+        all2all_s=2 * known.exchange_latency_s + 4 * share * (x - 1) / x / exchange_rate if x > 1 else 0.0,
+        p2p_s=known.p2p_latency_s + 2 * share / p2p_rate if strategy.ring > 1 else 0.0,
+        dense_s=blocks * block_s(grid.block_q, grid.block_k, shape.head_dim, known),
+        launch_s=known.launch_s,
+    )

@@ -1,0 +1,290 @@
+"""Home layouts: which rank holds which tokens outside attention, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.token_order import CANONICAL
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["HOME_ORDERS", "Fragments", "HomeLayout", "MaskProfile", "balanced_layout"]
+
+MAX_SWAPS = 4096  # a safety net: the loop ends by itself when no swap helps
+
+
+def balanced_layout(profiles: np.ndarray, parts: int) -> np.ndarray:
+    """Deals blocks to parts, as many to each (up to one), so that every profile is even over the parts.
+
+    profiles: float[n, d], what each block weighs in each of d profiles (work as queries, work as keys)
+    returns:  int64[n], the part of each block
+
+    Blocks go out in rounds of `parts`, heaviest rounds first, the heavier of a round to the part with less so far;
+    then pairs of blocks of the fullest and the emptiest part are swapped while that lowers the squared loads.
+    """
+    mean = profiles.mean(axis=0)
+    weight = profiles / np.where(mean > 0, mean, 1)
+    part = np.empty(len(weight), dtype=np.int64)
+    load = np.zeros((parts, weight.shape[1]))
+    order = np.argsort(-weight.sum(axis=1), kind="stable")
+    for first in range(0, len(order), parts):
+        round_ = order[first : first + parts]
+        lightest = np.argsort(load.sum(axis=1), kind="stable")[: len(round_)]
+        part[round_] = lightest
+        load[lightest] += weight[round_]
+    for _ in range(MAX_SWAPS):
+        if not _swap(weight, part, load):
+            break
+    return part
+
+
+def _swap(weight: np.ndarray, part: np.ndarray, load: np.ndarray) -> bool:
+    """Makes the best swap between the parts that are furthest apart in some profile. returns: whether it helped."""
+    spread = np.ptp(load, axis=0)
+    profile = int(spread.argmax())
+    full, empty = int(load[:, profile].argmax()), int(load[:, profile].argmin())
+    mine, theirs = np.flatnonzero(part == full), np.flatnonzero(part == empty)
+    if not len(mine) or not len(theirs):
+        return False
+    # Moving δ from full to empty changes the sum of squares by 2·δ·(δ − gap), profile by profile.
+    delta = weight[mine][:, None] - weight[theirs][None]
+    gain = (2 * delta * (delta - (load[full] - load[empty]))).sum(axis=2)
+    best = int(gain.argmin())
+    if gain.flat[best] >= -1e-12:
+        return False
+    a, b = mine[best // len(theirs)], theirs[best % len(theirs)]
+    load[full] += weight[b] - weight[a]
+    load[empty] += weight[a] - weight[b]
+    part[a], part[b] = empty, full
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class Fragments:
+    """The pieces that homes cut blocks into: each is a run of one block's tokens that lie together on one rank.
+
+    Sorted by (block, offset); every token is in exactly one fragment. All int64[F]:
+    block:  the block
+    offset: first token's place within the block
+    rank:   the rank that holds the run
+    local:  first token's place among that rank's tokens
+    length: tokens in the run
+    """
+
+    block: np.ndarray
+    offset: np.ndarray
+    rank: np.ndarray
+    local: np.ndarray
+    length: np.ndarray
+
+    def tokens_by_ring(self, blocks: int, strategy: Strategy) -> np.ndarray:
+        """int64[blocks, ring]: tokens of each block that live on each ring rank."""
+        tokens = np.zeros((blocks, strategy.ring), dtype=np.int64)
+        np.add.at(tokens, (self.block, self.rank // strategy.ulysses), self.length)
+        return tokens
+
+
+@dataclass(frozen=True, eq=False)
+class MaskProfile:
+    """Work per token summed over many masks: the dense blocks of its query block and of its key block, each divided by
+    the block's tokens. queries, keys: float64[tokens], by canonical position."""
+
+    queries: np.ndarray
+    keys: np.ndarray
+
+    @classmethod
+    def of(cls, masks: Iterable[BlockMask]) -> MaskProfile:
+        """The profile of masks of the same tokens."""
+        queries: np.ndarray | float = 0.0
+        keys: np.ndarray | float = 0.0
+        for mask in masks:
+            queries = queries + _per_token(mask.grid.q_axis, mask.counts.rows, mask.grid)
+            keys = keys + _per_token(mask.grid.k_axis, mask.counts.columns, mask.grid)
+        return cls(np.asarray(queries), np.asarray(keys))
+
+
+def _per_token(axis: BlockAxis, counts: np.ndarray, grid: BlockGrid) -> np.ndarray:
+    """float64[tokens]: counts int64[H, n] of blocks, shared out over their tokens."""
+    tokens = np.zeros(grid.tokens)
+    for order, heads in grid.order_groups(len(counts)):
+        tokens[grid.standing(order)] += (counts[heads].sum(axis=0) / axis.lengths)[axis.block_of]
+    return tokens
+
+
+@dataclass(frozen=True, eq=False)
+class HomeLayout:
+    """Every rank holds `shard` places; a token is at one place, and a place without a token is padding.
+
+    rank, local: int64[tokens], which rank holds each token (by canonical position: text, then video in (t, h, w)), and
+                 at which of its places
+    """
+
+    rank: np.ndarray
+    local: np.ndarray
+    world: int
+    shard: int
+
+    def __post_init__(self) -> None:
+        place = self._place
+        inside = (self.rank >= 0) & (self.rank < self.world) & (self.local >= 0) & (self.local < self.shard)
+        if not inside.all() or np.bincount(place).max(initial=0) > 1:
+            raise ValueError("a home layout must put every token at a place of its own, on one of its ranks")
+
+    @classmethod
+    def from_streams(cls, streams: Sequence[np.ndarray], world: int) -> HomeLayout:
+        """Each stream is cut into `world` equal shards, the last of them padded; a rank holds its shard of each.
+
+        streams: int64 token positions, in the order in which each stream is sharded; together every token once
+        """
+        if world < 1:
+            raise UserError(f"a home layout needs at least one rank, got {world}")
+        tokens = sum(len(stream) for stream in streams)
+        if not np.array_equal(np.sort(np.concatenate(streams)), np.arange(tokens)):
+            raise ValueError(f"the streams of a home layout must hold each of their {tokens} tokens once")
+        rank, local = np.full(tokens, -1), np.full(tokens, -1)
+        first = 0
+        for stream in streams:
+            shard = -(-len(stream) // world)
+            if shard:
+                rank[stream], local[stream] = np.divmod(np.arange(len(stream)), shard)
+                local[stream] += first
+            first += shard
+        return cls(rank, local, world, first)
+
+    @classmethod
+    def contiguous(cls, tokens: int, world: int) -> HomeLayout:
+        """Tokens stay in token order: rank r holds the r-th run of ceil(tokens / world)."""
+        return cls.from_streams([np.arange(tokens)], world)
+
+    @classmethod
+    def striped(cls, grid: BlockGrid, strategy: Strategy) -> HomeLayout:
+        """Block b lives on ring rank b mod y (up to equal shards), so that profiles average out over the ring."""
+        return cls.named("striped", grid, strategy)
+
+    @classmethod
+    def named(
+        cls,
+        name: str,
+        grid: BlockGrid,
+        strategy: Strategy,
+        *,
+        split_text: bool = False,
+        profile: MaskProfile | None = None,
+    ) -> HomeLayout:
+        """A layout by its name in `HOME_ORDERS`.
+
+        split_text: whether text and video are sharded apart, as hosts with two streams do, text in token order
+        profile:    what "learned" learns from
+        Raises ValueError for an unknown name, or "learned" without a profile.
+        """
+        if name not in HOME_ORDERS:
+            raise UserError(f"unknown home layout {name!r}; use one of {', '.join(HOME_ORDERS)}")
+        video = np.arange(grid.text_tokens if split_text else 0, grid.tokens)
+        # A ring of one rank has all tokens: no order is better than another, and hosts are spared the permutation.
+        streams = [HOME_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]
+        if split_text:
+            streams.insert(0, np.arange(grid.text_tokens))
+        return cls.from_streams(streams, strategy.world)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rank)
+
+    @property
+    def _place(self) -> np.ndarray:
+        """int64[tokens]: each token's place among those of all ranks."""
+        return self.rank * self.shard + self.local
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """int64[tokens]: token-order positions as they stand rank after rank, padding left out."""
+        return np.argsort(self._place)
+
+    def tokens_at(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """(token-order position, place) of the tokens that `rank` holds, int64[n] each, by place."""
+        here = np.flatnonzero(self.rank == rank)
+        here = here[np.argsort(self.local[here])]
+        return here, self.local[here]
+
+    def fragments(self, axis: BlockAxis, standing: np.ndarray | None = None) -> Fragments:
+        """The runs that this layout and the blocks of `axis` cut the tokens into.
+
+        standing: int64[tokens], the tokens as they stand in the blocks (`BlockGrid.standing`); None: as they are
+        """
+        rank, local, block = self.rank, self.local, axis.block_of
+        if standing is not None:
+            rank, local = rank[standing], local[standing]
+        breaks = (np.diff(block) != 0) | (np.diff(rank) != 0) | (np.diff(local) != 1)
+        first = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+        length = np.diff(first, append=self.tokens)
+        return Fragments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
+
+    def block_fragments(self, grid: BlockGrid, order: str) -> tuple[Fragments, Fragments]:
+        """The fragments of a grid's query blocks and of its KV blocks in one token order. Made once, then kept."""
+        key = grid, order
+        if key not in self._fragments:
+            standing = grid.standing(order)
+            self._fragments[key] = self.fragments(grid.q_axis, standing), self.fragments(grid.k_axis, standing)
+        return self._fragments[key]
+
+    @cached_property
+    def _fragments(self) -> dict[tuple[BlockGrid, str], tuple[Fragments, Fragments]]:
+        return {}
+
+
+def _in_token_order(
+    tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None
+) -> np.ndarray:
+    return tokens
+
+
+def _in_stripes(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
+    standing = _standing(tokens, grid)
+    stripe = _larger_axis(grid).block_of % strategy.ring
+    return standing[np.argsort(_by_token(stripe, grid)[standing], kind="stable")]
+
+
+def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
+    if profile is None:
+        raise UserError("home layout 'learned' needs masks that are known beforehand; use striped for others")
+    if len(tokens) == 0:
+        return tokens
+    tokens = _standing(tokens, grid)
+    block = _by_token(_larger_axis(grid).block_of, grid)
+    per_token = np.stack([profile.queries, profile.keys], axis=1)
+    per_block = np.stack([np.bincount(block[tokens], per_token[tokens, d]) for d in range(2)], axis=1)
+    present = np.unique(block[tokens])
+    part = np.zeros(len(per_block), dtype=np.int64)
+    part[present] = balanced_layout(per_block[present], strategy.ring)
+    return tokens[np.argsort(part[block[tokens]], kind="stable")]
+
+
+def _standing(tokens: np.ndarray, grid: BlockGrid) -> np.ndarray:
+    """The given tokens as they stand in the order that all heads share; as they are where heads differ."""
+    standing = grid.standing(grid.common_order or CANONICAL)
+    return standing[np.isin(standing, tokens)]
+
+
+def _by_token(values: np.ndarray, grid: BlockGrid) -> np.ndarray:
+    """Values of the tokens as they stand in the blocks, by canonical position."""
+    by_token = np.empty_like(values)
+    by_token[grid.standing(grid.common_order or CANONICAL)] = values
+    return by_token
+
+
+def _larger_axis(grid: BlockGrid) -> BlockAxis:
+    return grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
+
+
+HOME_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy, MaskProfile | None], np.ndarray]] = {
+    "contiguous": _in_token_order,
+    "striped": _in_stripes,
+    "learned": _as_learned,
+}
+"""By the name of the layout: the order in which a stream's tokens are sharded."""

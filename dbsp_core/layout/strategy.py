@@ -1,0 +1,57 @@
+"""The parallel strategy UxRy: x GPUs in a Ulysses group (heads) times y GPUs in a Ring group (blocks)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["Strategy"]
+
+_PATTERN = re.compile(r"U(\d+)R(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, order=True)
+class Strategy:
+    """`ulysses` (x) times `ring` (y) ranks; rank = ring_rank · x + ulysses_rank, so Ulysses ranks are neighbours."""
+
+    ulysses: int
+    ring: int
+
+    def __post_init__(self) -> None:
+        if self.ulysses < 1 or self.ring < 1:
+            raise UserError(f"strategy {self} needs both degrees to be at least 1, for example U4R2")
+
+    @classmethod
+    def parse(cls, text: str | Strategy) -> Strategy:
+        """Reads "U4R2" (any case). Raises ValueError when `text` is not of that form."""
+        if isinstance(text, Strategy):
+            return text
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise UserError(f"strategy {text!r} is not of the form UxRy, for example U4R2 for 8 GPUs")
+        return cls(int(match[1]), int(match[2]))
+
+    @classmethod
+    def all_for(cls, world: int) -> tuple[Strategy, ...]:
+        """Every UxRy with x·y = world, Ulysses alone first."""
+        if world < 1:
+            raise UserError(f"the number of GPUs must be at least 1, got {world}")
+        return tuple(cls(x, world // x) for x in range(world, 0, -1) if world % x == 0)
+
+    @property
+    def world(self) -> int:
+        return self.ulysses * self.ring
+
+    def require_world(self, world: int) -> None:
+        """Raises ValueError unless the strategy uses exactly `world` ranks."""
+        if self.world != world:
+            choices = ", ".join(str(s) for s in Strategy.all_for(world))
+            raise UserError(
+                f"strategy {self} needs {self.ulysses}·{self.ring} = {self.world} GPUs but there are {world}; "
+                f"use one of {choices}"
+            )
+
+    def __str__(self) -> str:
+        return f"U{self.ulysses}R{self.ring}"

@@ -1,0 +1,1 @@
+"""Block masks: which blocks of keys each block of queries attends to."""

@@ -1,0 +1,293 @@
+"""The mask file: masks by step group, layer and head, with their token orders. Never a pickle."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.step_groups import StepGroups
+from dbsp_core.masks.token_order import CANONICAL
+from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["MaskFile", "MaskLayout", "block_counts", "pack_bits", "save_mask", "unpack_bits", "write_masks"]
+
+Orders = tuple[str, ...]
+
+_SIZES = ("tokens", "text_tokens", "block_q", "block_k")
+
+
+def block_counts(grid: BlockGrid) -> tuple[int, int]:
+    """(nq, nk), without the arrays that the grid would make: a file's numbers may be absurd."""
+    segments = (grid.text_tokens, grid.tokens - grid.text_tokens)
+    nq, nk = (sum(-(-segment // block) for segment in segments) for block in (grid.block_q, grid.block_k))
+    return nq, nk
+
+
+def pack_bits(bits: torch.Tensor) -> np.ndarray:
+    """uint8[..., nq, ceil(nk / 8)] of bool[..., nq, nk]: the first of eight blocks is the most significant bit."""
+    return np.packbits(bits.cpu().numpy(), axis=-1)
+
+
+def unpack_bits(packed: np.ndarray, nk: int) -> torch.Tensor:
+    """bool[..., nq, nk]: the inverse of `pack_bits`. Bits beyond the last block are ignored."""
+    return torch.from_numpy(np.unpackbits(packed, axis=-1, count=nk).view(bool))
+
+
+class MaskFile:
+    """A safetensors file with one tensor of masks; docs/mask-files.md describes it.
+
+    The tensor is `mask`, uint8 0/1 of shape [H, nq, nk] (one mask for every layer), [L, H, nq, nk] or, with step
+    groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. Masks are read one layer at a time.
+    grid:   of every mask, apart from token orders
+    groups: the step groups; None where masks hold for all steps
+    Raises ValueError, naming the file and the fix, for a file that is not one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise UserError(
+                f"mask file {self.path} does not exist; give the path of one, or make it from another "
+                "project's masks or a recording: dbsp masks convert IN OUT.safetensors"
+            )
+        try:
+            with safe_open(self.path, framework="numpy") as file:
+                names = list(file.keys())
+                metadata = file.metadata() or {}
+                views = {name: file.get_slice(name) for name in ("mask", "packed", "orders") if name in names}
+                kinds = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
+                order_index = file.get_tensor("orders") if "orders" in names else None
+        except (SafetensorError, OSError, TypeError) as error:
+            raise UserError(
+                f"mask file {self.path} is not a readable safetensors file ({error}); write it again with "
+                "dbsp_core.save_mask"
+            ) from error
+        self._tensor = self._tensor_name(names)
+        self.grid, self.groups = self._parse(metadata)
+        self._shape = self._checked_shape(*kinds[self._tensor])
+        self._orders = self._order_table(metadata.get("orders", CANONICAL).split(","), order_index)
+
+    def _tensor_name(self, names: list[str]) -> str:
+        found = [name for name in ("mask", "packed") if name in names]
+        if not found:
+            raise UserError(
+                f"mask file {self.path} has no tensor 'mask' (it has {names}); name the tensor 'mask', or make a mask "
+                "file with `dbsp masks convert`"
+            )
+        if len(found) > 1:
+            raise UserError(f"mask file {self.path} has both 'mask' and 'packed'; keep one of them")
+        return found[0]
+
+    def _parse(self, metadata: dict[str, str]) -> tuple[BlockGrid, StepGroups | None]:
+        missing = [key for key in _SIZES if key not in metadata]
+        if missing:
+            raise UserError(
+                f"mask file {self.path} lacks metadata {', '.join(missing)}; save it with block_q, block_k, tokens "
+                "and text_tokens as strings"
+            )
+        try:
+            tokens, text_tokens, block_q, block_k = (_whole_number(key, metadata[key]) for key in _SIZES)
+            thw = _parse_thw(metadata["thw"]) if "thw" in metadata else None
+            groups = StepGroups.parse(metadata["groups"]) if "groups" in metadata else None
+            return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups
+        except UserError as error:
+            raise UserError(f"mask file {self.path}: bad metadata: {error}") from error
+
+    def _checked_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        usual = (5,) if self.groups else (3, 4)
+        if dtype != "U8" or len(shape) not in usual or 0 in shape:
+            wanted = "[groups, layers, heads, nq, nk]" if self.groups else "[heads, nq, nk] or [layers, heads, nq, nk]"
+            raise UserError(
+                f"mask file {self.path}: tensor {self._tensor!r} is {dtype} of shape {list(shape)}, expected uint8 "
+                f"(U8) of shape {wanted}, none of them 0"
+                + ("; five dimensions need metadata groups, such as '0-9,10-49'" if len(shape) == 5 else "")
+            )
+        nq, nk = block_counts(self.grid)
+        if shape[-2:] != (nq, -(-nk // 8) if self.packed else nk):
+            raise UserError(
+                f"mask file {self.path}: shape {list(shape)} does not fit its metadata, which makes "
+                f"{nq}×{nk} blocks; correct block_q, block_k, tokens or text_tokens"
+            )
+        if self.groups is not None and shape[0] != len(self.groups):
+            raise UserError(
+                f"mask file {self.path}: {shape[0]} step groups of masks, but metadata groups has {len(self.groups)}"
+            )
+        return shape
+
+    def _order_table(self, names: list[str], index: np.ndarray | None) -> np.ndarray:
+        """str[..., heads or 1]: the token order of each head, once every order is known to be one."""
+        leading = self._shape[:-2]
+        table = np.zeros(1, dtype=np.uint8) if index is None else index
+        fits = table.dtype == np.uint8 and table.shape in {leading[start:] for start in range(len(leading))} | {(1,)}
+        if not fits or table.max(initial=0) >= len(names) or (index is None and len(names) > 1):
+            raise UserError(
+                f"mask file {self.path}: bad token orders: tensor 'orders' must be uint8 of shape {list(leading)} (or "
+                f"the last dimensions of it) and count metadata orders, which has {names}"
+            )
+        try:
+            replace(self.grid, orders=tuple(names))
+        except UserError as error:
+            raise UserError(f"mask file {self.path}: bad token orders: {error}") from error
+        return np.array(names)[table]
+
+    @property
+    def packed(self) -> bool:
+        return self._tensor == "packed"
+
+    @property
+    def layers(self) -> int:
+        """Number of layers; 1 when one mask serves all."""
+        return self._shape[-4] if self.per_layer else 1
+
+    @property
+    def per_layer(self) -> bool:
+        return len(self._shape) > 3
+
+    @property
+    def heads(self) -> int:
+        return self._shape[-3]
+
+    def orders(self, layer: int, group: int = 0) -> Orders:
+        """The token order of each head, or one for all heads."""
+        table = self._orders
+        table = table[group] if table.ndim == 3 else table
+        table = table[layer] if table.ndim == 2 else table
+        return one_or_each(table.tolist())
+
+    def layer(self, index: int, group: int = 0) -> BlockMask:
+        """The mask of one layer. Raises ValueError for a layer or group the file lacks, or values other than 0, 1."""
+        if self.per_layer and not 0 <= index < self.layers:
+            raise UserError(f"mask file {self.path} has {self.layers} layers, there is no layer {index}")
+        if not 0 <= group < len(self.groups or (0,)):
+            raise UserError(f"mask file {self.path} has {len(self.groups or (0,))} step groups, not {group + 1}")
+        place = (*((group,) if self.groups else ()), *((index,) if self.per_layer else ()))
+        try:
+            with safe_open(self.path, framework="numpy") as file:
+                view = file.get_slice(self._tensor)
+                values = view[place] if place else view[:]
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"mask file {self.path} cannot be read any more ({error})") from error
+        if not self.packed and int(values.max()) > 1:
+            raise UserError(f"mask file {self.path}: values must be 0 or 1, found {int(values.max())}")
+        bits = unpack_bits(values, self.grid.nk) if self.packed else torch.from_numpy(values).bool()
+        return BlockMask(bits, replace(self.grid, orders=self.orders(index, group)))
+
+
+@dataclass(frozen=True)
+class MaskLayout:
+    """What a mask file says about its masks.
+
+    grid:   of every mask, apart from token orders
+    layers: number of layers; None: one mask for every layer
+    orders: the token orders of each mask, by group and layer; or of all masks, where it has one element
+    Raises ValueError for orders that don't fit the grid.
+    """
+
+    grid: BlockGrid
+    heads: int
+    layers: int | None = None
+    groups: StepGroups | None = None
+    orders: tuple[Orders, ...] = ((CANONICAL,),)
+
+    def __post_init__(self) -> None:
+        replace(self.grid, orders=tuple({name for orders in self.orders for name in orders}))
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        groups = (len(self.groups),) if self.groups else ()
+        layers = (self.layers or 1,) if self.layers is not None or self.groups else ()
+        return groups + layers
+
+    def metadata(self) -> tuple[dict[str, str], ByteTensor | None]:
+        """The strings, and the tensor `orders` where heads or layers differ."""
+        texts = {key: str(getattr(self.grid, key)) for key in _SIZES}
+        if self.grid.thw is not None:
+            texts["thw"] = ",".join(map(str, self.grid.thw))
+        if self.groups is not None:
+            texts["groups"] = str(self.groups)
+        names = list(dict.fromkeys(name for orders in self.orders for name in orders))
+        if names != [CANONICAL]:
+            texts["orders"] = ",".join(names)
+        if len(names) == 1:
+            return texts, None
+        each = [orders if len(orders) > 1 else orders * self.heads for orders in self.orders]
+        leading = self.leading if len(each) > 1 else ()
+        table = bytes(names.index(name) for orders in each for name in orders)
+        return texts, ByteTensor((*leading, self.heads), [table])
+
+
+def write_masks(
+    path: str | os.PathLike[str], layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool = False
+) -> int:
+    """Writes a mask file with one mask in memory at a time; it appears whole or not at all. returns: its bytes.
+
+    masks: bool[H, nq, nk] each, by group and layer, as `layout` says
+    """
+    width = -(-layout.grid.nk // 8) if packed else layout.grid.nk
+    pieces: Iterator[bytes] = (
+        (pack_bits(bits) if packed else bits.cpu().to(torch.uint8).numpy()).tobytes() for bits in masks
+    )
+    metadata, orders = layout.metadata()
+    tensors = {
+        "packed" if packed else "mask": ByteTensor((*layout.leading, layout.heads, layout.grid.nq, width), pieces)
+    }
+    return write_byte_tensors(path, tensors if orders is None else tensors | {"orders": orders}, metadata)
+
+
+def save_mask(
+    path: str | os.PathLike[str],
+    masks: BlockMask | Sequence[BlockMask] | Sequence[Sequence[BlockMask]],
+    *,
+    groups: StepGroups | str | None = None,
+    packed: bool = False,
+) -> None:
+    """Writes one mask for all layers, a list with one mask per layer, or with `groups` a list of such lists.
+
+    groups: the step groups, such as "5-9,10-24,25-49": steps before the first are dense
+    packed: eight blocks in a byte
+    The file appears whole or not at all. Raises ValueError when masks don't go together.
+    """
+    groups = StepGroups.parse(groups) if isinstance(groups, str) else groups
+    given: list[BlockMask | Sequence[BlockMask]] = [masks] if isinstance(masks, BlockMask) else list(masks)
+    by_group = [[mask] if isinstance(mask, BlockMask) else list(mask) for mask in given]
+    flat = [mask for layers in by_group for mask in layers]
+    if not flat:
+        raise UserError("save_mask needs at least one mask")
+    if groups is not None and (len(by_group) != len(groups) or len({len(layers) for layers in by_group}) > 1):
+        raise UserError(f"groups {groups} need {len(groups)} lists of masks, all with the same number of layers")
+    if groups is None and any(not isinstance(mask, BlockMask) for mask in given):
+        raise UserError("lists of lists of masks need groups, such as groups='0-9,10-49'")
+    grid, heads = replace(flat[0].grid, orders=(CANONICAL,)), flat[0].heads
+    if any(replace(mask.grid, orders=(CANONICAL,)) != grid or mask.heads != heads for mask in flat):
+        raise UserError("all layers of a mask file need the same grid and number of heads")
+    layers = None if isinstance(masks, BlockMask) else len(by_group[0]) if groups else len(flat)
+    layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat))
+    write_masks(path, layout, (mask.bits for mask in flat), packed)
+
+
+def one_or_each(orders: Sequence[str]) -> Orders:
+    """One order where all heads have the same."""
+    return (orders[0],) if len(set(orders)) == 1 else tuple(orders)
+
+
+def _whole_number(key: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{key} has {text!r}, which is no whole number") from None
+
+
+def _parse_thw(text: str) -> tuple[int, int, int]:
+    sizes = [_whole_number("thw", size) for size in text.split(",")]
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise UserError(f"thw={text!r} must be three numbers of at least 1: frames, rows, columns")
+    return sizes[0], sizes[1], sizes[2]

@@ -1,0 +1,74 @@
+"""Which denoising step a forward pass belongs to, told from its timestep alone, and which steps are dense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from dbsp_core.utils.errors import UserError, bad_value
+
+__all__ = ["DenseSchedule", "Moment", "StepCounter"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """step: of the denoising, 0 for the first;  branch: of the step's passes, 0 for the first"""
+
+    step: int = 0
+    branch: int = 0
+
+
+@dataclass
+class StepCounter:
+    """Counts steps and guidance passes from timesteps, which fall from step to step and rise with a new generation."""
+
+    now: Moment = field(default_factory=Moment)
+    _last: float | None = None
+
+    def advance(self, timestep: float) -> Moment:
+        """The moment of a forward pass at this timestep, which follows the passes told of before."""
+        last, self._last = self._last, timestep
+        if last is None or timestep > last:
+            self.now = Moment()
+        elif timestep < last:
+            self.now = Moment(self.now.step + 1)
+        else:
+            self.now = Moment(self.now.step, self.now.branch + 1)
+        return self.now
+
+
+@dataclass(frozen=True)
+class DenseSchedule:
+    """Where attention stays dense, as methods ask for: what forms the picture first, and what refines it last.
+
+    first_steps, last_steps:   denoising steps at either end
+    first_layers, last_layers: layers at either end
+    Raises ValueError for negative numbers.
+    """
+
+    first_steps: int = 0
+    last_steps: int = 0
+    first_layers: int = 0
+    last_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            if getattr(self, setting.name) < 0:
+                raise bad_value(self, setting.name, "must not be negative", "dense.")
+
+    @property
+    def by_step(self) -> bool:
+        """Whether it depends on the step."""
+        return self.first_steps > 0 or self.last_steps > 0
+
+    def is_dense(self, layer: int, layers: int, step: int, steps: int | None) -> bool:
+        """steps: of the whole denoising; None where the host does not say. Raises ValueError when it would matter."""
+        if layer < self.first_layers or layer >= layers - self.last_layers or step < self.first_steps:
+            return True
+        if self.last_steps == 0:
+            return False
+        if steps is None:
+            raise UserError(
+                "dense.last_steps needs the number of denoising steps; attach db-SP to the pipeline, which knows it, "
+                "rather than to the transformer alone, or leave last_steps at 0"
+            )
+        return step >= steps - self.last_steps

@@ -1,0 +1,49 @@
+"""Token orders: in which order video tokens stand when a mask is read."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+import numpy as np
+
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["AXIS_ORDERS", "CANONICAL", "require_order", "video_order"]
+
+CANONICAL = "thw"
+AXIS_ORDERS = tuple("".join(axes) for axes in itertools.permutations(CANONICAL))
+"""The six orders of frames, rows and columns, slowest first (PAROAttention, §3.2): in "hwt" time runs fastest."""
+
+_TILES = re.compile(r"tile:([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
+
+
+def require_order(order: str) -> None:
+    """Raises ValueError for what is neither one of AXIS_ORDERS nor "tile:TxHxW"."""
+    if order not in AXIS_ORDERS and not _TILES.fullmatch(order):
+        raise UserError(
+            f"unknown token order {order!r}; use one of {', '.join(AXIS_ORDERS)}, or tiles such as 'tile:4x4x4' "
+            "(frames × rows × columns)"
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
+    """int64[t·h·w]: the (t, h, w) position of each video token as they stand in `order`. Not to be written to.
+
+    order: one of AXIS_ORDERS, or "tile:TxHxW": tile after tile in (t, h, w) order, and so within each tile (Sliding
+           Tile Attention); tiles at the far sides are cut short
+    Raises ValueError for an unknown order.
+    """
+    require_order(order)
+    tiles = _TILES.fullmatch(order)
+    if tiles is None:
+        positions = np.arange(np.prod(thw)).reshape(thw)
+        standing = positions.transpose([CANONICAL.index(axis) for axis in order]).reshape(-1)
+    else:
+        place = np.indices(thw).reshape(3, -1)
+        tile, within = np.divmod(place, np.array([int(size) for size in tiles.groups()])[:, None])
+        standing = np.lexsort((*within[::-1], *tile[::-1]))
+    standing.flags.writeable = False
+    return standing

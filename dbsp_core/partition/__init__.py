@@ -1,1 +1,0 @@
-"""Pure planning functions: counts in, owners and slots out. numpy alone: no torch, no process group."""

@@ -1,0 +1,1 @@
+"""Which rank computes which rows, and in which ring slot keys travel."""

@@ -1,0 +1,121 @@
+"""Planner "dbsp": the stages in order. Arrays in, owners and slots out. numpy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dbsp_core.planning.balanced.head_swaps import match_columns
+from dbsp_core.planning.balanced.heads import balance_heads
+from dbsp_core.planning.balanced.ring_slots import balance_slots
+from dbsp_core.planning.balanced.row_moves import balance_items, trade_rows
+from dbsp_core.planning.balanced.work import Periods, head_parts
+from dbsp_core.planning.baselines import stay_at_home
+from dbsp_core.planning.imbalance import imbalance_ratio, period_counts
+
+__all__ = ["plan_rows"]
+
+HEAD_SHARE = 0.6  # of a hybrid's tolerance, what its columns may take
+TURNS = 4  # most turns of whole heads and rows of split heads making way for each other
+
+
+def plan_rows(
+    rows: np.ndarray,
+    columns: np.ndarray,
+    q_home: np.ndarray,
+    k_home: np.ndarray,
+    ulysses: int,
+    ring: int,
+    count_cells: Callable[[np.ndarray], np.ndarray],
+    *,
+    tolerance: float = 1.005,
+    head_tolerance: float = 1.002,
+    exchange_cost: float = 0.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The owner of every row and the slot of every (head, KV block): heads, then slots, then single rows.
+
+    rows:           int[H, nq], dense blocks per (head, query block);  columns: int[H, nk], per (head, KV block)
+    q_home, k_home: int[nq], int[nk], ring rank where each block lives; int[H, nq], int[H, nk] where heads differ
+    count_cells:    slots int64[H, nk] -> int[H, nq, y], dense blocks of each row by slot; not called when y = 1, once
+                    otherwise, and once more where the plan misses its tolerance
+    tolerance:      ρ_s that is good enough for a ring or hybrid; `head_tolerance` for Ulysses alone
+    exchange_cost:  what exchanging all of Q, K and V once costs, in units of ρ_s (time of the exchange over time of
+                    perfectly balanced attention). 0: balance first, and move only what that needs
+    returns:        int64[H, nq], int64[H, nk]
+    """
+    heads = len(rows)
+    split_cost = exchange_cost * 2 / (3 * heads)  # one more column for a head: its K and V once more
+    if ring == 1:
+        slots = np.zeros(columns.shape, dtype=np.int64)
+        owner = balance_heads(rows, ulysses, head_tolerance, split_cost)
+        cells = rows[:, :, None]
+        rho = _rho(owner, cells, ulysses)
+        return _unless_staying_is_better(owner, slots, rho, cells, q_home, k_home, ulysses, None, head_tolerance)
+    # moved rows are much cheaper than split heads, but cannot level columns: leave them a part of the tolerance
+    whole = 1 + HEAD_SHARE * (tolerance - 1)
+    column = balance_heads(rows, ulysses, whole, split_cost, _interleaved(q_home, ring))
+    slots = balance_slots(columns, k_home, _main_column(column, ulysses), ring)
+    cells = count_cells(slots)
+    periods = Periods(ulysses, ring)
+    for turn in range(TURNS):
+        parts = head_parts(cells, column, q_home, periods)
+        matched = match_columns(parts, ulysses)
+        changed = matched != parts.column  # whole heads only
+        column[parts.head[changed]] = matched[changed][:, None]
+        work = parts.work_by_rank(matched, ulysses)
+        if parts.whole.all() or imbalance_ratio(work) <= tolerance or (turn > 0 and not changed.any()):
+            break
+        column, work = trade_rows(cells, column, q_home, work, periods, (1 + tolerance) / 2)
+        if imbalance_ratio(work) <= tolerance:
+            break
+    owner, work = balance_items(cells, column, q_home, work, periods, tolerance, exchange_cost)
+    rho = imbalance_ratio(work)
+    return _unless_staying_is_better(owner, slots, rho, cells, q_home, k_home, ulysses, count_cells, tolerance)
+
+
+def _unless_staying_is_better(
+    owner: np.ndarray,
+    slots: np.ndarray,
+    rho: float,
+    cells: np.ndarray,
+    q_home: np.ndarray,
+    k_home: np.ndarray,
+    ulysses: int,
+    count_cells: Callable[[np.ndarray], np.ndarray] | None,
+    tolerance: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The plan, or heads in equal runs and blocks at home where a handful of rows is better left alone.
+
+    rho: ρ_s of the plan
+    """
+    if rho > tolerance:
+        stay, at_home = stay_at_home(len(owner), q_home, k_home, ulysses)
+        if _rho(stay, count_cells(at_home) if count_cells else cells, ulysses) < rho:
+            return stay, at_home
+    return owner, slots
+
+
+def _rho(owner: np.ndarray, cells: np.ndarray, ulysses: int) -> float:
+    """ρ_s of an assignment. owner: int64[H, nq];  cells: int[H, nq, y], dense blocks of each row by slot"""
+    world = ulysses * cells.shape[2]
+    work = np.stack([np.bincount(owner.ravel(), cells[..., s].ravel(), world) for s in range(cells.shape[2])], axis=1)
+    return imbalance_ratio(period_counts(work.astype(np.int64), ulysses))
+
+
+def _interleaved(q_home: np.ndarray, ring: int) -> np.ndarray:
+    """int64[nq]: query blocks in an order that visits the ring ranks in turn: a run takes equally from each.
+
+    Where heads differ, in an order that does so for the first of them: it only decides how even the start is.
+    """
+    q_home = q_home if q_home.ndim == 1 else q_home[0]
+    turn = np.empty(len(q_home), dtype=np.int64)
+    for rank in range(ring):
+        mine = q_home == rank
+        turn[mine] = np.arange(mine.sum())
+    return np.argsort(turn, kind="stable")
+
+
+def _main_column(column: np.ndarray, ulysses: int) -> np.ndarray:
+    """int64[H]: the column with most rows of each head; ties go to the lower index. column: int[H, nq]"""
+    return np.stack([(column == u).sum(axis=1) for u in range(ulysses)]).argmax(axis=0)

@@ -1,0 +1,325 @@
+"""Single rows moved between ranks until every cell of Eq. 1 (period × rank) is near its period's mean. numpy alone.
+
+The search lowers Φ = Σ over periods and ranks of (work − mean of the period)², a smooth stand-in for Σ_p max_g. Each
+round scores a fresh sample of rows against every rank that may own them, takes the best few, and keeps the prefix of
+them that is best together. Only rows that pay are moved, so few are.
+
+Every number that decides is an integer, or a float64 that holds one exactly: all ranks decide the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import gcd
+from operator import mul
+
+import numpy as np
+
+from dbsp_core.planning.balanced.work import Periods
+
+__all__ = ["Moves", "balance_items", "pair_up", "trade_rows"]
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Row `first` goes from rank `source` to rank `target`, and row `second`, if there is one, the other way.
+
+    first, source, target: int64[k];  second: int64[k] or None
+    out, into: int64[k, y], what the periods of source lose and those of target gain, in all
+    """
+
+    first: np.ndarray
+    second: np.ndarray | None
+    source: np.ndarray
+    target: np.ndarray
+    out: np.ndarray
+    into: np.ndarray
+
+    def take(self, which: np.ndarray | list[int]) -> Moves:
+        second = None if self.second is None else self.second[which]
+        return Moves(
+            self.first[which], second, self.source[which], self.target[which], self.out[which], self.into[which]
+        )
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(row, rank it leaves, rank it joins) of every single row, int64 each."""
+        if self.second is None:
+            return self.first, self.source, self.target
+        return (
+            np.concatenate([self.first, self.second]),
+            np.concatenate([self.source, self.target]),
+            np.concatenate([self.target, self.source]),
+        )
+
+    def change(self, deviation: np.ndarray) -> np.ndarray:
+        """int64[k]: by how much each alone changes P · Φ. deviation: int64[P, y]"""
+        slope = (self.into * deviation[self.target] - self.out * deviation[self.source]).sum(axis=1)
+        return 2 * slope + self._square(len(deviation))
+
+    def _square(self, world: int) -> np.ndarray:
+        return (world * (self.out**2 + self.into**2) - (self.into - self.out) ** 2).sum(axis=1)
+
+    def lowering(self, deviation: list[list[int]]) -> list[int]:
+        """Those that lower Φ after those made before them, tried in turn. deviation: [P][y], changed as they are made.
+
+        Plain lists: numpy is slower on a few numbers at a time.
+        """
+        world = len(deviation)
+        drift = [0] * len(deviation[0])  # what the periods' sums have grown by
+        kept = []
+        each = zip(
+            self.source.tolist(),
+            self.target.tolist(),
+            self.out.tolist(),
+            self.into.tolist(),
+            (self.into - self.out).tolist(),
+            self._square(world).tolist(),
+            strict=True,
+        )
+        for move, (a, b, out, into, change, square) in enumerate(each):
+            slope = sum(map(mul, into, deviation[b])) - sum(map(mul, out, deviation[a])) - sum(map(mul, change, drift))
+            if 2 * slope + square < 0:
+                deviation[a] = [old - world * c for old, c in zip(deviation[a], out, strict=True)]
+                deviation[b] = [old + world * c for old, c in zip(deviation[b], into, strict=True)]
+                drift = [old + c for old, c in zip(drift, change, strict=True)]
+                kept.append(move)
+        return kept
+
+
+def pair_up(moves: Moves, gain: np.ndarray) -> Moves:
+    """Swaps: the best move from a to b with the best from b to a, the second best with the second best, and so on.
+
+    Two rows that change places change ranks by their difference, where one changes them by a row.
+    moves: without second rows; each rank exchanges with one other alone.  gain: [k], larger is better
+    """
+    forth = moves.source < moves.target
+    code = []
+    for way in (forth, ~forth):
+        some = np.flatnonzero(way)
+        low = np.minimum(moves.source[some], moves.target[some])  # names the pair of ranks: each rank has one partner
+        order = np.lexsort((-gain[some], low))
+        place = np.arange(len(some)) - np.searchsorted(low[order], low[order])
+        code.append((some[order], low[order] * len(gain) + place))
+    (there, there_code), (back, back_code) = code
+    _, i, j = np.intersect1d(there_code, back_code, assume_unique=True, return_indices=True)
+    one, two = moves.take(there[i]), moves.take(back[j])
+    return Moves(one.first, two.first, one.source, one.target, one.out - two.into, one.into - two.out)
+
+
+SAMPLE = 4096  # rows looked at in a round
+BATCH = 96  # most rows moved in a round, unless far more work than that is in the wrong place
+MEMORY = 1 << 21  # most numbers (moves × periods × ranks) held for a larger batch
+ROUNDS = 24
+FREE_ROUNDS = 8
+PATIENCE, PROGRESS = 6, 0.85  # the search ends when this many rounds leave more than this much of the gap to its goal
+SLOW = 0.9  # after a round that leaves more of the gap than this, moves take turns with swaps
+EXACT = 17  # bits to which deviations are rounded: their squares then add up exactly in float64
+
+
+def trade_rows(
+    cells: np.ndarray, column: np.ndarray, q_home: np.ndarray, work: np.ndarray, periods: Periods, tolerance: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of split heads change column within their ring row, which is free, until ρ_s is at most `tolerance`.
+
+    Arguments as in `balance_items`;  returns: int64[H, nq] column, int64[y, P] work
+    """
+    search = _Search.start(cells, column, q_home, work, periods)
+    split = np.flatnonzero(search.needed[:, : periods.ulysses].sum(axis=1) > 1)
+    rows = split[:, None] * column.shape[1] + np.arange(column.shape[1])
+    search.run(rows.reshape(-1), True, int(work.sum() * tolerance) // periods.world, FREE_ROUNDS)
+    return search.owner.reshape(column.shape) % periods.ulysses, search.work
+
+
+def balance_items(
+    cells: np.ndarray,
+    column: np.ndarray,
+    q_home: np.ndarray,
+    work: np.ndarray,
+    periods: Periods,
+    tolerance: float = 1.005,
+    move_cost: float = 0.0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The owner of every row: its home ring rank and its column, but for the few rows that bring ρ_s to `tolerance`.
+
+    A row may go to any ring rank, in any column in which its head is needed anyway.
+    cells:     int[H, nq, y], dense blocks of each row by the slot their keys travel in
+    column:    int[H, nq], Ulysses column of each row
+    q_home:    int[nq] or [H, nq], ring rank where each query block lives
+    work:      int64[y, P], dense blocks by (period, rank) with every row at its home ring rank
+    move_cost: what moving all of Q, K and V would cost, in units of ρ_s
+    returns:   int64[H, nq], and int64[y, P], the work then
+    """
+    total = int(work.sum())
+    price = move_cost * total / (3 * column.size * periods.world)
+    search = _Search.start(cells, column, q_home, work, periods, price)
+    search.run(np.arange(column.size), False, int(total * tolerance) // periods.world, ROUNDS)
+    return search.owner.reshape(column.shape), search.work
+
+
+@dataclass(eq=False)
+class _Search:
+    """A local search on owners; `owner` and `work` are its state, all else is given.
+
+    cells: int[n, y], n = H · nq rows;  home: int[n], ring rank;  needed: bool[H, P], ranks whose column has the head
+    price: slowest work (Σ_p max_g) that moving one row must save
+    owner: int64[n];  work: int64[y, P] by (period, rank)
+    """
+
+    cells: np.ndarray
+    home: np.ndarray
+    needed: np.ndarray
+    periods: Periods
+    price: float
+    owner: np.ndarray
+    work: np.ndarray
+    undo: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    @classmethod
+    def start(
+        cls,
+        cells: np.ndarray,
+        column: np.ndarray,
+        q_home: np.ndarray,
+        work: np.ndarray,
+        periods: Periods,
+        price: float = 0.0,
+    ) -> _Search:
+        """Every row at its home ring rank, in its column."""
+        heads, _, ring = cells.shape
+        needed = np.zeros((heads, periods.ulysses), dtype=bool)
+        needed[np.arange(heads)[:, None], column] = True
+        owner = (q_home * periods.ulysses + column).reshape(-1)
+        home = np.broadcast_to(q_home, column.shape).reshape(-1)
+        return cls(cells.reshape(-1, ring), home, np.tile(needed, (1, ring)), periods, price, owner, work)
+
+    @property
+    def slowest(self) -> int:
+        return int(self.work.max(axis=1).sum())
+
+    def run(self, rows: np.ndarray, free: bool, goal: int, rounds: int) -> None:
+        """Rounds until the slowest work is at most `goal` or gets no closer; then back to the cheapest state seen.
+
+        rows: int64[k], the rows to look at;  free: whether rows must stay at their ring rank
+        """
+        over = np.maximum(self._deviation(self.work), 0).sum() // self.periods.world
+        batch = int(over * len(self.cells) // max(1, self.work.sum())) // 2
+        batch = max(BATCH, min(batch, MEMORY // self.work.size))
+        stride = _stride(len(rows), max(SAMPLE, 8 * batch), len(self.cells) // len(self.needed))
+        states = [(float(self.slowest), self.work)]
+        self.undo, moved, gaps, swaps = [], 0, [], False
+        for turn in range(rounds if len(rows) else 0):
+            gaps.append(self.slowest - goal)
+            if gaps[-1] <= 0 or (turn >= PATIENCE and gaps[-1] > PROGRESS * gaps[-1 - PATIENCE]):
+                break
+            swaps ^= turn > 0 and gaps[-1] > SLOW * gaps[-2]
+            changed = self._round(rows[turn % stride :: stride], batch, swaps, free, goal)
+            if changed:
+                moved += changed
+                states.append((self.slowest + self.price * moved * (not free), self.work))
+            elif turn + 1 >= stride:
+                break
+        best = min(range(len(states)), key=lambda state: states[state][0])
+        self.work = states[best][1]
+        for chosen, before in reversed(self.undo[best:]):
+            self.owner[chosen] = before
+
+    def _round(self, sample: np.ndarray, batch: int, swaps: bool, free: bool, goal: int) -> int:
+        """Makes at most `batch` moves, or swaps, of rows in `sample` (int64[k]); returns how many rows it moved."""
+        deviation = self._deviation(self.work).T
+        moves = self._best_swaps(sample, free, batch) if swaps else self._best_moves(sample, free, batch)
+        moves = moves.take(moves.lowering(deviation.tolist()))
+        count, self.work = self._until(moves, goal)
+        row, leaves, joins = moves.take(np.arange(count)).rows()
+        if count:
+            self.undo.append((row, leaves))
+            self.owner[row] = joins
+        return len(row)
+
+    def _best_moves(self, sample: np.ndarray, free: bool, batch: int) -> Moves:
+        """Each row to the rank to which moving it lowers Φ most; the `batch` best of them.
+
+        Moving cells c from rank a to b changes Φ by 2·c·(deviation of b − deviation of a) + 2·|c|².
+        """
+        source, cells = self.owner[sample], self.cells[sample].astype(np.float64)
+        world, every = self.periods.world, np.arange(len(sample))
+        shift, toward = self._toward()
+        cost = cells @ toward
+        here = cost[every, source]
+        if self.periods.ulysses > 1:
+            cost[~self._needed(sample)] = np.inf
+        if free:
+            cost[np.arange(world) // self.periods.ulysses != self.home[sample, None]] = np.inf
+        cost[every, source] = np.inf
+        target = cost.argmin(axis=1)
+        gain = here - cost[every, target] - np.einsum("ks,ks->k", cells, cells) * (world / (1 << shift))
+        best = np.argsort(-gain, kind="stable")  # stable: ties go to the lower index on any processor
+        best = best[: min(batch, int((gain > 0).sum()))]
+        return self._moves(sample[best], source[best], target[best])
+
+    def _best_swaps(self, sample: np.ndarray, free: bool, batch: int) -> Moves:
+        """Rows of ranks that differ most exchanged, the best for one with the best for the other; the `batch` best."""
+        _, toward = self._toward()
+        target = _partners(toward, self.periods.ulysses, free)[self.owner[sample]]
+        fits = (target >= 0) & self._needed(sample)[np.arange(len(sample)), target]
+        sample, target = sample[fits], target[fits]
+        source = self.owner[sample]
+        gain = (self.cells[sample] * (toward.T[source] - toward.T[target])).sum(axis=1)
+        swaps = pair_up(self._moves(sample, source, target), gain)
+        change = swaps.change(self._deviation(self.work).T)
+        return swaps.take(np.argsort(change, kind="stable")[: min(batch, int((change < 0).sum()))])
+
+    def _needed(self, sample: np.ndarray) -> np.ndarray:
+        """bool[k, P]: ranks whose column has the row's head."""
+        return self.needed[sample // (len(self.cells) // len(self.needed))]
+
+    def _toward(self) -> tuple[int, np.ndarray]:
+        """Bits dropped so that `EXACT` are left, and float64[y, P]: deviation by (slot, rank) without them."""
+        deviation = self._deviation(self.work)
+        shift = max(0, int(np.abs(deviation).max()).bit_length() - EXACT)
+        return shift, (deviation >> shift)[self.periods.period, np.arange(self.periods.world)].astype(np.float64)
+
+    def _moves(self, row: np.ndarray, source: np.ndarray, target: np.ndarray) -> Moves:
+        slot, ulysses, cells = self.periods.slot, self.periods.ulysses, self.cells[row].astype(np.int64)
+        out = np.take_along_axis(cells, slot[source // ulysses], axis=1)
+        into = np.take_along_axis(cells, slot[target // ulysses], axis=1)
+        return Moves(row, None, source, target, out, into)
+
+    def _until(self, moves: Moves, goal: int) -> tuple[int, np.ndarray]:
+        """How many of the moves it takes to reach the goal, or all, and the work after them."""
+        step, period = np.arange(1, len(moves.first) + 1)[:, None], np.arange(len(self.work))
+        change = np.zeros((len(moves.first) + 1, *self.work.shape), dtype=np.int64)
+        change[0] = self.work
+        change[step, period, moves.source[:, None]] -= moves.out
+        change[step, period, moves.target[:, None]] += moves.into
+        work = change.cumsum(axis=0)
+        reached = np.flatnonzero(work.max(axis=2).sum(axis=1) <= goal)
+        count = int(reached[0]) if len(reached) else len(moves.first)
+        return count, work[count]
+
+    def _deviation(self, work: np.ndarray) -> np.ndarray:
+        """P · work minus the period's sum over ranks, of the same shape [..., y, P]."""
+        return work * self.periods.world - work.sum(axis=-1, keepdims=True)
+
+
+def _partners(toward: np.ndarray, ulysses: int, free: bool) -> np.ndarray:
+    """int64[P]: who exchanges rows with whom, those who differ most first; −1 for nobody. toward: float64[y, P]
+
+    free: with ranks of the same ring row, else with ranks of the same column
+    """
+    world = toward.shape[1]
+    place = np.arange(world) // ulysses if free else np.arange(world) % ulysses
+    one, two = np.nonzero(np.triu(place[:, None] == place, k=1))
+    partner = np.full(world, -1)
+    for pair in np.argsort(-((toward[:, one] - toward[:, two]) ** 2).sum(axis=0), kind="stable"):
+        a, b = one[pair], two[pair]
+        if partner[a] < 0 and partner[b] < 0:
+            partner[a], partner[b] = b, a
+    return partner
+
+
+def _stride(rows: int, sample: int, blocks: int) -> int:
+    """How far apart sampled rows lie, so that about `sample` are, from every head and every place in a stripe."""
+    stride = max(1, rows // sample)
+    while stride > 1 and any(gcd(stride, other) > 1 for other in (2, 3, 5, 7, blocks)):
+        stride += 1
+    return stride

@@ -1,0 +1,176 @@
+"""The planners: ours, the paper's, plain sequence parallelism, and peers written from their published descriptions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.planning.balanced.planner import plan_rows
+from dbsp_core.planning.baselines import biased_greedy, dealt_heads, greedy_heads, stay_at_home, whole
+from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
+from dbsp_core.utils.errors import SettingError, UserError, bad_value
+
+__all__ = ["PLANNERS", "Assignment", "Planner", "PlannerInput", "PlannerSettings", "require_planner"]
+
+RING_TOLERANCE, HEAD_TOLERANCE = 1.005, 1.002
+
+Assignment = tuple[np.ndarray, np.ndarray]
+"""(int64[H, nq] owner of each row, int64[H, nk] slot of each KV block)"""
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """What planners can be told. Raises ValueError for values out of range.
+
+    reward:        R_b ≥ 0 of planner "paper"
+    head_cap:      whether planner "paper" gives no Ulysses column more than ceil(H / x) heads
+    tolerance:     the ρ_s at which planner "dbsp" is content; None: 1.002 for Ulysses alone, 1.005 with a ring
+    exchange_cost: what exchanging all of Q, K and V once would cost, in units of ρ_s (its time over that of perfectly
+                   balanced attention): planner "dbsp" then trades balance against bytes; 0: balance comes first
+    """
+
+    reward: float = 1.0
+    head_cap: bool = False
+    tolerance: float | None = None
+    exchange_cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.reward >= 0:
+            message = f"reward R_b={self.reward} must not be negative; 0 balances without regard to homes"
+            raise SettingError(message, ("reward",))
+        if self.tolerance is not None and not self.tolerance >= 1:
+            raise bad_value(self, "tolerance", "must be at least 1, the least ρ_s there is")
+        if not self.exchange_cost >= 0:
+            raise bad_value(self, "exchange_cost", "must not be negative; 0 puts balance first")
+
+
+@dataclass(frozen=True, eq=False)
+class PlannerInput:
+    """What a planner may look at: sums of the mask, and where blocks live before the exchange.
+
+    rows:    int64[H, nq], dense blocks per (head, query block)
+    columns: int64[H, nk], dense blocks per (head, KV block)
+    q_home:  int64[nq], k_home: int64[nk]: ring rank that holds most of each block at home; int64[H, nq], int64[H, nk]
+             where heads have token orders of their own
+    count_cells: slots int64[H, nk] → int64[H, nq, y], dense blocks of each row by the slot their keys travel in
+    """
+
+    strategy: Strategy
+    rows: np.ndarray
+    columns: np.ndarray
+    q_home: np.ndarray
+    k_home: np.ndarray
+    count_cells: Callable[[np.ndarray], np.ndarray]
+    settings: PlannerSettings
+
+    @property
+    def heads(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """How work is assigned, and what bounds it.
+
+    granularity_bound: (rows, columns, x, y) → ρ_s that no plan of this granularity can beat
+    home:      the home layout it is meant for: where blocks live when nothing else is asked for
+    heeds_cap: whether `PlannerSettings.head_cap` binds it
+    refines:   whether it plans on blocks cut into y parts
+    """
+
+    assign: Callable[[PlannerInput], Assignment]
+    granularity_bound: Callable[..., float] = whole_block_bound
+    home: str = "contiguous"
+    heeds_cap: bool = False
+    refines: bool = False
+
+    def bound(self, rows: np.ndarray, columns: np.ndarray, strategy: Strategy, head_cap: bool = False) -> float:
+        """ρ_s that no plan of this kind can beat; see `PlannerInput` for the arrays."""
+        capped = {"head_cap": True} if head_cap and self.heeds_cap else {}
+        return self.granularity_bound(rows, columns, strategy.ulysses, strategy.ring, **capped)
+
+
+def contiguous(given: PlannerInput) -> Assignment:
+    """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live."""
+    return stay_at_home(given.heads, given.q_home, given.k_home, given.strategy.ulysses)
+
+
+def snake(given: PlannerInput) -> Assignment:
+    """xDiT's head balancing: heads, densest first, dealt to and fro in equal numbers; blocks where they live."""
+    column = dealt_heads(given.rows.sum(axis=1), given.strategy.ulysses)
+    return whole(column, given.q_home, given.k_home, given.strategy.ulysses)
+
+
+def knapsack(given: PlannerInput) -> Assignment:
+    """KnapFormer's balancer (§3.3), with heads for sequences and Ulysses columns for bags of y GPUs.
+
+    The largest head goes to the least occupied bag (bags being equal, the one with most room), and is cut into even
+    runs within it.
+    """
+    column = greedy_heads(given.rows.sum(axis=1), given.strategy.ulysses)
+    return whole(column, given.q_home, given.k_home, given.strategy.ulysses)
+
+
+def burst(given: PlannerInput) -> Assignment:
+    """BurstEngine's block-sparse balancing: every block is cut evenly over the ring.
+
+    The rows are the parts: the kernel works on tiles of block / y, which is what it costs.
+    """
+    y = given.strategy.ring
+    q_ring, slot = (np.arange(counts.shape[1]) % y for counts in (given.rows, given.columns))
+    return stay_at_home(given.heads, q_ring, slot, given.strategy.ulysses)
+
+
+def paper(given: PlannerInput) -> Assignment:
+    """Alg. 1: greedy heads, then biased greedy blocks for Q and for K, V on counts summed over heads."""
+    x, y = given.strategy.ulysses, given.strategy.ring
+    cap = -(-given.heads // x) if given.settings.head_cap else None
+    column = greedy_heads(given.rows.sum(axis=1), x, cap)
+    q_ring = biased_greedy(given.rows.sum(axis=0), y, _of_most_heads(given.q_home), given.settings.reward)
+    slot = biased_greedy(given.columns.sum(axis=0), y, _of_most_heads(given.k_home), given.settings.reward)
+    return whole(column, q_ring, slot, x)
+
+
+def _of_most_heads(home: np.ndarray) -> np.ndarray:
+    """int64[n]: one home per block, the most common where heads differ; ties go to the lower rank."""
+    if home.ndim == 1:
+        return home
+    return (home[:, :, None] == np.arange(home.max() + 1)).sum(axis=0).argmax(axis=1)
+
+
+def dbsp(given: PlannerInput) -> Assignment:
+    """Ours: whole heads and the fewest splits, level slots, single rows moved; see `planning.balanced.planner`."""
+    settings = given.settings
+    return plan_rows(
+        given.rows,
+        given.columns,
+        given.q_home,
+        given.k_home,
+        given.strategy.ulysses,
+        given.strategy.ring,
+        given.count_cells,
+        tolerance=settings.tolerance or RING_TOLERANCE,
+        head_tolerance=settings.tolerance or HEAD_TOLERANCE,
+        exchange_cost=settings.exchange_cost,
+    )
+
+
+PLANNERS = {
+    "dbsp": Planner(dbsp, granularity_bound=functools.partial(whole_row_bound, slot=None), home="striped"),
+    "contiguous": Planner(contiguous),
+    "snake": Planner(snake),
+    "knapsack": Planner(knapsack),
+    "burst": Planner(burst, refines=True),
+    "paper": Planner(paper, heeds_cap=True),
+}
+
+
+def require_planner(name: str) -> Planner:
+    """The planner of that name. Raises ValueError when there is none."""
+    if name not in PLANNERS:
+        raise UserError(f"unknown planner {name!r}; use one of {', '.join(PLANNERS)}")
+    return PLANNERS[name]

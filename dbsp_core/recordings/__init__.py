@@ -1,1 +1,0 @@
-"""The masks of a run: recorded, read back, described."""

@@ -1,0 +1,189 @@
+"""From what each rank collected to one report, and its files. All ranks come together once, when a run is over."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save
+
+from dbsp_core.comm.consistency import agree, gather_texts
+from dbsp_core.comm.groups import SequenceGroup, meet, meeting_group
+from dbsp_core.cost.hardware import device_class, software_versions
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.reports.html import report_page
+from dbsp_core.reports.observer import Observed, RunObserver
+from dbsp_core.reports.plots import balance_picture
+from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
+from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.fingerprint import fingerprint_of
+
+if TYPE_CHECKING:
+    from dbsp_core.runtime.session import AttentionSession
+
+__all__ = ["is_writer", "make_report", "write_report_files"]
+
+_LIBRARIES = ("numpy", "triton", "diffusers", "transformers", "xfuser", "para-attn")
+
+
+def is_writer(group: SequenceGroup) -> bool:
+    """Whether this rank writes the files: the first of all, where several groups share out prompts or guidance."""
+    return group.rank == 0 and (group.group is None or dist.get_rank() == 0)
+
+
+def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
+    """The report of what the session's observer collected, on every rank. Collective, after a run that succeeded.
+
+    Raises ValueError where nothing was collected, RuntimeError where a rank does not come or has seen other plans.
+    """
+    observer = session.observer
+    if observer is None:
+        raise UserError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
+    session.settle()
+    calls, group = list(observer.calls), meeting_group(session.group)
+    meet(group)
+    complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
+    agree(
+        group, None, {complaint: fingerprint_of([_shared(call) for call in calls])}, torch.device("cpu"), RuntimeError
+    )
+    if not calls:
+        raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
+    own = torch.tensor([(c.seconds, c.sent.to_owners, c.sent.ring, c.sent.to_homes) for c in calls]).double()
+    by_rank = np.stack([one.numpy() for one in group.all_gather(own)])  # float64[P, calls, 4], exact to 2^53 bytes
+    hardware = gather_texts(group, device_class(observer.device.type), torch.device("cpu"))
+    columns = _columns(calls, observer, by_rank)
+    return RunReport(
+        model=model,
+        host=host,
+        world_size=group.size,
+        strategy=_in_words(session.strategy, columns),
+        planner=session.config.planner,
+        max_abs_diff=None,
+        layers=_last_of_each_layer(calls),
+        seconds=_seconds(observer, calls),
+        environment=_environment(session, observer, hardware),
+        calls=columns,
+        ranks=_by_rank(calls, by_rank),
+    )
+
+
+def write_report_files(report: RunReport, session: AttentionSession, folder: Path) -> None:
+    """Leaves report.json, report.html, balance.png and, of a pipeline, the final latents: each whole or not at all.
+
+    The latents keep the dtype of the run. Without matplotlib there is no balance.png.
+    """
+    with contextlib.suppress(ImportError):  # the page shows the same
+        write_atomically(folder / "balance.png", balance_picture(session.records))
+    latents = None if session.observer is None else session.observer.latents
+    if latents is not None:
+        write_atomically(folder / "latents.safetensors", save({"latents": latents.cpu().contiguous()}))
+    write_atomically(folder / "report.html", report_page(report))
+    report.write(folder / "report.json")
+
+
+def _shared(call: Observed) -> tuple[object, ...]:
+    """What every rank must have seen alike."""
+    numbers = call.density, call.rho_before, call.rho, call.rho_bound
+    return call.layer, call.forward, call.strategy, call.replanned, *numbers, call.work.tolist()
+
+
+def _columns(calls: list[Observed], observer: RunObserver, by_rank: np.ndarray) -> CallColumns:
+    moments = observer.moments()
+    seconds, sent = by_rank[:, :, 0], by_rank[:, :, 1:].astype(np.int64)
+    kinds = sent.sum(axis=0)
+    return CallColumns(
+        layer=[c.layer for c in calls],
+        step=[moments[c.forward].step for c in calls],
+        branch=[moments[c.forward].branch for c in calls],
+        strategy=[c.strategy for c in calls],
+        replanned=[int(c.replanned) for c in calls],
+        plan_ms=[round(c.plan_ms, 4) for c in calls],
+        density=[c.density for c in calls],
+        rho_before=[c.rho_before for c in calls],
+        rho=[c.rho for c in calls],
+        rho_bound=[c.rho_bound for c in calls],
+        seconds=seconds.max(axis=0).round(9).tolist(),
+        seconds_mean=seconds.mean(axis=0).round(9).tolist(),
+        bytes_to_owners=kinds[:, 0].tolist(),
+        bytes_ring=kinds[:, 1].tolist(),
+        bytes_to_homes=kinds[:, 2].tolist(),
+        bytes_busiest=sent.sum(axis=2).max(axis=0).tolist(),
+        bytes_usp=[c.sent.usp * len(by_rank) for c in calls],
+    )
+
+
+def _by_rank(calls: list[Observed], by_rank: np.ndarray) -> RankTotals:
+    work: dict[str, np.ndarray] = {}
+    before: dict[str, np.ndarray] = {}
+    for call in calls:
+        layer = str(call.layer)
+        work[layer] = work.get(layer, 0) + call.work
+        before[layer] = before.get(layer, 0) + call.work_before
+    return RankTotals(
+        attention_s=by_rank[:, :, 0].sum(axis=1).round(9).tolist(),
+        bytes_sent=by_rank[:, :, 1:].sum(axis=(1, 2)).astype(np.int64).tolist(),
+        work={layer: total.tolist() for layer, total in sorted(work.items(), key=lambda item: int(item[0]))},
+        work_before={layer: total.tolist() for layer, total in sorted(before.items(), key=lambda item: int(item[0]))},
+    )
+
+
+def _last_of_each_layer(calls: list[Observed]) -> tuple[LayerReport, ...]:
+    last = {call.layer: call for call in calls}
+    return tuple(
+        LayerReport(layer, c.density, c.rho_before, c.rho, c.rho_bound, c.moved) for layer, c in sorted(last.items())
+    )
+
+
+def _in_words(strategy: Strategy | None, columns: CallColumns) -> str:
+    """For example "U4R2", or "auto: 30 U4R2, 10 U8R1" where it was left to be chosen."""
+    if strategy is not None:
+        return str(strategy)
+    used = sorted(set(columns.strategy))
+    return "auto: " + ", ".join(f"{columns.strategy.count(name)} {name}" for name in used)
+
+
+def _seconds(observer: RunObserver, calls: list[Observed]) -> float:
+    if observer.seconds is not None:
+        return observer.seconds
+    first, last = calls[0].started, calls[-1].ended
+    if isinstance(first, float) or isinstance(last, float):
+        return float(last) - float(first)  # type: ignore[arg-type]
+    return first.elapsed_time(last) / 1e3
+
+
+def _environment(session: AttentionSession, observer: RunObserver, hardware: list[str]) -> Environment:
+    software = {"python": platform.python_version(), **software_versions(observer.kernel)}
+    software.pop("kernel")
+    if torch.version.cuda:
+        software["cuda"] = torch.version.cuda
+    for name in _LIBRARIES:
+        try:
+            software[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    settings = {f.name: _plain(getattr(session.config, f.name)) for f in fields(session.config)}
+    settings |= {"home": session.config.home_layout, "planning": session.planning, "kernel": observer.kernel}
+    return Environment(settings, software, hardware, observer.kernel, observer.dtype)
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON can hold it."""
+    if isinstance(value, Strategy):
+        return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        kind = {"source": type(value).__name__.removesuffix("Source").lower()} if hasattr(value, "mask") else {}
+        return kind | {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.repr}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(type(value).__name__)

@@ -1,0 +1,214 @@
+"""Numbers collected while a transformer runs: one short record per attention, made only where a report is wanted.
+
+Nothing here waits for a device: times are events on a GPU, timesteps stay where they are, until the run is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from dbsp_core.cost.latency import AttentionShape
+from dbsp_core.masks.schedule import Moment, StepCounter
+from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_kernels import Needs, choose_kernel
+
+__all__ = ["MOST_CALLS", "Observed", "RunObserver", "SentBytes"]
+
+MOST_CALLS = 200_000
+"""Attentions that are kept, the latest; more than 40 generations of 50 steps, 40 layers and 2 guidance passes."""
+
+Mark = torch.cuda.Event | float
+"""A point in time: an event recorded on the device's stream, or seconds."""
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """What this rank sends to others in one attention, bytes.
+
+    to_owners: its queries, keys and values;  ring: slots handed on;  to_homes: outputs
+    usp:       what it would send as part of plain USP: equal shards, whole heads, the same strategy
+    """
+
+    to_owners: int
+    ring: int
+    to_homes: int
+    usp: int
+
+    @classmethod
+    def of(cls, executor: DualBalancedAttention, shape: AttentionShape, shard: int) -> SentBytes:
+        """Counted from the split sizes and slots that the executor passes to its collectives. shard: tokens at home"""
+        route, rank, strategy = executor.route, executor.group.rank, executor.plan.strategy
+        handed_on = sum(len(table.kv_len) for table in executor.tables[:-1])
+        x, y = strategy.ulysses, strategy.ring
+        tensor = shape.heads * shard * shape.token_bytes  # one of q, k, v or the output, at home
+        return cls(
+            to_owners=sum(sum(sent) - sent[rank] for sent in (route.q_sent, route.sent) if sent) * shape.token_bytes,
+            ring=handed_on * 2 * executor.plan.grid.block_k * shape.token_bytes,
+            to_homes=(sum(route.returned) - route.returned[rank]) * shape.token_bytes,
+            usp=4 * tensor * (x - 1) // x + 2 * tensor * (y - 1),
+        )
+
+
+@dataclass(slots=True)
+class Observed:
+    """One attention.
+
+    forward:   which forward pass it was in, counted from the observer's start
+    replanned: whether it was the first to use its plan;  plan_ms: then the time of making it
+    work, work_before: int64[P], dense blocks of each rank under the plan in use, and under the contiguous one
+    The other numbers are those of `Plan`, for this attention's own mask as soon as that is counted.
+    """
+
+    layer: int
+    forward: int
+    strategy: str
+    replanned: bool
+    plan_ms: float
+    sent: SentBytes
+    started: Mark
+    ended: Mark
+    density: float = 0.0
+    rho_before: float = 1.0
+    rho: float = 1.0
+    rho_bound: float = 1.0
+    moved: float = 0.0
+    work: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    work_before: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def judge(self, plan: Plan) -> None:
+        """Takes the numbers of a plan."""
+        self.density, self.moved = plan.density, plan.moved
+        self.rho_before, self.rho, self.rho_bound = plan.rho_before, plan.rho, plan.rho_bound
+        self.work, self.work_before = plan.work.sum(axis=0), plan.contiguous_work.sum(axis=0)
+
+    @property
+    def seconds(self) -> float:
+        """Between its marks. Waits for the device where they are events."""
+        if isinstance(self.started, float) or isinstance(self.ended, float):
+            return float(self.ended) - float(self.started)  # type: ignore[arg-type]
+        self.ended.synchronize()
+        return self.started.elapsed_time(self.ended) / 1e3
+
+
+@dataclass
+class RunObserver:
+    """Watches one session: `begin` at each forward pass, `mark` and `attended` around each attention.
+
+    calls:    of the run so far, oldest first
+    seconds:  of the last pipeline call, where a pipeline is watched;  latents: what its scheduler returned last
+    postponed: whether somebody else writes the report, when several pipeline calls are over
+    kernel, device, dtype: of the last attention
+    """
+
+    calls: deque[Observed] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
+    seconds: float | None = None
+    latents: torch.Tensor | None = None
+    postponed: bool = False
+    kernel: str = ""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: str = ""
+    _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
+    _owners: dict[Hashable, np.ndarray] = field(default_factory=dict)
+    _open: dict[Hashable, Observed] = field(default_factory=dict)
+
+    def restart(self) -> None:
+        """Forgets the run so far; plans that were made in it still count as made."""
+        self.calls.clear()
+        self._timesteps.clear()
+        self._open.clear()
+        self.seconds = self.latents = None
+
+    def begin(self, timestep: torch.Tensor | float | None) -> None:
+        """Starts a forward pass. timestep: of the denoising; copied on its device, read when the run is over"""
+        if isinstance(timestep, torch.Tensor):
+            timestep = timestep.detach().reshape(-1)[:1].clone()
+        self._timesteps.append(timestep)
+
+    def mark(self, device: torch.device) -> Mark:
+        """Now."""
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def attended(
+        self,
+        layer: int,
+        key: Hashable,
+        executor: DualBalancedAttention,
+        q: torch.Tensor,
+        started: Mark,
+        latest: Mapping[Hashable, Plan],
+        lagged: bool,
+    ) -> None:
+        """Takes note of an attention that was computed, or queued on its device, since `started`.
+
+        key:    of its plan;  q: float[B, H, shard, D] at home
+        latest: by key, plans with the numbers of the masks that were counted last
+        lagged: whether its own mask is still being counted: then the executor's plan has the last mask's numbers, and
+                `latest` has this one's once the next attention of the same key has been asked for
+        """
+        plan = executor.plan
+        self._settle(key, latest)
+        replanned = self._owners.get(key) is not plan.q_owner
+        self._owners[key] = plan.q_owner
+        self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
+        self.kernel = self.kernel or _kernel_of(executor, q)
+        call = Observed(
+            layer=layer,
+            forward=max(len(self._timesteps) - 1, 0),
+            strategy=str(plan.strategy),
+            replanned=replanned,
+            plan_ms=plan.plan_ms if replanned else 0.0,
+            sent=_sent_by(executor, q),
+            started=started,
+            ended=self.mark(q.device),
+        )
+        call.judge(plan)
+        if lagged:
+            self._open[key] = call
+        self.calls.append(call)
+
+    def settle(self, latest: Mapping[Hashable, Plan]) -> None:
+        """Gives calls the numbers of their own masks, once all of these are counted."""
+        for key in list(self._open):
+            self._settle(key, latest)
+
+    def moments(self) -> list[Moment]:
+        """Step and branch of each forward pass. Waits for the device once."""
+        counter, found = StepCounter(), []
+        tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
+        read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
+        for number, timestep in enumerate(self._timesteps):
+            if timestep is None:  # nothing tells steps apart but their order
+                found.append(Moment(number))
+            else:
+                found.append(counter.advance(float(next(read) if isinstance(timestep, torch.Tensor) else timestep)))
+        return found
+
+    def _settle(self, key: Hashable, latest: Mapping[Hashable, Plan]) -> None:
+        counted = latest.get(key)
+        if counted is not None and key in self._open:
+            self._open.pop(key).judge(counted)
+
+
+def _sent_by(executor: DualBalancedAttention, q: torch.Tensor) -> SentBytes:
+    batch, heads, shard, width = q.shape
+    items = batch if executor.plan.heads == heads else 1
+    shape = AttentionShape(items, executor.plan.heads, executor.plan.grid.tokens, width, q.element_size())
+    return SentBytes.of(executor, shape, shard)
+
+
+def _kernel_of(executor: DualBalancedAttention, q: torch.Tensor) -> str:
+    grid = executor.plan.grid
+    blocks, lse = (grid.block_q, grid.block_k), len(executor.tables) > 1
+    needs = Needs(blocks, q.shape[3], lse=lse, ragged_rows=executor.whole is None)
+    return choose_kernel(executor.kernel, q.device.type, q.dtype, needs).name

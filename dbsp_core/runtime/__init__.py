@@ -1,0 +1,1 @@
+"""Attention at run time: plans kept from call to call, kernel tables, the ring."""

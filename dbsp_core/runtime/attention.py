@@ -1,0 +1,254 @@
+"""Dual-balanced attention: the one place where the steps meet.
+
+q, k, v at home → plan → route to owners → y periods of kernel beside rotation → route home.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from dbsp_core.comm.all_to_all import Route
+from dbsp_core.comm.consistency import agree
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.runtime.kernel_tables import PeriodTable, build_tables, whole_heads
+from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_core.runtime.ring import ring_attention
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_kernels import Needs, WholeHeads, choose_kernel, require_fit
+
+__all__ = [
+    "INPUTS_DIFFER",
+    "NO_GRADIENTS",
+    "DualBalancedAttention",
+    "dual_balanced_attention",
+    "inputs_fingerprint",
+    "needs_gradients",
+]
+
+PLANS_DIFFER = "the plan differs on rank(s) {}; give all ranks one mask"
+INPUTS_DIFFER = "batch, head size or dtype of q, k and v differ on rank(s) {}; give all ranks the same"
+NO_GRADIENTS = (
+    "db-SP's attention has no gradients: run the model under torch.no_grad() or torch.inference_mode(), or let "
+    "nothing before attention require them (module.requires_grad_(False))"
+)
+
+
+def needs_gradients(*tensors: torch.Tensor) -> bool:
+    """Whether autograd would have to follow what is computed from these tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def inputs_fingerprint(q: torch.Tensor) -> int:
+    """Below 2^63, equal for inputs that ranks can exchange: of one batch, head size and dtype. q: [B, H, n, D]"""
+    return fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype))
+
+
+class _FirstCall:
+    """Whether the first call of an executor, and of those made from it for other masks, is still to come."""
+
+    def __init__(self, pending: bool) -> None:
+        self.pending = pending
+
+
+@dataclass(frozen=True, eq=False)
+class DualBalancedAttention:
+    """Attention under one plan and one mask on one rank, ready to be called for many q, k, v; made by `prepare`.
+
+    part:   this rank's part in the plan, with its tables on the device
+    plan:   the same plan, with the numbers of the mask
+    tables: by period, those of the mask
+    """
+
+    part: RankPlan
+    plan: Plan
+    tables: tuple[PeriodTable, ...]
+    group: SequenceGroup
+    kernel: str = "auto"
+    debug: bool = False
+    _first_call: _FirstCall = field(default_factory=lambda: _FirstCall(pending=False))
+
+    @classmethod
+    def prepare(
+        cls,
+        plan: Plan,
+        mask: BlockMask,
+        home: HomeLayout,
+        group: SequenceGroup,
+        *,
+        n_local: int | None = None,
+        device: torch.device | str = "cpu",
+        kernel: str = "auto",
+        debug: bool = False,
+    ) -> DualBalancedAttention:
+        """Builds this rank's route and kernel tables. Collective: all ranks agree that their parts fit together.
+
+        plan:    from `make_plan`, equal on all ranks, made for `home`
+        n_local: places this rank has, with or without the padding at the end (default: with)
+        kernel:  a name from dbsp_kernels.KERNELS, or "auto"
+        debug:   before every call all ranks agree that inputs are finite and plans equal, or raise together. Without
+                 it they agree at the first call only that shapes fit
+        Raises UserError, on all ranks alike, when plan, mask, home layout and group don't fit each other, plans
+        differ, or the kernel can't serve the plan.
+        """
+        plan.strategy.require_world(group.size)
+        device = torch.device(device)
+        problem = None
+        try:
+            require_fit(kernel, Needs(lse=plan.strategy.ring > 1, ragged_rows=whole_heads(plan, group.rank) is None))
+            n_local = _require_places(home, group.rank, n_local)
+        except UserError as error:
+            problem = error
+        agree(group, problem, {PLANS_DIFFER: plan.fingerprint}, device)
+        part = RankPlan.of(plan, home, group.rank, n_local).to(device)
+        first_call = _FirstCall(pending=True)
+        return cls.of_part(part, plan, mask, group, kernel=kernel, debug=debug, first_call=first_call)
+
+    @classmethod
+    def of_part(
+        cls,
+        part: RankPlan,
+        plan: Plan,
+        mask: BlockMask,
+        group: SequenceGroup,
+        *,
+        kernel: str = "auto",
+        debug: bool = False,
+        first_call: _FirstCall | None = None,
+    ) -> DualBalancedAttention:
+        """For ranks that have agreed on their parts already.
+
+        part: on the device of the calls to come;  plan: the part's, or one with the same owners and slots
+        """
+        if plan.heads != mask.heads:
+            raise UserError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
+        if not plan.same_route(part.plan):
+            raise ValueError("this part of a plan was made for another plan")
+        tables = build_tables(part.layout, mask.refined(plan.grid))
+        return cls(part, plan, tables, group, kernel, debug, first_call or _FirstCall(pending=False))
+
+    def for_mask(self, plan: Plan, mask: BlockMask) -> DualBalancedAttention:
+        """The same part in a plan with another mask's tables. plan: with the same owners and slots as this one's"""
+        tables = build_tables(self.part.layout, mask.refined(plan.grid))
+        return replace(self, plan=plan, tables=tables)
+
+    @property
+    def route(self) -> Route:
+        return self.part.route
+
+    @property
+    def whole(self) -> WholeHeads | None:
+        return self.part.whole
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tables are."""
+        return self.tables[0].kv_len.device
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+    ) -> torch.Tensor:
+        """q, k, v: [B, H, n_local, D], this rank's home tokens.
+
+        scale:   of the scores, default D^−1/2
+        returns: [B, H, n_local, D], zero at padding and at queries whose row has no blocks
+        Raises ValueError before any collective when the shapes don't fit.
+        """
+        self._check(q, k, v)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return self.route.to_homes(self._at_owners(q, k, v, scale), q, self.group)
+
+    def _at_owners(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """[B, Rq·Bq, D], the output of this rank's rows. What they were computed from is released with it."""
+        batch, _, _, width = q.shape
+        grid, strategy = self.plan.grid, self.plan.strategy
+        packed_q, packed_kv = self.route.to_owners(q, k, v, self.group)
+        rows = packed_q.view(-1, grid.block_q, width)
+        first_slot = [packed_kv.view(2, batch, -1, grid.block_k, width)]
+        del packed_kv  # or slot 0 would be held while all others pass
+        out = ring_attention(rows, first_slot.pop, self.tables, strategy, self.group, scale, self.kernel, self.whole)
+        return out.view(batch, -1, width)
+
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Raises UserError for inputs that don't fit: on all ranks together at the first call, and under debug."""
+        problem = self._problem(q, k, v)
+        if self.debug or self._first_call.pending:
+            if self.debug and problem is None and not all(bool(t.isfinite().all()) for t in (q, k, v)):
+                problem = "q, k or v has values that are not finite"
+            error = None if problem is None else UserError(problem)
+            marks = {PLANS_DIFFER: self.plan.fingerprint, INPUTS_DIFFER: inputs_fingerprint(q)}
+            agree(self.group, error, marks, q.device)
+            self._first_call.pending = False
+        if problem is not None:
+            raise UserError(problem)
+
+    def _problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+        """What is wrong with the inputs, seen from this rank alone."""
+        if q.ndim != 4 or q.shape != k.shape or q.shape != v.shape:
+            shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+            return f"q, k, v must be [batch, heads, n_local, D] of one shape, got {shapes}"
+        if q.shape[1] != self.plan.heads or q.shape[2] != self.part.n_local:
+            return (
+                f"q of shape {tuple(q.shape)} does not fit: the plan has {self.plan.heads} heads and rank "
+                f"{self.group.rank} holds {self.part.n_local} tokens"
+            )
+        if needs_gradients(q, k, v):
+            return NO_GRADIENTS
+        try:
+            blocks = (self.plan.grid.block_q, self.plan.grid.block_k)
+            needs = Needs(blocks, q.shape[3], lse=len(self.tables) > 1, ragged_rows=self.whole is None)
+            choose_kernel(self.kernel, q.device.type, q.dtype, needs)
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def _require_places(home: HomeLayout, rank: int, n_local: int | None) -> int:
+    """How many tokens a rank has at home. Raises UserError for a number that doesn't hold its tokens."""
+    n_local = home.shard if n_local is None else n_local
+    least = int(home.tokens_at(rank)[1].max(initial=-1)) + 1
+    if not least <= n_local <= home.shard:
+        raise UserError(
+            f"rank {rank} holds {n_local} tokens, expected {least} ({home.shard} with padding): "
+            f"{home.tokens} tokens are shared by {home.world} ranks"
+        )
+    return n_local
+
+
+def dual_balanced_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: BlockMask,
+    strategy: Strategy | str,
+    *,
+    planner: str = "dbsp",
+    home: HomeLayout | None = None,
+    reward: float = 1.0,
+    group: SequenceGroup | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    debug: bool = False,
+) -> torch.Tensor:
+    """Block-sparse attention over all ranks of `group` (default: torch.distributed's), called by every one of them.
+
+    q, k, v: [B, H, n_local, D], this rank's tokens under `home` (default contiguous: shards of ceil(tokens / P))
+    mask:    equal on all ranks
+    returns: [B, H, n_local, D]
+    Plans anew at every call: for many calls with one mask, keep a `DualBalancedAttention`.
+    """
+    group = group or SequenceGroup.of()
+    strategy = Strategy.parse(strategy)
+    strategy.require_world(group.size)
+    home = home or HomeLayout.contiguous(mask.grid.tokens, strategy.world)
+    plan = make_plan(mask, strategy, planner, home=home, reward=reward)
+    attend = DualBalancedAttention.prepare(
+        plan, mask, home, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
+    )
+    return attend(q, k, v, scale=scale)

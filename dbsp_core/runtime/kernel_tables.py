@@ -1,0 +1,170 @@
+"""Kernel tables: from mask bits to the packed KV blocks that each of a rank's rows attends to, period by period.
+
+What follows from the plan alone is a `TableLayout`, made once per plan. What follows from the mask is made from it
+where the mask's bits are, for all periods at once: a fixed number of operations, and no host synchronisation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning.plan import Plan
+from dbsp_kernels import WholeHeads
+from dbsp_kernels.rows import expand_rows, pack_bits
+from dbsp_kernels.transfer import to_device
+
+__all__ = ["KernelTable", "PeriodTable", "TableLayout", "build_tables", "table_layout", "whole_heads"]
+
+
+@dataclass(frozen=True, eq=False)
+class KernelTable:
+    """What the kernel reads in one period; see `dbsp_kernels.block_attention`.
+
+    kv_index: int32[B·Rq, width]; kv_count, kv_full, order: int32[B·Rq]; kv_len: int32[B·Ck]
+    """
+
+    kv_index: torch.Tensor
+    kv_count: torch.Tensor
+    kv_len: torch.Tensor
+    kv_full: torch.Tensor
+    order: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PeriodTable:
+    """What is kept for one period: the rows' blocks as bits, an eighth of a byte each (see `dbsp_kernels.rows`).
+
+    bits: uint8[Rq, ceil(width / 8)], base: int32[Rq]: row r attends to packed block base[r] + j where bit j is set
+    kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short
+    order: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its rows run,
+           and no long row starts last, while the rest of the chip waits for it
+    kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in any slot, at most; block_k: tokens
+    """
+
+    bits: torch.Tensor
+    base: torch.Tensor
+    kv_count: torch.Tensor
+    kv_full: torch.Tensor
+    order: torch.Tensor
+    kv_len: torch.Tensor
+    width: int
+    block_k: int
+
+    def expanded(self, batch: int = 1) -> KernelTable:
+        """The table for `batch` copies of the rows, the b-th of which attends to the b-th copy of the blocks."""
+        index = expand_rows(self.bits, self.base, self.kv_len, self.kv_full, self.width, self.block_k, batch)
+        if batch == 1:
+            return KernelTable(index, self.kv_count, self.kv_len, self.kv_full, self.order)
+        copies = torch.arange(batch, dtype=torch.int32, device=self.order.device)[:, None] * len(self.order)
+        count, length, full = (t.repeat(batch) for t in (self.kv_count, self.kv_len, self.kv_full))
+        return KernelTable(index, count, length, full, (self.order + copies).flatten())
+
+
+@dataclass(frozen=True, eq=False)
+class TableLayout:
+    """What the kernel tables of all masks under one plan have in common, on one rank.
+
+    heads:   int64[Rq], each row's head;  rows: int64[Rq], head · nq + query block
+    turn:    int64[Rq], grows from head to head by more than any row has blocks
+    columns: int64[y, H, width], by period: column j of a row stands for this KV block, the j-th of its head's in the
+             slot, in packing order
+    present: bool[y, H, width], whether there is such a block;  full: whether it has all of a block's tokens
+    base:    by period int32[Rq], the packed block of each row's column 0
+    kv_len:  by period int32[Ck], tokens of each packed block
+    as_masked: whether column j is KV block j for all rows: then a mask's bits are taken as they are
+    """
+
+    heads: torch.Tensor
+    rows: torch.Tensor
+    turn: torch.Tensor
+    columns: torch.Tensor
+    present: torch.Tensor
+    full: torch.Tensor
+    base: tuple[torch.Tensor, ...]
+    kv_len: tuple[torch.Tensor, ...]
+    block_k: int
+    as_masked: bool
+
+    @property
+    def width(self) -> int:
+        return self.columns.shape[2]
+
+    def to(self, device: torch.device) -> TableLayout:
+        """The same on a device. It is on the host."""
+        if device.type == "cpu":
+            return self
+
+        def move(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(move, value))
+            return to_device(value.numpy(), device) if isinstance(value, torch.Tensor) else value
+
+        return replace(self, **{name: move(value) for name, value in vars(self).items()})
+
+
+def table_layout(plan: Plan, rank: int) -> TableLayout:
+    """The layout of one rank's tables. In period i, ring rank r computes with slot (r + i) mod y."""
+    ring_rank, column = divmod(rank, plan.strategy.ulysses)
+    axis, ring = plan.grid.k_axis, plan.strategy.ring
+    row_head, row_block = plan.rows_of(rank)
+    by_slot = plan.blocks_by_slot(column)
+    packed = [by_slot[(ring_rank + period) % ring] for period in range(ring)]
+    per_head = np.stack([np.bincount(head, minlength=plan.heads) for head, _ in packed])  # int64[y, H]
+    first = np.cumsum(per_head, axis=1) - per_head
+    width = int(per_head.max(initial=0))
+    as_masked = ring == 1 and width == len(axis) and bool((per_head[0, np.unique(row_head)] == width).all())
+    width += 0 if as_masked else -width % 8  # whole bytes of bits
+    # Blocks are packed by period and head, as these arrays have them.
+    present = np.arange(width) < per_head[..., None]
+    block = np.concatenate([block for _, block in packed])
+    columns, full = np.zeros(present.shape, dtype=np.int64), np.zeros(present.shape, dtype=bool)
+    columns[present] = block
+    full[present] = axis.lengths[block] == axis.block
+    return TableLayout(
+        heads=torch.from_numpy(row_head),
+        rows=torch.from_numpy(row_head * plan.grid.nq + row_block),
+        turn=torch.from_numpy(row_head * (width + 1)),
+        columns=torch.from_numpy(columns),
+        present=torch.from_numpy(present),
+        full=torch.from_numpy(full),
+        base=tuple(torch.from_numpy(of_period[row_head]) for of_period in first.astype(np.int32)),
+        kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
+        block_k=axis.block,
+        as_masked=as_masked,
+    )
+
+
+def build_tables(layout: TableLayout, mask: BlockMask) -> tuple[PeriodTable, ...]:
+    """One table per period, on the layout's device. mask: of the plan's grid"""
+    heads, periods = layout.heads, len(layout.kv_len)
+    # 1. The rows' bits, and by period those of the blocks in its slot: bool[y, Rq, width].
+    needed = mask.bits.flatten(0, 1).to(heads.device, non_blocking=True).index_select(0, layout.rows)[None]
+    if not layout.as_masked:
+        needed = needed.expand(periods, -1, -1).gather(2, layout.columns[:, heads]) & layout.present[:, heads]
+    # 2. What rows have to do, and in which order they start.
+    count = needed.sum(dim=2, dtype=torch.int32)
+    full = (needed & layout.full[:, heads]).sum(dim=2, dtype=torch.int32)
+    order = torch.argsort(layout.turn - count, dim=1, stable=True).to(torch.int32)
+    # 3. Period by period.
+    of_rows = (of_all.unbind(0) for of_all in (pack_bits(needed), count, full, order))
+    return tuple(
+        PeriodTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
+        for bits, count, full, order, base, kv_len in zip(*of_rows, layout.base, layout.kv_len, strict=True)
+    )
+
+
+def whole_heads(plan: Plan, rank: int) -> WholeHeads | None:
+    """What the kernel is told where the ranks' rows are simply all those of whole heads; None where they are not.
+
+    The answer is None on all ranks or on none.
+    """
+    grid = plan.grid
+    only_the_last_is_short = grid.text_tokens % grid.block_q == grid.text_tokens % grid.block_k == 0
+    if plan.strategy.ring > 1 or plan.split_heads or not only_the_last_is_short:
+        return None
+    return WholeHeads(len(plan.rows_of(rank)[0]) // grid.nq, grid.tokens)

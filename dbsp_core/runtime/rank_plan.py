@@ -1,0 +1,44 @@
+"""One rank's part in a plan: all that follows from the plan and the home layout, whatever the mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dbsp_core.comm.all_to_all import Route, build_route
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.kernel_tables import TableLayout, table_layout, whole_heads
+from dbsp_kernels import WholeHeads
+
+__all__ = ["RankPlan"]
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """What a plan means for one rank. It holds its plan, so that neither is used with another's.
+
+    plan:    the plan it was made from
+    route:   how tensors travel between homes and owners
+    layout:  what the kernel tables of every mask have in common
+    n_local: tokens this rank has at home
+    whole:   says that the rank's rows are those of whole heads; see `dbsp_kernels.block_attention`
+    """
+
+    plan: Plan
+    route: Route
+    layout: TableLayout
+    n_local: int
+    whole: WholeHeads | None
+
+    @classmethod
+    def of(cls, plan: Plan, home: HomeLayout, rank: int, n_local: int | None = None) -> RankPlan:
+        """Made on the host, by any thread. n_local: default with the padding at the end"""
+        n_local = home.shard if n_local is None else n_local
+        route = build_route(plan, home, rank, n_local, torch.device("cpu"))
+        return cls(plan, route, table_layout(plan, rank), n_local, whole_heads(plan, rank))
+
+    def to(self, device: torch.device) -> RankPlan:
+        """The same with its tables on a device. They are on the host."""
+        return replace(self, route=self.route.to(device), layout=self.layout.to(device))

@@ -1,0 +1,74 @@
+"""The ring: KV slots rotate, each period's kernel runs beside the rotation, partial results merge by log-sum-exp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dbsp_core.comm.groups import PendingShift, SequenceGroup
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.runtime.kernel_tables import PeriodTable
+from dbsp_kernels import Running, WholeHeads, block_attention
+
+__all__ = ["ring_attention"]
+
+
+def ring_attention(
+    q: torch.Tensor,
+    first_slot: Callable[[], torch.Tensor],
+    tables: tuple[PeriodTable, ...],
+    strategy: Strategy,
+    group: SequenceGroup,
+    scale: float,
+    kernel: str,
+    whole: WholeHeads | None = None,
+) -> torch.Tensor:
+    """All periods of one attention on one rank.
+
+    q:      [B·Rq, Bq, D], the rank's packed rows
+    first_slot: hands over [2, B, Ck, Bk, D], keys and values of the slot it starts with: called once, so that nobody
+            else holds them while other slots pass
+    tables: one per period, not yet expanded for the batch
+    whole:  says that rows are those of whole heads; see `dbsp_kernels.block_attention`
+    returns: [B·Rq, Bq, D]
+
+    In period i, ring rank r computes with slot (r + i) mod y: after each period a rank hands its slot to ring rank
+    r − 1 and takes the next one from r + 1. The hand-over starts before the period's kernel and is waited for after.
+    Each period's result is merged into the running one, in at least 32 bits until the last.
+    """
+    kv = first_slot()
+    batch = kv.shape[1]
+    running: Running | None = None
+    for period, table in enumerate(tables):
+        coming = None
+        if period + 1 < len(tables):
+            coming = _hand_over(kv, len(tables[period + 1].kv_len), strategy, group)
+        keys, values = kv.flatten(1, 2).unbind(0)
+        running = block_attention(
+            q,
+            keys,
+            values,
+            **vars(table.expanded(batch)),
+            scale=scale,
+            kernel=kernel,
+            running=running,
+            out_dtype=q.dtype if coming is None else torch.promote_types(q.dtype, torch.float32),
+            whole=whole and WholeHeads(whole.heads * batch, whole.tokens),
+            lse=len(tables) > 1,
+        )
+        del keys, values  # or the slot that has been handed over would be held while the next but one comes
+        if coming is not None:
+            kv = coming.wait()
+    if running is None:
+        raise ValueError("ring_attention needs at least one period")
+    return running[0]
+
+
+def _hand_over(kv: torch.Tensor, next_blocks: int, strategy: Strategy, group: SequenceGroup) -> PendingShift:
+    """Starts to send this slot to the previous ring rank and to receive the next one, of `next_blocks` blocks."""
+    ring_rank, column = divmod(group.rank, strategy.ulysses)
+    previous = (ring_rank - 1) % strategy.ring * strategy.ulysses + column
+    following = (ring_rank + 1) % strategy.ring * strategy.ulysses + column
+    shape = (*kv.shape[:2], next_blocks, *kv.shape[3:])
+    return group.shift(kv, to=previous, received_shape=shape, source=following)

@@ -1,0 +1,133 @@
+"""Masks from a function of the user's own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.token_order import CANONICAL
+from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest, Varies
+from dbsp_core.utils.errors import SettingError, UserError, blaming
+
+__all__ = ["CallableSource"]
+
+_PER = ("all", "layer", "step")
+
+
+@dataclass(frozen=True)
+class CallableSource(BlockSizes):
+    """Imports a function and asks it for masks: function(grid, request, **parameters).
+
+    function:   "package.module:name". It is given the BlockGrid and the MaskRequest and returns bits, a bool numpy
+                array or tensor of shape [heads, nq, nk], or [nq, nk] for all heads; the same on every rank
+    parameters: passed to it as keywords
+    per:        what its masks depend on. "all": one mask for all layers and steps; "layer": one per layer; "step": one
+                per layer, denoising step and guidance pass. The request says layer 0, step 0 and branch 0 where the
+                mask must not depend on it.
+    orders:     the token order, or one per head, in which the function's blocks are cut (see `BlockGrid`)
+    Raises ValueError, naming the function and the fix, when it cannot be imported, raises, or returns something else.
+    """
+
+    function: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    per: str = "layer"
+    orders: tuple[str, ...] = (CANONICAL,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per not in _PER:
+            message = f"unknown per {self.per!r} of mask source 'callable'; use one of {', '.join(_PER)}"
+            raise SettingError(message, ("per",))
+        strange = [name for name in self.parameters if not isinstance(name, str)]
+        if strange:
+            message = f"parameters of {self.function} need names, {strange[0]!r} is none; quote it"
+            raise SettingError(message, ("parameters",))
+        with blaming("function"):
+            self._function  # noqa: B018  a bad name is found out at once, not at the first attention
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        module, colon, name = self.function.partition(":")
+        if not (colon and module and name):
+            raise UserError(
+                f"mask source 'callable' needs function: package.module:name, got {self.function!r}; for example "
+                "{source: callable, function: 'my_masks:diagonal'}"
+            )
+        try:
+            found: Any = importlib.import_module(module)
+        except Exception as error:
+            raise UserError(
+                f"mask function {self.function}: importing {module} failed ({_in_one_line(error)}); put its folder on "
+                "PYTHONPATH, on every machine, and see that it imports by itself"
+            ) from error
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if not callable(found):
+            what = "has no such name" if found is None else f"names a {type(found).__name__}, which cannot be called"
+            raise UserError(f"mask function {self.function}: {module} {what}; name a function(grid, request)")
+        return found
+
+    @property
+    def varies(self) -> Varies:
+        return "steps" if self.per == "step" else "never"
+
+    def version(self, request: MaskRequest) -> Hashable:
+        seen = self._seen(request)
+        return seen.layer, seen.step, seen.branch
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        if len(self.orders) not in (1, request.heads):
+            raise UserError(
+                f"mask function {self.function}: {len(self.orders)} orders for {request.heads} heads; give one order "
+                "for all heads or one per head"
+            )
+        return replace(super().grid(request), orders=self.orders)
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        grid = self.grid(request)
+        try:
+            result = self._function(grid, self._seen(request), **self.parameters)
+        except Exception as error:
+            raise UserError(
+                f"mask function {self.function} raised {_in_one_line(error)} for layer {request.layer}; correct it, "
+                "or its parameters"
+            ) from error
+        return BlockMask(self._bits(result, request.heads, grid), grid)
+
+    def _seen(self, request: MaskRequest) -> MaskRequest:
+        """The request without what the mask must not depend on."""
+        if self.per == "step":
+            return request
+        return replace(request, layer=request.layer if self.per == "layer" else 0, step=0, branch=0)
+
+    def _bits(self, result: Any, heads: int, grid: BlockGrid) -> torch.Tensor:
+        """bool[heads, nq, nk], a copy: the function may go on with its own."""
+        if not isinstance(result, (np.ndarray, torch.Tensor)):
+            raise UserError(
+                f"mask function {self.function} returned a {type(result).__name__}; return a bool numpy array or "
+                "torch tensor"
+            )
+        if result.dtype not in (np.dtype(bool), torch.bool):
+            raise UserError(
+                f"mask function {self.function} returned {result.dtype}; compare with a threshold, to return bool"
+            )
+        shape, wanted = tuple(result.shape), (heads, grid.nq, grid.nk)
+        if shape not in (wanted, wanted[1:]):
+            raise UserError(
+                f"mask function {self.function} returned shape {list(shape)}; return [{heads}, {grid.nq}, {grid.nk}], "
+                f"heads × query blocks × key blocks, or [{grid.nq}, {grid.nk}] for all heads"
+            )
+        bits = torch.from_numpy(np.array(result)) if isinstance(result, np.ndarray) else result.detach().clone()
+        return bits.expand(wanted).contiguous()
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

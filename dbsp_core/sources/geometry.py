@@ -1,0 +1,60 @@
+"""Blocks as runs of tokens along lines: what patterns that measure distances are made with. numpy alone.
+
+A line is whatever a pattern measures along: the tokens of a frame, a row of tiles, the whole video. A pair of blocks
+is dense as soon as one token of the first may attend to one of the other: exact, without looking at pairs of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsp_core.masks.grid import BlockAxis, BlockGrid
+
+__all__ = ["Runs", "blocks_of", "gaps", "runs_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The video blocks of one axis, cut where a line ends.
+
+    line:        int64[n], the line that each run lies on
+    first, last: int64[n], positions of its first and last token along the line
+    begins:      int64[video blocks], each block's first run
+    """
+
+    line: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    begins: np.ndarray
+
+
+def runs_of(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> Runs:
+    """The runs of one axis's video blocks.
+
+    line, at: int64[video tokens] as they stand: each token's line, and its position there, which never falls along it
+    """
+    text_tokens = len(axis.block_of) - len(line)
+    block = axis.block_of[text_tokens:]
+    new_block = np.diff(block, prepend=-1) != 0
+    start = np.flatnonzero(new_block | (np.diff(line, prepend=-1) != 0))
+    end = np.append(start[1:], len(line)) - 1
+    return Runs(line[start], at[start], at[end], np.flatnonzero(new_block[start]))
+
+
+def gaps(q: Runs, k: Runs) -> np.ndarray:
+    """int64[q runs, k runs]: the least distance between their positions, 0 where they overlap; lines don't matter."""
+    gap = np.maximum(k.first[None] - q.last[:, None], q.first[:, None] - k.last[None])
+    return np.maximum(gap, 0)
+
+
+def blocks_of(grid: BlockGrid, dense: np.ndarray, q: Runs, k: Runs) -> np.ndarray:
+    """bool[nq, nk]: blocks that hold a dense pair of runs, and all rows and columns of text.
+
+    dense: bool[q runs, k runs]
+    """
+    rows = np.logical_or.reduceat(dense, q.begins, axis=0)
+    bits = np.ones((grid.nq, grid.nk), dtype=bool)
+    bits[grid.nq - len(q.begins) :, grid.nk - len(k.begins) :] = np.logical_or.reduceat(rows, k.begins, axis=1)
+    return bits

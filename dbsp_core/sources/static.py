@@ -1,0 +1,143 @@
+"""Static masks by step group, layer and head, each head in a token order of its own, as PAROAttention has them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.mask_file import MaskFile
+from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest, Varies
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blaming
+
+__all__ = ["DenseSource", "FileSource", "ParoSource", "StoredMasks"]
+
+
+@dataclass(frozen=True)
+class StoredMasks:
+    """path: a mask file (see docs/mask-files.md).
+
+    A bad file is found out at once. Only where ranks have joined already it is left to `grid`, at the first forward
+    pass: there all ranks raise together, also when the file is bad on one of them.
+    """
+
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise SettingError(
+                "this mask source reads a file and needs a path, for example {source: file, path: masks.safetensors}",
+                ("path",),
+            )
+        if not (dist.is_available() and dist.is_initialized()):
+            with blaming("path"):
+                self._file  # noqa: B018
+
+    @cached_property
+    def _file(self) -> MaskFile:
+        return MaskFile(self.path)
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        """The file's grid in canonical order. Raises ValueError when the file is for another model or video."""
+        file, grid = self._file, self._file.grid
+        if (grid.tokens, grid.text_tokens, file.heads) != (request.tokens, request.text_tokens, request.heads):
+            raise UserError(
+                f"mask file {self.path} is for {file.heads} heads and {grid.tokens} tokens ({grid.text_tokens} "
+                f"of text), the model runs {request.heads} heads and {request.tokens} tokens ({request.text_tokens} "
+                "of text); use a mask made for this model, resolution and number of frames"
+            )
+        if grid.thw not in (None, request.thw):
+            raise UserError(
+                f"mask file {self.path} is for a token grid of {grid.thw}, the video's is {request.thw}; use a mask "
+                "made for this resolution and number of frames"
+            )
+        if file.per_layer and request.layers not in (None, file.layers):
+            raise UserError(
+                f"mask file {self.path} is for {file.layers} layers, the model has {request.layers}; use a mask made "
+                "for this model"
+            )
+        return grid
+
+
+@dataclass(frozen=True)
+class DenseSource(BlockSizes):
+    """All blocks of all heads."""
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        return BlockMask.dense(request.heads, self.grid(request))
+
+
+@dataclass(frozen=True)
+class FileSource(StoredMasks):
+    """path: a mask file with one mask per layer or one for all, and no step groups."""
+
+    varies: ClassVar[Varies] = "never"
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        if self._file.groups is not None:
+            raise UserError(
+                f"mask file {self.path} has masks for step groups {self._file.groups}; read it with mask "
+                "source 'paro' ({source: paro, path: …})"
+            )
+        return super().grid(request)
+
+    def version(self, request: MaskRequest) -> Hashable:
+        return request.layer if self._file.per_layer else "all layers"
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        self.grid(request)
+        return self._file.layer(request.layer)
+
+
+@dataclass(frozen=True)
+class ParoSource(StoredMasks):
+    """path: a mask file; without step groups, its masks hold for all steps. Rows and columns of text are made dense.
+
+    dense_steps: so many leading steps are dense; None: those before the file's first group
+    """
+
+    dense_steps: int | None = None
+    varies: ClassVar[Varies] = "steps"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dense_steps is not None and self.dense_steps < 0:
+            raise bad_value(self, "dense_steps", "must not be negative")
+
+    def version(self, request: MaskRequest) -> Hashable:
+        try:
+            group = self._group(request.step)
+        except UserError:  # `mask` raises it, on all ranks together
+            return "beyond the last group", request.step
+        return "dense" if group is None else (group, request.layer if self._file.per_layer else "all layers")
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        grid, group = self.grid(request), self._group(request.step)
+        if group is None:
+            return BlockMask.dense(request.heads, grid)
+        mask = self._file.layer(request.layer, group)
+        bits = mask.bits.clone()
+        bits[:, torch.from_numpy(grid.q_axis.starts < grid.text_tokens)] = True
+        bits[:, :, torch.from_numpy(grid.k_axis.starts < grid.text_tokens)] = True
+        return BlockMask(bits, mask.grid)
+
+    def _group(self, step: int) -> int | None:
+        """The step group; None for a dense step. Raises ValueError beyond the last group."""
+        if self.dense_steps is not None and step < self.dense_steps:
+            return None
+        groups = self._file.groups
+        if groups is None:
+            return 0
+        try:
+            return groups.find(step if self.dense_steps is None else max(step, groups.starts[0]))
+        except UserError as error:
+            raise UserError(
+                f"mask file {self.path} {error}; run fewer steps, or convert the masks with --groups that reach "
+                "further ('…,25-' has no end)"
+            ) from error

@@ -1,0 +1,1 @@
+"""Synthetic masks with the imbalance of published models."""

@@ -1,0 +1,103 @@
+"""What attention heads of video models look at: the shapes that PAROAttention and SpargeAttn show. numpy alone.
+
+A pattern says how likely each (query block, key block) pair is to be dense, from 0 (background) to 1 (the shape).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsp_core.masks.grid import BlockAxis, BlockGrid
+
+__all__ = ["PATTERNS", "Places", "always_dense", "profile_basis"]
+
+KNOTS = 9
+"""Knots of the slow wave of a profile over the whole video."""
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the blocks of one axis lie in the video.
+
+    middle:   float64[n], video token at each block's middle; 0 for text
+    is_text:  bool[n]
+    frame:    tokens per frame
+    tokens:   tokens of the video
+    """
+
+    middle: np.ndarray
+    is_text: np.ndarray
+    frame: int
+    tokens: int
+
+    @classmethod
+    def of(cls, axis: BlockAxis, text_tokens: int, thw: tuple[int, int, int]) -> Places:
+        frames, height, width = thw
+        middle = axis.starts + (axis.lengths - 1) / 2 - text_tokens
+        return cls(np.maximum(middle, 0), axis.starts < text_tokens, height * width, frames * height * width)
+
+    @property
+    def frame_number(self) -> np.ndarray:
+        """int64[n]"""
+        return (self.middle // self.frame).astype(np.int64)
+
+
+def _frames(q: Places, k: Places, rng: np.random.Generator) -> np.ndarray:
+    """Blocks on the diagonal: each frame attends to itself, and less to the frames beside it."""
+    apart = np.abs(q.frame_number[:, None] - k.frame_number[None, :])
+    return np.clip(1 - apart / 3, 0, 1)
+
+
+def _stripes(q: Places, k: Places, rng: np.random.Generator) -> np.ndarray:
+    """Multi-diagonals at frame stride: the same place in every frame."""
+    apart = q.middle[:, None] - k.middle[None, :]
+    apart = np.abs((apart + q.frame / 2) % q.frame - q.frame / 2)
+    return np.clip(1.5 - apart / (0.08 * q.frame), 0, 1)
+
+
+def _sinks(q: Places, k: Places, rng: np.random.Generator) -> np.ndarray:
+    """Sink columns: the first frame, and a few key blocks anywhere, draw every query."""
+    drawn = (k.frame_number == 0) | (rng.random(len(k.middle)) < 0.04)
+    return np.broadcast_to(drawn, (len(q.middle), len(k.middle))).astype(np.float64)
+
+
+def _scattered(q: Places, k: Places, rng: np.random.Generator) -> np.ndarray:
+    """No shape: profiles and chance alone."""
+    return np.zeros((len(q.middle), len(k.middle)))
+
+
+PATTERNS: tuple[Callable[[Places, Places, np.random.Generator], np.ndarray], ...] = (
+    _frames,
+    _stripes,
+    _sinks,
+    _scattered,
+)
+"""Each takes query and key places and a generator, and gives float64[nq, nk] from 0 to 1."""
+
+
+def always_dense(grid: BlockGrid) -> np.ndarray:
+    """bool[nq, nk]: each query block's own place, and all rows and columns of text."""
+    q, k = grid.q_axis, grid.k_axis
+    dense = np.zeros((len(q), len(k)), dtype=bool)
+    dense[np.arange(len(q)), k.block_of[q.starts + q.lengths // 2]] = True
+    dense[q.starts < grid.text_tokens] = True
+    dense[:, k.starts < grid.text_tokens] = True
+    return dense
+
+
+def profile_basis(places: Places) -> np.ndarray:
+    """float64[B, n]: a profile is a weighted sum of these rows with standard normal weights.
+
+    A slow wave over the video, as scenes have; a wave over the frame, the same in every frame, as pictures have.
+    """
+    slow = _hats(places.middle / places.tokens, KNOTS)
+    within = _hats(places.middle % places.frame / places.frame, 4)
+    return np.concatenate([slow, 0.3 * within])
+
+
+def _hats(at: np.ndarray, knots: int) -> np.ndarray:
+    """float64[knots, n]: weights of linear interpolation between `knots` knots on [0, 1], at `at`."""
+    return np.clip(1 - np.abs(at * (knots - 1) - np.arange(knots)[:, None]), 0, 1)

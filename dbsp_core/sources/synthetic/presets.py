@@ -1,0 +1,95 @@
+"""What synthetic masks look like: the numbers behind `source: synthetic`, and presets fitted to Table 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dbsp_core.utils.errors import bad_value
+
+__all__ = ["DEFAULT_STYLE", "PRESETS", "MaskStyle", "Preset"]
+
+
+@dataclass(frozen=True)
+class MaskStyle:
+    """Statistics of synthetic masks. Raises ValueError for values out of range.
+
+    density:             mean share of dense blocks over the heads of a layer, met exactly
+    spread:              how much rows and columns differ: standard deviation of their profiles, in logits
+    head_concentration:  α + β of the Beta distribution of head densities; the smaller, the more heads differ
+    profile_correlation: correlation of the row and column profiles of two heads of a layer
+    layer_similarity:    correlation of the profiles that two layers' heads share
+    pattern_strength:    how far a head's pattern stands out of the background, in logits
+    drift:               share of a mask drawn anew from one call to the next; 0 makes masks static
+    """
+
+    density: float
+    spread: float
+    head_concentration: float
+    profile_correlation: float = 0.9
+    layer_similarity: float = 0.5
+    pattern_strength: float = 4.0
+    drift: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("density", "profile_correlation", "layer_similarity", "drift"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise bad_value(self, name, "must lie between 0 and 1")
+        for name, most in (("spread", 5), ("pattern_strength", 10)):
+            if not 0 <= getattr(self, name) <= most:
+                raise bad_value(self, name, f"must lie between 0 and {most} (logits)")
+        if not self.head_concentration > 0:
+            raise bad_value(self, "head_concentration", "must be positive; 10 makes heads similar")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model as the paper ran it, and the style of its masks.
+
+    thw: frames, rows and columns of the video's token grid
+    """
+
+    layers: int
+    heads: int
+    thw: tuple[int, int, int]
+    text_tokens: int
+    block_q: int
+    block_k: int
+    style: MaskStyle
+
+
+DEFAULT_STYLE = MaskStyle(density=0.4, spread=0.6, head_concentration=8.0)
+
+# Fitted by scripts/reproduce/fit; docs/masks-synthetic.md says to what, and how well the rest agrees.
+_WAN = Preset(
+    layers=40,
+    heads=40,
+    thw=(21, 45, 80),
+    text_tokens=0,
+    block_q=64,
+    block_k=64,
+    style=MaskStyle(density=0.414, spread=0.432, head_concentration=3.8),
+)
+_COGVIDEOX = Preset(
+    layers=42,
+    heads=48,
+    thw=(21, 51, 80),
+    text_tokens=226,
+    block_q=64,
+    block_k=64,
+    style=MaskStyle(density=0.414, spread=0.643, head_concentration=1.54),
+)
+
+
+def _sparge(preset: Preset, head_concentration: float, drift: float) -> Preset:
+    """The same model under SpargeAttn: masks change from step to step, in blocks of 128 queries and 64 keys."""
+    style = replace(preset.style, head_concentration=head_concentration, drift=drift)
+    return replace(preset, block_q=128, style=style)
+
+
+PRESETS: dict[str, Preset] = {
+    "wan2.1-t2v-14b": _WAN,
+    "cogvideox1.5-5b": _COGVIDEOX,
+    "wan2.1-t2v-14b-sparge": _sparge(_WAN, head_concentration=2.18, drift=0.015),
+    "cogvideox1.5-5b-sparge": _sparge(_COGVIDEOX, head_concentration=0.78, drift=0.015),
+}
+"""By the name that stands after `preset:` in a configuration. PAROAttention's static masks unless -sparge."""

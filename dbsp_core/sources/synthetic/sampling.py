@@ -1,0 +1,111 @@
+"""From scores to blocks: how many blocks each head takes, and which. Integers, so that bits agree on every machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["FORCED", "Draws", "choose_best", "exact_counts", "in_steps", "logistic_noise"]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """seed: ≥ 0; age: drift · call, the number of keyframes passed. A `key` of ints ≥ 0 names each quantity."""
+
+    seed: int
+    age: float = 0.0
+
+    def fixed(self, *key: int) -> np.random.Generator:
+        """A generator for what does not drift."""
+        return np.random.default_rng([self.seed, 0, *key])
+
+    def normal(self, size: int, *key: int) -> np.ndarray:
+        """float64[size], standard normal at every age; ages Δ < 1 apart within a keyframe correlate by cos(Δ·π/2)."""
+        keyframe, mix = self._moment
+        now = self._keyframe(keyframe, *key).standard_normal(size)
+        if mix == 0:
+            return now
+        then = self._keyframe(keyframe + 1, *key).standard_normal(size)
+        return math.cos(mix * math.pi / 2) * now + math.sin(mix * math.pi / 2) * then
+
+    def noise(self, shape: tuple[int, ...], *key: int) -> np.ndarray:
+        """uint16[shape], uniform; from one call to the next a share `drift` of the elements is drawn anew."""
+        keyframe, mix = self._moment
+        now = _uint16(self._keyframe(keyframe, *key), shape)
+        if mix == 0:
+            return now
+        turn = _uint16(self.fixed(*key), shape)  # when, between keyframes, each element's time comes
+        np.copyto(now, _uint16(self._keyframe(keyframe + 1, *key), shape), where=turn < int(mix * 65536))
+        return now
+
+    @property
+    def _moment(self) -> tuple[int, float]:
+        """(last keyframe passed, how far on the way to the next, 0 ≤ … < 1)."""
+        keyframe = math.floor(self.age)
+        return keyframe, self.age - keyframe
+
+    def _keyframe(self, number: int, *key: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, 1, number, *key])
+
+
+def _uint16(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.integers(0, 65536, shape, dtype=np.uint16)
+
+
+STEPS = 512
+"""Scores are whole multiples of 1/STEPS logit, int16: their sums do not depend on a processor's rounding."""
+
+FORCED = np.iinfo(np.int16).max
+"""The score of what is dense in any case."""
+
+_MIDDLES = (np.arange(65536) + 0.5) / 65536
+_LOGISTIC = np.round(np.log(_MIDDLES / (1 - _MIDDLES)) * STEPS).astype(np.int16)
+
+
+def in_steps(logits: np.ndarray) -> np.ndarray:
+    """Logits as scores, int16. Cut at ±12, odds of 1 to 160,000: sums of noise and three more stay in range."""
+    return np.round(np.clip(logits, -12, 12) * STEPS).astype(np.int16)
+
+
+def logistic_noise(uniform: np.ndarray) -> np.ndarray:
+    """Scores of logistic noise, which turns a threshold on scores into odds. uniform: uint16;  returns: int16."""
+    noise: np.ndarray = _LOGISTIC[uniform]
+    return noise
+
+
+def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np.ndarray:
+    """Blocks per head in proportion to `densities`, each from `least` to `most`, summing to `total` exactly.
+
+    densities: float64[H], ≥ 0;  a total that the limits forbid is moved to the nearest they allow
+    returns: int64[H]
+    """
+    heads = len(densities)
+    total = min(max(total, heads * least), heads * most)
+    weights = np.maximum(densities, 1e-6)
+    low, high = 0.0, most / weights.min()
+    for _ in range(100):  # a bisection: the sum grows with the scale
+        scale = (low + high) / 2
+        if np.clip(weights * scale, least, most).sum() < total:
+            low = scale
+        else:
+            high = scale
+    exact = np.clip(weights * low, least, most)
+    counts = np.floor(exact).astype(np.int64)
+    open_heads = np.flatnonzero(counts < most)
+    by_rest = open_heads[np.argsort(counts[open_heads] - exact[open_heads], kind="stable")]
+    counts[by_rest[: total - int(counts.sum())]] += 1
+    return counts
+
+
+def choose_best(scores: np.ndarray, count: int, out: np.ndarray) -> None:
+    """Sets `out` (bool, like scores) to the `count` highest scores (int16); of equal ones, some spread evenly."""
+    lowest = np.iinfo(np.int16).min
+    number = np.bincount(scores.ravel().astype(np.int64) - lowest, minlength=65536)
+    at_least = np.cumsum(number[::-1])[::-1]  # at_least[s]: scores of s or more
+    threshold = int(np.flatnonzero(at_least >= count)[-1])
+    np.greater(scores, threshold + lowest, out=out)
+    missing = count - (int(at_least[threshold]) - int(number[threshold]))
+    equal = np.flatnonzero(scores.ravel() == threshold + lowest)
+    out.reshape(-1)[equal[np.arange(missing) * len(equal) // max(missing, 1)]] = True

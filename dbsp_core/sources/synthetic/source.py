@@ -1,0 +1,160 @@
+"""Seeded synthetic masks: uneven heads with patterns, profiles that heads share, drift from step to step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest, Varies
+from dbsp_core.sources.synthetic.patterns import PATTERNS, Places, always_dense, profile_basis
+from dbsp_core.sources.synthetic.presets import DEFAULT_STYLE, PRESETS, MaskStyle
+from dbsp_core.sources.synthetic.sampling import FORCED, Draws, choose_best, exact_counts, in_steps, logistic_noise
+from dbsp_core.utils.errors import SettingError, bad_value
+
+__all__ = ["SyntheticSource"]
+
+
+class _Stream(IntEnum):
+    """First part of every key: which quantity is drawn."""
+
+    DENSITY, BETA, PATTERN, STRENGTH, SINKS, ROWS, COLUMNS, SHARED_ROWS, SHARED_COLUMNS, NOISE = range(10)
+
+
+_ALL_LAYERS = 1 << 30
+"""Stands where a layer's number would, for what layers share."""
+
+
+@dataclass(frozen=True)
+class SyntheticSource(BlockSizes):
+    """Masks of a style: a preset's or the default's, with each key that is given in its place; see `MaskStyle`.
+
+    A block is dense with odds of exp(pattern + row profile + column profile + the head's own level), except that each
+    head takes exactly the number of best-scored blocks that its density says. The diagonal and all text are dense,
+    whatever the density. Every (seed, layer, step) has one mask, no matter what was asked for before.
+    """
+
+    preset: str | None = None
+    density: float | None = None
+    spread: float | None = None
+    head_concentration: float | None = None
+    profile_correlation: float | None = None
+    layer_similarity: float | None = None
+    pattern_strength: float | None = None
+    drift: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.preset is not None and self.preset not in PRESETS:
+            raise SettingError(f"unknown preset {self.preset!r}; use one of {', '.join(PRESETS)}", ("preset",))
+        if self.seed < 0:
+            raise bad_value(self, "seed", "must not be negative")
+        self.style  # noqa: B018  raises for values out of range
+
+    @property
+    def style(self) -> MaskStyle:
+        """The statistics in force."""
+        base = PRESETS[self.preset].style if self.preset else DEFAULT_STYLE
+        given = {f.name: getattr(self, f.name) for f in fields(MaskStyle)}
+        return replace(base, **{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def varies(self) -> Varies:
+        return "steps" if self.style.drift else "never"
+
+    def version(self, request: MaskRequest) -> Hashable:
+        return request.layer, request.step if self.style.drift else 0
+
+    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+        grid, style = self.grid(request), self.style
+        draws = Draws(self.seed, style.drift * request.step)
+        return BlockMask(torch.from_numpy(_Layer(style, draws, request, grid).bits()), grid)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's mask at one call. Heads are made one after the other: one head's scores are in memory at a time."""
+
+    style: MaskStyle
+    draws: Draws
+    request: MaskRequest
+    grid: BlockGrid
+
+    def bits(self) -> np.ndarray:
+        """bool[H, nq, nk]"""
+        heads, layer = self.request.heads, self.request.layer
+        q, k = (
+            Places.of(axis, self.grid.text_tokens, self.request.thw) for axis in (self.grid.q_axis, self.grid.k_axis)
+        )
+        rows = in_steps(self._profiles(q, _Stream.ROWS, _Stream.SHARED_ROWS))
+        columns = in_steps(self._profiles(k, _Stream.COLUMNS, _Stream.SHARED_COLUMNS))
+        patterns = [
+            self._pattern_scores(pattern(q, k, self.draws.fixed(_Stream.SINKS, layer))) for pattern in PATTERNS
+        ]
+        kinds = self.draws.fixed(_Stream.PATTERN, layer).integers(0, len(PATTERNS), heads)
+        strengths = self.draws.fixed(_Stream.STRENGTH, layer).integers(8, 24, heads, dtype=np.int16, endpoint=True)
+        forced = always_dense(self.grid)
+        counts = self._counts(int(forced.sum()), forced.size)
+
+        bits = np.empty((heads, *forced.shape), dtype=bool)
+        for head in range(heads):
+            scores = logistic_noise(self.draws.noise(forced.shape, _Stream.NOISE, layer, head))
+            scores += patterns[kinds[head]] * strengths[head]
+            scores += rows[head][:, None]
+            scores += columns[head]
+            scores[forced] = FORCED
+            choose_best(scores, int(counts[head]), out=bits[head])
+        return bits
+
+    def _pattern_scores(self, pattern: np.ndarray) -> np.ndarray:
+        """int16[nq, nk]: a sixteenth of the pattern's scores, to be multiplied by a head's strength in sixteenths."""
+        return in_steps(pattern * (self.style.pattern_strength / 16))
+
+    def _counts(self, least: int, most: int) -> np.ndarray:
+        """int64[H]: dense blocks of each head, Beta-distributed, of exactly the mean density asked for."""
+        density, heads = self.style.density, self.request.heads
+        total = round(density * heads * most)
+        return exact_counts(self._densities(), total, least, most)
+
+    def _densities(self) -> np.ndarray:
+        """float64[H], Beta-distributed; a head's place in the distribution drifts, the distribution does not."""
+        concentration = self.style.head_concentration
+        alpha = max(self.style.density, 1e-3) * concentration
+        beta = max(1 - self.style.density, 1e-3) * concentration
+        sample = np.sort(self.draws.fixed(_Stream.BETA).beta(alpha, beta, 4096))  # stands for the inverse of its CDF
+        normal = self.draws.normal(self.request.heads, _Stream.DENSITY, self.request.layer)
+        quantile = [(1 + math.erf(z / math.sqrt(2))) / 2 for z in normal]
+        return np.interp(quantile, (np.arange(4096) + 0.5) / 4096, sample)
+
+    def _profiles(self, places: Places, own: _Stream, shared: _Stream) -> np.ndarray:
+        """float64[H, n], in logits: mean 0 and standard deviation `spread` over the video; 0 for text."""
+        basis = profile_basis(places)
+        weights = self._profile_weights(len(basis), own, shared)
+        profiles = (weights[:, :, None] * basis).sum(axis=1)  # no matrix product: its rounding depends on the machine
+        video = ~places.is_text
+        profiles -= profiles[:, video].mean(axis=1, keepdims=True)
+        deviation = profiles[:, video].std(axis=1, keepdims=True)
+        profiles *= self.style.spread / np.maximum(deviation, 1e-9)
+        profiles[:, ~video] = 0
+        return profiles
+
+    def _profile_weights(self, size: int, own: _Stream, shared: _Stream) -> np.ndarray:
+        """float64[H, size], standard normal, correlated across heads and layers as the style says."""
+        layer, draws = self.request.layer, self.draws
+        common = _blend(
+            draws.normal(size, shared, _ALL_LAYERS), draws.normal(size, shared, layer), self.style.layer_similarity
+        )
+        each = draws.normal(self.request.heads * size, own, layer).reshape(-1, size)
+        return _blend(common, each, self.style.profile_correlation)
+
+
+def _blend(common: np.ndarray, own: np.ndarray, correlation: float) -> np.ndarray:
+    """Standard normals that share `common` so far that two of them correlate by `correlation`."""
+    return math.sqrt(correlation) * common + math.sqrt(1 - correlation) * own

@@ -1,0 +1,1 @@
+"""Errors, files and other small things that know nothing of attention."""

@@ -1,0 +1,32 @@
+"""Whether results can be written where a user wants them: looked at before anything is computed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["require_file_place", "require_folder_place"]
+
+
+def require_file_place(path: Path, what: str) -> None:
+    """Raises UserError where a file cannot be written there. what: names the path in the message"""
+    if path.is_dir():
+        raise UserError(f"{what} {path} is a folder; give the name of a file")
+    _require_writable(path.parent, what)
+
+
+def require_folder_place(path: Path, what: str) -> None:
+    """Raises UserError where a folder of that name cannot be made or written to."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{what} {path} is a file; give the name of a folder")
+    _require_writable(path, what)
+
+
+def _require_writable(folder: Path, what: str) -> None:
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        raise UserError(f"{what}: {there} is a file, not a folder; give another place")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{what}: folder {there} cannot be written to; give another place, or make it writable")

@@ -1,0 +1,146 @@
+"""Reading YAML files strictly: what every settings file has in common, and where in it each setting stands."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dbsp_core.utils.errors import SettingError, UserError
+
+__all__ = ["Settings", "find_config", "read_settings", "require_known", "shipped_configs"]
+
+KeyPath = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings as YAML gives them.
+
+    places: by path of keys, where each was given, for example {("mask", "cdf"): "my.yaml:7"}
+    origin: the file they come from
+    """
+
+    values: Mapping[str, Any]
+    places: Mapping[KeyPath, str] = field(default_factory=dict)
+    origin: str = ""
+
+    def place_of(self, path: KeyPath) -> str:
+        """Where a setting, or else the innermost one around it, was given."""
+        around = (path[:length] for length in range(len(path), 0, -1))
+        return next((self.places[outer] for outer in around if outer in self.places), self.origin)
+
+    def changed(self, path: Sequence[str], value: Any, place: str) -> Settings:
+        """A copy with one setting replaced or added. Raises ValueError where something else than a mapping stands."""
+        values = _put(self.values, path, value, place)
+        inside = tuple(path)
+        places = {known: where for known, where in self.places.items() if known[: len(inside)] != inside}
+        return replace(self, values=values, places={**places, inside: place})
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Puts the place of the setting before what a SettingError says."""
+        try:
+            yield
+        except SettingError as error:
+            place = self.place_of(error.path)
+            raise UserError(f"{place}: {error}" if place else str(error)) from error
+
+
+def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, place: str) -> dict[str, Any]:
+    key, *rest = path
+    inner = values.get(key)
+    if rest and not isinstance(inner, (Mapping, type(None))):
+        raise UserError(f"{place}: {key!r} is {inner!r}, not a mapping that could hold {rest[0]!r}")
+    return {**values, key: _put(inner or {}, rest, value, place) if rest else value}
+
+
+def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
+    """The mapping in a YAML file (empty for an empty file). Raises ValueError for others, naming file and line.
+
+    what: it is, for example "configuration file"
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{what} {path} does not exist; give the path of a YAML file")
+    places: dict[KeyPath, str] = {}
+    try:
+        loader = yaml.SafeLoader(path.read_text())
+        node = loader.get_single_node()
+        if node is not None:
+            _note_places(node, (), str(path), places, [])
+        content = None if node is None else loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        raise UserError(f"{place}: this is not YAML: {error.problem}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from error
+    if content is not None and not isinstance(content, Mapping):
+        raise UserError(f"{what} {path} must be a mapping, not a {type(content).__name__}")
+    return Settings(content or {}, places, str(path))
+
+
+def _note_places(
+    node: yaml.Node, path: KeyPath, file: str, places: dict[KeyPath, str], above: list[yaml.Node]
+) -> None:
+    """Notes the line of each key in `node`. Raises ValueError for a key that is given twice."""
+    if any(node is outer for outer in above):
+        raise UserError(f"{file}:{node.start_mark.line + 1}: this is not YAML that ends: it holds itself")
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        inside = (*path, str(key.value))
+        place = f"{file}:{key.start_mark.line + 1}"
+        if inside in places:
+            raise UserError(f"{place}: {key.value!r} is given twice, first in {places[inside]}; give it once")
+        places[inside] = place
+        _note_places(value, inside, file, places, [*above, node])
+
+
+def require_known(key: object, known: Collection[str], where: str, elsewhere: Mapping[str, str] | None = None) -> None:
+    """Raises SettingError, naming the nearest valid key, for a key that is not known.
+
+    where:     the keys are, in words; "" where the error's place says it
+    elsewhere: keys that are valid at another level, and there
+    """
+    if key in known:
+        return
+    close = difflib.get_close_matches(str(key), list(known), n=1)
+    if str(key) in (elsewhere or {}):
+        hint = f"it belongs under {(elsewhere or {})[str(key)]}"
+    elif close:
+        hint = f"did you mean {close[0]!r}?"
+    else:
+        hint = f"known keys: {', '.join(known)}"
+    raise SettingError(f"unknown key {key!r}{f' in {where}' if where else ''}; {hint}", (str(key),))
+
+
+def shipped_configs() -> Path:
+    """Where the configurations that come with db-SP are: in the repository, or installed as `dbsp_configs`."""
+    repository = Path(__file__).resolve().parents[1] / "configs"
+    found = None if repository.is_dir() else importlib.util.find_spec("dbsp_configs")
+    locations = list(found.submodule_search_locations or ()) if found is not None else []
+    return Path(locations[0]) if locations else repository
+
+
+def find_config(name: str | os.PathLike[str]) -> Path:
+    """The configuration file at a path, or else the shipped one of that name. Raises ValueError for neither."""
+    if Path(name).is_file():
+        return Path(name)
+    shipped = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
+    text = os.fspath(name)
+    if text.removesuffix(".yaml") in shipped:
+        return shipped[text.removesuffix(".yaml")]
+    close = difflib.get_close_matches(Path(text).stem, shipped, n=1)
+    hint = f"did you mean the shipped {close[0]!r}?" if close else f"shipped ones: {', '.join(shipped)}"
+    raise UserError(
+        f"configuration file {text} does not exist; give the path of a YAML file or a shipped one's name; {hint}"
+    )
