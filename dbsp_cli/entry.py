@@ -19,7 +19,7 @@ def dbsp() -> None:
 
 def dbsp_xdit() -> NoReturn:
     _end_quietly_when_interrupted()  # until it becomes torchrun, there is nothing to clean up
-    from dbsp_xdit.launch import main
+    from dbsp_xdit.run import main
 
     main()
 

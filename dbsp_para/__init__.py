@@ -9,8 +9,8 @@ parallelize_pipe(pipe, mesh=mesh, attn="dbsp", config=...)
 dbsp_para.unparallelize(pipe)                                             # as it was
 """
 
-from dbsp_para.para_attn_seam import install, uninstall
-from dbsp_para.parallelize import parallelize_pipe, parallelize_transformer, session_of, unparallelize, write_report
+from dbsp_para.attach import parallelize_pipe, parallelize_transformer, session_of, unparallelize, write_report
+from dbsp_para.patches import install, uninstall
 
 __all__ = [
     "install",

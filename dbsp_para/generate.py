@@ -30,7 +30,7 @@ def generate(config: DbspConfig, video: Path) -> None:
     import diffusers
     from diffusers.utils import export_to_video
 
-    from dbsp_para.parallelize import parallelize_pipe
+    from dbsp_para.attach import parallelize_pipe
 
     wanted = config.video
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.model, torch_dtype=config.torch_dtype)

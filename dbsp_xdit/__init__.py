@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dbsp_xdit.attaching import attach, detach
+    from dbsp_xdit.attach import attach, detach
 
 __all__ = ["attach", "detach"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from dbsp_xdit import attaching
+        from dbsp_xdit import attach as attaching
 
         return getattr(attaching, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

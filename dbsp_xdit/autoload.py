@@ -31,7 +31,7 @@ def autoload() -> None:
 
             end_with_parent(by=signal.SIGTERM if launching else signal.SIGKILL)
         if running:
-            from dbsp_xdit.seams import install
+            from dbsp_xdit.patches import install
 
             install(active=ours)
     except Exception as error:

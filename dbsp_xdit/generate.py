@@ -1,6 +1,6 @@
 """What `dbsp generate --host xdit` runs in every rank: `python -m dbsp_xdit.generate CONFIG VIDEO SECONDS`.
 
-xfuser's own runner with db-SP in it, as dbsp_xdit.runner, apart from where the video goes: written by rank 0 rather
+xfuser's own runner with db-SP in it, as dbsp_xdit.run, apart from where the video goes: written by rank 0 rather
 than the last one, under a given name, with the configured frames per second.
 """
 
@@ -16,8 +16,8 @@ from dbsp_core.comm.timeouts import limit_waiting
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import Identity
 from dbsp_core.layout.strategy import Strategy
-from dbsp_xdit.preflight import preflight
-from dbsp_xdit.seams import install
+from dbsp_xdit.models import preflight
+from dbsp_xdit.patches import install
 
 __all__ = ["check", "runner_arguments"]
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.caching import refuse_step_caches
 from dbsp_diffusers.patching import Attachment, patch_tokens, signature_of, unpatch_tokens
-from dbsp_xdit.branches import Branch
 
-__all__ = ["attach_wan"]
+__all__ = ["Branch", "attach_wan", "branch_of_wan"]
+
+Branch = Callable[[], int]
+"""Which guidance pass of a step this rank's group is about to run, where each group runs one alone; else 0."""
+
+
+def branch_of_wan(pipe: Any, guidance: SequenceGroup) -> Branch:
+    """xfuser's Wan pipelines run the conditioned pass, then the other; in parallel, the other on the first group."""
+
+    def branch() -> int:
+        alone = guidance.size > 1 and getattr(pipe, "do_classifier_free_guidance", False)
+        return guidance.size - 1 - guidance.rank if alone else 0
+
+    return branch
 
 
 def attach_wan(transformer: Any, session: AttentionSession, branch: Branch, attachment: Attachment) -> None:

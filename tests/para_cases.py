@@ -13,7 +13,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.patching import Attachment
 from dbsp_diffusers.reference import attach_single_process
-from dbsp_para.seeds import share_seeds
+from dbsp_para.attach import share_seeds
 from transformers_for_tests import Inputs, make_transformer
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dbsp_core.sources import HomeTokens
-from dbsp_kernels.pooling import sum_tokens, sum_tokens_torch
+from dbsp_kernels.packing.pooling import sum_tokens, sum_tokens_torch
 from sparge_cases import SpargeCase
 from sparge_reference import predict
 

@@ -12,8 +12,8 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, make_plan
 from dbsp_core.runtime.kernel_tables import build_tables, table_layout
 from dbsp_kernels import KERNELS, available, block_attention, merge_into, merge_states
-from dbsp_kernels.rows import expand_rows
-from dbsp_kernels.runs import Runs, copy_runs
+from dbsp_kernels.packing.row_bits import expand_rows
+from dbsp_kernels.packing.segment_copy import Runs, copy_runs
 from packed import full_counts, kinder, packed, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -19,7 +19,7 @@ from dbsp_cli.generate.endings import end_in_order
 from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher, run_watched
 from dbsp_diffusers.patching import Attachment
 from dbsp_xdit.autoload import autoload
-from dbsp_xdit.seams import _seam_cli
+from dbsp_xdit.patches import _seam_cli
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 
@@ -140,7 +140,7 @@ class TestXdit:
     def test_torchrun_ends_with_xdit_and_ranks_with_torchrun(self, monkeypatch, command, rank, tied):
         asked: list[signal.Signals] = []
         monkeypatch.setattr("dbsp_start.parents.end_with_parent", lambda by: asked.append(by))
-        monkeypatch.setattr("dbsp_xdit.seams.install", lambda active: None)
+        monkeypatch.setattr("dbsp_xdit.patches.install", lambda active: None)
         monkeypatch.setattr(sys, "orig_argv", command)
         monkeypatch.delenv("RANK", raising=False)
         if rank is not None:
@@ -159,7 +159,7 @@ class TestXdit:
         cli = types.ModuleType("xfuser.cli")
         cli.main = main
         _seam_cli(cli, Attachment())
-        monkeypatch.setattr("dbsp_xdit.preflight.preflight", lambda arguments: None)
+        monkeypatch.setattr("dbsp_xdit.models.preflight", lambda arguments: None)
         kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
         try:
             signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)

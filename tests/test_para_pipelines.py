@@ -98,7 +98,7 @@ def test_ranks_decide_alike_where_stock_averages_would_not():
     from dbsp_core import HomeLayout, SequenceGroup
     from dbsp_diffusers.caching import Together
     from dbsp_diffusers.stream_shards import StreamShards
-    from dbsp_para.caching import Parallelized
+    from dbsp_para.first_block_cache import Parallelized
 
     class Sharding:
         video = StreamShards(HomeLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)

@@ -14,7 +14,7 @@ from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher
 from dbsp_cli.generate.running import Made, run_job
 from dbsp_cli.generate.work_folder import put_folder, work_folder
 from dbsp_core.utils.errors import UserError
-from dbsp_xdit.preflight import preflight
+from dbsp_xdit.models import preflight
 
 REPORT = {"balance.png": b"a picture", "latents.safetensors": b"the latents", "report.json": b"{}"}
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_kernels import runs as runs_module
-from dbsp_kernels.runs import Runs, copy_runs
+from dbsp_kernels.packing import segment_copy as runs_module
+from dbsp_kernels.packing.segment_copy import Runs, copy_runs
 from generators import SEEDS, examples
 from interpreter import interpreted
 
@@ -85,7 +85,7 @@ def test_runs_are_copied_and_nothing_else_is_touched(case, sliced):
 @examples(30)
 def test_the_triton_kernel_equals_its_twin(case):
     pytest.importorskip("triton")
-    from dbsp_kernels.triton_runs import triton_copy_runs
+    from dbsp_kernels.triton.segment_copy import triton_copy_runs
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which tests/test_gpu.py runs the kernel")

@@ -20,8 +20,8 @@ from dbsp_core import Strategy
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import HomeTokens, SpargeSource
 from dbsp_core.sources.distributed_pooling import _unpack, pool
-from dbsp_kernels.pooling import sum_tokens
-from dbsp_kernels.rows import pack_bits
+from dbsp_kernels.packing.pooling import sum_tokens
+from dbsp_kernels.packing.row_bits import pack_bits
 from generators import SEEDS, examples
 from sparge_cases import SpargeCase, predict_together
 from sparge_reference import predict

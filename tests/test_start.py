@@ -87,7 +87,7 @@ class TestFaultsOfOurOwn:
         import types
 
         from dbsp_diffusers.patching import Attachment
-        from dbsp_xdit import seams
+        from dbsp_xdit import patches as seams
 
         def broken(*_: object) -> None:
             raise error
@@ -99,7 +99,7 @@ class TestFaultsOfOurOwn:
         base.xFuserModel._post_load_and_state_initialization = lambda self, arguments: None
         seams._seam_cli(cli, Attachment())
         seams._seam_base_model(base, Attachment())
-        monkeypatch.setattr("dbsp_xdit.preflight.preflight", broken)
+        monkeypatch.setattr("dbsp_xdit.models.preflight", broken)
         monkeypatch.setattr("dbsp_xdit.flags.config_from", broken)
         model = base.xFuserModel()
         calls = (

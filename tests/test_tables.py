@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
 from dbsp_core.runtime.kernel_tables import build_tables, table_layout, whole_heads
-from dbsp_kernels.rows import expand_rows, pack_bits
+from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
 from generators import SEEDS, examples, grids, random_bits
 from interpreter import interpreted
 
@@ -61,7 +61,7 @@ def test_a_table_lists_full_blocks_first(case, batch):
 @examples(15)
 def test_the_triton_kernel_equals_its_twin(case, batch):
     pytest.importorskip("triton")
-    from dbsp_kernels import triton_rows
+    from dbsp_kernels.triton import row_bits as triton_rows
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which tests/test_gpu.py runs the kernel")

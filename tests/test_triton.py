@@ -39,7 +39,7 @@ def interpreter():
 
 
 def assert_right(p: Packed, scale: float | None = None, **options) -> None:
-    from dbsp_kernels.triton_forward import triton_attention
+    from dbsp_kernels.triton.forward import triton_attention
 
     scale = p.q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = triton_attention(*vars(p).values(), scale, **options)
@@ -84,7 +84,7 @@ class TestInterpreted:
         assert_right(p, copy_engine=True, kv_full=full_counts(p) if hint else None)
 
     def test_blocks_larger_than_tiles(self):
-        from dbsp_kernels.tiles import Tiles
+        from dbsp_kernels.triton.tile_config import Tiles
 
         p = kinder(packed(rows=3, blocks=3, block_q=96, block_k=64, width=16))
         for hint, copy_engine in itertools.product((full_counts(p), None), (True, False)):
@@ -170,7 +170,7 @@ class TestAccumulating:
     )
     @examples(20)
     def test_the_merge_kernel_equals_its_twin(self, rows, tokens, width, dtypes, seed):
-        from dbsp_kernels.triton_merge import triton_merge_into
+        from dbsp_kernels.triton.merge import triton_merge_into
 
         generator = torch.Generator().manual_seed(seed)
         sides = []

@@ -14,8 +14,7 @@ from dbsp_core.config.models import find_checkpoint
 from dbsp_core.sources import RadialSource, WindowSource
 from dbsp_xdit.autoload import is_xfuser_run, is_xfusers_torchrun, wants_dbsp
 from dbsp_xdit.flags import config_from, parse_known
-from dbsp_xdit.models import find_model
-from dbsp_xdit.preflight import preflight, settings_of
+from dbsp_xdit.models import find_model, preflight, settings_of
 from xdit_cases import XditCase, registered_model, run_xdit_case, start_xfuser
 
 TOLERANCE = 1e-5
@@ -93,7 +92,7 @@ def test_only_a_backend_of_ours_makes_a_run_active(arguments, expected):
 
 
 def test_importing_torch_elsewhere_loads_nothing_of_ours():
-    check = "import torch, sys; print([m for m in sys.modules if m.startswith(('dbsp_core', 'dbsp_xdit.seams'))])"
+    check = "import torch, sys; print([m for m in sys.modules if m.startswith(('dbsp_core', 'dbsp_xdit.patches'))])"
     out = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

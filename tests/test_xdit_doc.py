@@ -13,8 +13,7 @@ import dbsp_core
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config.models import CHECKPOINTS
 from dbsp_xdit.flags import _SWITCHES, add_flags
-from dbsp_xdit.models import find_model
-from dbsp_xdit.preflight import preflight
+from dbsp_xdit.models import find_model, preflight
 
 REPOSITORY = Path(dbsp_core.__file__).parent.parent
 PAGE = (REPOSITORY / "docs" / "xdit.md").read_text()

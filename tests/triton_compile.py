@@ -12,9 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dbsp_kernels.tiles import padded, tiles_for
-from dbsp_kernels.triton_forward import forward_kernel
-from dbsp_kernels.triton_merge import merge_kernel
+from dbsp_kernels.triton.forward import forward_kernel
+from dbsp_kernels.triton.merge import merge_kernel
+from dbsp_kernels.triton.tile_config import padded, tiles_for
 
 POINTERS = {"q_ptr": "*bf16", "out_ptr": "*bf16", "part_ptr": "*bf16", "running_ptr": "*fp32"}
 STRIDES = {"q_row", "q_token", "k_block", "k_token", "v_block", "v_token"}  # multiples of 16, as they are with D = 64

@@ -41,7 +41,7 @@ def start_xfuser(rank: int, world: int, guidance: int = 1, data: int = 1) -> Non
     Its degrees are all that is left, and 1: configurations name the strategy. Groups that are there are kept: gloo's
     threads outlive a group that is destroyed.
     """
-    from dbsp_xdit.seams import install
+    from dbsp_xdit.patches import install
 
     if _started == [(guidance, data)]:
         return
@@ -160,7 +160,7 @@ def run_cogvideox_pipeline(rank: int, world: int, case: PipelineCase) -> tuple[f
         pipe = xFuserCogVideoXPipeline(stock, engine_config(world, case.guidance))
     before = fingerprint(pipe.transformer)
     attach(pipe, case.config)
-    with mock.patch("dbsp_xdit.strips.strips_layout", _in_token_order) if case.strips_ignored else nullcontext():
+    with mock.patch("dbsp_xdit.cogvideox.strips_layout", _in_token_order) if case.strips_ignored else nullcontext():
         out, again = latents_of(pipe, case), latents_of(pipe, case)
     detach(pipe)
     assert fingerprint(pipe.transformer) == before, "detach left something behind"

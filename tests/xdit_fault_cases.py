@@ -35,7 +35,7 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
     with (
         mock.patch("dbsp_core.runtime.session.agree", compared),
         mock.patch("dbsp_core.runtime.session.gather_texts", lambda group, text, device: [text]),
-        mock.patch("dbsp_xdit.attaching.settings_for", lambda given, *_, **__: DbspConfig.load(given)),
+        mock.patch("dbsp_xdit.attach.settings_for", lambda given, *_, **__: DbspConfig.load(given)),
         mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused, shift=refused),
     ):
         try:

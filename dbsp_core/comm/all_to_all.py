@@ -21,7 +21,7 @@ from dbsp_core.cost.comm_volume import queries_go_ahead
 from dbsp_core.layout.sequence_layout import Fragments, HomeLayout
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels.runs import Runs, copy_runs
+from dbsp_kernels.packing.segment_copy import Runs, copy_runs
 
 __all__ = ["Route", "build_route"]
 

@@ -15,8 +15,8 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels import WholeHeads
-from dbsp_kernels.rows import expand_rows, pack_bits
-from dbsp_kernels.transfer import to_device
+from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
 
 __all__ = ["KernelTable", "PeriodTable", "TableLayout", "build_tables", "table_layout", "whole_heads"]
 
@@ -37,7 +37,7 @@ class KernelTable:
 
 @dataclass(frozen=True, eq=False)
 class PeriodTable:
-    """What is kept for one period: the rows' blocks as bits, an eighth of a byte each (see `dbsp_kernels.rows`).
+    """What is kept for one period: the rows' blocks as bits, an eighth of a byte each (see `dbsp_kernels.packing.row_bits`).
 
     bits: uint8[Rq, ceil(width / 8)], base: int32[Rq]: row r attends to packed block base[r] + j where bit j is set
     kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short

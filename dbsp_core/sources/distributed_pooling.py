@@ -18,10 +18,10 @@ from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.sources.base import HomeTokens
-from dbsp_kernels.fixed_point import DIRECTION_UNIT, MEAN_UNIT
-from dbsp_kernels.pooling import halving_sum, sum_tokens
-from dbsp_kernels.rows import pack_bits
-from dbsp_kernels.transfer import to_device
+from dbsp_kernels.packing.fixed_point import DIRECTION_UNIT, MEAN_UNIT
+from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.packing.pooling import halving_sum, sum_tokens
+from dbsp_kernels.packing.row_bits import pack_bits
 
 __all__ = ["Pooled", "gather_bits", "heads_of", "pool", "pool_own_heads", "traffic"]
 

@@ -40,7 +40,7 @@ def merge_states(
 def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
     """`merge_states` that writes the result over `out` and `lse`: on CUDA in one pass over memory."""
     if out.is_cuda and lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous():
-        from dbsp_kernels.triton_merge import triton_merge_into  # here: triton need not be installed
+        from dbsp_kernels.triton.merge import triton_merge_into  # here: triton need not be installed
 
         triton_merge_into(out, lse, out_part.contiguous(), lse_part.contiguous())
         return

@@ -111,7 +111,7 @@ def interpreted() -> bool:
 
 
 def _run_triton(*args: object, **options: object) -> Running:
-    from dbsp_kernels.triton_forward import triton_attention  # here: triton need not be installed
+    from dbsp_kernels.triton.forward import triton_attention  # here: triton need not be installed
 
     return triton_attention(*args, **options)  # type: ignore[arg-type]
 

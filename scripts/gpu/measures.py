@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dbsp_core import BlockGrid, BlockMask, HomeLayout, make_plan
 from dbsp_core.comm.all_to_all import build_route
 from dbsp_kernels import available, block_attention
-from dbsp_kernels.runs import copy_runs
-from dbsp_kernels.tiles import HOPPER, Tiles, tiles_for
+from dbsp_kernels.packing.segment_copy import copy_runs
+from dbsp_kernels.triton.tile_config import HOPPER, Tiles, tiles_for
 
 __all__ = ["Row", "everything", "largest_error"]
 
@@ -149,7 +149,7 @@ def accumulating(job: Job, sampler: Sampler) -> Iterator[Row]:
 
 def variants(job: Job, sampler: Sampler) -> Iterator[Row]:
     """Other tiles than the table's, and pointers instead of the copy engine: over what is used now."""
-    from dbsp_kernels.triton_forward import capability_of, triton_attention
+    from dbsp_kernels.triton.forward import capability_of, triton_attention
 
     block_q, block_k = job.mask.grid.block_q, job.mask.grid.block_k
     on_gpu = job.setting.device == "cuda"

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.reports.collect import is_writer, make_report, write_report_files
 from dbsp_core.runtime.session import AttentionSession
@@ -16,14 +19,42 @@ from dbsp_diffusers.attached import keep, release, session_on
 from dbsp_diffusers.batch_parallel import split_batch
 from dbsp_diffusers.checks import require_uncompiled
 from dbsp_diffusers.effective_config import announce, identify, settings_for
-from dbsp_diffusers.patching import Attachment, generation_of, steps_of
+from dbsp_diffusers.patching import Attachment, around_calls, generation_of, steps_of
 from dbsp_diffusers.report_hook import model_name, report_calls
 from dbsp_diffusers.sequence_parallel import shard_transformer
-from dbsp_para.caching import Parallelized
-from dbsp_para.meshes import Ranks
-from dbsp_para.seeds import share_seeds
+from dbsp_para.first_block_cache import Parallelized
+from dbsp_para.mesh import Ranks
 
-__all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "unparallelize", "write_report"]
+__all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "share_seeds", "unparallelize", "write_report"]
+
+_CPU = torch.device("cpu")
+
+
+def share_seeds(pipe: Any, group: SequenceGroup, attachment: Attachment) -> None:
+    """Gives calls without `generator` one that all ranks of `group` seed alike, with their first rank's draw.
+
+    The noise is what diffusers draws with that generator on the device that the pipeline computes on, which may be
+    another than the one its weights wait on: under CPU offload. Collective at once.
+    """
+    control = group.control()
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def with_generator(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
+            if generator is None:
+                drawn = int(torch.randint(0, 2**62, (1,)))
+                seed = control.gather_integers([drawn], _CPU)[0][0]
+                generator = torch.Generator(_device_of(pipe)).manual_seed(seed)
+            return call(*args, generator=generator, **kwargs)
+
+        return with_generator
+
+    around_calls(pipe, around, attachment)
+
+
+def _device_of(pipe: Any) -> torch.device:
+    """Where a pipeline draws its noise: the device that it computes on, where it says so."""
+    device: torch.device = getattr(pipe, "_execution_device", None) or pipe.device
+    return device
 
 
 def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) -> Any:

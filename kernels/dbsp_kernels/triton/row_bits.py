@@ -44,7 +44,7 @@ def triton_expand_rows(
     block: int,
     batch: int,
 ) -> torch.Tensor:
-    """The contract of `dbsp_kernels.rows.expand_rows`."""
+    """The contract of `dbsp_kernels.packing.row_bits.expand_rows`."""
     rows = len(bits)
     index = torch.empty(batch * rows, width, dtype=torch.int32, device=bits.device)
     if index.numel():

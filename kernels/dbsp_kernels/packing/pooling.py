@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from dbsp_kernels.fixed_point import DIRECTION_UNIT, LIMIT, MEAN_UNIT
+from dbsp_kernels.packing.fixed_point import DIRECTION_UNIT, LIMIT, MEAN_UNIT
 
 __all__ = ["halving_sum", "sum_tokens", "sum_tokens_torch"]
 
@@ -31,7 +31,7 @@ def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor) -
     """
     on_gpu = tokens.is_cuda and importlib.util.find_spec("triton") is not None
     if on_gpu or os.environ.get("TRITON_INTERPRET") == "1":
-        from dbsp_kernels.triton_pooling import sum_tokens_triton  # here: triton need not be installed
+        from dbsp_kernels.triton.pooling import sum_tokens_triton  # here: triton need not be installed
 
         return sum_tokens_triton(tokens, place, first)
     return sum_tokens_torch(tokens, place, first)

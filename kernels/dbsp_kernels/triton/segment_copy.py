@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.run_table import Runs
-from dbsp_kernels.tiles import padded
+from dbsp_kernels.packing.segment_table import Runs
+from dbsp_kernels.triton.tile_config import padded
 
 __all__ = ["copy_kernel", "triton_copy_runs"]
 
@@ -48,7 +48,7 @@ def copy_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Runs) -> None:
-    """The contract of `dbsp_kernels.runs.copy_runs`."""
+    """The contract of `dbsp_kernels.packing.segment_copy.copy_runs`."""
     count, width = len(runs.table), source.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return

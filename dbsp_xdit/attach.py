@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from dbsp_core.comm.groups import SequenceGroup
@@ -16,14 +18,13 @@ from dbsp_diffusers.caching import refuse_step_caches
 from dbsp_diffusers.checks import require_uncompiled, require_untouched
 from dbsp_diffusers.effective_config import announce, identify, settings_for
 from dbsp_diffusers.patching import Attachment, generation_of, steps_of
-from dbsp_diffusers.report_hook import report_calls
+from dbsp_diffusers.report_hook import report_calls, report_or_say_why_not, shown_name
 from dbsp_diffusers.sequence_parallel import shard_transformer
-from dbsp_xdit.branches import branch_of_wan
+from dbsp_xdit.cogvideox import attach_strips, whole_latents
 from dbsp_xdit.flags import strategy_from
-from dbsp_xdit.strips import attach_strips, whole_latents
-from dbsp_xdit.wan import attach_wan
+from dbsp_xdit.wan import attach_wan, branch_of_wan
 
-__all__ = ["attach", "detach", "session_of"]
+__all__ = ["attach", "detach", "recorded", "session_of"]
 
 _WRAPPERS = {"xFuserWanTransformer3DWrapper": "blocks", "xFuserCogVideoXTransformer3DWrapper": "transformer_blocks"}
 """xfuser's transformers that db-SP knows, and their attribute that lists the blocks."""
@@ -159,3 +160,21 @@ def _require_branches_apart(pipe: Any, guidance: SequenceGroup) -> None:
             f"use_cfg_parallel: {type(pipe).__name__} runs its guidance passes one after the other; leave it out, or "
             "use a pipeline of xfuser's that runs them in parallel"
         )
+
+
+@contextmanager
+def recorded(pipe: Any, model: str) -> Iterator[None]:
+    """Reports once the pipeline runs inside succeeded, so that writing is in none of xfuser's own timings. Collective.
+
+    Without a folder for reports, nothing.
+    """
+    session = session_of(pipe)
+    if session is None or session.observer is None:
+        yield
+        return
+    session.observer.postponed = True
+    try:
+        yield
+    finally:
+        session.observer.postponed = False
+    report_or_say_why_not(session, shown_name(model), "xdit")

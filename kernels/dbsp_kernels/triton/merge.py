@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.tiles import padded
+from dbsp_kernels.triton.tile_config import padded
 
 __all__ = ["merge_kernel", "triton_merge_into"]
 

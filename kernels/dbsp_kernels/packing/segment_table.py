@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dbsp_kernels.transfer import to_device
+from dbsp_kernels.packing.h2d import to_device
 
 __all__ = ["COLUMNS", "Runs"]
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.fixed_point import DIRECTION_UNIT, LIMIT, MEAN_UNIT
+from dbsp_kernels.packing.fixed_point import DIRECTION_UNIT, LIMIT, MEAN_UNIT
 
 __all__ = ["sum_tokens_triton"]
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dbsp_kernels.run_table import Runs
+from dbsp_kernels.packing.segment_table import Runs
 
 __all__ = ["Runs", "copy_runs"]
 
@@ -20,7 +20,7 @@ def copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Runs) -> No
     Nothing else in the destination is touched.
     """
     if source.is_cuda:
-        from dbsp_kernels.triton_runs import triton_copy_runs  # here: triton need not be installed
+        from dbsp_kernels.triton.segment_copy import triton_copy_runs  # here: triton need not be installed
 
         triton_copy_runs(source, destination, runs)
         return

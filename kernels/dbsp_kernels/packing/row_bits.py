@@ -48,7 +48,7 @@ def expand_rows(
              beyond a row's count is undefined.
     """
     if bits.is_cuda:
-        from dbsp_kernels.triton_rows import triton_expand_rows  # here: triton need not be installed
+        from dbsp_kernels.triton.row_bits import triton_expand_rows  # here: triton need not be installed
 
         return triton_expand_rows(bits, base, kv_len, kv_full, width, block, batch)
     rows = len(bits)

@@ -44,7 +44,7 @@ def install(*, active: bool) -> None:
         "xfuser.config.args": _seam_args,
     }
     if active:
-        from dbsp_xdit.cpu import shim_actions
+        from dbsp_xdit.cpu_shim import shim_actions
 
         actions["xfuser.model_executor.models.runner_models.base_model"] = _seam_base_model
         actions["xfuser.core.distributed.runtime_state"] = _seam_runtime_state
@@ -96,7 +96,7 @@ def _seam_cli(module: ModuleType, attachment: Attachment) -> None:
 
     @functools.wraps(original)
     def main(args: list[str] | None = None) -> None:
-        from dbsp_xdit.preflight import preflight
+        from dbsp_xdit.models import preflight
 
         try:
             preflight(sys.argv[1:] if args is None else args)
@@ -123,7 +123,7 @@ def _seam_args(module: ModuleType, attachment: Attachment) -> None:
 
     @functools.wraps(from_runner_args)
     def with_models(_: type, args: dict[str, Any]) -> Any:
-        from dbsp_xdit.preflight import settings_of
+        from dbsp_xdit.models import settings_of
         from dbsp_xdit.runner_models import register
 
         try:
@@ -146,7 +146,7 @@ def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
 
     @functools.wraps(post_load)
     def post_load_then_attach(self: Any, input_args: dict[str, Any]) -> None:
-        from dbsp_xdit.attaching import attach
+        from dbsp_xdit.attach import attach
         from dbsp_xdit.flags import config_from
 
         post_load(self, input_args)
@@ -164,7 +164,7 @@ def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
 
     @functools.wraps(run)
     def run_then_report(self: Any, input_args: dict[str, Any]) -> Any:
-        from dbsp_xdit.recording import recorded
+        from dbsp_xdit.attach import recorded
 
         with _our_errors_in_one_line(), recorded(self.pipe, model=str(self.config.model)):
             return run(self, input_args)

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dbsp_kernels.merge import Running
-from dbsp_kernels.tiles import HOPPER, Tiles, padded, tiles_for
+from dbsp_kernels.triton.tile_config import HOPPER, Tiles, padded, tiles_for
 
 __all__ = ["capability_of", "forward_kernel", "triton_attention"]
 

@@ -1,8 +1,12 @@
-"""The `dbsp-xdit` command: xdit's arguments, backend "dbsp" unless another is asked for."""
+"""The `dbsp-xdit` command: xdit's arguments, backend "dbsp" unless another is asked for.
+
+In every rank, torchrun runs this module: xfuser's runner with db-SP in it, which needs no autoloading.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
 from typing import NoReturn
@@ -10,8 +14,8 @@ from typing import NoReturn
 from dbsp_core.utils.errors import UserError
 from dbsp_start.parents import LAUNCHER
 from dbsp_xdit.autoload import wants_dbsp
-from dbsp_xdit.preflight import preflight
-from dbsp_xdit.seams import install
+from dbsp_xdit.models import preflight
+from dbsp_xdit.patches import install
 
 __all__ = ["main"]
 
@@ -36,4 +40,9 @@ def main() -> NoReturn:
     os.environ[LAUNCHER] = str(os.getpid())
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, which torchrun would not heed
         os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
-    os.execv(sys.executable, [*command, "-m", "dbsp_start.rank", "dbsp_xdit.runner", *runner_args])
+    os.execv(sys.executable, [*command, "-m", "dbsp_start.rank", "dbsp_xdit.run", *runner_args])
+
+
+if __name__ == "__main__":
+    install(active=wants_dbsp(sys.argv))
+    runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)

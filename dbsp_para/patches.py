@@ -16,8 +16,8 @@ from typing import Any
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import Attachment
-from dbsp_para.caching import with_real_tokens
-from dbsp_para.parallelize import parallelize_pipe, parallelize_transformer
+from dbsp_para.attach import parallelize_pipe, parallelize_transformer
+from dbsp_para.first_block_cache import with_real_tokens
 
 __all__ = ["install", "uninstall"]
 

@@ -1,0 +1,1 @@
+"""Between tokens and packed blocks: row bits, copies of token segments, pooled blocks."""
