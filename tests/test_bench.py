@@ -1,4 +1,4 @@
-"""`scripts/bench_attention` runs on real ranks and replays virtual ones, and prints what it promises."""
+"""`scripts/bench/attention.py` runs on real ranks and replays virtual ones, and prints what it promises."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = ("--tokens", "512", "--heads", "2", "--head-dim", "16", "--repeats", "1"
 )
 def test_json_has_the_documented_cases(options, strategies, label):
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "scripts" / "bench_attention"), *options, *SMALL]
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "attention.py"), *options, *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from calibration_cases import die_on_one, fail_on_one
+from comparison import Comparison, replayed_seconds
 from dbsp_cli.calibrate.calibrate import constants_from, predict_case
 from dbsp_cli.calibrate.cases import Case, held_out, sizes_for
 from dbsp_cli.calibrate.fit import fit
 from dbsp_cli.calibrate.measure import Setting
 from dbsp_cli.calibrate.timing import Clock, core_seconds, quiet_laps, run_ranks, settled
 from dbsp_core import Strategy, bench, make_plan
-from dbsp_core.bench import Comparison, replayed_seconds
 from dbsp_core.cost.hardware import Constants, load_hardware
 from dbsp_core.cost.latency import MERGE_BYTES
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, HomeLayout, Strategy, make_plan
-from dbsp_core.memory import peak_of_attention
+from peak_memory import peak_of_attention
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""scripts/reproduce/quality.py: its measures are right, and it runs on the shipped weights."""
+"""scripts/trained_model/quality.py: its measures are right, and it runs on the shipped weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("diffusers")
 pytest.importorskip("skimage")
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ROOT / "scripts" / "reproduce"
+SCRIPTS = ROOT / "scripts" / "trained_model"
 
 MEASURES = """
 import json

@@ -37,7 +37,7 @@ class KernelTable:
 
 @dataclass(frozen=True, eq=False)
 class PeriodTable:
-    """What is kept for one period: the rows' blocks as bits, an eighth of a byte each (see `dbsp_kernels.packing.row_bits`).
+    """What is kept for one period: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
 
     bits: uint8[Rq, ceil(width / 8)], base: int32[Rq]: row r attends to packed block base[r] + j where bit j is set
     kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from clock import Sampler
-from setting import Job, Setting
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from clock import Sampler
 from dbsp_core import BlockGrid, BlockMask, HomeLayout, make_plan
 from dbsp_core.comm.all_to_all import build_route
 from dbsp_kernels import available, block_attention
 from dbsp_kernels.packing.segment_copy import copy_runs
 from dbsp_kernels.triton.tile_config import HOPPER, Tiles, tiles_for
+from setting import Job, Setting
 
 __all__ = ["Row", "everything", "largest_error"]
 

@@ -103,6 +103,7 @@ def sanitizer_run() -> dict[str, Any]:
 
 def measure(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
     import torch
+
     from clock import Sampler
     from measures import everything
     from setting import Setting

@@ -8,10 +8,10 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+from common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 from dbsp_core import Plan, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import HOME_ORDERS, HomeLayout, MaskProfile
 from dbsp_core.planning.planners import PLANNERS

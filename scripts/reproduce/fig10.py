@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common import publish
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from modelled import MODELLED, PAPER_DYNAMIC, machine, model_masks, modelled_arguments, strategies, times_of
 
+from common import publish
 from dbsp_cli.simulate import LayerTime, Way, summarised
 from dbsp_core.config.models import ZOO
+from modelled import MODELLED, PAPER_DYNAMIC, machine, model_masks, modelled_arguments, strategies, times_of
 
 MODELS = ("wan2.1-t2v-14b", "cogvideox1.5-5b")
 DENSITIES = (0.05, 0.2, 0.414, 0.683)

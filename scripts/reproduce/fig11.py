@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from common import FIG_11, MEASURED, arguments, layer_count, preset_source, publish
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+from common import FIG_11, MEASURED, arguments, layer_count, preset_source, publish
 from dbsp_core import BlockMask, make_plan
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.runtime.plan_cache import PlanCache, ReplanRule

@@ -10,10 +10,10 @@ import argparse
 from dataclasses import dataclass
 
 import numpy as np
-from common import MEASURED, arguments, masks, publish
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+from common import MEASURED, arguments, masks, publish
 from dbsp_core import Plan, make_plan
 from dbsp_core.sources.synthetic.presets import PRESETS
 

@@ -7,9 +7,11 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from common import publish
 from matplotlib import pyplot
 from matplotlib.figure import Figure
+
+from common import publish
+from dbsp_cli.simulate import Way
 from modelled import (
     MODELLED,
     PAPER_ATTENTION,
@@ -20,8 +22,6 @@ from modelled import (
     strategies,
     video,
 )
-
-from dbsp_cli.simulate import Way
 
 PLANNERS = ("contiguous", "paper", "dbsp")
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from common import publish
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from modelled import MODELLED, machine, model_masks, modelled_arguments, video
 
+from common import publish
 from dbsp_cli.simulate import Way
 from dbsp_core import Strategy
 from dbsp_core.config.models import ZOO
+from modelled import MODELLED, machine, model_masks, modelled_arguments, video
 
 MODEL = "wan2.1-t2v-14b"
 LEVELS = {

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from common import FIG_11, TABLE_1, contiguous_rho
+from dbsp_core.sources.synthetic.presets import PRESETS
 from fig11 import PRESET as FIG_11_PRESET
 from fig11 import replans_and_rho
-
-from dbsp_core.sources.synthetic.presets import PRESETS
 
 SEEDS = (0, 1, 2, 3)
 

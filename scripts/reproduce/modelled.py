@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common import arguments, layer_count, masks
-
 from dbsp_cli.simulate import LayerTime, Simulated, Way, simulate_layer, summarised
 from dbsp_core import BlockMask, Strategy
 from dbsp_core.config.models import ZOO, ModelSpec

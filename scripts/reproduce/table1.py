@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from common import MEASURED, TABLE_1, PaperRow, arguments, contiguous_rho, mean_and_error, publish
 from matplotlib import pyplot
 from matplotlib.figure import Figure
+
+from common import MEASURED, TABLE_1, PaperRow, arguments, contiguous_rho, mean_and_error, publish
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
+from rich.progress import Progress
+
 from loop import History, cosine, generator_of, train
 from muon import optimizers_of
-from rich.progress import Progress
 from world import FRAMES, HEIGHT, WIDTH, Scene, render
 
 __all__ = ["Clips", "encode", "make_autoencoder", "train_autoencoder"]

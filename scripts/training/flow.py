@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.progress import Progress
+
 from loop import History, generator_of, train
 from muon import optimizers_of
 from plain import written_out
-from rich.progress import Progress
 from text import PADDED
 
 __all__ = ["Phase", "Videos", "make_transformer", "train_transformer"]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from autoencoder import encode
 from rich.progress import Progress
 from safetensors.torch import load_file, save
-from world import Scene, render
 
+from autoencoder import encode
 from dbsp_core.utils.atomic_io import write_atomically
+from world import Scene, render
 
 __all__ = ["encode_videos", "standardise"]
 

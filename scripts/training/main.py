@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from autoencoder import Clips, make_autoencoder, train_autoencoder
 from checkpoint import Card, save_pipeline
 from flow import Phase, Videos, make_transformer, train_transformer
 from latents import encode_videos, standardise
 from loop import History
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from text import embed, make_text_encoder, make_tokenizer
 from world import Scene
 

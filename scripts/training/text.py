@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from world import captions
 
 __all__ = ["PADDED", "embed", "make_text_encoder", "make_tokenizer"]

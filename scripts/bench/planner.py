@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """What planner "dbsp" reaches, on one core and without a GPU: ρ_s, share moved, split heads, planning time.
 
-scripts/bench_planner                  Wan2.1-14B's size, masks of many kinds, P = 8 and 6
-scripts/bench_planner --scale          planning time up to P = 128 and a million tokens (counts are drawn, not masks)
-scripts/bench_planner --json > FILE    the same numbers for a program
+scripts/bench/planner.py                  Wan2.1-14B's size, masks of many kinds, P = 8 and 6
+scripts/bench/planner.py --scale          planning time up to P = 128 and a million tokens (drawn counts, not masks)
+scripts/bench/planner.py --json > FILE    the same numbers for a program
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.layout.sequence_layout import HomeLayout
-from dbsp_core.planning.imbalance import imbalance_ratio, period_counts
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.balanced.planner import plan_rows
 from dbsp_core.planning.baselines import contiguous_heads, resident_parts
 from dbsp_core.planning.bounds import whole_row_bound
-from dbsp_core.planning.balanced.planner import plan_rows
+from dbsp_core.planning.imbalance import imbalance_ratio, period_counts
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
-from dbsp_core.layout.strategy import Strategy
 
 FIELDS = ("mask", "heads", "strategy", "before", "rho", "bound", "moved", "extra_kv", "split_heads", "plan_ms")
 Rows = Iterator[dict[str, object]]

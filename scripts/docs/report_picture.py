@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """docs/report.png: the page of a tiny run, as headless Chromium shows it.
 
-scripts/report_picture                      runs the small trained Wan2.1 on four ranks, then takes the picture
-scripts/report_picture --out DIR --runs 2   leaves reports in DIR, the second run with other settings, to compare
+scripts/docs/report_picture.py                      runs the small trained Wan2.1 on four ranks, then takes the picture
+scripts/docs/report_picture.py --out DIR --runs 2   leaves reports in DIR, the second with other settings, to compare
 Needs extra "xdit" or "para", and chromium on the path; without it the reports are left and the picture is not.
 """
 
@@ -54,7 +54,13 @@ def picture(page: Path, png: Path, width: int, height: int, dark: bool = False) 
     if browser is None:
         print(f"no {BROWSERS[0]} on the path: open {page} in a browser instead", file=sys.stderr)
         return False
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},{height}"]
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--window-size={width},{height}",
+    ]
     options += ["--blink-settings=preferredColorScheme=0"] if dark else ["--blink-settings=preferredColorScheme=1"]
     with tempfile.TemporaryDirectory() as profile:
         command = [browser, *options, f"--user-data-dir={profile}", f"--screenshot={png}", page.as_uri()]
@@ -68,7 +74,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--runs", type=int, choices=(1, 2), default=1)
-    parser.add_argument("--picture", type=Path, default=Path(__file__).parents[1] / "docs" / "report.png")
+    parser.add_argument("--picture", type=Path, default=Path(__file__).parents[2] / "docs" / "report.png")
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     with tempfile.TemporaryDirectory() as temporary:

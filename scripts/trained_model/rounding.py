@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import RESULTS, publish
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from rich.progress import Progress
+
+from demo import FIXED, PREDICTED, Settings, run_demo
 from small_model import MEASURED_HERE
 
-from dbsp_xdit.demo import FIXED, PREDICTED, Settings, run_demo
+sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
+
+from common import RESULTS, publish
 
 WAYS = (("float64", PREDICTED), ("float64", FIXED), ("float32", FIXED), ("float32", PREDICTED))
 

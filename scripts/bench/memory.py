@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """Peak memory of one attention on one rank, counted: db-SP's over that of xfuser's own USP, at Wan2.1-14B's heads.
 
-scripts/bench_memory                     8 ranks, every strategy
-scripts/bench_memory --json > FILE       the same numbers for a program
+scripts/bench/memory.py                     8 ranks, every strategy
+scripts/bench/memory.py --json > FILE       the same numbers for a program
 
-Both codes run for real, but what is sent does not arrive, and kernels compute nothing: only floating-point tensors that are alive at once are counted, beside q, k and v themselves, in units of one of them.
+Both codes run for real, but what is sent does not arrive, and kernels compute nothing: only floating-point tensors
+that are alive at once are counted, beside q, k and v themselves, in units of one of them.
 xfuser 0.7's ring uses torch's ring attention, which gathers all keys and values of the ring at once; "rotating" is the
 same with torch's other method, which hands them on as db-SP does.
 """
@@ -26,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core import HomeLayout, Strategy, make_plan
-from dbsp_core.memory import Alive, peak_of_attention
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_xdit.patches import install
+from peak_memory import Alive, peak_of_attention
 
 PRESET, VIDEO, HEAD_DIM, DTYPE = "wan2.1-t2v-14b", (21, 30, 32), 128, torch.bfloat16
 
@@ -98,7 +99,9 @@ def main() -> None:
         row: dict[str, Any] = {"strategy": str(strategy), "usp": usp[0], "usp_rotating": usp[1]}
         row |= {"dbsp_least": min(ours), "dbsp_most": max(ours)}
         row |= {"over_usp": max(ours) / usp[0], "over_usp_rotating": max(ours) / usp[1]}
-        rows.append(row | {"rows_most_over_mean": float((plan.heads * mask.grid.nq) ** -1 * rows_most(plan) * args.ranks)})
+        rows.append(
+            row | {"rows_most_over_mean": float((plan.heads * mask.grid.nq) ** -1 * rows_most(plan) * args.ranks)}
+        )
     dist.destroy_process_group()
     if args.json:
         about = {"label": "counted", "dtype": str(DTYPE), "heads": mask.heads, "tokens": mask.grid.tokens}

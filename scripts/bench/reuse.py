@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """How often plans are made, and how even work is meanwhile, over denoising steps of drifting masks.
 
-scripts/bench_reuse                      Wan2.1 under SpargeAttn, drift fitted to the paper's Fig. 11
-scripts/bench_reuse --json > FILE        the same numbers for a program
+scripts/bench/reuse.py                      Wan2.1 under SpargeAttn, drift fitted to the paper's Fig. 11
+scripts/bench/reuse.py --json > FILE        the same numbers for a program
 
 Each rule is run by db-SP's own caches. "walk" and "jumps" are the same masks in another order: to and fro by one step
 at random, and any of twelve steps at random, so that there is no trend to foresee. Beside the rules stand what no rule
@@ -26,9 +26,9 @@ from dbsp_core import BlockMask, Plan, SequenceGroup, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import HomeLayout
 from dbsp_core.runtime.plan_cache import LaggedPlanCache, PlanCache, ReplanRule
 
-sys.path.insert(0, str(Path(__file__).parent / "reproduce"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
 
-from fig11 import PRESET, steps_of  # noqa: E402
+from fig11 import PRESET, steps_of
 
 LABEL = "measured on synthetic masks, drift fitted to the paper's one point"
 
@@ -73,7 +73,7 @@ def oracles(masks: Sequence[BlockMask], plan: Callable[[BlockMask], Plan], most:
 
 
 def placed(cost: np.ndarray, most: int) -> list[float]:
-    """The least mean over all ways to cut the calls into 1, 2, … runs. cost: float[n, n + 1], of the run from i to j"""
+    """The least mean over all ways to cut the calls into 1, 2, … runs. cost: float[n, n + 1], of run i to j"""
     calls = len(cost)
     best, found = np.concatenate([[0.0], np.full(calls, np.inf)]), []
     for _ in range(most):

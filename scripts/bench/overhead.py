@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """db-SP's own time over that of the attention, at Wan2.1-14B's size: what it does beyond plain sequence parallelism.
 
-scripts/bench_overhead                    8 ranks, all strategies, constants of the H200
-scripts/bench_overhead --json > FILE      the same numbers for a program
+scripts/bench/overhead.py                    8 ranks, all strategies, constants of the H200
+scripts/bench/overhead.py --json > FILE      the same numbers for a program
 
 measured: on one core of this machine, with masks that change at every call: the planning thread (judging, and the
           share of new plans, plans ahead and their parts), with the counting of masks left out, which is the device's;
@@ -35,20 +35,20 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dbsp_core.runtime.ring
 import dbsp_core.comm.all_to_all
+import dbsp_core.runtime.ring
 from dbsp_core import BlockMask, DbspConfig, HomeLayout, Plan, SequenceGroup, Strategy, make_plan
-from dbsp_core.masks.block_mask import MaskCounts
-from dbsp_core.runtime.forecast import Trend, longest_serving
 from dbsp_core.comm.groups import PendingShift
+from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, device_class, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, packed_bytes, predict
+from dbsp_core.masks.block_mask import MaskCounts
+from dbsp_core.runtime.forecast import Trend, longest_serving
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.sources.synthetic.presets import PRESETS
-from dbsp_core.cost.comm_volume import traffic_of
 
 PRESET, HEAD_DIM, ELEMENT_BYTES, RANK = "wan2.1-t2v-14b", 128, 2, 0
 
@@ -158,7 +158,7 @@ class NothingButHost:
             mock.patch.object(SequenceGroup, "all_to_all", all_to_all),
             mock.patch.object(SequenceGroup, "shift", shift),
             mock.patch.object(dbsp_core.runtime.ring, "block_attention", kernel),
-            mock.patch.object(dbsp_core.comm.all_to_all, "copy_runs", lambda *_: None),
+            mock.patch.object(dbsp_core.comm.all_to_all, "copy_runs", return_value=None),
             mock.patch("dbsp_core.runtime.kernel_tables.expand_rows", lambda bits, *_: bits),
         ]
         for patch in self._patches:

@@ -8,12 +8,12 @@ predictor gives them, of every layer, head and denoising step, for the branch wi
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from common import RESULTS, STRATEGIES, publish
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
@@ -24,7 +24,11 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_file import save_mask
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.runtime.plan_cache import ReplanRule
-from dbsp_xdit.demo import PREDICTED
+from demo import PREDICTED
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
+
+from common import RESULTS, STRATEGIES, publish
 
 FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "learned-masks.safetensors"
 LABEL = "measured on masks of the small trained model"

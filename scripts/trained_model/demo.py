@@ -1,6 +1,6 @@
 """The demonstration: a video through xfuser's own `xdit … --sp-backend dbsp`, checked against one process.
 
-Run by scripts/demo, or `python -m dbsp_xdit.demo --out DIR --ranks N`.
+Run by scripts/demo, or `python scripts/trained_model/demo.py --out DIR --ranks N`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import torch
 import typer
 import yaml
-from dbsp_xdit.side_by_side import decode_video, save_side_by_side
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from safetensors.torch import load_file
@@ -33,6 +32,7 @@ from dbsp_core.reports.tables import layer_table
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_diffusers.patching import in_float64
 from dbsp_diffusers.reference import attach_single_process
+from side_by_side import decode_video, save_side_by_side
 
 __all__ = ["FIXED", "PREDICTED", "Settings", "run_demo"]
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """What predicting masks costs: SpargeAttn's predictor beside the attention that it is for, measured in turns.
 
-scripts/bench_sources --ranks 2        processes on gloo, one core each, and the bytes that each of them receives
-scripts/bench_sources --json           one JSON object
+scripts/bench/sources.py --ranks 2        processes on gloo, one core each, and the bytes that each of them receives
+scripts/bench/sources.py --json           one JSON object
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def slowest(function: Any) -> float:
 
 
 def at_wan_size() -> list[dict[str, object]]:
-    """Counted, not measured: bytes a rank receives for one mask, beside Q, K, V and the output, at Wan2.1-14B's size."""
+    """Counted: bytes a rank receives for one mask, beside Q, K, V and the output, at Wan2.1-14B's size."""
     rows = []
     for ranks in (4, 8):
         home = HomeLayout.striped(WAN_14B, Strategy(1, ranks))

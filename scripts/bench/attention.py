@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Wall time of one attention: USP's contiguous plan against planner "dbsp", in turns in one run.
 
-scripts/bench_attention --ranks 2       gloo ranks with one core each (NCCL, a GPU each, where there are GPUs)
-scripts/bench_attention --replay        one device: what each virtual rank of 4 and 8 computes, one after the other
-scripts/bench_attention --json > FILE   the same numbers for a program
+scripts/bench/attention.py --ranks 2       gloo ranks with one core each (NCCL, a GPU each, where there are GPUs)
+scripts/bench/attention.py --replay        one device: what each virtual rank of 4 and 8 computes, one after the other
+scripts/bench/attention.py --json > FILE   the same numbers for a program
 
 Balance is worth what it should be if the speed-up is ρ_s before over ρ_s after.
 """
@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_core.bench import Comparison, compare, replay
+from comparison import Comparison, compare, replay
 from dbsp_cli.calibrate.cases import Case
 from dbsp_core.cost.hardware import device_class, load_hardware
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """What choosing a strategy by predicted time costs against knowing the fastest: regret, measured in turns in one run.
 
-scripts/bench_selection --ranks 2 --hardware cpu-demo       gloo ranks with one core each
-scripts/bench_selection --json > FILE                       the same numbers for a program
+scripts/bench/selection.py --ranks 2 --hardware cpu-demo       gloo ranks with one core each
+scripts/bench/selection.py --json > FILE                       the same numbers for a program
 
 Every strategy's attention is measured under planner "dbsp", and predicted with the constants of --hardware. Regret is
 the measured time of the one predicted to be fastest over that of the one measured to be fastest, less one. "Of
@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_cli.calibrate.timing import settled
-from dbsp_cli.calibrate.measure import Setting, measure_attentions
-from dbsp_cli.calibrate.timing import run_ranks
 from dbsp_cli.calibrate.calibrate import predict_case
 from dbsp_cli.calibrate.cases import Case
+from dbsp_cli.calibrate.measure import Setting, measure_attentions
+from dbsp_cli.calibrate.timing import run_ranks, settled
 from dbsp_core.cost.hardware import device_class, load_hardware
 from dbsp_core.layout.strategy import Strategy
 
