@@ -1,7 +1,6 @@
 """db-SP: dual-balanced sequence parallelism for block-sparse attention."""
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.sequence_layout import HomeLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -13,7 +12,6 @@ from dbsp_core.runtime.attention import DualBalancedAttention, dual_balanced_att
 __all__ = [
     "BlockGrid",
     "BlockMask",
-    "DbspConfig",
     "DualBalancedAttention",
     "HomeLayout",
     "MaskFile",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,16 +13,26 @@ from pathlib import Path
 
 import pytest
 
-import dbsp_core
-import dbsp_kernels
-import dbsp_start
+from repository import ROOT
 
-REPOSITORY = Path(dbsp_core.__file__).parent.parent
-
-CORE, KERNELS = (Path(package.__file__).parent for package in (dbsp_core, dbsp_kernels))
+PACKAGES = {
+    "dbsp_start": set(),
+    "dbsp_kernels": set(),
+    "dbsp_core": {"dbsp_kernels"},
+    "dbsp_diffusers": {"dbsp_core", "dbsp_kernels"},
+    "dbsp_xdit": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
+    "dbsp_para": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
+    "dbsp_cli": {"dbsp_xdit", "dbsp_para", "dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
+}
+"""Our packages, and which of them each may name: in imports, and in strings that are modules."""
 HOSTS = {"xfuser", "para_attn", "diffusers", "transformers"}
-ADAPTERS = {"dbsp_xdit", "dbsp_para"}
 OPTIONAL = {*HOSTS, "matplotlib", "tokenizers", "accelerate", "imageio", "imageio_ffmpeg", "ftfy", "yunchang"}
+MOST_ENTRIES = 12
+"""Of a folder."""
+
+
+def folder_of(package: str) -> Path:
+    return ROOT / "kernels" / package if package == "dbsp_kernels" else ROOT / package
 
 
 def nodes(tree: ast.AST, inside_functions: bool) -> Iterator[ast.AST]:
@@ -47,34 +58,88 @@ def tops(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def files(folder: Path) -> list:
-    paths = sorted(folder.rglob("*.py"))
-    return [pytest.param(path, id=str(path.relative_to(folder.parent))) for path in paths]
+def strings(path: Path) -> set[str]:
+    """Texts of a file that may name a module: all but docstrings."""
+    tree = ast.parse(path.read_text())
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose)
+    return {node.value for node in constants if isinstance(node.value, str)}
 
 
-@pytest.mark.parametrize("path", [*files(CORE / "partition"), CORE / "imbalance.py"])
-def test_the_pure_planning_functions_need_numpy_alone(path):
-    names = imports(path)
-    assert tops(names) <= {"numpy", "dbsp_core"} | sys.stdlib_module_names
-    ours = {name for name in names if name.startswith("dbsp_core")}
-    assert all(name.startswith(("dbsp_core.planning.balanced", "dbsp_core.planning.imbalance")) for name in ours)
+def files(*packages: str) -> list:
+    paths = [path for package in packages for path in sorted(folder_of(package).rglob("*.py"))]
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in paths]
 
 
-@pytest.mark.parametrize("path", files(KERNELS))
-def test_kernels_know_nothing_of_the_core(path):
-    assert not tops(imports(path)) & ({"dbsp_core"} | ADAPTERS | HOSTS)
+def package_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[1 if path.is_relative_to(ROOT / "kernels") else 0]
 
 
-@pytest.mark.parametrize("path", files(CORE))
-def test_the_core_knows_nothing_of_adapters_and_imports_no_host_with_itself(path):
-    assert not tops(imports(path)) & ADAPTERS
+@pytest.mark.parametrize("path", files(*PACKAGES))
+def test_arrows_between_packages(path):
+    package = package_of(path)
+    others = set(PACKAGES) - PACKAGES[package] - {package}
+    assert not tops(imports(path)) & others
+    named = {text for text in strings(path) for other in others if re.fullmatch(rf"{other}(\.\w+)*", text)}
+    assert not named
+
+
+def test_a_module_named_in_a_string_would_be_found(tmp_path):
+    file = tmp_path / "late.py"
+    file.write_text('"""dbsp_core.prose"""\nimportlib.import_module("dbsp_xdit.generate")\n')
+    assert strings(file) == {"dbsp_xdit.generate"}
+
+
+@pytest.mark.parametrize("path", [*files("dbsp_core"), *files("dbsp_kernels")])
+def test_the_core_imports_no_host_with_itself(path):
     assert not tops(imports(path, inside_functions=False)) & OPTIONAL
+    assert not tops(imports(path)) & HOSTS
 
 
-@pytest.mark.parametrize("path", files(Path(dbsp_start.__file__).parent))
+@pytest.mark.parametrize("path", files("dbsp_start"))
 def test_what_starts_processes_needs_nothing_but_python(path):
     """So that a rank is tied to its torchrun, and an interrupt is quiet, before torch has been imported."""
     assert tops(imports(path, inside_functions=False)) <= {"dbsp_start"} | sys.stdlib_module_names
+
+
+PURE = [
+    pytest.param(path, id=path.stem)
+    for path in (
+        *sorted((folder_of("dbsp_core") / "planning" / "balanced").glob("*.py")),
+        *(folder_of("dbsp_core") / "planning" / f"{name}.py" for name in ("baselines", "bounds", "imbalance")),
+    )
+]
+
+
+@pytest.mark.parametrize("path", PURE)
+def test_the_pure_planning_functions_need_numpy_alone(path):
+    names = imports(path)
+    assert tops(names) <= {"numpy", "dbsp_core"} | sys.stdlib_module_names
+    assert all(name.startswith("dbsp_core.planning") for name in names if name.startswith("dbsp_core"))
+
+
+SOURCE_FOLDERS = [*map(folder_of, PACKAGES), ROOT / "scripts", ROOT / "tests"]
+
+
+def test_no_folder_has_more_entries_than_one_sees_at_a_glance():
+    for root in SOURCE_FOLDERS:
+        for folder in [root, *(path for path in root.rglob("*") if path.is_dir() and path.name != "__pycache__")]:
+            entries = [path.name for path in folder.iterdir() if path.name != "__pycache__"]
+            assert len(entries) <= MOST_ENTRIES, f"{folder}: {sorted(entries)}"
+
+
+def test_the_core_is_small_to_import():
+    code = (
+        "import json, sys; from dbsp_core import BlockGrid; "
+        "print(json.dumps([name for name in sys.modules if name.partition('.')[0] in sys.argv]))"
+    )
+    names = ("dbsp_core", "diffusers", "typer", "matplotlib", "jinja2")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=120, check=True
+    )
+    loaded = json.loads(done.stdout)
+    assert len(loaded) <= 60, sorted(loaded)
+    assert {name.partition(".")[0] for name in loaded} == {"dbsp_core"}
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -103,10 +168,9 @@ def circles(ours: dict[str, Path]) -> set[str]:
     return set(left)
 
 
-@pytest.mark.parametrize("package", ["dbsp_kernels", "dbsp_core", "dbsp_xdit", "dbsp_para"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_no_package_imports_in_circles(package):
-    root = KERNELS if package == "dbsp_kernels" else REPOSITORY / package
-    assert circles(modules(root)) == set()
+    assert circles(modules(folder_of(package))) == set()
 
 
 def test_a_circle_would_be_found(tmp_path):
@@ -130,7 +194,7 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 
 def test_everything_imports_without_hosts():
-    done = python("import dbsp_core, dbsp_cli.cli, dbsp_core.reports.run_report, dbsp_kernels, dbsp_xdit, dbsp_para")
+    done = python(f"import {', '.join(PACKAGES)}, dbsp_cli.cli, dbsp_core.reports.run_report")
     assert done.returncode == 0, done.stderr
 
 
@@ -150,10 +214,9 @@ def test_doctor_names_the_missing_hosts_and_the_fix():
 
 def test_an_installation_has_every_package_and_configuration():
     tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
-    packaged = set(tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    roots = ("dbsp_core", "dbsp_start", "dbsp_xdit", "dbsp_para", "kernels/dbsp_kernels")
-    folders = {file.parent for root in roots for file in (REPOSITORY / root).rglob("*.py")}
-    found = {str(folder.relative_to(REPOSITORY)).removeprefix("kernels/").replace("/", ".") for folder in folders}
-    configs = {file.parent for file in (REPOSITORY / "configs").rglob("*.yaml")}
-    found |= {"dbsp_" + str(folder.relative_to(REPOSITORY)).replace("/", ".") for folder in configs}
+    packaged = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    folders = {file.parent for package in PACKAGES for file in folder_of(package).rglob("*.py")}
+    found = {str(folder.relative_to(ROOT)).removeprefix("kernels/").replace("/", ".") for folder in folders}
+    configs = {file.parent for file in (ROOT / "configs").rglob("*.yaml")}
+    found |= {"dbsp_" + str(folder.relative_to(ROOT)).replace("/", ".") for folder in configs}
     assert packaged == found

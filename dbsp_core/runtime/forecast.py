@@ -106,7 +106,7 @@ def ahead_of(strategy: Strategy) -> tuple[int, ...]:
     """Calls ahead for which plans are tried, beside one for the latest mask: fewer where planning takes longer.
 
     Over ten layers (scripts/bench/reuse.py, lagged) fewer serve Ulysses a little worse (2, 5, 8: mean ρ_s 1.0307
-    instead of 1.0294). Rings of two and four gain 0.5 and 0.3 % by one plan ahead, and one of eight nothing (1.0355 for
+    instead of 1.0294). Rings of two and four gain 0.5 and 0.3 % by one plan ahead, and one of eight none (1.0355 for
     5.3 plans with it, 1.0338 for 5.1 without): its work is even enough for long.
     """
     if strategy.ring == 1:

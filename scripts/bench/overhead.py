@@ -37,8 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbsp_core.comm.all_to_all
 import dbsp_core.runtime.ring
-from dbsp_core import BlockMask, DbspConfig, HomeLayout, Plan, SequenceGroup, Strategy, make_plan
+from dbsp_core import BlockMask, HomeLayout, Plan, SequenceGroup, Strategy, make_plan
 from dbsp_core.comm.groups import PendingShift
+from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, device_class, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, packed_bytes, predict

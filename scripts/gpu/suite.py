@@ -80,9 +80,9 @@ def environment(commit: str) -> dict[str, Any]:
 
 
 def pytest_run(wrapper: list[str], limit: float, *options: str) -> dict[str, Any]:
-    """tests/test_gpu.py in a process of its own, under `wrapper`. returns: its exit status and last line."""
+    """tests/kernels/test_gpu.py in a process of its own, under `wrapper`. returns: its exit status and last line."""
     quiet = ["-q", "--disable-warnings", "-o", "addopts=--import-mode=importlib"]
-    command = [*wrapper, sys.executable, "-m", "pytest", *quiet, "tests/test_gpu.py", *options]
+    command = [*wrapper, sys.executable, "-m", "pytest", *quiet, "tests/kernels/test_gpu.py", *options]
     try:
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:

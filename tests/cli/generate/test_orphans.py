@@ -1,0 +1,216 @@
+"""No process outlives what started it: torchrun and ranks when a terminal is closed, or when anything is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import types
+from pathlib import Path
+
+import pytest
+
+from cheap_ranks import LIMIT_S, Ranks, generating, wait_until
+from dbsp_cli.generate.endings import end_in_order
+from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher, run_watched
+from dbsp_diffusers.patching import Attachment
+from dbsp_xdit.autoload import autoload
+from dbsp_xdit.patches import _seam_cli
+from repository import python_path
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where the video is to be, beside the folder of the ranks' signs."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_closed_terminal_ends_everything_in_order_and_a_second_run_is_refused_before(folder, dbsp):
+    terminal, end = os.openpty()
+    options = {
+        "stdin": end,
+        "stdout": end,
+        "stderr": end,
+        "start_new_session": True,
+        "preexec_fn": lambda: (fcntl.ioctl(0, termios.TIOCSCTTY, 0), signal.signal(signal.SIGHUP, signal.SIG_DFL)),
+    }
+    with generating(folder, **options) as (run, ranks):
+        os.close(end)
+        assert len(ranks.left()) == 3
+        log = (folder / "ball.log").read_bytes()
+        code, out, err = dbsp("generate", "--config", "tiny-wan", "--prompt", "x", "--out", folder / "ball.mp4")
+        assert (code, out) == (2, "")
+        assert f"another run is making {folder / 'ball.mp4'} (process {run.pid} on " in err
+        assert (folder / "ball.log").read_bytes() == log
+        os.close(terminal)
+        assert run.wait(LIMIT_S) == 128 + signal.SIGHUP
+        assert ranks.left() == []
+    assert names(folder) == ["ball.log"]
+
+
+@pytest.mark.parametrize(("before", "ends"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
+def test_what_nohup_had_ignored_stays_ignored(before, ends):
+    kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGHUP, before)
+        end_in_order()
+        if ends:
+            with pytest.raises(SystemExit) as ended:
+                signal.raise_signal(signal.SIGHUP)
+            assert ended.value.code == 128 + signal.SIGHUP
+        signal.raise_signal(signal.SIGHUP)  # nothing, then: it is ending already
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def test_a_killed_command_takes_torchrun_and_ranks_along_and_the_next_one_cleans_up(folder, dbsp, monkeypatch):
+    with generating(folder) as (run, ranks):
+        run.kill()
+        wait_until(lambda: not ranks.left())
+    assert len([name for name in names(folder) if name.startswith(".ball.dbsp-")]) == 1
+
+    def finished(command: list[str], log: Path, ranks_folder: Path, watcher: Watcher) -> None:
+        (ranks_folder.parent / "video.mp4").write_bytes(b"a video")
+
+    monkeypatch.setattr("dbsp_cli.generate.running.run_watched", finished)
+    monkeypatch.setattr("dbsp_cli.generate.running.make_tiny", lambda *_: None)
+    code, _, err = dbsp("generate", "--config", "tiny-wan", "--prompt", "x", "--out", folder / "ball.mp4")
+    assert code == 0, err
+    assert names(folder) == ["ball.log", "ball.mp4"]
+
+
+def test_a_killed_torchrun_takes_along_ranks_that_know_nothing_of_db_sp_and_no_rank_is_blamed(tmp_path, monkeypatch):
+    rank = tmp_path / "rank.py"
+    rank.write_text("import cheap_ranks\ncheap_ranks._be_a_rank(None)")
+    monkeypatch.setenv("CHEAP_RANKS", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    command = Launch(2).command("any", [])
+    command[command.index("-m", 2) :] = [str(rank)]
+    found: list[Ranks] = []
+
+    def kill() -> None:
+        found.append(Ranks.ready(tmp_path, 2, lambda: True))
+        os.kill(found[0].torchrun, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(RunFailed, match="torchrun, which runs the ranks, was ended from outside by SIGKILL"):
+        run_watched(command, tmp_path / "log", tmp_path / "ranks", Watcher(1))
+    killer.join()
+    assert found[0].left() == []
+
+
+def test_a_torchrun_that_was_told_to_end_is_said_to_be_and_no_rank_is_blamed(tmp_path):
+    told = (
+        "import sys, signal; print('(rank 0) at work'); print('…SignalException: Process 7 got signal: 15'); exit(1)"
+    )
+    with pytest.raises(RunFailed, match="torchrun, which runs the ranks, was ended from outside by SIGTERM; all"):
+        run_watched([sys.executable, "-c", told], tmp_path / "log", tmp_path / "ranks", Watcher(1))
+
+
+TORCHRUN = ["python", "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "xfuser.runner", "--model", "m"]
+RANK = ["python", "-u", "-m", "xfuser.runner", "--model", "m"]
+
+
+class TestXdit:
+    """Its processes are xfuser's: torch calls `autoload` in each."""
+
+    @pytest.mark.parametrize(
+        ("command", "rank", "tied"),
+        [
+            ([*TORCHRUN, "--sp-backend", "dbsp"], None, [signal.SIGTERM]),
+            ([*RANK, "--sp-backend", "dbsp"], "0", [signal.SIGKILL]),
+            (["python", "xdit", "--sp-backend", "dbsp"], None, []),
+            (TORCHRUN, None, []),
+            (RANK, "0", []),
+        ],
+    )
+    def test_torchrun_ends_with_xdit_and_ranks_with_torchrun(self, monkeypatch, command, rank, tied):
+        asked: list[signal.Signals] = []
+        monkeypatch.setattr("dbsp_start.parents.end_with_parent", lambda by: asked.append(by))
+        monkeypatch.setattr("dbsp_xdit.patches.install", lambda active: None)
+        monkeypatch.setattr(sys, "orig_argv", command)
+        monkeypatch.delenv("RANK", raising=False)
+        if rank is not None:
+            monkeypatch.setenv("RANK", rank)
+        autoload()
+        assert asked == tied
+
+    @pytest.mark.parametrize("ignored", [False, True])
+    def test_a_closed_terminal_is_as_a_request_to_end_unless_it_is_ignored(self, monkeypatch, ignored):
+        """xdit's own handler of SIGTERM ends torchrun."""
+
+        def main(arguments: list[str]) -> None:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+            signal.raise_signal(signal.SIGHUP)
+
+        cli = types.ModuleType("xfuser.cli")
+        cli.main = main
+        _seam_cli(cli, Attachment())
+        monkeypatch.setattr("dbsp_xdit.models.preflight", lambda arguments: None)
+        kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+        try:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            if ignored:
+                cli.main([])
+            else:
+                with pytest.raises(SystemExit) as ended:
+                    cli.main([])
+                assert ended.value.code == 7
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+
+SLEEPER = "import os\nprint(os.getpid(), flush=True)\nimport time\ntime.sleep(600)\n"
+BY_THE_KERNEL = ["-m", "dbsp_start.rank", "sleeper"]
+BY_LOOKING = [
+    "-c",
+    "from dbsp_start import parents\nparents._ask_the_kernel = lambda by: False\nparents._LOOK_S = 0.05\n"
+    f"parents.end_with_parent()\n{SLEEPER}",
+]
+
+
+@pytest.mark.parametrize("how", [BY_THE_KERNEL, BY_LOOKING], ids=["told by the kernel", "looking for itself"])
+def test_a_rank_ends_when_its_torchrun_is_killed(tmp_path, how):
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    starts = "import subprocess, sys, time\nsubprocess.Popen([sys.executable, *sys.argv[1:]])\ntime.sleep(600)"
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    torchrun = subprocess.Popen(
+        [sys.executable, "-c", starts, *how], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert torchrun.stdout is not None
+    rank = int(torchrun.stdout.readline())
+    torchrun.kill()
+    ended = threading.Thread(target=torchrun.stdout.read)  # to its end, which comes when nobody has it any more
+    ended.start()
+    ended.join(LIMIT_S)
+    if ended.is_alive():
+        os.kill(rank, signal.SIGKILL)
+        raise AssertionError("the rank lives on")
+    torchrun.wait()
+
+
+def test_a_rank_that_asks_too_late_ends_at_once(tmp_path):
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    variables = {"PYTHONPATH": path, "DBSP_LAUNCHER": str(gone.pid)}
+    done = subprocess.run(
+        [sys.executable, *BY_THE_KERNEL], env=os.environ | variables, capture_output=True, timeout=LIMIT_S
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")

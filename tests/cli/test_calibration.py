@@ -1,0 +1,169 @@
+"""Calibration: fits recover known constants, quiet repetitions are told apart, and the command runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+import comparison as bench
+from calibration_cases import die_on_one, fail_on_one
+from comparison import Comparison, replayed_seconds
+from dbsp_cli.calibrate.calibrate import constants_from, predict_case
+from dbsp_cli.calibrate.cases import Case, held_out, sizes_for
+from dbsp_cli.calibrate.fit import fit
+from dbsp_cli.calibrate.measure import Setting
+from dbsp_cli.calibrate.timing import Clock, core_seconds, quiet_laps, run_ranks, settled
+from dbsp_core import Strategy, make_plan
+from dbsp_core.cost.hardware import Constants, load_hardware
+from dbsp_core.cost.latency import MERGE_BYTES
+
+
+class TestFit:
+    def test_it_finds_the_constants_that_made_the_times(self):
+        columns = np.random.default_rng(0).uniform(1, 9, (12, 3)) * [1e6, 1.0, 1e-3]
+        found = fit(columns, columns @ [2e-6, 0.5, 300.0])
+        assert found.coefficients == pytest.approx((2e-6, 0.5, 300.0))
+        assert found.residual == pytest.approx(0, abs=1e-9)
+
+    def test_coefficients_are_never_negative(self):
+        columns = np.array([[1.0, 1], [2, 1], [3, 1], [4, 1]])
+        found = fit(columns, np.array([1.0, 2.9, 5.1, 7.0]))  # a line through (1, 1) of slope 2 cuts below zero
+        assert found.coefficients[1] == 0
+        assert 1 < found.coefficients[0] < 2
+
+    def test_what_is_explained_already_is_left_out(self):
+        columns = np.array([[1.0], [2], [3]])
+        found = fit(columns, np.array([5.0, 7, 9]), given=np.full(3, 3.0))
+        assert found.coefficients == pytest.approx((2.0,))
+        assert found.residual == pytest.approx(0, abs=1e-12)
+
+    def test_relative_errors_count_not_seconds(self):
+        found = fit(np.array([[1.0], [1000.0]]), np.array([1.1, 900.0]))
+        assert found.errors == pytest.approx(np.array([1 / 1.1, 1000 / 900]) * found.coefficients[0] - 1)
+        assert found.coefficients[0] == pytest.approx((1 / 1.1 + 1 / 0.9) / (1 / 1.1**2 + 1 / 0.9**2))
+
+    @pytest.mark.parametrize("seconds", [[1.0], [1.0, 0.0]])
+    def test_too_few_samples_and_times_that_cannot_be_are_refused(self, seconds):
+        with pytest.raises(ValueError, match="measure more sizes"):
+            fit(np.ones((len(seconds), 2)), np.array(seconds))
+
+
+def test_calibration_recovers_the_constants_that_made_the_times():
+    sizes = sizes_for("cpu", quick=False)
+    known = replace(
+        load_hardware("cpu-demo").constants,
+        flops_per_s=5e10,
+        score_s=2e-10,
+        row_s=3e-5,
+        launch_s=1e-4,
+        call_s=2e-3,
+        pack_bytes_per_s=3e9,
+        merge_bytes_per_s=8e9,
+        exchange_latency_s=2e-4,
+        exchange_bytes_per_s=2e9,
+        p2p_latency_s=1e-4,
+        p2p_bytes_per_s=1e9,
+        overlap=0.4,
+        linear_flops_per_s=9e10,
+        serial_s=0.0,
+    )
+
+    def kernel_s(case):
+        mask = case.mask()
+        scores = int(mask.bits.sum()) * case.block**2
+        return scores * (4 * case.head_dim / 5e10 + 2e-10) + case.heads * mask.grid.nq * 3e-5 + 1e-4
+
+    def attention_s(case, strategy):
+        return predict_case(case, Strategy.parse(strategy), "contiguous", known, "float32").total_s
+
+    seconds = {
+        "compute": [kernel_s(case) for case in sizes.compute],
+        "merge": [1e-5 + n * MERGE_BYTES / 8e9 for n in sizes.merges],
+        "linear": [2 * rows * width**2 / 9e10 for rows, width in sizes.linear],
+        "exchange": [2e-4 + size / 2e9 for size in sizes.transfers],
+        "p2p": [1e-4 + size / 1e9 for size in sizes.transfers],
+        "call": [attention_s(case, "U2R1") for case in sizes.call],
+        "overlap": [attention_s(case, "U1R2") for case in sizes.overlap],
+    }
+    found, fits = constants_from(sizes, {part: np.array(s) for part, s in seconds.items()}, 2, "float32")
+    for f in fields(Constants):
+        value = getattr(known, f.name)
+        assert getattr(found, f.name) == (value if value is None else pytest.approx(value, rel=1e-5)), f.name
+    assert all(one.residual < 1e-6 for one in fits.values())
+
+
+def test_shapes_held_out_are_no_samples():
+    sizes = sizes_for("cpu", quick=False)
+    shapes = [{(c.tokens, c.head_dim, c.density) for c in group} for group in (sizes.compute, held_out("cpu", False))]
+    assert not shapes[0] & shapes[1]
+
+
+BUSY = [[(1.0, 0.0, 0.9), (9.0, 8.0, 0.9), (1.2, 0.01, 1.0)], [(1.1, 0.0, 0.8), (8.0, 0.0, 0.8), (1.0, 0.04, 0.7)]]
+"""Laps of two ranks, the first of which lost its core in the second repetition."""
+
+
+class TestClock:
+    def test_repetitions_in_which_a_rank_lost_its_core_are_left_out(self):
+        many = [one[:1] * 3 + one for one in BUSY]
+        assert quiet_laps(many).tolist() == [1.1, 1.1, 1.1, 1.1, 1.2]
+
+    def test_the_three_most_quiet_stand_where_there_are_fewer(self):
+        assert sorted(quiet_laps(BUSY)) == [1.1, 1.2, 9.0]
+        assert settled([[BUSY[0]], [BUSY[1]]]).tolist() == [1.2]
+
+    def test_seconds_on_a_core_are_the_busiest_ranks(self):
+        assert core_seconds(BUSY) == 0.9
+
+    def test_every_repetition_is_a_lap_and_warming_up_is_not(self):
+        calls = []
+        laps = Clock("cpu").laps(lambda: calls.append(1), repeats=4, warm_up=2)
+        assert (len(laps), len(calls)) == (4, 6)
+        assert all(seconds > 0 and waited >= 0 for seconds, waited, _ in laps)
+
+
+class TestComparison:
+    def test_the_speed_up_is_set_against_the_ratio_of_imbalances(self):
+        one = Comparison("U2R1", rho_before=1.5, rho=1.2, seconds_before=3.0, seconds=2.0)
+        assert (one.speedup, one.expected, one.reached) == (1.5, 1.25, 1.2)
+        record = one.record()
+        assert {"strategy", "rho_before", "rho", "seconds_before", "seconds", "speedup"} <= set(record)
+
+    def test_a_replay_adds_up_each_periods_slowest_rank(self, monkeypatch):
+        case = Case(2, 128, 16, 0.5, block=16)
+        mask = case.mask()
+        plans = [make_plan(mask, "U2R2", planner) for planner in ("contiguous", "dbsp")]
+        work = {id(plan): plan.work for plan in plans}
+        monkeypatch.setattr(
+            bench, "_rank_period", lambda plan, mask, rank, period, *_: lambda: work[id(plan)][period, rank]
+        )
+        monkeypatch.setattr(
+            bench.Clock, "laps_alone", lambda self, action, repeats, warm_up: [(float(action()), 0.0, 0.0)]
+        )
+        seconds = replayed_seconds(plans, mask, 16, Setting("cpu", torch.float32, "auto", 3))
+        assert seconds == [plan.work.max(axis=1).sum() for plan in plans]
+        assert seconds[0] / seconds[1] == pytest.approx(plans[1].rho_before / plans[1].rho)
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"), [(fail_on_one, "the second rank's own fault"), (die_on_one, "rank 1 ended")]
+)
+def test_a_rank_that_fails_or_dies_is_reported(function, complaint):
+    with pytest.raises(RuntimeError, match=complaint):
+        run_ranks(function, 2, "cpu")
+
+
+def test_the_command_measures_writes_and_checks(dbsp, tmp_path):
+    out = tmp_path / "here.yaml"
+    code, text, _ = dbsp("calibrate", "--quick", "--out", out, "--check", "--json")
+    report = json.loads(text)
+    assert code == 0
+    hardware = load_hardware(out)
+    assert report["hardware"]["constants"]["flops_per_s"] == hardware.constants.flops_per_s
+    assert hardware.sources["p2p_bytes_per_s"] == "measured"
+    assert set(hardware.residuals) == {"compute", "merge", "linear", "exchange", "p2p", "call"}
+    assert {one["strategy"] for one in report["held_out"]} == {"U2R1", "U1R2"}
+    assert report["worst_error"] == max(abs(one["error"]) for one in report["held_out"])

@@ -1,0 +1,290 @@
+"""`dbsp masks`: convert, record, info on real files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dbsp_cli.mask_tools.plots import heads_to_draw
+from dbsp_cli.mask_tools.recording import Recording
+from dbsp_cli.mask_tools.series import MaskSeries, densities_of, drift_of, spread_out
+from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
+from dbsp_core.masks.schedule import Moment
+from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
+from dbsp_core.runtime.plan_cache import ReplanRule
+from dbsp_core.sources import MaskRequest, SyntheticSource, WindowSource
+from generators import random_bits
+
+THW = (3, 8, 16)
+GRID = BlockGrid(384, 0, 16, 16, THW)
+DRIFTING = SyntheticSource(16, 16, density=0.3, drift=0.2)
+
+
+def drifting(layer, step):
+    return DRIFTING.mask(MaskRequest(layer, 4, THW, step=step))
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Three layers, two step groups."""
+    path = tmp_path / "masks.safetensors"
+    masks = [[drifting(layer, step) for layer in range(3)] for step in (0, 3)]
+    save_mask(path, masks, groups="5-9,10-", packed=True)
+    return path
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """Five steps of two branches, three layers."""
+    recorder = MaskRecorder(RecordSettings(str(tmp_path / "recording")), 3)
+    for step in range(5):
+        for branch in range(2):
+            recorder.begin(Moment(step, branch))
+            for layer in range(3):
+                recorder.keep(layer, layer, drifting(layer, step + 7 * branch), False)
+                recorder.used(layer, layer)
+    return tmp_path / "recording"
+
+
+def info(dbsp, path, *options):
+    code, out, err = dbsp("masks", "info", path, "--json", *options)
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+class TestInfo:
+    def test_densities_and_the_grid(self, dbsp, file):
+        found = info(dbsp, file)
+        assert [found[key] for key in ("tokens", "heads", "nq", "nk", "thw", "steps")] == [
+            384,
+            4,
+            24,
+            24,
+            list(THW),
+            [5, 10],
+        ]
+        for layer, row in enumerate(found["layers"]):
+            assert row["layer"] == layer
+            assert row["density"] == pytest.approx(drifting(layer, 0).bits.float().mean(dim=(1, 2)).tolist())
+        everything = [density for row in found["layers"] for density in row["density"]]
+        assert found["density"] == pytest.approx(
+            {"min": min(everything), "mean": np.mean(everything), "max": max(everything)}
+        )
+        assert found["warnings"] == []
+        assert found["quality"] is None
+
+    def test_balance_is_that_of_plans_for_each_strategy_and_planner(self, dbsp, file):
+        rows = info(dbsp, file, "--gpus", 4, "--planner", "paper,contiguous", "--sample", 0)["balance"]
+        assert [(row["strategy"], row["planner"]) for row in rows] == [
+            (strategy, planner) for strategy in ("U4R1", "U2R2", "U1R4") for planner in ("paper", "contiguous")
+        ]
+        for row in rows:
+            plans = [make_plan(drifting(layer, 0), row["strategy"], row["planner"]) for layer in range(3)]
+            assert row["rho_before"] == pytest.approx(np.mean([plan.rho_before for plan in plans]))
+            assert row["rho"] == pytest.approx(np.mean([plan.rho for plan in plans]))
+            assert row["rho_max"] == pytest.approx(max(plan.rho for plan in plans))
+
+    def test_drift_of_a_recording_by_branch(self, dbsp, recording):
+        for branch in (0, 1):
+            found = info(dbsp, recording, "--branch", branch, "--sample", 2)
+            assert (found["branches"], found["steps"]) == ([0, 1], [0, 1, 2, 3, 4])
+            assert [row["layer"] for row in found["drift"]] == [0, 2]
+            for row in found["drift"]:
+                masks = [drifting(row["layer"], step + 7 * branch).bits for step in range(5)]
+                pairs = list(itertools.pairwise(masks))
+                iou = [float((a & b).sum()) / float((a | b).sum()) for a, b in pairs]
+                assert row["iou"] == pytest.approx(iou)
+                assert row["changed"] == pytest.approx([float((a ^ b).float().mean()) for a, b in pairs])
+                assert row["steps"] == [1, 2, 3, 4]
+
+    def test_replans_follow_the_threshold(self, recording):
+        series = MaskSeries.read(recording)
+        often, seldom, never = (drift_of(series, 0, "U4R1", "dbsp", ReplanRule(p)).replans for p in (1.0, 1.3, 99))
+        assert 5 >= often >= seldom >= never == 1
+        assert often > 1
+
+    def test_masks_that_cannot_be_right_are_warned_of(self, dbsp, tmp_path):
+        good = WindowSource(16, 16, (3, 5, 5)).mask(MaskRequest(0, 2, THW))
+        path = tmp_path / "good.safetensors"
+        save_mask(path, good)
+        found = info(dbsp, path, "--quality")
+        assert found["warnings"] == []
+        assert {row["head"] for row in found["quality"]} == {0, 1}
+        assert all(row["error"] < 0.05 for row in found["quality"])
+        assert "relative L1 error above 0.0001" in info(dbsp, path, "--quality", "--limit", 0.0001)["warnings"][0]
+        save_mask(path, BlockMask(good.bits.roll(11, dims=1), good.grid))
+        (warning,) = info(dbsp, path, "--quality")["warnings"]
+        assert "relative L1 error above 0.1 in 2 of 2 heads" in warning
+        assert "token orders" in warning
+
+    def test_quality_needs_the_size_of_the_video(self, dbsp, tmp_path):
+        path = tmp_path / "masks.safetensors"
+        save_mask(path, BlockMask(random_bits(2, GRID, 0), replace(GRID, thw=None)))
+        code, out, err = dbsp("masks", "info", path, "--quality")
+        assert (code, out) == (2, "")
+        assert "give --thw T,H,W" in err
+        assert info(dbsp, path, "--quality", "--thw", "3,8,16")["quality"]
+        assert "makes 90 tokens" in dbsp("masks", "info", path, "--quality", "--thw", "3,5,6")[2]
+
+    def test_rows_and_heads_without_blocks_are_warned_of(self, dbsp, tmp_path):
+        bits = np.ones((2, 24, 24), bool)
+        bits[0, 3] = bits[1] = False
+        save_mask(tmp_path / "m.safetensors", BlockMask(bits, GRID))
+        rows, heads = info(dbsp, tmp_path / "m.safetensors")["warnings"]
+        assert "25 in layer 0" in rows
+        assert "1 heads have no block at all, the first is layer 0, head 1" in heads
+
+    def test_a_recording_that_was_cut_short_says_so(self, dbsp, recording):
+        content = json.loads((recording / INDEX).read_text())
+        (recording / INDEX).write_text(json.dumps(content | {"stopped": "the limit was reached"}))
+        assert info(dbsp, recording)["warnings"] == ["the recording stopped before the run did: the limit was reached"]
+
+    def test_the_tables_say_the_same(self, dbsp, recording):
+        code, out, err = dbsp("masks", "info", recording, "--quality", "--limit", 0)
+        assert code == 0
+        for text in ("24×24 blocks of 16×16", "U8R1", "mean IoU", "relative L1 error"):
+            assert text in " ".join(out.split())
+        assert err.startswith("warning: relative L1 error above 0 in")
+
+    def test_the_picture_is_a_png_of_everything(self, dbsp, recording, tmp_path):
+        pytest.importorskip("matplotlib")
+        picture = tmp_path / "pictures" / "masks.png"
+        code, _, err = dbsp("masks", "info", recording, "--picture", picture)
+        assert (code, err) == (0, "")
+        from matplotlib.image import imread
+
+        image = imread(picture)
+        assert image.shape[0] > 600
+        assert image.shape[1] > 1000
+        assert len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 50
+
+    def test_without_matplotlib_the_fix_is_named(self, dbsp, file, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+        code, out, err = dbsp("masks", "info", file, "--picture", tmp_path / "p.png")
+        assert (code, out) == (2, "")
+        assert "needed for pictures; pip install matplotlib" in err
+
+    def test_a_file_whose_layers_share_one_mask(self, dbsp, tmp_path):
+        save_mask(tmp_path / "m.safetensors", drifting(0, 0))
+        found = info(dbsp, tmp_path / "m.safetensors")
+        assert (len(found["layers"]), found["drift"]) == (1, [])
+
+
+def test_layers_are_sampled_evenly():
+    assert spread_out(range(40), 4) == [0, 13, 26, 39]
+    assert spread_out([3, 5], 4) == spread_out([3, 5], 0) == [3, 5]
+    assert spread_out([3, 5, 9], 1) == [3]
+
+
+def test_heads_are_drawn_from_the_emptiest_to_the_densest(file):
+    densities = densities_of(MaskSeries.read(file), (0, 1, 2))
+    drawn = [densities[place] for place in heads_to_draw(densities)]
+    assert drawn[0] == densities.min()
+    assert drawn[-1] == densities.max()
+    assert drawn == sorted(drawn)
+    assert heads_to_draw(np.array([[0.5]])) == [(0, 0)]
+
+
+class TestConvert:
+    def test_options_reach_the_converter(self, dbsp, tmp_path):
+        bits = torch.from_numpy(np.random.default_rng(0).random((2, 1, 3, 24, 24)) < 0.5)
+        torch.save({"sparse": bits, "permute": torch.tensor([[0, 2, 5]])}, tmp_path / "plan.pth")
+        out = tmp_path / "out.safetensors"
+        options = ("--thw", "3x8x16", "--block-q", 16, "--block-k", 16, "--steps", 10, "--dense-steps", 1)
+        code, said, err = dbsp("masks", "convert", tmp_path / "plan.pth", out, *options, "--no-packed")
+        assert (code, said) == (0, "")
+        assert "step groups 1-4,5-9, 1 layers, 3 heads, 24×24 blocks, token orders hwt, thw, wth" in err
+        file = MaskFile(out)
+        assert (file.packed, file.layer(0, 1).grid.orders) == (False, ("thw", "hwt", "wth"))
+        assert torch.equal(file.layer(0, 1).bits, bits[1, 0])
+
+    def test_a_recording(self, dbsp, recording, tmp_path):
+        out = tmp_path / "out.safetensors"
+        assert dbsp("masks", "convert", recording, out, "--step", 3, "--branch", 1)[0] == 0
+        assert torch.equal(MaskFile(out).layer(2).bits, drifting(2, 10).bits)
+
+
+RUN = """
+import sys, torch
+from dbsp_core import SequenceGroup, Strategy
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.runtime.session import AttentionSession
+config = DbspConfig.load({"mask": {"source": "synthetic", "block_q": 16, "block_k": 16, "density": 0.3, "drift": 0.2}})
+session = AttentionSession(config, SequenceGroup(0, 1), Strategy(1, 1), heads=4, layers=3)
+q = torch.randn(1, 4, 384, 8)
+for step in range(3):
+    session.begin((3, 8, 16), 0, 900.0 - step)
+    for layer in range(3):
+        session.attend(layer, q, q, q)
+open(sys.argv[1], "w").write("done")
+sys.exit(7)
+"""
+
+
+class TestRecord:
+    def test_a_command_is_recorded_and_its_exit_code_kept(self, dbsp, tmp_path):
+        folder = tmp_path / "out"
+        options = ("--every", 2, "--layers", "0,2", "--limit", "1MiB")
+        code, out, err = dbsp("masks", "record", folder, *options, "--", sys.executable, "-c", RUN, tmp_path / "end")
+        assert (code, out) == (7, "")
+        assert (tmp_path / "end").read_text() == "done"
+        assert "recorded 2 passes of 2 layers to" in err
+        recording = Recording.read(folder)
+        assert list(recording.passes) == [Moment(0), Moment(2)]
+        assert torch.equal(recording.mask(2, Moment(2)).bits, drifting(2, 2).bits)
+
+    def test_a_command_without_attention_leaves_nothing_and_that_is_said(self, dbsp, tmp_path):
+        code, _, err = dbsp("masks", "record", tmp_path / "out", "--", sys.executable, "-c", "")
+        assert code == 0
+        assert "nothing was recorded" in err
+        assert not (tmp_path / "out").exists()
+
+
+MISTAKES = [
+    (["info", "none.safetensors"], "none.safetensors does not exist"),
+    (["info", "."], "is no recording of masks"),
+    (["info", "FILE", "--planner", "greedy"], "unknown planner 'greedy'"),
+    (["info", "FILE", "--gpus", "0"], "at least 1, got 0"),
+    (["info", "FILE", "--sample", "-1"], "--sample"),
+    (["info", "FILE", "--thw", "3,8"], "is not of the form T,H,W"),
+    (["info", "RECORDING", "--branch", "2"], "has no masks of branch 2; it has branches [0, 1]"),
+    (["convert", "FILE"], "OUT"),
+    (["convert", "none.pt", "out.safetensors", "--tokens", "4"], "none.pt does not exist"),
+    (["convert", "masks.pt", "out.safetensors"], "give --thw T,H,W"),
+    (["convert", "FILE", "out.safetensors", "--tokens", "384"], "is a mask file already"),
+    (["convert", "FILE", "out.safetensors", "--thw", "1,2,x"], "is not of the form T,H,W"),
+    (["convert", "RECORDING", "out.safetensors"], "say which with --step"),
+    (["record", "new"], "Missing argument"),
+    (["record", "RECORDING", "--", "true"], "is not an empty folder"),
+    (["record", "new", "--limit", "lots", "--", "true"], "size 'lots'"),
+    (["record", "new", "--layers", "1-", "--", "true"], "layers '1-'"),
+    (["record", "new", "--every", "0", "--", "true"], "--every"),
+    (["record", "new", "--", "no-such-program"], "cannot run 'no-such-program'"),
+]
+
+
+@pytest.mark.parametrize(("args", "complaint"), MISTAKES, ids=[" ".join(args) for args, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(dbsp, file, recording, monkeypatch, args, complaint):
+    monkeypatch.chdir(file.parent)
+    before = sorted(file.parent.rglob("*"))
+    places = {"FILE": file, "RECORDING": recording}
+    code, out, err = dbsp("masks", *(places.get(arg, arg) for arg in args))
+    assert (code, out) == (2, "")
+    assert err.startswith("dbsp: error: ")
+    assert err.count("\n") == 1
+    assert complaint in err
+    assert sorted(file.parent.rglob("*")) == before
+
+
+def test_without_arguments_it_shows_its_help(dbsp):
+    code, out, err = dbsp("masks")
+    assert (code, err) == (0, "")
+    assert all(command in out for command in ("convert", "record", "info"))

@@ -1,0 +1,146 @@
+"""The installed commands while Python is still importing torch, and what each does with a fault of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from dbsp_core.utils.errors import UserError
+from repository import ROOT as REPOSITORY
+
+SLOW = "print('importing', flush=True)\nimport time\ntime.sleep(600)\n"
+
+
+@pytest.mark.parametrize("command", ["dbsp", "dbsp_xdit"])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_an_interrupt_during_imports_is_quiet(tmp_path, command, ignored):
+    """torch is a stand-in that says when it is imported, and takes for ever."""
+    (tmp_path / "torch.py").write_text(SLOW if not ignored else SLOW.replace("600", "0") + "raise SystemExit(5)\n")
+    run = subprocess.Popen(
+        [sys.executable, "-c", f"from dbsp_cli.entry import {command}; {command}()", "--help"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL),
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "importing\n"
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=120)
+    assert (run.returncode, said) == (5 if ignored else 130, "")
+
+
+def test_an_interrupt_after_the_imports_is_quiet_too(dbsp, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dbsp_cli.cli.examine", interrupted)
+    code, out, _ = dbsp("doctor")
+    assert (code, out) == (130, "")
+
+
+def test_the_installed_commands_are_there():
+    tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    assert set(scripts) == {"dbsp", "dbsp-xdit"}
+    for place in scripts.values():
+        module, name = place.split(":")
+        assert callable(getattr(import_module(module), name))
+
+
+OUR_FAULT_AND_YOURS = [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]
+
+
+class TestFaultsOfOurOwn:
+    """They go through as they are: Python then shows the traceback and exits with 1."""
+
+    def test_of_dbsp(self, dbsp, monkeypatch):
+        def broken():
+            raise IndexError("a fault")
+
+        monkeypatch.setattr("dbsp_cli.cli.examine", broken)
+        with pytest.raises(IndexError, match="a fault"):
+            dbsp("doctor")
+
+    @pytest.mark.parametrize(
+        ("error", "ends"), [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]
+    )
+    def test_of_dbsp_xdit(self, monkeypatch, error, ends):
+        from dbsp_xdit import launch
+
+        monkeypatch.setattr(sys, "argv", ["dbsp-xdit", "--model", "m"])
+        monkeypatch.setattr(launch, "preflight", lambda argv: (_ for _ in ()).throw(error))
+        with pytest.raises(ends) as raised:
+            launch.main()
+        assert raised.value is error or raised.value.code == 2
+
+    @pytest.mark.parametrize(
+        ("error", "ends"), [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]
+    )
+    def test_of_xdit_before_and_in_its_ranks(self, monkeypatch, error, ends, capfd):
+        import types
+
+        from dbsp_diffusers.patching import Attachment
+        from dbsp_xdit import patches as seams
+
+        def broken(*_: object) -> None:
+            raise error
+
+        cli = types.ModuleType("xfuser.cli")
+        cli.main = broken
+        base = types.ModuleType("base_model")
+        base.xFuserModel = type("xFuserModel", (), dict.fromkeys(("initialize", "run"), broken))
+        base.xFuserModel._post_load_and_state_initialization = lambda self, arguments: None
+        seams._seam_cli(cli, Attachment())
+        seams._seam_base_model(base, Attachment())
+        monkeypatch.setattr("dbsp_xdit.models.preflight", broken)
+        monkeypatch.setattr("dbsp_xdit.flags.config_from", broken)
+        model = base.xFuserModel()
+        calls = (
+            lambda: cli.main([]),
+            lambda: model.initialize({}),
+            lambda: model._post_load_and_state_initialization({}),
+        )
+        for call in calls:
+            with pytest.raises(ends) as raised:
+                call()
+            assert raised.value is error or raised.value.code == 2
+        said = capfd.readouterr().err
+        assert said == ("" if ends is ValueError else "dbsp: error: yours\n" * len(calls))
+
+    @pytest.mark.parametrize(("error", "ours"), [(IndexError("a fault"), True), (OSError("the disk is full"), False)])
+    def test_of_making_a_report_does_not_end_what_has_succeeded(self, monkeypatch, capfd, error, ours):
+        from types import SimpleNamespace
+
+        from dbsp_diffusers import report_hook as calls
+
+        monkeypatch.setattr(calls, "make_report", lambda *_: (_ for _ in ()).throw(error))
+        calls.report_or_say_why_not(SimpleNamespace(config=SimpleNamespace(report="there")), "m", "para")
+        *before, last = capfd.readouterr().err.splitlines()
+        assert last == f"dbsp: no report in there: {error}"
+        assert ("Traceback (most recent call last):" in before) is ours
+
+    def test_of_a_rank_of_dbsp_generate(self, tmp_path, monkeypatch):
+        from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher, run_watched
+
+        (tmp_path / "broken_rank.py").write_text(
+            "import sys\nimport dbsp_para.generate as host\n"
+            "def generate(config, video):\n    return [][1]\n"
+            "host.generate = generate\n"
+            "host.main(sys.argv[1:])\n"
+        )
+        (tmp_path / "dbsp.yaml").write_text("model: tiny-wan\n")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+        arguments = [str(tmp_path / "dbsp.yaml"), str(tmp_path / "video.mp4"), "60"]
+        with pytest.raises(RunFailed) as raised:
+            run_watched(Launch().command("broken_rank", arguments), tmp_path / "log", tmp_path / "ranks", Watcher(1))
+        said = str(raised.value)
+        assert said.startswith("rank 0 failed (exit code 1); the end of its output:")
+        assert "Traceback (most recent call last)" in said
+        assert "IndexError: list index out of range" in said

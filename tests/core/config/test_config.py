@@ -1,0 +1,402 @@
+"""DbspConfig: settings from YAML, a dict or flags, and every mistake said in one line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import dbsp_core
+from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
+from dbsp_core.config.config import DbspConfig, setting_names
+from dbsp_core.config.video import VideoSettings
+from dbsp_core.masks.schedule import DenseSchedule
+from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.sources import (
+    SOURCES,
+    CallableSource,
+    DenseSource,
+    FileSource,
+    RadialSource,
+    SpargeSource,
+    SvgSource,
+    SyntheticSource,
+    WindowSource,
+)
+from dbsp_core.sources.spec import mask_settings
+from dbsp_core.utils.errors import SettingError, UserError
+from dbsp_kernels import KERNELS
+
+
+def test_nothing_gives_the_defaults():
+    config = DbspConfig.load(None)
+    assert config == DbspConfig() == DbspConfig.load({})
+    assert (config.strategy, config.planner, config.home, config.mask) == (None, "dbsp", None, DenseSource())
+
+
+def test_each_planner_has_the_home_layout_it_is_meant_for():
+    assert DbspConfig().home_layout == "striped"
+    assert DbspConfig(planner="paper").home_layout == "contiguous"
+    assert DbspConfig(planner="paper", home="learned").home_layout == "learned"
+
+
+def test_yaml_and_dict_say_the_same(tmp_path):
+    path = tmp_path / "dbsp.yaml"
+    path.write_text(
+        """
+        mask: {source: window, window: [3, 5, 7], block_q: 32}
+        strategy: u2r3
+        planner: contiguous
+        home: striped
+        reward: 2
+        head_cap: true
+        replan_threshold: 1.5
+        kernel: reference
+        dtype: bfloat16
+        report: out
+        debug: true
+        """
+    )
+    expected = DbspConfig(
+        mask=WindowSource(window=(3, 5, 7), block_q=32),
+        strategy=Strategy(2, 3),
+        planner="contiguous",
+        home="striped",
+        reward=2.0,
+        head_cap=True,
+        replan_threshold=1.5,
+        kernel="reference",
+        dtype="bfloat16",
+        report="out",
+        debug=True,
+    )
+    settings = {
+        "mask": {"source": "window", "window": [3, 5, 7], "block_q": 32},
+        "strategy": "U2R3",
+        "planner": "contiguous",
+        "home": "striped",
+        "reward": 2,
+        "head_cap": True,
+        "replan_threshold": 1.5,
+        "kernel": "reference",
+        "dtype": "bfloat16",
+        "report": Path("out"),
+        "debug": True,
+    }
+    assert DbspConfig.load(path) == DbspConfig.load(str(path)) == expected
+    assert DbspConfig.load(settings) == expected
+    assert DbspConfig.load(expected) is expected
+
+
+def test_an_empty_yaml_file_gives_the_defaults(tmp_path):
+    path = tmp_path / "dbsp.yaml"
+    path.write_text("# nothing set\n")
+    assert DbspConfig.load(path) == DbspConfig()
+
+
+def test_null_unsets_what_may_be_unset():
+    assert DbspConfig.load({"strategy": None, "report": None}) == DbspConfig()
+
+
+def test_every_source_can_be_named(tmp_path):
+    path = tmp_path / "mask.safetensors"
+    save_mask(path, BlockMask.dense(2, BlockGrid.uniform(64, 16)))
+    for settings, expected in (
+        ({"source": "dense", "block_k": 128}, DenseSource(block_k=128)),
+        ({"source": "file", "path": str(path)}, FileSource(str(path))),
+        ({"source": "window"}, WindowSource()),
+        ({"source": "window", "window": None, "tile": [1, 2, 3]}, WindowSource(tile=(1, 2, 3))),
+        ({"source": "radial", "width": 1, "sink_frames": 2}, RadialSource(width=1.0, sink_frames=2)),
+        ({"source": "svg", "temporal_heads": 0.25}, SvgSource(temporal_heads=0.25)),
+        ({"source": "svg", "temporal_heads": [0, 3]}, SvgSource(temporal_heads=(0, 3))),
+        ({"source": "svg", "temporal_heads": []}, SvgSource(temporal_heads=())),
+        (
+            {"source": "callable", "function": "user_masks:band", "parameters": {"blocks": 2}, "orders": ["hwt"]},
+            CallableSource(function="user_masks:band", parameters={"blocks": 2}, orders=("hwt",)),
+        ),
+        ({"source": "synthetic", "density": 1, "seed": 3}, SyntheticSource(density=1.0, seed=3)),
+    ):
+        assert DbspConfig.load({"mask": settings}).mask == expected
+
+
+class TestMasksOnACommandLine:
+    @pytest.mark.parametrize(
+        ("text", "settings"),
+        [
+            ("radial", {"source": "radial"}),
+            ("window:window=[7,21,33]", {"source": "window", "window": [7, 21, 33]}),
+            (
+                "window:tile=[3, 5, 8], window=[3,5,5],block_q=120",
+                {"source": "window", "tile": [3, 5, 8], "window": [3, 5, 5], "block_q": 120},
+            ),
+            ("sparge:cdf=0.92", {"source": "sparge", "cdf": 0.92}),
+            ("radial:width=0.5,decay=1", {"source": "radial", "width": 0.5, "decay": 1}),
+            ("svg:temporal_heads=[]", {"source": "svg", "temporal_heads": []}),
+            (
+                "callable:function=a.b:c,parameters={x: [1, 2], y: no},per=all",
+                {"source": "callable", "function": "a.b:c", "parameters": {"x": [1, 2], "y": False}, "per": "all"},
+            ),
+            ("file:path=a,b=.safetensors", {"source": "file", "path": "a", "b": ".safetensors"}),
+            ("a,b=.safetensors", {"source": "file", "path": "a,b=.safetensors"}),
+            ("masks/wan.safetensors", {"source": "file", "path": "masks/wan.safetensors"}),
+            ("/masks:x", {"source": "file", "path": "/masks:x"}),
+        ],
+    )
+    def test_say_what_a_file_would(self, text, settings):
+        assert mask_settings(text) == settings
+
+    def test_a_file_may_have_any_name(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        Path("masks").touch()
+        assert mask_settings("masks") == {"source": "file", "path": "masks"}
+
+    @pytest.mark.parametrize(
+        ("text", "complaint"),
+        [
+            ("windw:window=[1,1,1]", "neither a mask source nor a mask file that exists; did you mean 'window'?"),
+            ("zzz", f"sources: {', '.join(SOURCES)}"),
+            ("window:", "'' in 'window:' is no key=value; write NAME:key=value,key=value"),
+            ("window:7", "'7' in 'window:7' is no key=value"),
+            ("window:window=", "'window=' in 'window:window=' is no key=value"),
+            ("window:=3", "is no key=value"),
+            ("window:window=[7,21", "is not YAML"),
+            ("radial:width=1,width=2", "'width' is given twice"),
+            ("radial:source=svg", "'source' is given twice"),
+        ],
+    )
+    def test_a_mistake_raises_one_line(self, text, complaint):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            mask_settings(text)
+        assert complaint in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+class TestOverrides:
+    def test_given_values_replace_and_none_keeps(self):
+        config = DbspConfig(planner="contiguous", reward=3.0)
+        changed = config.with_overrides(planner=None, reward=0.0, strategy="U2R2", mask={"source": "window"})
+        assert changed == DbspConfig(WindowSource(), strategy=Strategy(2, 2), planner="contiguous", reward=0.0)
+
+    def test_false_is_a_value(self):
+        assert DbspConfig(debug=True).with_overrides(debug=False).debug is False
+
+    def test_nothing_given_changes_nothing(self):
+        config = DbspConfig()
+        assert config.with_overrides(planner=None) is config
+
+    def test_overrides_are_checked_too(self):
+        with pytest.raises(ValueError, match="unknown planner 'x'"):
+            DbspConfig().with_overrides(planner="x")
+
+
+MISTAKES = {
+    "an unknown key": ({"planer": "paper"}, "unknown key 'planer' in the configuration; did you mean 'planner'?"),
+    "a key unlike any": ({"zzz": 1}, "known keys: mask, dense, strategy, hardware"),
+    "a key that is no text": ({3: 1}, "unknown key 3"),
+    "an unknown key of a source": (
+        {"mask": {"source": "window", "windw": [1, 1, 1]}},
+        "unknown key 'windw' in mask source 'window'; did you mean 'window'?",
+    ),
+    "an unknown source": ({"mask": {"source": "dens"}}, "unknown mask source 'dens'; set mask.source to one of dense"),
+    "no source": ({"mask": {}}, "unknown mask source None; set mask.source to one of dense, file"),
+    "a source that is no text": ({"mask": {"source": ["dense"]}}, "unknown mask source"),
+    "a mask that is no mapping": ({"mask": "dense"}, "must be a mapping such as {source: dense}, got 'dense'"),
+    "a source without its path": ({"mask": {"source": "file"}}, "needs a path"),
+    "a mask file that is not there": ({"mask": {"source": "file", "path": "/no/such"}}, "/no/such does not exist"),
+    "a window of two sizes": ({"mask": {"source": "window", "window": [3, 3]}}, "needs three sizes"),
+    "a window of none": ({"mask": {"source": "window", "window": [3, 3, 0]}}, "at least 1"),
+    "a window of fractions": ({"mask": {"source": "window", "window": [3, 3, 0.5]}}, "'window' in mask source"),
+    "a tile of two sizes": ({"mask": {"source": "window", "tile": [3, 3]}}, "tile=[3, 3] needs three sizes"),
+    "a tile that is no list": ({"mask": {"source": "window", "tile": 3}}, "must be a list of int, got 3"),
+    "heads with names": (
+        {"mask": {"source": "svg", "temporal_heads": ["a"]}},
+        "'temporal_heads' in mask source 'svg' must be float or a list of int, got ['a']",
+    ),
+    "a density above 1": ({"mask": {"source": "synthetic", "density": 1.5}}, "density=1.5 must lie between 0 and 1"),
+    "a block of nothing": ({"mask": {"source": "dense", "block_q": 0}}, "block_q=0"),
+    "a block that is no number": ({"mask": {"source": "dense", "block_q": "64"}}, "must be int, got '64'"),
+    "an unknown planner": ({"planner": "greedy"}, f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"),
+    "an unknown kernel": ({"kernel": "cuda"}, f"unknown kernel 'cuda'; use one of auto, {', '.join(KERNELS)}"),
+    "an unknown home": ({"home": "random"}, "unknown home 'random'; use one of contiguous, striped, learned"),
+    "an unknown dtype": ({"dtype": "int8"}, "unknown dtype 'int8'"),
+    "a strategy of another form": ({"strategy": "4x2"}, "not of the form UxRy"),
+    "a strategy that is no text": (
+        {"strategy": 42},
+        "'strategy' in the configuration must be a strategy such as U4R2 or auto, got 42",
+    ),
+    "a negative reward": ({"reward": -1}, "must not be negative"),
+    "a reward that is no number": ({"reward": "a lot"}, "must be float, got 'a lot'"),
+    "a reward that is not a number": ({"reward": float("nan")}, "must not be negative"),
+    "a threshold below 1": ({"replan_threshold": 0.9}, "must be at least 1"),
+    "text for a switch": ({"debug": "yes"}, "must be bool, got 'yes'"),
+    "a number for a switch": ({"debug": 1}, "must be bool, got 1"),
+    "a switch for a number": ({"reward": True}, "must be float, got True"),
+    "null where there must be a value": ({"planner": None}, "must be str, got None"),
+}
+
+
+@pytest.mark.parametrize(("settings", "complaint"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_raises_one_line(settings, complaint):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        DbspConfig.load(settings)
+    assert complaint in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+BAD_FILES = {
+    "not YAML": (b"mask: [1, 2\nplanner: }", ":2: this is not YAML: expected ',' or ']', but got ':'"),
+    "a quote left open": (b"planner: 'paper\n", "this is not YAML: found unexpected end of stream"),
+    "not text": (b"\xff\xfe\x00\x01", "is not YAML"),
+    "a list": (b"- planner\n- paper\n", "must be a mapping, not a list"),
+    "text": (b"U4R2", "must be a mapping, not a str"),
+    "with an unknown key": (
+        b"# one\n\ntolerence: 1.01\n",
+        ":3: unknown key 'tolerence'; did you mean 'tolerance'?",
+    ),
+    "with a wrong type": (b"planner: paper\ndebug: 3", ":2: 'debug' must be bool, got 3"),
+    "with a value out of range": (b"planner: paper\nreward: -1", ":2: "),
+    "with an unknown name": (b"kernel: cpu\nplanner: greedy\nhome: striped", ":2: unknown planner 'greedy'"),
+    "with a strategy of another form": (b"\nstrategy: 4x2", ":2: strategy '4x2' is not of the form UxRy"),
+    "with a key at the wrong level": (
+        b"mask: {source: sparge}\ncdf: 0.9",
+        ":2: unknown key 'cdf'; it belongs under 'mask'",
+    ),
+    "with a video's key at the wrong level": (b"steps: 30", ":1: unknown key 'steps'; it belongs under 'video'"),
+    "with a key twice": (b"planner: paper\nhome: striped\nplanner: dbsp", ":3: 'planner' is given twice, first in "),
+    "with a nested key twice": (b"mask:\n  source: dense\n  source: window", ":3: 'source' is given twice, first in "),
+    "with an unknown nested key": (
+        b"mask:\n  source: window\n  tile: [3, 5, 8]\n  windw: [3, 5, 5]",
+        ":4: unknown key 'windw' in mask source 'window'; did you mean 'window'?",
+    ),
+    "with a wrong nested type": (
+        b"mask: {source: window,\n  tile: 3}",
+        ":2: 'tile' in mask source 'window' must be a list of int, got 3",
+    ),
+    "with a nested value out of range": (b"mask:\n  source: dense\n  block_q: 0", ":3: block_q=0"),
+    "with an unknown source": (
+        b"mask:\n  source: windw",
+        ":2: unknown mask source 'windw'; set mask.source to",
+    ),
+    "with no source": (b"planner: dbsp\nmask:\n  cdf: 0.9", ":2: unknown mask source None"),
+    "with settings that exclude each other": (
+        b"mask:\n  source: sparge\n  cdf: 0.9\n  topk: 0.5",
+        ":3: mask source 'sparge' needs either cdf or topk, and not both",
+    ),
+    "with a ring and a kernel that cannot": (
+        b"strategy: U1R2\nkernel: sparge",
+        ":2: kernel 'sparge' cannot serve this plan: it returns no",
+    ),
+    "with an unknown key in dense": (
+        b"dense:\n  frist_steps: 3",
+        ":2: unknown key 'frist_steps' in 'dense'; did",
+    ),
+    "with a wrong number in dense": (
+        b"dense: {last_steps: 1,\n  first_steps: -3}",
+        ":2: dense.first_steps=-3 must",
+    ),
+    "with a dense that is no mapping": (b"dense: 3", ":1: 'dense' must be a mapping such as {first_steps: 10}, got 3"),
+    "with an odd height": (
+        b"video:\n  width: 832\n  height: 719",
+        ":3: video.height=719 must be a multiple",
+    ),
+    "with steps that are text": (b"video: {steps: many}", ":1: 'steps' in 'video' must be int, got 'many'"),
+    "with no steps": (b"video: {height: 16,\n steps: 0}", ":2: video.steps=0 must be at least 1"),
+    "with a mask file that is not there": (
+        b"mask:\n  source: paro\n  path: /no/such",
+        ":3: mask file /no/such does not exist; give the path of one, or make it",
+    ),
+    "with a path that has another key's name": (
+        b"mask:\n  source: paro\n  dense_steps: 3\n  path: /no/dense_steps",
+        ":4: mask file /no/dense_steps does not exist",
+    ),
+    "with settings of which none was given": (
+        b"planner: dbsp\nmask:\n  source: sparge\n  similarity: 0.5",
+        ":2: mask source 'sparge' needs either cdf or topk",
+    ),
+    "with a block size for none": (b"mask:\n  source: svg\n  block_k: -1\n  block_q: 64", ":3: block_k=-1 must be"),
+    "that holds itself": (b"a: 1\nmask: &m {source: *m}", ":2: this is not YAML that ends"),
+}
+
+
+@pytest.mark.parametrize(("content", "complaint"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
+    path = tmp_path / "dbsp.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        DbspConfig.load(path)
+    assert complaint in str(raised.value)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "at_fault"),
+    [
+        (lambda: SpargeSource(cdf=1.5), "cdf"),
+        (lambda: SpargeSource(cdf=0.9, order="hhh"), "order"),
+        (lambda: SpargeSource(cdf=0.9, block_k=1 << 20), "block_k"),
+        (lambda: SyntheticSource(density=0.2, drift=2.0), "drift"),
+        (lambda: WindowSource(window=(1, 1, 1), tile=(1, 1)), "tile"),
+        (lambda: CallableSource(function="user_masks:band", parameters={1: 2}), "parameters"),
+        (lambda: FileSource(), "path"),
+        (lambda: DenseSchedule(last_layers=-1), "last_layers"),
+        (lambda: VideoSettings(height=720, width=1), "width"),
+        (lambda: DbspConfig(replan_budget=-1.0), "replan_budget"),
+        (lambda: DbspConfig(tolerance=0.5), "tolerance"),
+    ],
+)
+def test_settings_made_in_python_say_which_is_at_fault(make, at_fault):
+    with pytest.raises(SettingError) as raised:
+        make()
+    assert raised.value.path == (at_fault,)
+
+
+def test_a_fault_of_db_sp_in_checking_settings_is_no_mistake_of_the_user(monkeypatch):
+    def broken(self):
+        raise ValueError("cdf is broken")
+
+    monkeypatch.setattr("dbsp_core.sources.sparge.Selection.__post_init__", broken)
+    with pytest.raises(ValueError, match="cdf is broken") as raised:
+        DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}})
+    assert not isinstance(raised.value, UserError)
+
+
+def test_a_file_that_is_not_there_raises(tmp_path):
+    with pytest.raises(ValueError, match="does not exist; give the path of a YAML file or a shipped one"):
+        DbspConfig.load(tmp_path / "none.yaml")
+
+
+class TestDocumentation:
+    TEXT = (Path(dbsp_core.__file__).parent.parent / "docs" / "configuration.md").read_text()
+
+    def rows(self, heading: str) -> dict[str, str]:
+        """The rows of the table under a heading, by the first cell's code."""
+        part = self.TEXT.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+        lines = [line for line in part.splitlines() if line.startswith("| `")]
+        return {line.split("`")[1]: line for line in lines}
+
+    @pytest.mark.parametrize(
+        ("heading", "cls"), [("Keys", DbspConfig), ("`dense`", DenseSchedule), ("`video`", VideoSettings)]
+    )
+    def test_every_key_has_a_row_and_every_row_is_a_key(self, heading, cls):
+        assert sorted(self.rows(heading)) == sorted(setting_names(cls))
+
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_every_key_of_every_source_is_there(self, source):
+        cells = self.rows("`mask`")[source].split("|")
+        keys = set(re.findall(r"`(\w+)", cells[2]))
+        assert keys == set(setting_names(SOURCES[source]))
+
+    def test_every_source_is_there(self):
+        assert sorted(self.rows("`mask`")) == sorted(SOURCES)
+
+    def test_defaults_are_true(self):
+        for heading, cls in (("Keys", DbspConfig), ("`dense`", DenseSchedule)):
+            rows = self.rows(heading)
+            for f in fields(cls):
+                if type(f.default) in (int, float, str):
+                    assert rows[f.name].split("|")[2].strip() == f"`{f.default}`"
+                elif f.default is False:
+                    assert rows[f.name].split("|")[2].strip() == "`false`"

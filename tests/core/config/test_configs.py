@@ -1,0 +1,157 @@
+"""configs/: every file loads, by path and by name, is for its model, and has blocks that fit its video."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dbsp_core import BlockMask, save_mask
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.config.models import CHECKPOINTS, ZOO, find_checkpoint, identity_of_model
+from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
+from dbsp_core.utils.yaml_file import find_config, read_settings, shipped_configs
+from dbsp_diffusers.effective_config import UNCONFIGURED, default_config, mask_in_words, require_same_model
+
+FILES = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
+MODELS = ("wan2.1-t2v-14b", "wan2.1-t2v-1.3b", "cogvideox1.5-5b")
+DENSITY = {  # of all blocks: the tiny CogVideoX has more text, which is dense, than video
+    "wan2.1-t2v-14b-window": 0.119,
+    "wan2.1-t2v-1.3b-window": 0.165,
+    "cogvideox1.5-5b-window": 0.114,
+    "tiny-wan": 0.400,
+    "tiny-wan-window": 0.128,
+    "tiny-cogvideox": 0.819,
+    "tiny-cogvideox-window": 0.878,
+}
+
+
+def request_of(config: DbspConfig) -> MaskRequest:
+    """A layer of the configuration's model, at the size that it is for."""
+    identity = identity_of_model(config.model)
+    video = config.video.filled(find_checkpoint(config.model))
+    video.require_frames(identity.pipeline)
+    frames = (video.num_frames - 1) // 4 + 1
+    thw = (math.ceil(frames / identity.sizes[3]), video.height // 16, video.width // 16)
+    text = 226 if identity.pipeline == "CogVideoXPipeline" else 0
+    return MaskRequest(0, identity.sizes[1], thw, text_tokens=text)
+
+
+def test_there_is_a_file_for_each_model_and_source():
+    wanted = {f"{model}-{source}" for model in MODELS for source in ("sparge", "paro", "window")}
+    tiny = {
+        f"tiny-{model}{source}" for model in ("wan", "cogvideox") for source in ("", "-sparge", "-paro", "-window")
+    }
+    assert set(FILES) == wanted | tiny | {"tiny-wan-trained"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_blocks_fit_the_video(name, tmp_path, monkeypatch):
+    text = FILES[name].read_text()
+    assert text.startswith("# "), "says what it is"
+    monkeypatch.chdir(tmp_path)
+    settings = read_settings(FILES[name], "configuration file")
+    if settings.values["mask"]["source"] == "paro":
+        with pytest.raises(ValueError, match=rf"{name}.yaml:\d+: .*does not exist; .*dbsp masks convert"):
+            DbspConfig.load(name)
+        dense = DbspConfig.load(settings.changed(("mask",), {"source": "dense"}, "here"))
+        request = request_of(dense)
+        mask = dense.mask.mask(MaskRequest(0, 1, (2, 2, 2)))
+        grid = dense.mask.grid(request)
+        assert math.prod(request.thw) == grid.tokens - grid.text_tokens
+        if grid.nq > 100:  # a whole mask of that size would take the test's time
+            return
+        bits = torch.rand(request.heads, grid.nq, grid.nk, generator=torch.Generator().manual_seed(0)) < 0.4
+        (tmp_path / "masks").mkdir()
+        save_mask(settings.values["mask"]["path"], BlockMask(bits, grid))
+        config = DbspConfig.load(name)
+        assert isinstance(config.mask, ParoSource)
+        assert 0.3 < config.mask.mask(request).density < 0.95
+        return
+    config = DbspConfig.load(name)
+    assert config.origin == str(FILES[name])
+    assert DbspConfig.load(FILES[name]) == config == DbspConfig.load(f"{name}.yaml")
+    request = request_of(config)
+    grid = config.mask.grid(request)
+    assert grid.tokens == request.tokens
+    if config.mask.varies == "calls":
+        assert grid.nq > 4
+        assert grid.nk > 4
+        return
+    mask = config.mask.mask(request)
+    assert round(mask.density, 3) == DENSITY[name]
+    if "window" in name:
+        tile = config.mask.tile
+        assert all(size % part == 0 for size, part in zip(request.thw, tile, strict=True)), "tiles divide the video"
+        assert config.mask.block_q == config.mask.block_k == math.prod(tile), "a block is a tile"
+        video = grid.q_axis.starts >= request.text_tokens
+        assert (mask.counts.rows[:, video] == math.prod(config.mask.window) + (~video).sum()).all()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_for_its_model_alone(name, monkeypatch, tmp_path):
+    if name.endswith("-paro"):
+        monkeypatch.chdir(tmp_path)
+        settings = read_settings(FILES[name], "configuration file").changed(("mask",), {"source": "dense"}, "here")
+        config = DbspConfig.load(settings)
+    else:
+        config = DbspConfig.load(name)
+    assert name.startswith(config.model)
+    known = config.model.removesuffix("-trained")  # which has the same sizes
+    for other in (*MODELS, "tiny-wan", "tiny-cogvideox"):
+        if other == known:
+            require_same_model(config, identity_of_model(other))
+        else:
+            with pytest.raises(ValueError, match=f"is for {known}, the model is {other}"):
+                require_same_model(config, identity_of_model(other))
+
+
+def test_a_known_model_has_settings_without_a_configuration():
+    for model in MODELS:
+        for known in find_checkpoint(model).names:
+            config = default_config(identity_of_model(known))
+            assert config == DbspConfig.load(f"{model}-sparge")
+    assert mask_in_words(config).startswith("sparge (block_q 128, block_k 64, cdf 0.92, similarity 0.3")
+    assert mask_in_words(config).endswith("dense first_steps 5, first_layers 1")
+    for unknown in (None, identity_of_model("tiny-wan"), identity_of_model("cogvideox-5b")):
+        config = default_config(unknown)
+        assert (config, config.origin) == (DbspConfig(), UNCONFIGURED)
+
+
+def test_a_file_of_the_users_own_goes_before_a_shipped_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-wan").write_text("planner: paper\n")
+    assert DbspConfig.load("tiny-wan").planner == "paper"
+    with pytest.raises(ValueError, match=r"does not exist; .* did you mean the shipped 'tiny-wan-sparge'"):
+        find_config("tiny-wan-sparg.yaml")
+
+
+def test_checkpoints_agree_with_the_simulators_models():
+    for checkpoint in CHECKPOINTS:
+        if checkpoint.name in ZOO:
+            spec = ZOO[checkpoint.name]
+            assert (spec.layers, spec.heads, spec.head_dim) == checkpoint.sizes[:3]
+
+
+def test_checkpoints_agree_with_the_pipelines_defaults():
+    """Of diffusers' WanPipeline and CogVideoXPipeline, and of the sources' names in the documentation."""
+    diffusers = pytest.importorskip("diffusers")
+    import inspect
+
+    for checkpoint in CHECKPOINTS:
+        call = inspect.signature(getattr(diffusers, checkpoint.pipeline).__call__).parameters
+        assert call["guidance_scale"].default == checkpoint.guidance_scale
+        assert call["num_inference_steps"].default == checkpoint.steps
+        examples = inspect.getsource(inspect.getmodule(getattr(diffusers, checkpoint.pipeline)))
+        if checkpoint.negative_prompt:
+            assert checkpoint.negative_prompt in examples
+            assert f"{checkpoint.flow_shift} for {checkpoint.height}P" in examples
+            assert call["num_frames"].default == checkpoint.num_frames
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_mask_source_has_a_key_of_the_configuration_itself(source):
+    from dbsp_core.config.config import setting_names
+
+    assert not set(setting_names(SOURCES[source])) & {"model", "video", "planner"}

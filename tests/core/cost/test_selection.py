@@ -1,0 +1,122 @@
+"""The strategy predicted to be fastest: chosen alike on all ranks, changed where it pays, exact whatever it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dbsp_core import BlockGrid, BlockMask, HomeLayout, Strategy, make_plan
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.hardware import Hardware, load_hardware
+from dbsp_core.cost.latency import AttentionShape, Topology, predict
+from dbsp_core.cost.selection import StrategySelector, candidates
+from para_cases import ParaCase, run_sparge_case
+from selection_cases import choose_together
+
+GRID = BlockGrid.uniform(64 * 16, 16)
+HEADS = 8
+SHAPE = AttentionShape(1, HEADS, GRID.tokens, 64, 2)
+HOME = HomeLayout.named("striped", GRID, Strategy(1, 4))
+
+
+def mask_of(seed: int) -> BlockMask:
+    rng = np.random.default_rng(seed)
+    density = rng.uniform(0, 1, (HEADS, 1, 1))
+    return BlockMask(rng.random((HEADS, GRID.nq, GRID.nk)) < density, GRID)
+
+
+def selector(hysteresis: float = 0.0, **constants: float) -> StrategySelector:
+    hardware = load_hardware("a800")
+    hardware = replace(hardware, constants=replace(hardware.constants, **constants))
+    return StrategySelector(candidates(4, GRID), hardware, Topology(4), HOME, hysteresis)
+
+
+def planned(mask: BlockMask):
+    return lambda strategy: make_plan(mask, strategy, home=HOME)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_strategy_is_predicted_to_be_faster(seed):
+    mask, chooser = mask_of(seed), selector()
+    plan = chooser.choose(planned(mask), SHAPE, None)
+    seconds = [
+        predict(make_plan(mask, s, home=HOME), SHAPE, chooser.hardware, Topology(4), HOME).total_s
+        for s in Strategy.all_for(4)
+    ]
+    assert predict(plan, SHAPE, chooser.hardware, Topology(4), HOME).total_s <= min(seconds) + 1e-9
+    assert chooser.chosen == {plan.strategy: 1}
+
+
+def test_dear_exchanges_and_dear_rings_change_the_choice():
+    mask = mask_of(0)
+    dear_rings = selector(p2p_latency_s=1.0)
+    assert dear_rings.choose(planned(mask), SHAPE, None).strategy == Strategy(4, 1)
+    dear_exchanges = selector(exchange_bytes_per_s=1e3)
+    assert dear_exchanges.choose(planned(mask), SHAPE, None).strategy.ring > 1
+
+
+def test_a_strategy_in_use_is_kept_for_a_small_loss():
+    mask = mask_of(1)
+    plans = {s: planned(mask)(s) for s in Strategy.all_for(4)}
+    seconds = {s: selector().predict_ns(plan, SHAPE) for s, plan in plans.items()}
+    best, second = sorted(seconds, key=seconds.__getitem__)[:2]
+    loss = 1 - seconds[best] / seconds[second]
+    assert loss > 0
+    assert selector(loss * 1.01).choose(planned(mask), SHAPE, second).strategy == second
+    assert selector(loss * 0.99).choose(planned(mask), SHAPE, second).strategy == best
+    assert selector(0.9).choose(planned(mask), SHAPE, None).strategy == best
+
+
+def test_rings_need_blocks_and_a_kernel_that_merges():
+    few = BlockGrid.uniform(40, 16)
+    assert [str(s) for s in candidates(8, few)] == ["U8R1", "U4R2"]
+    assert [str(s) for s in candidates(8, GRID, merges=False)] == ["U8R1"]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_choose_alike(pool, world):
+    answers = pool(world).run(choose_together, {"hardware": "a800"})
+    assert all(answer == answers[0] for answer in answers)
+    assert sum(answers[0][1].values()) >= 1
+
+
+def test_ranks_with_other_constants_are_refused(pool, tmp_path):
+    from dbsp_core.cost.hardware import save_hardware
+    from workers import WorkerError
+
+    hardware: Hardware = load_hardware("a800")
+    save_hardware(tmp_path / "0.yaml", hardware)
+    save_hardware(tmp_path / "1.yaml", replace(hardware, constants=replace(hardware.constants, overlap=0.5)))
+    with pytest.raises(WorkerError) as raised:
+        pool(3).run(choose_together, {"hardware": str(tmp_path / "{}.yaml")}, 1)
+    errors = raised.value.errors
+    assert [rank for rank, *_ in errors] == [0, 1, 2]
+    assert all("the hardware file differs on rank(s) [1]" in text for *_, text in errors), errors
+
+
+@pytest.mark.parametrize("model", ["wan", "cogvideox"])
+@pytest.mark.parametrize(
+    "source", [{"source": "sparge", "cdf": 0.5, "similarity": 0.0}, {"source": "svg", "band": 0.2}]
+)
+def test_whatever_is_chosen_is_exact(pool, model, source):
+    config = {
+        "mask": {"block_q": 16, "block_k": 8, **source}, "strategy": "auto", "hardware": "a800", "debug": True,
+    }  # fmt: skip
+    case = ParaCase(model, thw=(4, 5, 7), config=config)
+    for rank in pool(4).run(run_sparge_case, case):
+        assert all(difference <= 1e-5 for difference, *_ in rank), rank
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "atuo"}, "not of the form UxRy"),
+        ({"strategy": 4}, "strategy"),
+        ({"hardware": 3}, "hardware"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DbspConfig.load(settings)

@@ -1,0 +1,136 @@
+"""Kernel tables: bits in, the packed blocks of every row out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
+from dbsp_core.runtime.kernel_tables import build_tables, table_layout, whole_heads
+from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
+from generators import SEEDS, examples, grids, random_bits
+from interpreter import interpreted
+
+
+@given(rows=st.integers(0, 5), width=st.integers(0, 40), seed=SEEDS)
+@examples(40)
+def test_bits_are_packed_eight_to_a_byte(rows, width, seed):
+    needed = torch.from_numpy(np.random.default_rng(seed).random((rows, width)) < 0.5)
+    packed = pack_bits(needed)
+    assert (packed.dtype, packed.shape) == (torch.uint8, (rows, -(-width // 8)))
+    assert np.array_equal(np.unpackbits(packed.numpy(), axis=1, bitorder="little")[:, :width], needed.numpy())
+    assert np.unpackbits(packed.numpy(), axis=1, bitorder="little").sum() == needed.sum()
+
+
+@st.composite
+def bit_rows(draw: st.DrawFn) -> dict:
+    """Rows of several heads, whose packed blocks follow one another, some of them short."""
+    rng = np.random.default_rng(draw(SEEDS))
+    width, heads = draw(st.integers(1, 40)), draw(st.integers(1, 3))
+    per_head = rng.integers(0, width + 1, heads)
+    head = rng.integers(heads, size=draw(st.integers(0, 6)))
+    needed = (rng.random((len(head), width)) < 0.6) & (np.arange(width) < per_head[head][:, None])
+    lengths = rng.integers(1, 3, per_head.sum())
+    base = (np.cumsum(per_head) - per_head)[head]
+    packed = base[:, None] + np.arange(width)
+    full = [sorted(set(packed[r][needed[r]][lengths[packed[r][needed[r]]] == 2])) for r in range(len(head))]
+    short = [sorted(set(packed[r][needed[r]][lengths[packed[r][needed[r]]] == 1])) for r in range(len(head))]
+    counts = torch.tensor([len(f) for f in full], dtype=torch.int32)
+    arguments = (pack_bits(torch.from_numpy(needed)), torch.from_numpy(base).int(), torch.from_numpy(lengths).int())
+    return {"arguments": (*arguments, counts, width, 2), "lists": [f + s for f, s in zip(full, short, strict=True)]}
+
+
+def assert_lists(index: torch.Tensor, lists: list[list[int]], batch: int, blocks: int) -> None:
+    for copy, rows in enumerate(index.view(batch, len(lists), index.shape[1])):
+        for row, wanted in zip(rows, lists, strict=True):
+            assert row[: len(wanted)].tolist() == [entry + copy * blocks for entry in wanted]
+
+
+@given(case=bit_rows(), batch=st.integers(1, 3))
+@examples(60)
+def test_a_table_lists_full_blocks_first(case, batch):
+    index = expand_rows(*case["arguments"], batch=batch)
+    assert (index.dtype, len(index)) == (torch.int32, batch * len(case["lists"]))
+    assert_lists(index, case["lists"], batch, len(case["arguments"][2]))
+
+
+@given(case=bit_rows(), batch=st.integers(1, 2))
+@examples(15)
+def test_the_triton_kernel_equals_its_twin(case, batch):
+    pytest.importorskip("triton")
+    from dbsp_kernels.triton import row_bits as triton_rows
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, on which tests/kernels/test_gpu.py runs the kernel")
+    for chunk in (16, 1024):
+        whole, triton_rows.CHUNK = triton_rows.CHUNK, chunk
+        try:
+            with interpreted():
+                index = triton_rows.triton_expand_rows(*case["arguments"], batch)
+        finally:
+            triton_rows.CHUNK = whole
+        assert_lists(index, case["lists"], batch, len(case["arguments"][2]))
+
+
+@given(grid=grids(least_key_blocks=3), heads=st.integers(1, 4), seed=SEEDS, batch=st.integers(1, 2), data=st.data())
+@examples(40)
+def test_every_rank_and_period_lists_what_the_mask_and_the_plan_say(grid, heads, seed, batch, data):
+    mask = BlockMask(random_bits(heads, grid, seed), grid)
+    strategy = Strategy.parse(data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3", "U2R3"])))
+    plan = make_plan(mask, strategy, data.draw(st.sampled_from(["contiguous", "paper", "dbsp"])))
+    seen = torch.zeros_like(mask.bits, dtype=torch.int64)
+    for rank in range(strategy.world):
+        ring_rank, column = divmod(rank, strategy.ulysses)
+        row_head, row_block = plan.rows_of(rank)
+        for period, kept in enumerate(build_tables(table_layout(plan, rank).to(torch.device("cpu")), mask)):
+            table = kept.expanded(batch)
+            kv_head, kv_block = plan.slot_blocks((ring_rank + period) % strategy.ring, column)
+            lengths = grid.k_axis.lengths[kv_block]
+            assert table.kv_len.tolist() == lengths.tolist() * batch
+            assert sorted(table.order.tolist()) == list(range(batch * len(row_head)))
+            heaviest_first = [(row_head[r], -int(kept.kv_count[r])) for r in kept.order.tolist()]
+            assert heaviest_first == sorted(heaviest_first), "head by head, heavy rows first"
+            for row, (head, block) in enumerate(zip(row_head, row_block, strict=True)):
+                entries = table.kv_index[row, : table.kv_count[row]].tolist()
+                full = int(table.kv_full[row])
+                assert all(lengths[entries[:full]] == grid.block_k)
+                assert all(lengths[entries[full:]] < grid.block_k)
+                assert (kv_head[entries] == head).all()
+                seen[head, block, kv_block[entries]] += 1
+            copies = table.kv_index.view(batch, len(row_head), kept.width)
+            used = torch.arange(copies.shape[2]) < kept.kv_count[:, None]
+            assert all(((c - copies[0])[used] == i * len(kv_head)).all() for i, c in enumerate(copies))
+    assert torch.equal(seen, mask.bits.long()), "every dense block once, and no other"
+
+
+def test_bits_take_an_eighth_of_a_byte_a_block():
+    grid = BlockGrid.uniform(75_600)
+    mask = BlockMask.dense(5, grid)
+    plan = make_plan(mask, "U1R1")
+    (kept,) = build_tables(table_layout(plan, 0).to(torch.device("cpu")), mask)
+    assert kept.bits.nbytes == 5 * 1182 * 148
+    assert sum(t.nbytes for t in vars(kept).values() if isinstance(t, torch.Tensor)) < 1e6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tokens", "text_tokens", "heads"),
+    [
+        ("U2R1", 100, 0, 2),
+        ("U2R1", 100, 32, 2),
+        ("U2R1", 100, 20, None),
+        ("U2R2", 100, 0, None),
+        ("U3R1", 100, 0, None),
+    ],
+)
+def test_whole_heads_are_recognised(strategy, tokens, text_tokens, heads):
+    grid = BlockGrid.uniform(tokens, 16, text_tokens)
+    plan = make_plan(BlockMask.dense(4, grid), strategy)
+    found = [whole_heads(plan, rank) for rank in range(plan.strategy.world)]
+    if heads is None:
+        assert (plan.split_heads > 0) == (strategy == "U3R1")
+        assert found == [None] * plan.strategy.world
+    else:
+        assert [(whole.heads, whole.tokens) for whole in found] == [(heads, tokens)] * 2

@@ -1,0 +1,146 @@
+"""Source callable: what a user's function is asked, what it may return, and every mistake on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import user_masks
+from dbsp_cli.tiny_models import make_tiny
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.sources import CallableSource, MaskRequest
+from para_cases import ParaCase, run_para_case, run_pipeline_case, run_until_error
+
+REQUEST = MaskRequest(layer=2, heads=3, thw=(3, 4, 5), text_tokens=7, step=4, branch=1)
+
+
+def source(name, **keys):
+    return CallableSource(16, 8, f"user_masks:{name}", **keys)
+
+
+def test_one_mask_for_all_heads_or_one_each():
+    shared, apart = source("band").mask(REQUEST), source("heads_apart").mask(REQUEST)
+    assert shared.heads == apart.heads == 3
+    assert np.array_equal(shared.bits[2].numpy(), user_masks.band(shared.grid, replace(REQUEST, step=0, branch=0)))
+    assert torch.equal(apart.bits, user_masks.heads_apart(apart.grid, REQUEST))
+
+
+@pytest.mark.parametrize(
+    ("per", "varies", "asked"),
+    [("all", "never", (0, 0, 0)), ("layer", "never", (2, 0, 0)), ("step", "steps", (2, 4, 1))],
+)
+def test_masks_depend_on_what_was_said_and_on_nothing_else(per, varies, asked):
+    mine = source("band", per=per)
+    assert (mine.varies, mine.version(REQUEST)) == (varies, asked)
+    seen = replace(REQUEST, layer=asked[0], step=asked[1], branch=asked[2])
+    mask = mine.mask(REQUEST)
+    assert np.array_equal(mask.bits[0].numpy(), user_masks.band(mask.grid, seen))
+
+
+@pytest.mark.parametrize("bits", [np.ones((3, 5, 9), dtype=bool), torch.ones(3, 5, 9, dtype=torch.bool)], ids=type)
+def test_the_function_may_go_on_with_its_own_bits(monkeypatch, bits):
+    monkeypatch.setattr(user_masks, "shared", lambda grid, request: bits, raising=False)
+    mask = source("shared").mask(REQUEST)
+    bits[:] = False
+    assert mask.bits.all()
+
+
+def test_parameters_and_orders_come_from_yaml(tmp_path):
+    file = tmp_path / "dbsp.yaml"
+    file.write_text(
+        "mask: {source: callable, function: 'user_masks:band', parameters: {blocks: 2}, per: all, "
+        "orders: [thw, hwt, 'tile:2x2x2'], block_q: 16, block_k: 8}"
+    )
+    mine = DbspConfig.load(file).mask
+    assert mine == source("band", parameters={"blocks": 2}, per="all", orders=("thw", "hwt", "tile:2x2x2"))
+    mask = mine.mask(REQUEST)
+    assert mask.grid.orders == ("thw", "hwt", "tile:2x2x2")
+    assert mask.density > source("band", per="all").mask(REQUEST).density
+
+
+def test_a_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
+    (tmp_path / "broken_masks.py").write_text("import no_such_package_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"importing broken_masks failed \(ModuleNotFoundError: No module named 'no_such"
+    ):
+        CallableSource(function="broken_masks:band")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "needs function: package.module:name, got ''"),
+        ({"function": "user_masks.band"}, "needs function: package.module:name, got 'user_masks.band'"),
+        ({"function": "no_such_masks:band"}, "importing no_such_masks failed"),
+        ({"function": "user_masks:bnad"}, "user_masks has no such name; name a function"),
+        ({"function": "user_masks:NOT_A_FUNCTION"}, "names a int, which cannot be called"),
+        (
+            {"function": "user_masks:band", "per": "call"},
+            "unknown per 'call' of mask source 'callable'; use one of all,",
+        ),
+        ({"function": "user_masks:band", "parameters": {1: 2}}, "parameters of user_masks:band need names, 1 is none"),
+        (
+            {"function": "user_masks:band", "parameters": [1]},
+            "'parameters' in mask source 'callable' must be a mapping",
+        ),
+        ({"function": "user_masks:band", "orders": "hwt"}, "must be a list of str, got 'hwt'"),
+        ({"function": "user_masks:band", "orders": [3]}, "must be a list of str, got [3]"),
+    ],
+)
+def test_settings_that_make_no_sense_raise_at_once(keys, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        DbspConfig.load({"mask": {"source": "callable", **keys}})
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("integers", {}, "returned int64; compare with a threshold"),
+        ("a_list", {}, "returned a list; return a bool numpy array"),
+        ("transposed", {}, "returned shape [6, 9]; return [3, 5, 9], heads × query blocks × key blocks, or [5, 9]"),
+        ("raises", {}, "raised KeyError: 'no such\\nlayer' for layer 2; correct it"),
+        ("band", {"parameters": {"width": 3}}, "raised TypeError: band() got an unexpected keyword argument 'width'"),
+        ("band", {"orders": ("thw", "hwt")}, "2 orders for 3 heads; give one order for all heads or one per head"),
+        ("band", {"orders": ("xyz",)}, "unknown token order 'xyz'"),
+    ],
+)
+def test_what_a_function_should_not_do_is_one_line(name, keys, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        source(name, **keys).mask(REQUEST)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_masks_that_depend_on_step_and_guidance_pass_equal_one_process(pool, tmp_path):
+    mask = {"source": "callable", "function": "user_masks:band", "per": "step", "block_q": 8, "block_k": 16}
+    folder = str(make_tiny("wan", tmp_path / "wan"))
+    results = pool(3).run(run_pipeline_case, "wan", folder, {"mask": mask, "strategy": "U1R3"})
+    assert all(difference <= 1e-5 for difference, _ in results), results
+
+
+@pytest.mark.parametrize("home", ["striped", "learned"])  # "learned" asks for all masks beforehand
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("raises", "rank(s) [1]: mask function user_masks:on_one_rank raised RuntimeError: only here for layer 1"),
+        ("shape", "rank(s) [1]: mask function user_masks:on_one_rank returned shape"),
+        ("dtype", "rank(s) [1]: mask function user_masks:on_one_rank returned float32"),
+        ("bits", "the mask of layer 1 differs on rank(s) [1]; it must be the same on every rank"),
+    ],
+)
+def test_what_one_rank_does_raises_on_all(pool, fault, message, home):
+    workers = pool(3)
+    mask = {"source": "callable", "function": "user_masks:on_one_rank", "parameters": {"fault": fault}}
+    config = {"mask": mask | {"block_q": 16, "block_k": 8}, "strategy": "U1R3", "home": home}
+    for raised in workers.run(run_until_error, ParaCase("wan", (3, 5, 7), config)):
+        assert message in raised
+        assert "\n" not in raised
+    config["mask"] = mask | {"parameters": {"fault": "bits", "culprit": 9}, "block_q": 16, "block_k": 8}
+    for difference, _ in workers.run(run_para_case, ParaCase("wan", (3, 5, 7), config)):
+        assert difference <= 1e-5  # the workers are not out of step

@@ -1,0 +1,228 @@
+"""Which settings hold, that all ranks agree on them, and what is said of them; what `dbsp generate` refuses."""
+
+from __future__ import annotations
+
+import json
+import types
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+import dbsp_diffusers.reference
+from dbsp_cli.generate.job import Wishes, prepare
+from dbsp_cli.generate.launcher import Launch, Watcher
+from dbsp_core import Strategy
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.config.models import CHECKPOINTS
+from dbsp_diffusers.effective_config import UNCONFIGURED, settings_for
+from dbsp_diffusers.reference import attach_single_process
+from dbsp_xdit.flags import config_from, parse_known
+from in_force_cases import attach_to_another_model, settings_by_rank
+from repository import ROOT
+from transformers_for_tests import make_transformer
+from workers import WorkerError
+
+ALONE = SequenceGroup(0, 1)
+
+
+def published(name: str):
+    """A pipeline with a published checkpoint's transformer, apart from its weights."""
+    checkpoint = next(c for c in CHECKPOINTS if c.name == name)
+    layers, heads, head_dim, frames = checkpoint.sizes
+    wan = checkpoint.pipeline == "WanPipeline"
+    patch = {"patch_size": (1, 2, 2)} if wan else {"patch_size": 2, "patch_size_t": frames if frames > 1 else None}
+    config = {"num_layers": layers, "num_attention_heads": heads, "attention_head_dim": head_dim, **patch}
+    return type(checkpoint.pipeline, (), {})(), types.SimpleNamespace(config=config)
+
+
+@pytest.mark.parametrize("name", [c.name for c in CHECKPOINTS])
+def test_without_a_configuration_a_known_model_has_its_own(name):
+    pipe, transformer = published(name)
+    config = settings_for(None, transformer, ALONE, pipe=pipe)
+    if name == "cogvideox-5b":
+        assert (config, config.origin) == (DbspConfig(), UNCONFIGURED)
+    else:
+        assert config == DbspConfig.load(f"{name}-sparge")
+        assert config.model == name
+
+
+@pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", None])
+def test_the_single_process_reference_has_the_same(name):
+    """Without a configuration: what is shipped for the checkpoint, dense where nothing is."""
+    expected = DbspConfig.load(f"{name}-sparge" if name else {})
+    if name is None:
+        transformer = make_transformer("wan")
+    else:
+        pipe, sizes = published(name)
+        with torch.device("meta"):
+            transformer = WanTransformer3DModel(**sizes.config)
+        assert settings_for(None, transformer, ALONE, pipe=pipe) == expected
+    assert settings_for(None, transformer, ALONE) == expected
+    with mock.patch.object(dbsp_diffusers.reference, "MaskFeed") as feed:
+        attach_single_process(transformer, None).detach()
+    assert feed.call_args.args[:2] == (expected.mask, expected.dense)
+
+
+def test_a_configuration_of_another_model_is_refused():
+    pipe, transformer = published("wan2.1-t2v-1.3b")
+    with pytest.raises(ValueError, match=r"sparge\.yaml\) is for wan2\.1-t2v-14b, the model is wan2\.1-t2v-1\.3b"):
+        settings_for("wan2.1-t2v-14b-sparge", transformer, ALONE, pipe=pipe)
+    settings_for({"mask": {"source": "radial"}}, transformer, ALONE, pipe=pipe)
+
+
+def test_all_ranks_refuse_together(pool):
+    for said in pool(2).run(attach_to_another_model, "wan2.1-t2v-14b-window"):
+        assert "is for wan2.1-t2v-14b, the model is a WanPipeline with" in said
+    same = {"mask": {"source": "window"}, "strategy": "U1R2"}
+    assert len(set(map(repr, pool(2).run(settings_by_rank, [same, same])))) == 1
+    for other in (same | {"reward": 2}, same | {"mask": {"source": "window", "block_q": 32}}):
+        with pytest.raises(WorkerError) as raised:
+            pool(2).run(settings_by_rank, [same, other])
+        assert [kind for _, kind, _ in raised.value.errors] == ["UserError"] * 2
+        assert "the configuration differs on rank(s) [1]" in raised.value.errors[0][2]
+    with pytest.raises(WorkerError) as raised:
+        pool(2).run(settings_by_rank, [same, {"planer": "dbsp"}])
+    assert {text for _, _, text in raised.value.errors} == {
+        "rank(s) [1]: unknown key 'planer' in the configuration; did you mean 'planner'?"
+    }
+
+
+def test_xdit_without_a_configuration():
+    def asked(*arguments: str) -> DbspConfig | None:
+        return config_from(parse_known(["--sp-backend", "dbsp", *arguments]))
+
+    assert asked("--model", "Wan2.1-T2V") == DbspConfig.load("wan2.1-t2v-14b-sparge")
+    assert asked("--model", "Wan2.1-T2V", "--sp-mask", "radial") != asked("--model", "Wan2.1-T2V")
+    assert asked("--model", "unheard-of") == DbspConfig()
+    assert asked("--model", "Wan2.1-T2V", "--sp-planner", "paper").planner == "paper"
+    with pytest.raises(ValueError, match=r"is for cogvideox1\.5-5b, the model is wan2.1-t2v-14b"):
+        asked("--model", "Wan2.1-T2V", "--sp-config", "cogvideox1.5-5b-sparge")
+
+
+class TestGenerateRefuses:
+    """Before a process is launched, with one line."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            ("--prompt x", "nothing says which model; give --model"),
+            ("--config tiny-wan", "there is no prompt; give one with --prompt"),
+            ("--config tiny-wam --prompt x", "did you mean the shipped 'tiny-wan'"),
+            ("--config tiny-wan --prompt x --model ./nowhere", "--model ./nowhere: neither a known model (wan2.1"),
+            ("--config tiny-wan --prompt x --model wan2.1-t2v-14b", "is for tiny-wan, the model is wan2.1-t2v-14b"),
+            ("--config tiny-wan --prompt x --set mask.density=2", "--set mask.density: density=2.0 must lie between"),
+            ("--config tiny-wan --prompt x --set mask.dnsity=2", "--set mask.dnsity: unknown key 'dnsity' in mask so"),
+            ("--config tiny-wan --prompt x --set cdf=2", "--set cdf: unknown key 'cdf'; it belongs under 'mask'"),
+            ("--config tiny-wan --prompt x --set debug.x=1", "--set debug.x: 'debug' is True, not a mapping"),
+            ("--config tiny-wan --prompt x --set video.steps", "--set video.steps is no KEY=VALUE"),
+            ("--config tiny-wan --prompt x --set mask=[", "--set mask: '[' is not YAML"),
+            ("--config tiny-wan --prompt x --set video.num_frames=32", "video.num_frames=32 is not 4k + 1"),
+            ("--config tiny-wan --prompt x --seed -1", "--seed: video.seed=-1 must be at least 0"),
+            ("--config tiny-wan --prompt x --out a.avi", "--out a.avi must end in .mp4"),
+            ("--config tiny-wan --prompt x --host xfuser", "unknown host 'xfuser'; use xdit or para"),
+            ("--config tiny-wan --prompt x --nproc 0", "--nproc 0 must be at least 1"),
+            ("--config tiny-wan --prompt x --nproc 3 --set strategy=U2R2", "strategy U2R2 needs 2·2 = 4 GPUs but"),
+            ("--config tiny-wan --prompt x --nnodes 2", "--nnodes 2 needs a place to meet"),
+            ("--config tiny-wan --prompt x --nnodes 2 --master-addr a", "--master-addr needs a --node-rank"),
+            ("--config tiny-wan --prompt x --node-rank 1", "--node-rank 1 needs as many nodes; add --nnodes"),
+            ("--config tiny-wan-paro --prompt x", "tiny-wan-paro.yaml:6: mask file masks/tiny-wan-paro.safetensors"),
+        ],
+    )
+    def test_one_line(self, dbsp, arguments, complaint, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        code, out, err = dbsp("generate", *arguments.split(" "))
+        assert (code, out) == (2, "")
+        assert complaint in err
+        assert len(err.splitlines()) == 1
+        assert list(tmp_path.iterdir()) == []
+
+    def test_more_processes_than_gpus(self, monkeypatch):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # mocked: there is no GPU here
+        wishes = Wishes(config="tiny-wan", prompt="x", host="para", launch=Launch(3), nproc_given=True)
+        with pytest.raises(ValueError, match="--nproc 3 is more than the 2 GPUs of this machine"):
+            prepare(wishes)
+        assert prepare(Wishes(config="tiny-wan", prompt="x", host="para")).launch.nproc == 2
+
+
+class TestWhatWouldRun:
+    def asked(self, dbsp, *arguments):
+        code, out, err = dbsp("generate", "--prompt", "x", "--dry-run", "--json", *arguments)
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    def test_everything_is_filled_in_from_the_checkpoint(self, dbsp):
+        said = self.asked(dbsp, "--model", "Wan2.1-T2V-1.3B", "--host", "para", "--nproc", 8)
+        video = said["settings"]["video"]
+        assert (video["height"], video["width"], video["num_frames"], video["flow_shift"]) == (480, 832, 81, 3.0)
+        assert video["negative_prompt"].startswith("Bright tones")
+        assert said["settings"]["model"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        assert said["settings"]["mask"]["cdf"] == 0.92
+        assert said["settings"]["strategy"] == "U8R1"
+        assert said["command"][1:4] == ["-m", "torch.distributed.run", "--standalone"]
+        assert said["command"][-3:] == ["WORK/dbsp.yaml", "WORK/video.mp4", "600"]
+        assert said["command"][-6:-3] == ["-m", "dbsp_start.rank", "dbsp_para.generate"]
+
+    def test_changes_go_before_the_file(self, dbsp):
+        changes = ("--set", "mask.density=0.5", "--set", "strategy=auto", "--set", "dense={first_steps: 1}")
+        settings = self.asked(dbsp, "--config", "tiny-wan", *changes, "--seed", 3)["settings"]
+        assert settings["mask"] == {"source": "synthetic", "density": 0.5, "block_q": 32, "block_k": 32}
+        assert (settings["strategy"], settings["dense"], settings["video"]["seed"]) == ("auto", {"first_steps": 1}, 3)
+
+    def test_several_nodes_meet_as_torchrun_has_it(self, dbsp):
+        meeting = ("--nnodes", 2, "--rdzv-endpoint", "host:29500", "--rdzv-id", "a", "--nproc", 4)
+        said = self.asked(dbsp, "--config", "tiny-wan", *meeting)
+        options = ["--nproc-per-node=4", "--nnodes=2", "--rdzv-endpoint=host:29500", "--rdzv-id=a"]
+        assert {*options, "--rdzv-backend=c10d"} <= set(said["command"])
+        assert said["settings"]["strategy"] == str(Strategy(4, 2))
+
+    def test_an_unknown_local_model_runs_dense(self, dbsp, tmp_path):
+        folder = tmp_path / "model"
+        (folder / "transformer").mkdir(parents=True)
+        (folder / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+        sizes = {"num_layers": 3, "num_attention_heads": 5, "attention_head_dim": 8, "patch_size": [1, 2, 2]}
+        (folder / "transformer" / "config.json").write_text(json.dumps(sizes))
+        code, _, err = dbsp("generate", "--model", folder, "--prompt", "x", "--dry-run")
+        assert code == 2
+        assert "video.height is not set, and this model is none whose usual size is known" in err
+        size = [part for name in ("height=64", "width=64", "num_frames=5") for part in ("--set", f"video.{name}")]
+        assert "mask" not in self.asked(dbsp, "--model", folder, *size)["settings"]
+
+
+class TestWatcher:
+    def test_progress_is_that_of_rank_0_and_of_the_denoising(self):
+        done: list[int] = []
+        watcher = Watcher(steps=8, stepped=done.append)
+        for line in (
+            "(rank 0) Loading:  50%|#####     | 1/2 [00:00<00:00]",
+            "(rank 1)  38%|###8      | 3/8 [00:01<00:02]",
+            "(rank 0)  12%|#2        | 1/8 [00:01<00:02](rank 0) ",
+            "(rank 0)  25%|##5       | 2/8 [00:01<00:02](rank 1)  25%|##5       | 5/8 [00:01<00:02]",
+        ):
+            watcher.line(line)
+        assert done == [1, 2]
+
+    def test_what_ranks_have_for_the_user_is_told_once(self):
+        told: list[str] = []
+        watcher = Watcher(steps=8, noticed=told.append)
+        for rank in range(3):
+            watcher.line(f"(rank {rank}) dbsp: no accelerator found")
+            watcher.line(f"(rank {rank}) dbsp: error: the mask is for another video")
+        watcher.line("(rank 0) a library's remark")
+        assert told == ["dbsp: no accelerator found"]
+        assert set(watcher.mistakes.values()) == {"the mask is for another video"}
+
+
+def test_documentation_names_no_flag_that_is_not_there():
+    text = (ROOT / "docs" / "quick-start.md").read_text()
+    import re
+
+    import typer
+
+    from dbsp_cli.cli import app
+
+    known = {name for p in typer.main.get_command(app).commands["generate"].params for name in p.opts}
+    for line in re.findall(r"^dbsp generate.*(?:\\\n.*)*", text, re.MULTILINE):
+        assert set(re.findall(r"(--[a-z-]+)", line)) <= known, line

@@ -1,0 +1,57 @@
+"""docs/masks.md and configs/ say what is true."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import yaml
+
+from dbsp_core import HomeLayout, Strategy, make_plan
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.sources import SOURCES, MaskRequest, WindowSource
+from repository import ROOT
+
+REPOSITORY = ROOT
+TEXT = (REPOSITORY / "docs" / "masks.md").read_text()
+WAN = MaskRequest(layer=0, heads=40, thw=(21, 45, 80))
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| `")]
+MEASURED = {row[0]: row[-3:] for row in ROWS if row[-1]}
+DEFAULTS = {f"`{name}`": SOURCES[name] for name in SOURCES} | {
+    "`window` with `tile`": lambda: WindowSource(120, 120, tile=(3, 5, 8))
+}
+
+
+@pytest.mark.parametrize("row", MEASURED)
+def test_the_table_of_sources(row):
+    density, ulysses, ring = (float(value) for value in MEASURED[row])
+    source = DEFAULTS[row]()
+    mask = source.mask(WAN)
+    assert round(mask.density, 3) == density
+    for name, rho in (("U8R1", ulysses), ("U1R8", ring)):
+        strategy = Strategy.parse(name)
+        home = HomeLayout.striped(source.grid(WAN), strategy)
+        plan = make_plan(mask, strategy, home=home)
+        assert round(plan.rho_before, 3) == rho
+        assert plan.rho < 1.0055, "brought to 1.005 or less"
+
+
+def test_the_function_to_write_oneself(tmp_path, monkeypatch):
+    code, settings = (re.search(rf"```{kind}\n(.*?)```", TEXT, re.DOTALL).group(1) for kind in ("python", "yaml"))
+    (tmp_path / "my_masks.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    source = DbspConfig.load(yaml.safe_load(settings)).mask
+    mask = source.mask(WAN)
+    bits = mask.bits[0].numpy()
+    assert np.diagonal(bits).all()
+    assert 0.1 < mask.density < 0.9
+    frame = mask.grid.q_axis.starts // (45 * 80)
+    assert bits[0, frame <= 2].all()
+    assert not bits[0, np.isin(frame, (5, 6, 7))].any()
+
+
+def test_the_window_for_wan_has_blocks_that_are_tiles():
+    mask = DbspConfig.load(REPOSITORY / "configs" / "wan2.1-t2v-14b-window.yaml").mask.mask(WAN)
+    assert (mask.counts.rows == 3 * 5 * 5).all()
+    assert round(mask.density, 3) == 0.119

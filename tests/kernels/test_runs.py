@@ -1,0 +1,105 @@
+"""Copying runs of tokens between tensors of any strides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_kernels.packing import segment_copy as runs_module
+from dbsp_kernels.packing.segment_copy import Runs, copy_runs
+from generators import SEEDS, examples
+from interpreter import interpreted
+
+LAYOUTS = {
+    "heads, then tokens": (0, 1, 2, 3),
+    "tokens, then heads": (0, 2, 1, 3),
+    "tokens, then the batch": (2, 0, 1, 3),
+    "D scattered": (3, 1, 2, 0),
+}
+UNTOUCHED = 7.0
+
+
+def laid_out(shape: list[int], layout: str, fill: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor of this shape whose memory is in another order."""
+    order = LAYOUTS[layout]
+    tensor = torch.full([shape[d] for d in order], UNTOUCHED).permute(*np.argsort(order).tolist())
+    return tensor if fill is None else tensor.copy_(fill)
+
+
+def one_by_one(source: torch.Tensor, destination: torch.Tensor, table: np.ndarray) -> torch.Tensor:
+    """What the runs say, token by token."""
+    expected = destination.clone()
+    for from_head, from_token, to_head, to_token, length, zeros in table.tolist():
+        for i in range(length):
+            expected[:, to_head, to_token + i] = source[:, from_head, from_token + i]
+        for i in range(zeros):
+            expected[:, to_head, to_token + length + i] = 0
+    return expected
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """Source, destination, and runs between them that do not overlap where they are written."""
+    rng = np.random.default_rng(draw(SEEDS))
+    batch, width, count = draw(st.integers(1, 2)), draw(st.sampled_from([1, 8, 24])), draw(st.integers(0, 8))
+    from_heads, to_heads, longest = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 5, 40]))
+    length, zeros = rng.integers(0, longest + 1, count), rng.integers(0, 3, count)
+    gaps = rng.integers(0, 3, count)
+    to_token = np.cumsum(length + zeros + gaps) - (length + zeros)
+    from_token = rng.integers(0, 50, count)
+    table = np.stack(
+        [
+            rng.integers(from_heads, size=count),
+            from_token,
+            rng.integers(to_heads, size=count),
+            to_token,
+            length,
+            zeros,
+        ],
+        axis=1,
+    )
+    source_shape = [batch, from_heads, 50 + longest, width]
+    source = torch.from_numpy(rng.standard_normal(source_shape)).float()
+    destination_shape = [batch, to_heads, int((to_token + length + zeros).max(initial=0)) + 2, width]
+    layouts = st.sampled_from(list(LAYOUTS))
+    return laid_out(source_shape, draw(layouts), source), laid_out(destination_shape, draw(layouts)), table
+
+
+@given(copies(), st.sampled_from([0, 1000]))
+@examples(120)
+def test_runs_are_copied_and_nothing_else_is_touched(case, sliced):
+    source, destination, table = case
+    expected = one_by_one(source, destination, table)
+    whole, runs_module.SLICED = runs_module.SLICED, sliced  # run by run, and by index
+    try:
+        copy_runs(source, destination, Runs.of(table, torch.device("cpu")))
+    finally:
+        runs_module.SLICED = whole
+    assert torch.equal(destination, expected)
+
+
+@given(copies())
+@examples(30)
+def test_the_triton_kernel_equals_its_twin(case):
+    pytest.importorskip("triton")
+    from dbsp_kernels.triton.segment_copy import triton_copy_runs
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, on which tests/kernels/test_gpu.py runs the kernel")
+    source, destination, table = case
+    expected = one_by_one(source, destination, table)
+    with interpreted():
+        triton_copy_runs(source, destination, Runs.of(table, torch.device("cpu")))
+    assert torch.equal(destination, expected)
+
+
+def test_a_token_in_the_wrong_place_is_seen():
+    """The control: a run one off differs."""
+    table = np.array([[0, 3, 0, 2, 4, 1]])
+    source, destination = torch.randn(1, 1, 9, 8), torch.zeros(1, 1, 9, 8)
+    expected = one_by_one(source, destination, table)
+    copy_runs(source, destination, Runs.of(np.array([[0, 4, 0, 2, 4, 1]]), torch.device("cpu")))
+    assert not torch.equal(destination, expected)

@@ -1,0 +1,212 @@
+"""The Triton kernels without a GPU: right under Triton's interpreter, and compilable for their GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_kernels import choose_kernel, merge_states
+from generators import SEEDS, examples
+from interpreter import interpreted
+from packed import Packed, full_counts, kinder, packed, relative_error
+
+pytest.importorskip("triton")
+COMPILE = Path(__file__).with_name("triton_compile.py")
+ANY_ORDER = torch.tensor([[2, 0, 3, -7], [-7, -7, -7, -7], [1, 3, 0, 2]]).int()
+MOST_ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture
+def interpreter():
+    """Triton's interpreter, with everything that torch leaves uninitialised filled with NaN."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, on which tests/kernels/test_gpu.py runs the kernels")
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory, too
+    assert torch.empty(9).isnan().all()
+    with interpreted():
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_right(p: Packed, scale: float | None = None, **options) -> None:
+    from dbsp_kernels.triton.forward import triton_attention
+
+    scale = p.q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = triton_attention(*vars(p).values(), scale, **options)
+    expected, expected_lse = p.exact(scale)
+    assert (out.dtype, out.shape, lse.dtype) == (p.q.dtype, p.q.shape, torch.float32)
+    assert relative_error(out, expected) <= MOST_ERROR[p.q.dtype]
+    some = p.kv_count > 0
+    torch.testing.assert_close(lse[some].double(), expected_lse[some].double(), rtol=2e-5, atol=2e-5)
+    assert (out[~some] == 0).all()
+    assert torch.isneginf(lse[~some]).all()
+
+
+@pytest.mark.usefixtures("interpreter")
+class TestInterpreted:
+    @pytest.mark.parametrize("dtype", MOST_ERROR, ids=str)
+    @pytest.mark.parametrize(("block_q", "block_k"), itertools.product((64, 128), repeat=2))
+    def test_every_mix_of_blocks(self, dtype, block_q, block_k):
+        p = packed(rows=3, blocks=4, block_q=block_q, block_k=block_k, width=64, dtype=dtype, seed=4)
+        p = kinder(replace(p, kv_index=ANY_ORDER, kv_count=torch.tensor([3, 0, 4]).int()))
+        assert 0 < full_counts(p).sum() < p.kv_count.sum(), "full blocks and short ones"
+        assert_right(p, kv_full=full_counts(p))
+
+    @given(
+        rows=st.integers(0, 4),
+        blocks=st.integers(1, 4),
+        block_q=st.integers(1, 40),
+        block_k=st.integers(1, 40),
+        width=st.integers(1, 40),
+        dtype=st.sampled_from(list(MOST_ERROR)),
+        hint=st.booleans(),
+        seed=SEEDS,
+    )
+    @examples(40)
+    def test_any_shape(self, hint, **shape):
+        p = kinder(packed(**shape))
+        assert_right(p, kv_full=full_counts(p) if hint else None)
+
+    @pytest.mark.parametrize("hint", [True, False])
+    @pytest.mark.parametrize("width", [128, 40])
+    def test_tiles_fetched_by_the_copy_engine(self, width, hint):
+        p = kinder(packed(rows=3, blocks=4, block_q=64, block_k=64, width=width, dtype=torch.float16))
+        assert_right(p, copy_engine=True, kv_full=full_counts(p) if hint else None)
+
+    def test_blocks_larger_than_tiles(self):
+        from dbsp_kernels.triton.tile_config import Tiles
+
+        p = kinder(packed(rows=3, blocks=3, block_q=96, block_k=64, width=16))
+        for hint, copy_engine in itertools.product((full_counts(p), None), (True, False)):
+            assert_right(p, tiles=Tiles(32, 16, warps=4, stages=2), kv_full=hint, copy_engine=copy_engine)
+
+    @pytest.mark.parametrize("copy_engine", [True, False])
+    def test_what_lies_beyond_short_blocks_is_not_seen_even_if_not_finite(self, copy_engine):
+        p = kinder(packed(blocks=6, block_q=16, block_k=16))
+        k, v = p.k.clone(), p.v.clone()
+        for block, n in enumerate(p.kv_len.tolist()):
+            k[block, n:], v[block, n:] = torch.nan, torch.inf
+        assert_right(replace(p, k=k, v=v), kv_full=full_counts(p), copy_engine=copy_engine)
+
+    @pytest.mark.parametrize("scale", [-0.7, 0.0, 3.0])
+    def test_any_scale(self, scale):
+        assert_right(packed(block_q=16, block_k=16), scale)
+
+    def test_inputs_that_are_not_contiguous(self):
+        p = packed(rows=4, block_q=16, block_k=16)
+        across = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (p.q, p.k, p.v)]
+        backward = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (p.q, p.k, p.v)]
+        index = p.kv_index.T.contiguous().T
+        for q, k, v in (across, backward):
+            assert not any(t.is_contiguous() for t in (q, k, v, index))
+            assert_right(replace(p, q=q, k=k, v=v, kv_index=index), copy_engine=True)
+
+    def test_rows_in_any_order_give_the_same_bits(self):
+        p = packed(rows=6, block_q=16, block_k=16)
+        plain = p.attend("triton")
+        for order in (torch.arange(6), torch.tensor([3, 5, 1, 0, 2, 4])):
+            assert all(map(torch.equal, p.attend("triton", order=order.int()), plain))
+
+    def test_inputs_stay_as_they_were(self):
+        p, untouched = packed(block_q=16, block_k=16), packed(block_q=16, block_k=16)
+        p.attend("triton")
+        assert all(torch.equal(a, b) for a, b in zip(vars(p).values(), vars(untouched).values(), strict=True))
+
+
+def three_parts(dtype: torch.dtype) -> tuple[Packed, list[Packed]]:
+    """An attention, and three with a third of its blocks each: rows that are empty in some parts, or in all."""
+    p = packed(rows=6, blocks=7, block_q=16, block_k=16, dtype=dtype)
+    index = torch.stack([torch.arange(7).roll(row) for row in range(6)]).int()
+    p = replace(p, kv_index=index, kv_count=torch.tensor([0, 1, 2, 7, 3, 5]).int())
+    parts = []
+    for part in range(3):
+        used = ((torch.arange(7) % 3 == part) & (torch.arange(7) < p.kv_count[:, None])).int()
+        order = torch.argsort(1 - used, dim=1, stable=True)
+        parts.append(replace(p, kv_index=p.kv_index.gather(1, order), kv_count=used.sum(1).int()))
+    assert all(((part.kv_count == 0) & (p.kv_count > 0)).any() for part in parts[1:])
+    return p, parts
+
+
+@pytest.mark.usefixtures("interpreter")
+class TestAccumulating:
+    @pytest.mark.parametrize("kernel", ["triton", "cpu", "reference"])
+    @pytest.mark.parametrize("dtype", MOST_ERROR, ids=str)
+    def test_parts_in_any_order_give_the_whole(self, kernel, dtype):
+        p, parts = three_parts(dtype)
+        expected, expected_lse = p.exact()
+        for first, second, third in itertools.permutations(parts):
+            running = first.attend(kernel, out_dtype=torch.float32)
+            assert running[0].dtype == torch.float32
+            assert all(map(torch.Tensor.is_set_to, second.attend(kernel, running=running), running)), "in place"
+            out, lse = third.attend(kernel, running=running, out_dtype=dtype)
+            assert out.dtype == dtype
+            assert relative_error(out, expected) <= MOST_ERROR[dtype]
+            some = p.kv_count > 0
+            assert (lse[some] - expected_lse[some]).abs().max() <= max(1e-5, MOST_ERROR[dtype])
+            assert (out[~some] == 0).all()
+            assert torch.isneginf(lse[~some]).all()
+
+    def test_it_is_the_merge_of_the_parts(self):
+        _, (a, b, _) = three_parts(torch.float32)
+        expected = merge_states(*a.attend("triton"), *b.attend("triton"))
+        torch.testing.assert_close(b.attend("triton", running=a.attend("triton")), expected)
+
+    @given(
+        rows=st.integers(0, 3),
+        tokens=st.integers(1, 40),
+        width=st.integers(1, 80),
+        dtypes=st.tuples(st.sampled_from(list(MOST_ERROR)), st.sampled_from(list(MOST_ERROR))),
+        seed=SEEDS,
+    )
+    @examples(20)
+    def test_the_merge_kernel_equals_its_twin(self, rows, tokens, width, dtypes, seed):
+        from dbsp_kernels.triton.merge import triton_merge_into
+
+        generator = torch.Generator().manual_seed(seed)
+        sides = []
+        for dtype in dtypes:
+            out = torch.randn(rows, tokens, width, generator=generator)
+            lse = torch.randn(rows, tokens, generator=generator) * 30
+            empty = torch.rand(rows, tokens, generator=generator) < 0.4
+            sides += [out.masked_fill(empty[..., None], 0).to(dtype), lse.masked_fill(empty, -torch.inf)]
+        expected, expected_lse = merge_states(*sides)
+        triton_merge_into(*sides)
+        tolerance = 1e-5 if sides[0].dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(sides[0], expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(sides[1], expected_lse)
+
+
+def run_compiler() -> list[dict]:
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(COMPILE)], capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_compiles_for_ampere_and_hopper():
+    results = run_compiler()
+    assert {result["sm"] for result in results} == {80, 90}
+    for result in results:
+        assert result["cubin"] > 1000, result
+        assert result["shared"] <= (99 if result["sm"] == 80 else 227) * 1024, f"must fit every such GPU: {result}"
+        if result["sm"] == 90 and result["kernel"] == "forward_kernel":
+            assert (result["wgmma"], result["bulk_copies"]) == (True, True), f"Hopper's own instructions: {result}"
+            if result["tiles"][0] == 64:
+                assert 2 * (result["shared"] + 1024) <= 228 * 1024, f"two programs per multiprocessor: {result}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_kernel_says_what_to_use(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"kernel 'triton' cannot be used here: .*; use cpu or reference"):
+        choose_kernel("triton", "cpu", torch.float32)

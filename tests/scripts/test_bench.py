@@ -1,0 +1,35 @@
+"""`scripts/bench/attention.py` runs on real ranks and replays virtual ones, and prints what it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from repository import ROOT
+
+SMALL = ("--tokens", "512", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--json")
+
+
+@pytest.mark.parametrize(
+    ("options", "strategies", "label"),
+    [
+        (["--ranks", "2"], ["U2R1", "U1R2"], "measured, 2 ranks"),
+        (["--replay", "--gpus", "4"], ["U4R1", "U2R2", "U1R4"], "replayed"),
+    ],
+)
+def test_json_has_the_documented_cases(options, strategies, label):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "attention.py"), *options, *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["label"].startswith(label)
+    assert [case["strategy"] for case in report["cases"]] == strategies
+    for case in report["cases"]:
+        assert case["rho_before"] >= case["rho"] >= 1
+        assert case["speedup"] == case["seconds_before"] / case["seconds"]
+        assert (case["communication_s"] > 0) == label.startswith("replayed")

@@ -1,0 +1,147 @@
+"""The shipped weights follow the caption, and the masks of learned attention have the numbers of the results."""
+
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+
+from dbsp_cli.mask_tools.series import MaskSeries
+from dbsp_cli.tiny_models import TRAINED_WAN
+from dbsp_core import make_plan
+from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.strategy import Strategy
+from repository import ROOT
+
+MASKS = ROOT / "tests" / "data" / "learned-masks.safetensors"
+RESULTS = ROOT / "docs" / "results"
+COLOURS = {
+    "red": (0.90, 0.12, 0.12),
+    "green": (0.10, 0.72, 0.18),
+    "blue": (0.12, 0.25, 0.92),
+    "yellow": (0.97, 0.85, 0.10),
+}
+CAPTIONS = {
+    "red": "a red ball bounces over a blue checkered floor",
+    "green": "a green square slides left over a yellow plain floor",
+    "blue": "a blue triangle turns over a green plain floor",
+    "yellow": "a yellow ball slides right over a red checkered floor",
+}
+
+
+def dominant_colour(frames: torch.Tensor) -> str | None:
+    """The colour that most of the coloured pixels over the floor have: the wall and the pillar are grey.
+
+    frames: float32[F, 3, H, W] in [0, 1];  None: hardly any pixel is coloured
+    """
+    wall = frames[:, :, : int(0.58 * frames.shape[2])].transpose(0, 1).flatten(1)  # [3, pixels]
+    coloured = wall[:, (wall.amax(0) - wall.amin(0)) > 0.35]
+    if coloured.shape[1] < 0.005 * wall.shape[1]:
+        return None
+    chroma = coloured - coloured.mean(0)
+    palette = torch.tensor(list(COLOURS.values())).T
+    nearest = (torch.nn.functional.normalize(palette - palette.mean(0), dim=0).T @ chroma).argmax(0)
+    return list(COLOURS)[int(torch.bincount(nearest, minlength=4).argmax())]
+
+
+def test_dominant_colour_tells_colours_apart():
+    frames = torch.full((2, 3, 40, 40), 0.86)
+    frames[:, :, 24:] = torch.tensor(COLOURS["blue"])[:, None, None]  # a floor does not count
+    assert dominant_colour(frames) is None
+    for name, value in COLOURS.items():
+        for shade in (1.0, 0.65):  # the lit half and the dark one
+            frames[:, :, 5:15, 5:15] = shade * torch.tensor(value)[:, None, None]
+            assert dominant_colour(frames) == name
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    diffusers = pytest.importorskip("diffusers")
+    pytest.importorskip("transformers")
+    pipe = diffusers.WanPipeline.from_pretrained(TRAINED_WAN, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@torch.no_grad()
+def frames_of(pipe, prompt: str, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    video = pipe(
+        prompt=prompt,
+        negative_prompt="",
+        height=144,
+        width=240,
+        num_frames=9,
+        num_inference_steps=8,
+        guidance_scale=3.0,
+        generator=generator,
+        output_type="pt",
+    ).frames
+    return video[0].float()
+
+
+def test_the_shipped_weights_follow_the_caption(pipeline):
+    seen = {
+        (name, seed): dominant_colour(frames_of(pipeline, CAPTIONS[name], seed))
+        for name in CAPTIONS
+        for seed in (0, 1)
+    }
+    right = sum(colour == name for (name, _), colour in seen.items())
+    assert right >= 6, seen  # of 8; by chance, 2
+
+
+def test_the_shipped_weights_are_small_and_have_a_card():
+    files = [path for path in TRAINED_WAN.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 16e6
+    card = (TRAINED_WAN / "README.md").read_text(encoding="utf-8")
+    for word in ("Data", "Training", "Cost", "loss.csv", "Limits"):
+        assert word in card
+
+
+def test_tiny_writes_the_trained_pipeline_in_float32(dbsp, tmp_path):
+    diffusers = pytest.importorskip("diffusers")
+    code, out, err = dbsp("tiny", "wan", tmp_path / "wan", "--trained")
+    assert (code, out) == (0, "")
+    assert err.endswith(f"wrote a tiny wan-trained checkpoint to {tmp_path / 'wan'}\n")
+    written = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "wan" / "transformer")
+    shipped = diffusers.WanTransformer3DModel.from_pretrained(TRAINED_WAN / "transformer")
+    assert {p.dtype for p in written.parameters()} == {torch.float32}
+    assert all(torch.equal(a, b.float()) for a, b in zip(written.parameters(), shipped.parameters(), strict=True))
+    assert (tmp_path / "wan" / "README.md").is_file()
+    code, _, err = dbsp("tiny", "cogvideox", tmp_path / "cog", "--trained")
+    assert code == 2
+    assert "'cogvideox' has no trained weights" in err
+
+
+@pytest.fixture(scope="module")
+def series() -> MaskSeries:
+    return MaskSeries.read(MASKS)
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_learned_masks_have_the_densities_of_the_results(series):
+    assert MASKS.stat().st_size <= 2e6
+    for row in rows_of("learned-density"):
+        layer, head = int(row["layer"]), int(row["head"])
+        values = [float(series.get(step, layer).bits[head].float().mean()) for step in series.steps]
+        assert np.mean(values) == pytest.approx(float(row["density"]), abs=1e-4)
+    densities = [float(row["density"]) for row in rows_of("learned-density")]
+    assert max(densities) > 1.5 * min(densities), "learned heads differ"
+
+
+@pytest.mark.parametrize("strategy", ["U8R1", "U1R8"])
+def test_learned_masks_are_uneven_and_db_sp_evens_them_out(series, strategy):
+    known = {row["planner"]: row for row in rows_of("learned-balance") if row["strategy"] == strategy}
+    masks = [series.get(step, layer) for step in series.steps for layer in series.layers]
+    for planner in ("contiguous", "dbsp"):
+        layout = HomeLayout.named(known[planner]["home"], masks[0].grid, Strategy.parse(strategy))
+        rho = [make_plan(mask, strategy, planner, home=layout).rho for mask in masks]
+        assert np.mean(rho) == pytest.approx(float(known[planner]["rho"]), abs=1e-4)
+        assert max(rho) == pytest.approx(float(known[planner]["rho_max"]), abs=1e-4)
+    assert float(known["dbsp"]["rho"]) < float(known["contiguous"]["rho"])

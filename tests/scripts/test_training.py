@@ -1,0 +1,65 @@
+"""scripts/train_tiny on toy settings: it resumes to the same state, and what it computes is what inference does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from repository import ROOT
+
+pytest.importorskip("diffusers")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    return json.loads(run(ROOT / "tests" / "scripts" / "training_cases.py").splitlines()[-1])
+
+
+def run(script: Path, *arguments: object) -> str:
+    paths = (ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("stage", ["autoencoder", "transformer"])
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights(found, stage):
+    assert found[stage] == {"same": True, "losses": True, "finite": True, "learned": True}
+
+
+def test_captions_with_few_pads_are_attended_as_with_all(found):
+    assert found["pads"]["error"] <= 1e-4
+    assert found["pads"]["ignored"] > 1e-2, "the pads must matter for this to be a test"
+
+
+def test_attention_written_out_is_attention(found):
+    assert found["attention"] < 0.05  # bfloat16
+
+
+def test_captions_are_known_and_fit(found):
+    assert found["captions"] == 360
+    assert found["unknown"] == 0
+    assert found["longest"] + 2 <= 16, "room for the end and one pad"
+
+
+def test_a_colour_says_what_it_colours(found):
+    assert found["order"]["other"] > 2 * found["order"]["near"]
+
+
+def test_a_toy_run_makes_a_pipeline_with_a_card_and_runs_again(tmp_path):
+    command = ROOT / "scripts" / "training" / "main.py", "--toy", "--threads", 1
+    folders = "--work", tmp_path / "work", "--weights", tmp_path / "weights"
+    assert "transformer" in run(*command, *folders)
+    weights = (tmp_path / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes()
+    card = (tmp_path / "weights" / "README.md").read_text(encoding="utf-8")
+    assert "360 captions" in card
+    assert len((tmp_path / "weights" / "loss.csv").read_text().splitlines()) == 1 + 3 + 4
+    run(*command, *folders)
+    assert (tmp_path / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes() == weights
