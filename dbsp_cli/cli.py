@@ -18,14 +18,14 @@ from dbsp_cli.commands.generate import generate_command
 from dbsp_cli.commands.masks import masks_app
 from dbsp_cli.commands.report import report_command
 from dbsp_cli.commands.simulate import simulate_command
-from dbsp_cli.doctor import examine
+from dbsp_cli.doctor import run_checks
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config.models import TINY_MODELS
-from dbsp_core.layout.sequence_layout import HOME_ORDERS, HomeLayout, MaskProfile
+from dbsp_core.layout.sequence_layout import HOME_ORDERS, MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.planning.plan import Plan, can_cut, make_plan
+from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
 from dbsp_core.planning.planners import PLANNERS, require_planner
 from dbsp_core.utils.errors import UserError
 
@@ -92,14 +92,14 @@ def plan(
             mask,
             s,
             name,
-            home=HomeLayout.named(home or require_planner(name).home, mask.grid, s, profile=profile),
+            home=SequenceLayout.named(home or require_planner(name).home, mask.grid, s, profile=profile),
             reward=reward,
             head_cap=head_cap,
             tolerance=tolerance,
         )
         for s in possible
         for name in (PLANNERS if planner == "all" else (planner,))
-        if planner != "all" or not PLANNERS[name].refines or can_cut(mask.grid, s.ring)
+        if planner != "all" or not PLANNERS[name].subdivides or can_subdivide(mask.grid, s.ring)
     ]
     if as_json:
         rows = [_plan_row(p) for p in plans]
@@ -147,7 +147,7 @@ def _plan_table(mask: BlockMask, gpus: int, plans: list[Plan]) -> Table:
 @app.command()
 def doctor(as_json: JsonFlag = False) -> None:
     """Say what works on this machine, what is missing, and the fix."""
-    findings = examine()
+    findings = run_checks()
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
         return

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS, available, explain_auto
 
-__all__ = ["Finding", "examine"]
+__all__ = ["Check", "run_checks"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One thing looked at. `fix` says what to do where it is not ok."""
 
     what: str
@@ -26,10 +26,10 @@ class Finding:
     fix: str = ""
 
 
-def examine() -> list[Finding]:
+def run_checks() -> list[Check]:
     """Versions, devices, communication, kernels and hosts. Imports none of the hosts."""
     return [
-        Finding("python", True, platform.python_version()),
+        Check("python", True, platform.python_version()),
         *(_package(name, "needed by db-SP itself; pip install dbsp-attention") for name in ("torch", "numpy")),
         _device(),
         _communication(),
@@ -49,43 +49,43 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _package(name: str, fix: str) -> Finding:
+def _package(name: str, fix: str) -> Check:
     found = _version(name)
-    return Finding(name, found is not None, found or "not installed", "" if found else fix)
+    return Check(name, found is not None, found or "not installed", "" if found else fix)
 
 
-def _device() -> Finding:
+def _device() -> Check:
     if not torch.accelerator.is_available():
-        return Finding(
+        return Check(
             "accelerator", False, "none: gloo on the CPU, for trying out", "for speed, run where there are GPUs"
         )
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else torch.accelerator.current_accelerator()
-    return Finding("accelerator", True, f"{torch.accelerator.device_count()} × {name}")
+    return Check("accelerator", True, f"{torch.accelerator.device_count()} × {name}")
 
 
-def _communication() -> Finding:
+def _communication() -> Check:
     present = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available} if dist.is_available() else {}
     backends = [name for name, is_there in present.items() if is_there()]
     fix = "" if backends else "install a torch with gloo or NCCL"
-    return Finding("communication", bool(backends), ", ".join(backends) or "none", fix)
+    return Check("communication", bool(backends), ", ".join(backends) or "none", fix)
 
 
-def _kernels() -> list[Finding]:
+def _kernels() -> list[Check]:
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     usable = available(device, dtype)
     findings = []
     for name, kernel in KERNELS.items():
-        reason = kernel.cannot_serve(device, dtype)
+        reason = kernel.why_unsupported(device, dtype)
         fix = "" if reason is None else f"use {' or '.join(usable)}"
-        findings.append(Finding(f"kernel {name}", reason is None, reason or "serves this machine", fix))
+        findings.append(Check(f"kernel {name}", reason is None, reason or "serves this machine", fix))
     try:
-        return [*findings, Finding("kernel auto", True, explain_auto(device, dtype))]
+        return [*findings, Check("kernel auto", True, explain_auto(device, dtype))]
     except UserError as error:  # $DBSP_KERNEL names one that cannot
-        return [*findings, Finding("kernel auto", False, str(error), f"set DBSP_KERNEL to {' or '.join(usable)}")]
+        return [*findings, Check("kernel auto", False, str(error), f"set DBSP_KERNEL to {' or '.join(usable)}")]
 
 
-def _host(what: str, modules: tuple[str, ...], extra: str) -> Finding:
+def _host(what: str, modules: tuple[str, ...], extra: str) -> Check:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        return Finding(what, False, f"lacks {', '.join(missing)}", f"pip install 'dbsp-attention[{extra}]'")
-    return Finding(what, True, ", ".join(f"{name} {_version(name.replace('_', '-'))}" for name in modules))
+        return Check(what, False, f"lacks {', '.join(missing)}", f"pip install 'dbsp-attention[{extra}]'")
+    return Check(what, True, ", ".join(f"{name} {_version(name.replace('_', '-'))}" for name in modules))

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.planning.plan import Plan, can_cut, make_plan
+from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
 from dbsp_core.planning.planners import PLANNERS, require_planner
 
 __all__ = [
     "MODELLED",
     "LayerTime",
-    "Simulated",
-    "Way",
-    "possible_strategies",
+    "RunConfig",
+    "SimulationResult",
+    "fitting_strategies",
     "simulate",
     "simulate_layer",
-    "summarised",
+    "summarize",
 ]
 
 MODELLED = "modelled"
@@ -30,18 +30,18 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, order=True)
-class Way:
+class RunConfig:
     """How one attention is run: a strategy, a planner, and the home layout the planner is meant for."""
 
     strategy: Strategy
     planner: str
 
-    def home(self, mask: BlockMask) -> HomeLayout:
-        return HomeLayout.named(require_planner(self.planner).home, mask.grid, self.strategy)
+    def home(self, mask: BlockMask) -> SequenceLayout:
+        return SequenceLayout.named(require_planner(self.planner).home, mask.grid, self.strategy)
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulationResult:
     """One way of running a video's attention. All times modelled.
 
     rho_before, rho:  means over layers, of the contiguous plan and of this one
@@ -72,7 +72,7 @@ class Simulated:
         return self.attention_s + self.other_s
 
 
-def possible_strategies(gpus: int, mask: BlockMask) -> tuple[Strategy, ...]:
+def fitting_strategies(gpus: int, mask: BlockMask) -> tuple[Strategy, ...]:
     """Every UxRy of that many GPUs whose ring is no longer than the mask has KV blocks."""
     return tuple(s for s in Strategy.all_for(gpus) if s.ring <= mask.grid.nk)
 
@@ -86,7 +86,9 @@ class LayerTime:
     printed_s: float
 
 
-def simulate_layer(way: Way, mask: BlockMask, model: ModelSpec, hardware: Hardware, topology: Topology) -> LayerTime:
+def simulate_layer(
+    way: RunConfig, mask: BlockMask, model: ModelSpec, hardware: Hardware, topology: Topology
+) -> LayerTime:
     """Plans one layer's mask and predicts one call of it, of one batch item."""
     home = way.home(mask)
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
@@ -96,11 +98,11 @@ def simulate_layer(way: Way, mask: BlockMask, model: ModelSpec, hardware: Hardwa
     return LayerTime(plan, prediction, predict_as_printed(plan, mask.density, shape, hardware, topology))
 
 
-def summarised(way: Way, times: Sequence[LayerTime], model: ModelSpec, hardware: Hardware) -> Simulated:
+def summarize(way: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hardware: Hardware) -> SimulationResult:
     """A whole video, each of the given layers standing for an equal share of the model's."""
     calls, count, world = model.calls * model.layers / len(times), len(times), way.strategy.world
     known = hardware.constants
-    return Simulated(
+    return SimulationResult(
         gpus=world,
         strategy=str(way.strategy),
         planner=way.planner,
@@ -125,7 +127,7 @@ def simulate(
     strategy: str = "all",
     node_size: int = 8,
     serves: Callable[[Strategy], bool] = lambda strategy: True,
-) -> list[Simulated]:
+) -> list[SimulationResult]:
     """Every strategy and planner for every number of GPUs.
 
     masks:    of some of the model's layers
@@ -135,7 +137,7 @@ def simulate(
     results = []
     for world in gpus:
         topology = Topology(world, node_size)
-        chosen = tuple(filter(serves, possible_strategies(world, masks[0])))
+        chosen = tuple(filter(serves, fitting_strategies(world, masks[0])))
         if strategy != "all":
             chosen = (Strategy.parse(strategy),)
             chosen[0].require_world(world)
@@ -151,19 +153,19 @@ def _compared(
     masks: Sequence[BlockMask],
     hardware: Hardware,
     topology: Topology,
-) -> list[Simulated]:
+) -> list[SimulationResult]:
     """All planners on one strategy, with speed-ups over the contiguous one."""
-    able = [p for p in planners if not PLANNERS[p].refines or can_cut(masks[0].grid, strategy.ring)]
+    able = [p for p in planners if not PLANNERS[p].subdivides or can_subdivide(masks[0].grid, strategy.ring)]
     found = {}
     for planner in dict.fromkeys(["contiguous", *able]):
-        way = Way(strategy, planner)
+        way = RunConfig(strategy, planner)
         times = [simulate_layer(way, mask, model, hardware, topology) for mask in masks]
-        found[planner] = summarised(way, times, model, hardware)
+        found[planner] = summarize(way, times, model, hardware)
     base = found["contiguous"]
-    return [_against(found[planner], base) for planner in able]
+    return [_relative_to(found[planner], base) for planner in able]
 
 
-def _against(one: Simulated, base: Simulated) -> Simulated:
+def _relative_to(one: SimulationResult, base: SimulationResult) -> SimulationResult:
     return replace(
         one,
         attention_speedup=base.attention_s / one.attention_s,

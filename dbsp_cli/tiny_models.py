@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["MAKERS", "TRAINED_WAN", "hush_libraries", "make_tiny"]
+__all__ = ["MAKERS", "TRAINED_WAN", "make_tiny", "silence_libraries"]
 
 TRAINED_WAN = Path(__file__).parent / "weights" / "tiny-wan"
 """The trained pipeline, in half precision, with its card."""
@@ -56,7 +56,7 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def hush_libraries() -> None:
+def silence_libraries() -> None:
     """Turns off the libraries' own progress bars and deprecation notices, for a process that has bars of its own."""
     import diffusers
     import transformers

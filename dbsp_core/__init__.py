@@ -1,7 +1,7 @@
 """db-SP: dual-balanced sequence parallelism for block-sparse attention."""
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
@@ -13,10 +13,10 @@ __all__ = [
     "BlockGrid",
     "BlockMask",
     "DualBalancedAttention",
-    "HomeLayout",
     "MaskFile",
     "Plan",
     "SequenceGroup",
+    "SequenceLayout",
     "Strategy",
     "dual_balanced_attention",
     "make_plan",

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_diffusers.patching import Attachment
+from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["keep", "release", "session_on"]
+__all__ = ["get_session", "keep", "release"]
 
 _NAME = "_dbsp"
 
 
-def keep(transformer: Any, attachment: Attachment, session: AttentionSession) -> None:
+def keep(transformer: Any, attachment: PatchSet, session: AttentionSession) -> None:
     """Remembers both until `release`."""
     attachment.set_attribute(transformer, _NAME, (attachment, session))
 
 
-def session_on(transformer: Any) -> AttentionSession | None:
+def get_session(transformer: Any) -> AttentionSession | None:
     """The session of a transformer, compiled or not, if any."""
     _, session = vars(_uncompiled(transformer)).get(_NAME, (None, None))
     return session

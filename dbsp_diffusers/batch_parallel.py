@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dbsp_core.comm.consistency import agree
+from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.patching import Attachment, signature_of
+from dbsp_diffusers.patching import PatchSet, signature_of
 
 __all__ = ["BatchGroup", "split_batch"]
 
@@ -29,7 +29,7 @@ class BatchGroup(Protocol):
 
 
 def split_batch(
-    transformer: nn.Module, group: SequenceGroup, attachment: Attachment, *, repeat_uneven: bool = False
+    transformer: nn.Module, group: SequenceGroup, attachment: PatchSet, *, repeat_uneven: bool = False
 ) -> BatchGroup:
     """Cuts the batch of every forward pass into equal runs of items, one a rank of `group`, and gathers the outputs.
 
@@ -105,7 +105,7 @@ class _BatchSplit:
 
     def _agree(self, problem: Exception | None) -> None:
         try:
-            agree(self._control, problem, {}, _CPU, RuntimeError)
+            check_consistent(self._control, problem, {}, _CPU, RuntimeError)
         except RuntimeError:
             self._broken_off = True
             raise

@@ -17,10 +17,10 @@ from torch import nn
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.batch_parallel import BatchGroup
-from dbsp_diffusers.patching import Attachment
+from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.stream_shards import StreamShards
 
-__all__ = ["StepCaches", "Together", "refuse_step_caches", "require_uncached_attention"]
+__all__ = ["ForwardRanks", "StepCaches", "refuse_step_caches", "require_uncached_attention"]
 
 
 class _Sharded(Protocol):
@@ -29,7 +29,7 @@ class _Sharded(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Together:
+class ForwardRanks:
     """The ranks that run one forward pass together.
 
     groups:   the ranks that share the sequence, and those that share out the batch; one after the other they reach all
@@ -109,13 +109,13 @@ class StepCaches:
     """
 
     def __init__(
-        self, transformer: nn.Module, blocks: Sequence[nn.Module], together: Together, shared_batch: bool
+        self, transformer: nn.Module, blocks: Sequence[nn.Module], together: ForwardRanks, shared_batch: bool
     ) -> None:
         self._transformer = transformer
         self._blocks = blocks
         self._together = together
         self._shared_batch = shared_batch
-        self._deciding: tuple[Any, Attachment] | None = None
+        self._deciding: tuple[Any, PatchSet] | None = None
 
     def look(self) -> None:
         """Raises ValueError for a cache that cannot be made to decide alike on all ranks."""
@@ -154,8 +154,8 @@ class StepCaches:
         own = vars(self._transformer)
         return own.get("_context_manager") if own.get("_is_cached", False) else None
 
-    def _take_over(self, deciding: Any) -> Attachment:
-        attachment = Attachment()
+    def _take_over(self, deciding: Any) -> PatchSet:
+        attachment = PatchSet()
         if type(deciding).__name__ == DECIDING:
             attachment.set_attribute(deciding, "_should_compute_remaining_blocks", self._first_block(deciding))
         else:

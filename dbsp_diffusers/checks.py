@@ -9,21 +9,21 @@ from typing import Any
 from torch import nn
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.attached import session_on
+from dbsp_diffusers.attached import get_session
 from dbsp_diffusers.caching import require_uncached_attention
 
-__all__ = ["require_uncompiled", "require_untouched"]
+__all__ = ["check_not_compiled", "check_not_parallelized"]
 
 
-def require_uncompiled(transformer: nn.Module) -> None:
+def check_not_compiled(transformer: nn.Module) -> None:
     """Raises ValueError for what torch.compile returned: its hooks would not be reached."""
     if hasattr(transformer, "_orig_mod"):
         raise UserError("this transformer is compiled already; parallelize first, then call torch.compile")
 
 
-def require_untouched(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
+def check_not_parallelized(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
     """Raises ValueError, naming the fix, where somebody else shards it, or its self-attention goes past torch's."""
-    if getattr(transformer, "_is_parallelized", False) or session_on(transformer) is not None:
+    if getattr(transformer, "_is_parallelized", False) or get_session(transformer) is not None:
         raise UserError(
             "this transformer is parallelized already; undo that first (dbsp_para.unparallelize, dbsp_xdit.detach), "
             "or load it anew where para-attn did it, which cannot undo it"

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from dbsp_core.comm.consistency import on_all_ranks
+from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
-from dbsp_core.config.models import Identity, identity_of, identity_of_model
+from dbsp_core.config.models import ModelSignature, model_signature, signature_of_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.sources import SOURCES, DenseSource
@@ -23,32 +23,32 @@ from dbsp_core.utils.yaml_file import Settings, shipped_configs
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
 from dbsp_kernels import choose_kernel
 
-__all__ = ["UNCONFIGURED", "announce", "default_config", "identify", "require_same_model", "settings_for"]
+__all__ = ["DEFAULT_ORIGIN", "default_config", "identify", "log_config", "require_same_model", "resolve_config"]
 
-UNCONFIGURED = "no configuration was given and none is shipped for this model"
+DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"
 """Stands for a file's name as the origin of settings."""
 
 
-def identify(transformer: Any, pipe: Any = None) -> Identity:
+def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
     """What a transformer is. pipe: its pipeline, where there is one. Raises ValueError for an unknown class."""
     name = type(pipe).__name__.removeprefix("xFuser")
     if not name.endswith("Pipeline"):
         kind = type(transformer).__name__  # xfuser wraps CogVideoX's in a class that is not derived from it
         wrapped = (a for known, a in ARCHITECTURES.items() if known.removesuffix("Model") in kind)
         name = (next(wrapped, None) or architecture_of(transformer)).pipeline or kind
-    return identity_of(name, transformer.config)
+    return model_signature(name, transformer.config)
 
 
-def default_config(identity: Identity | None) -> DbspConfig:
+def default_config(identity: ModelSignature | None) -> DbspConfig:
     """What holds where nothing is configured: the shipped settings of a known model, plain attention for others."""
     checkpoint = None if identity is None else identity.checkpoint
     path = None if checkpoint is None else shipped_configs() / f"{checkpoint.name}-sparge.yaml"
     if path is None or not path.is_file():
-        return DbspConfig(origin=UNCONFIGURED)
+        return DbspConfig(origin=DEFAULT_ORIGIN)
     return DbspConfig.load(path)
 
 
-def settings_for(config: ConfigLike, transformer: Any, group: SequenceGroup, pipe: Any = None) -> DbspConfig:
+def resolve_config(config: ConfigLike, transformer: Any, group: SequenceGroup, pipe: Any = None) -> DbspConfig:
     """The settings for a transformer: those given, or else those shipped for its checkpoint. Collective.
 
     Raises ValueError on all ranks together: for a mistake in them on any rank, for a configuration of another model,
@@ -64,17 +64,17 @@ def settings_for(config: ConfigLike, transformer: Any, group: SequenceGroup, pip
         require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
         return loaded
 
-    return on_all_ranks(
+    return run_consistently(
         group.control(), load, torch.device("cpu"), lambda loaded: loaded.fingerprint, "the configuration"
     )
 
 
-def require_same_model(config: DbspConfig, actual: Identity | None, with_pipeline: bool = True) -> None:
+def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_pipeline: bool = True) -> None:
     """Raises ValueError when a configuration names another checkpoint than the actual one, if both can be told.
 
     with_pipeline: whether the actual pipeline is known, not only its transformer
     """
-    wanted = None if config.model is None else identity_of_model(config.model)
+    wanted = None if config.model is None else signature_of_model(config.model)
     if wanted is None or actual is None:
         return
     same = wanted == actual if with_pipeline else wanted.sizes == actual.sizes
@@ -86,8 +86,8 @@ def require_same_model(config: DbspConfig, actual: Identity | None, with_pipelin
         )
 
 
-def announce(
-    config: DbspConfig, identity: Identity, group: SequenceGroup, strategy: Strategy | None, device: torch.device
+def log_config(
+    config: DbspConfig, identity: ModelSignature, group: SequenceGroup, strategy: Strategy | None, device: torch.device
 ) -> None:
     """Says on rank 0, once for the same, what is in force: two lines on standard error."""
     if group.rank != 0:
@@ -99,7 +99,7 @@ def announce(
     ranks = f"{group.size} rank{'s' if group.size > 1 else ''}"
     layout = f"planner {config.planner}, home {config.home_layout}, kernel {kernel}"
     _say(f"{identity} on {ranks}, strategy {strategy or 'auto'}, {layout}")
-    origin = config.origin if config.origin in (None, UNCONFIGURED) else f"from {config.origin}"
+    origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {config.origin}"
     _say(f"mask {mask_in_words(config)}" + (f"; {origin}" if origin else ""))
 
 

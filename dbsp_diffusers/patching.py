@@ -19,15 +19,15 @@ from torch.overrides import TorchFunctionMode
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
-    "Attachment",
     "Attend",
+    "PatchSet",
     "around_calls",
-    "generation_of",
+    "current_generation_id",
     "in_float64",
     "intercept_self_attention",
+    "num_inference_steps_of",
     "patch_tokens",
     "signature_of",
-    "steps_of",
     "unpatch_tokens",
 ]
 
@@ -37,7 +37,7 @@ Attend = Callable[..., torch.Tensor]
 _MISSING = object()
 
 
-class Attachment:
+class PatchSet:
     """A stack of changes to a host; `detach` undoes them in reverse, once, all of them even when undoing one fails.
 
     As a context manager, around the making of the changes, it is all or nothing: an exception undoes those made.
@@ -46,7 +46,7 @@ class Attachment:
     def __init__(self) -> None:
         self._undo = ExitStack()
 
-    def __enter__(self) -> Attachment:
+    def __enter__(self) -> PatchSet:
         return self
 
     def __exit__(
@@ -103,7 +103,7 @@ class Attachment:
         self._undo.close()
 
 
-class _Intercept(TorchFunctionMode):
+class SdpaOverride(TorchFunctionMode):
     """Within it, torch's scaled_dot_product_attention is answered by another function."""
 
     def __init__(self, attend: Attend) -> None:
@@ -124,7 +124,7 @@ class _Intercept(TorchFunctionMode):
         return self._attend(call["query"], call["key"], call["value"], scale=call.get("scale"))
 
 
-def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: Attachment) -> None:
+def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: PatchSet) -> None:
     """Lets `attend` compute the attention inside one self-attention module, whose projections and norms stay.
 
     attend: called with q, k, v [B, H, n, D] and scale=…
@@ -135,7 +135,7 @@ def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: A
 
     @torch.compiler.disable  # one break a block: inside the mode, torch.compile breaks at every other call
     def intercepted(*args: Any, **kwargs: Any) -> Any:
-        mode = _Intercept(attend)
+        mode = SdpaOverride(attend)
         with mode:
             output = forward(*args, **kwargs)
         if mode.calls != 1:
@@ -155,13 +155,13 @@ def signature_of(module: nn.Module) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def steps_of(pipe: Any) -> int | None:
+def num_inference_steps_of(pipe: Any) -> int | None:
     """How many denoising steps a diffusers pipeline is about to take; None before it knows."""
     timesteps = pipe.scheduler.timesteps
     return None if timesteps is None else len(timesteps)
 
 
-def generation_of(pipe: Any) -> object:
+def current_generation_id(pipe: Any) -> object:
     """An object that a diffusers pipeline makes anew for each generation; None where it has none."""
     return getattr(getattr(pipe, "scheduler", None), "timesteps", None)
 
@@ -213,14 +213,14 @@ class _Class:
     """A pipeline class whose `__call__` is wrapped, as long as any of its pipes has something around its calls."""
 
     wrapper: Call
-    change: Attachment
+    change: PatchSet
     pipes: WeakSet[Any] = field(default_factory=WeakSet)
 
 
 _classes: dict[type, _Class] = {}
 
 
-def around_calls(pipe: Any, around: Callable[[Call], Call], attachment: Attachment) -> None:
+def around_calls(pipe: Any, around: Callable[[Call], Call], attachment: PatchSet) -> None:
     """Replaces what `pipe(...)` calls by around(it); the last one given is the outermost.
 
     Python looks `__call__` up on the class, so the class's is wrapped. Other pipes of the class pass through, and with
@@ -245,7 +245,7 @@ def _wrap(cls: type) -> _Class:
             function = around(function)
         return function(*args, **kwargs)
 
-    change = Attachment()
+    change = PatchSet()
     change.set_attribute(cls, "__call__", call)
     return _Class(call, change)
 

@@ -14,11 +14,11 @@ from torch import nn
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.runtime.mask_provider import MaskFeed
-from dbsp_core.sources import HomeTokens
+from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.sources import LocalQK
 from dbsp_diffusers.architectures import architecture_of
-from dbsp_diffusers.effective_config import settings_for
-from dbsp_diffusers.patching import Attachment, intercept_self_attention, signature_of
+from dbsp_diffusers.effective_config import resolve_config
+from dbsp_diffusers.patching import PatchSet, intercept_self_attention, signature_of
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 
@@ -27,7 +27,7 @@ _ALONE = SequenceGroup(0, 1)
 
 def attach_single_process(
     transformer: Any, config: ConfigLike = None, steps: Callable[[], int | None] = lambda: None
-) -> Attachment:
+) -> PatchSet:
     """Makes the self-attention of a stock diffusers transformer block-sparse, by a dense token mask.
 
     config: a DbspConfig, a mapping, the path of a YAML file, or None for the settings shipped for the transformer's
@@ -36,25 +36,25 @@ def attach_single_process(
     Meant for comparison: it costs as much as dense attention, and more memory. Undone by the result's `detach`.
     """
     architecture = architecture_of(transformer)
-    config = settings_for(config, transformer, _ALONE)
+    config = resolve_config(config, transformer, _ALONE)
     blocks = architecture.blocks_of(transformer)
     heads = transformer.config.num_attention_heads
-    feed = MaskFeed(config.mask, config.dense, heads, len(blocks), _ALONE, steps)
-    attachment = Attachment()
-    standing: dict[Hashable, BlockMask] = {}
+    feed = MaskProvider(config.mask, config.dense, heads, len(blocks), _ALONE, steps)
+    attachment = PatchSet()
+    token_permutation: dict[Hashable, BlockMask] = {}
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         feed.begin(*architecture.token_grid(module, inputs), inputs.get("timestep"))
-        standing.clear()
+        token_permutation.clear()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
-        version, tokens = feed.version(layer), HomeTokens.alone(q, k, scale)
+        version, tokens = feed.version(layer), LocalQK.alone(q, k, scale)
         if version is None:
             return masked_attention(q, k, v, feed.mask(layer, tokens), scale)
-        if version not in standing:
-            standing[version] = feed.mask(layer, tokens)
-        return masked_attention(q, k, v, standing[version], scale)
+        if version not in token_permutation:
+            token_permutation[version] = feed.mask(layer, tokens)
+        return masked_attention(q, k, v, token_permutation[version], scale)
 
     attachment.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
     for layer, block in enumerate(blocks):
@@ -82,7 +82,7 @@ def token_mask(mask: BlockMask) -> torch.Tensor:
     q_block, k_block = (torch.from_numpy(axis.block_of) for axis in (grid.q_axis, grid.k_axis))
     allowed = torch.empty(mask.heads, grid.tokens, grid.tokens, dtype=torch.bool, device=mask.bits.device)
     for order, heads in grid.order_groups(mask.heads):
-        place = torch.from_numpy(np.argsort(grid.standing(order)))  # where each token stands
+        place = torch.from_numpy(np.argsort(grid.token_permutation(order)))  # where each token stands
         rows, columns = q_block[place].to(mask.bits.device), k_block[place].to(mask.bits.device)
         allowed[heads] = mask.bits[heads][:, rows][:, :, columns]
     return allowed

@@ -15,7 +15,7 @@ from dbsp_core.reports.collect import is_writer, make_report, write_report_files
 from dbsp_core.reports.observer import RunObserver
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import NOTICE, UserError
-from dbsp_diffusers.patching import Attachment, around_calls
+from dbsp_diffusers.patching import PatchSet, around_calls
 
 __all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name"]
 
@@ -23,7 +23,7 @@ __all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name"]
 def report_calls(
     pipe: Any,
     session: AttentionSession,
-    attachment: Attachment,
+    attachment: PatchSet,
     host: str,
     whole: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
@@ -92,7 +92,7 @@ def shown_name(model: str) -> str:
     return Path(model).name if Path(model).is_dir() else model
 
 
-def _keep_latents(scheduler: Any, observer: RunObserver) -> Attachment:
+def _keep_latents(scheduler: Any, observer: RunObserver) -> PatchSet:
     """Keeps what the scheduler's last step returned: the latents that the VAE decodes."""
     step = scheduler.step
 
@@ -104,6 +104,6 @@ def _keep_latents(scheduler: Any, observer: RunObserver) -> Attachment:
     own = vars(scheduler)  # not by setattr, which xfuser's schedulers pass on to the one they wrap
     before = own.get("step")
     own["step"] = step_and_keep
-    attachment = Attachment()
+    attachment = PatchSet()
     attachment.on_detach(lambda: own.pop("step") if before is None else own.update(step=before))
     return attachment

@@ -14,9 +14,9 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.batch_parallel import BatchGroup
-from dbsp_diffusers.caching import StepCaches, Together
-from dbsp_diffusers.checks import require_untouched
-from dbsp_diffusers.patching import Attachment, intercept_self_attention, signature_of
+from dbsp_diffusers.caching import ForwardRanks, StepCaches
+from dbsp_diffusers.checks import check_not_parallelized
+from dbsp_diffusers.patching import PatchSet, intercept_self_attention, signature_of
 from dbsp_diffusers.stream_shards import StreamShards
 
 __all__ = ["SequenceSharding", "shard_transformer"]
@@ -26,7 +26,7 @@ _ALONE = SequenceGroup(0, 1)
 
 
 def shard_transformer(
-    transformer: nn.Module, session: AttentionSession, attachment: Attachment, batch: BatchGroup = _ALONE
+    transformer: nn.Module, session: AttentionSession, attachment: PatchSet, batch: BatchGroup = _ALONE
 ) -> SequenceSharding:
     """Shards the sequence over the session's ranks between the embedding of its patches and their projection.
 
@@ -44,7 +44,7 @@ class SequenceSharding:
     """The hooks on one transformer."""
 
     def __init__(self, transformer: nn.Module, session: AttentionSession, batch: BatchGroup = _ALONE) -> None:
-        self.together = Together((session.group, batch), self)
+        self.together = ForwardRanks((session.group, batch), self)
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
         self._session = session
@@ -53,10 +53,10 @@ class SequenceSharding:
         blocks = list(self._architecture.blocks_of(transformer))
         self._caches = StepCaches(transformer, blocks, self.together, shared_batch=batch.size > 1)
 
-    def attach(self, attachment: Attachment) -> None:
+    def attach(self, attachment: PatchSet) -> None:
         module = self._transformer.get_submodule
         blocks = self._architecture.blocks_of(self._transformer)
-        require_untouched(self._transformer, [block.get_submodule("attn1") for block in blocks])
+        check_not_parallelized(self._transformer, [block.get_submodule("attn1") for block in blocks])
         self._caches.look()
         attachment.on_detach(self._caches.release)
         attachment.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
@@ -126,7 +126,7 @@ def _require(shards: StreamShards | None) -> StreamShards:
     return shards
 
 
-def _rewrite_input(module: nn.Module, name: str, function: Callable[[Any], Any], attachment: Attachment) -> None:
+def _rewrite_input(module: nn.Module, name: str, function: Callable[[Any], Any], attachment: PatchSet) -> None:
     """Passes one argument of a module's forward through a function."""
     signature = signature_of(module)
 

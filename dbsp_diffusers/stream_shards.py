@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 
 __all__ = ["StreamShards"]
 
@@ -13,10 +13,10 @@ __all__ = ["StreamShards"]
 class StreamShards:
     """One stream (text, or video) of a sequence: the tokens `first` to `last`, exclusive, in token order.
 
-    Made from a layout that shards the stream into equal runs of places, as `HomeLayout.from_streams` does.
+    Made from a layout that shards the stream into equal runs of places, as `SequenceLayout.from_streams` does.
     """
 
-    def __init__(self, home: HomeLayout, group: SequenceGroup, first: int, last: int) -> None:
+    def __init__(self, home: SequenceLayout, group: SequenceGroup, first: int, last: int) -> None:
         self._group = group
         self.tokens = last - first
         self.shard = -(-self.tokens // home.world)

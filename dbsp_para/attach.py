@@ -15,11 +15,11 @@ from dbsp_core.reports.collect import is_writer, make_report, write_report_files
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
-from dbsp_diffusers.attached import keep, release, session_on
+from dbsp_diffusers.attached import get_session, keep, release
 from dbsp_diffusers.batch_parallel import split_batch
-from dbsp_diffusers.checks import require_uncompiled
-from dbsp_diffusers.effective_config import announce, identify, settings_for
-from dbsp_diffusers.patching import Attachment, around_calls, generation_of, steps_of
+from dbsp_diffusers.checks import check_not_compiled
+from dbsp_diffusers.effective_config import identify, log_config, resolve_config
+from dbsp_diffusers.patching import PatchSet, around_calls, current_generation_id, num_inference_steps_of
 from dbsp_diffusers.report_hook import model_name, report_calls
 from dbsp_diffusers.sequence_parallel import shard_transformer
 from dbsp_para.first_block_cache import Parallelized
@@ -30,7 +30,7 @@ __all__ = ["parallelize_pipe", "parallelize_transformer", "session_of", "share_s
 _CPU = torch.device("cpu")
 
 
-def share_seeds(pipe: Any, group: SequenceGroup, attachment: Attachment) -> None:
+def share_seeds(pipe: Any, group: SequenceGroup, attachment: PatchSet) -> None:
     """Gives calls without `generator` one that all ranks of `group` seed alike, with their first rank's draw.
 
     The noise is what diffusers draws with that generator on the device that the pipeline computes on, which may be
@@ -68,8 +68,8 @@ def parallelize_pipe(pipe: Any, *, mesh: Any = None, config: ConfigLike = None) 
     if getattr(pipe, "transformer_2", None) is not None:
         raise UserError("db-SP runs pipelines with one transformer, this one has two")
     ranks = Ranks.of(mesh)
-    with Attachment() as attachment:
-        session = _parallelize(pipe.transformer, ranks, config, attachment, lambda: steps_of(pipe), pipe)
+    with PatchSet() as attachment:
+        session = _parallelize(pipe.transformer, ranks, config, attachment, lambda: num_inference_steps_of(pipe), pipe)
         share_seeds(pipe, ranks.everyone, attachment)
         report_calls(pipe, session, attachment, "para")
         keep(pipe.transformer, attachment, session)
@@ -92,7 +92,7 @@ def parallelize_transformer(
     sense or differs between ranks. The transformer is then as it was.
     """
     ranks = Ranks.of(mesh)
-    with Attachment() as attachment:
+    with PatchSet() as attachment:
         session = _parallelize(transformer, ranks, config, attachment, steps)
         keep(transformer, attachment, session)
     return transformer
@@ -105,7 +105,7 @@ def unparallelize(pipe: Any) -> None:
 
 def session_of(pipe: Any) -> AttentionSession | None:
     """The session of a parallelized pipeline or transformer, if any: its plans, strategies and counters."""
-    return session_on(getattr(pipe, "transformer", pipe))
+    return get_session(getattr(pipe, "transformer", pipe))
 
 
 def write_report(pipe: Any, folder: str | os.PathLike[str] | None = None) -> None:
@@ -130,23 +130,23 @@ def _parallelize(
     transformer: Any,
     ranks: Ranks,
     config: ConfigLike,
-    attachment: Attachment,
+    attachment: PatchSet,
     steps: Callable[[], int | None],
     pipe: Any = None,
 ) -> AttentionSession:
     """All changes to the transformer."""
     if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
         raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
-    require_uncompiled(transformer)
+    check_not_compiled(transformer)
     architecture = architecture_of(transformer)
     heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
-    config = settings_for(config, transformer, ranks.everyone, pipe=pipe)
+    config = resolve_config(config, transformer, ranks.everyone, pipe=pipe)
     strategy = config.strategy_or(ranks.strategy)
     session = AttentionSession(
-        config, ranks.sequence, strategy, heads, layers, steps, generation=lambda: generation_of(pipe)
+        config, ranks.sequence, strategy, heads, layers, steps, generation=lambda: current_generation_id(pipe)
     )
     device = next(transformer.parameters()).device
-    announce(config, identify(transformer, pipe), ranks.everyone, strategy, device)
+    log_config(config, identify(transformer, pipe), ranks.everyone, strategy, device)
     batch = split_batch(transformer, ranks.batch, attachment)
     sharding = shard_transformer(transformer, session, attachment, batch)
     attachment.set_attribute(transformer, "_is_parallelized", Parallelized(sharding.together))

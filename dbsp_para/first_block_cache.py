@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dbsp_diffusers.caching import Together
+from dbsp_diffusers.caching import ForwardRanks
 
 __all__ = ["Parallelized", "with_real_tokens"]
 
@@ -22,7 +22,7 @@ class Parallelized:
     Left to itself, that averages the ranks' means over all ranks there are, and over padding as well.
     """
 
-    together: Together
+    together: ForwardRanks
 
     def are_similar(self, before: torch.Tensor, now: torch.Tensor, threshold: float) -> bool:
         """Whether mean |before − now| is below threshold · mean |before|, over the real tokens of all ranks.

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbsp_core.comm.timeouts import limit_waiting
+from dbsp_core.comm.timeouts import limit_group_timeouts
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import Identity
+from dbsp_core.config.models import ModelSignature
 from dbsp_core.utils.errors import UserError, exit_with
 from dbsp_diffusers.patching import in_float64
 
 __all__ = ["check", "generate"]
 
 
-def check(config: DbspConfig, model: str, identity: Identity) -> None:
+def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
     """Before any rank is started. Raises ValueError for a pipeline that is not for this host."""
     if identity.pipeline not in ("WanPipeline", "CogVideoXPipeline"):
         raise UserError(f"--model {model} is {identity}; db-SP generates with WanPipeline and CogVideoXPipeline")
@@ -64,7 +64,7 @@ def _device() -> torch.device:
 def main(arguments: list[str]) -> Any:
     """Joins the ranks, generates, and leaves. The last argument is how long a rank waits for others."""
     config_file, video, seconds = arguments
-    limit_waiting(float(seconds))
+    limit_group_timeouts(float(seconds))
     if torch.cuda.is_available():
         torch.cuda.set_device(_device())
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

@@ -15,21 +15,21 @@ from typing import Any
 
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.patching import Attachment
+from dbsp_diffusers.patching import PatchSet
 from dbsp_para.attach import parallelize_pipe, parallelize_transformer
 from dbsp_para.first_block_cache import with_real_tokens
 
 __all__ = ["install", "uninstall"]
 
 _ADAPTERS = ("wan", "cogvideox", "flux", "hunyuan_video", "mochi")  # the last three, to be told that db-SP can't
-_installed: Attachment | None = None
+_installed: PatchSet | None = None
 
 
 def install() -> bool:
     """Wraps para-attn's functions, once. returns: whether para-attn is there to be wrapped."""
     global _installed
     if _installed is None and importlib.util.find_spec("para_attn") is not None:
-        with Attachment() as attachment:
+        with PatchSet() as attachment:
             for name in _ADAPTERS:
                 module = importlib.import_module(f"para_attn.context_parallel.diffusers_adapters.{name}")
                 for ours in (parallelize_pipe, parallelize_transformer):

@@ -12,12 +12,12 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
-from dbsp_diffusers.attached import keep, release, session_on
+from dbsp_diffusers.attached import get_session, keep, release
 from dbsp_diffusers.batch_parallel import split_batch
 from dbsp_diffusers.caching import refuse_step_caches
-from dbsp_diffusers.checks import require_uncompiled, require_untouched
-from dbsp_diffusers.effective_config import announce, identify, settings_for
-from dbsp_diffusers.patching import Attachment, generation_of, steps_of
+from dbsp_diffusers.checks import check_not_compiled, check_not_parallelized
+from dbsp_diffusers.effective_config import identify, log_config, resolve_config
+from dbsp_diffusers.patching import PatchSet, current_generation_id, num_inference_steps_of
 from dbsp_diffusers.report_hook import report_calls, report_or_say_why_not, shown_name
 from dbsp_diffusers.sequence_parallel import shard_transformer
 from dbsp_xdit.cogvideox import attach_strips, whole_latents
@@ -41,17 +41,17 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     know or somebody else has changed, for a kind of parallelism or a strategy that does not fit.
     """
     transformer = pipe.transformer
-    if session_on(transformer) is not None:
+    if get_session(transformer) is not None:
         raise UserError("db-SP is attached to this transformer already; call dbsp_xdit.detach(pipe) first")
     kind = _kind_of(pipe)
-    require_uncompiled(transformer)
+    check_not_compiled(transformer)
     blocks = _blocks_of(transformer, kind)
-    require_untouched(transformer, [block.attn1 for block in blocks])
+    check_not_parallelized(transformer, [block.attn1 for block in blocks])
     if kind in _WRAPPERS:
         refuse_step_caches(transformer, blocks)
     sequence, guidance = _groups()
     _require_parallel_kinds()
-    config = settings_for(config, transformer, sequence, pipe=pipe)
+    config = resolve_config(config, transformer, sequence, pipe=pipe)
     strategy = _strategy(config)
     session = AttentionSession(
         config,
@@ -59,11 +59,11 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         strategy,
         transformer.config.num_attention_heads,
         len(blocks),
-        steps=lambda: steps_of(pipe),
-        generation=lambda: generation_of(pipe),
+        steps=lambda: num_inference_steps_of(pipe),
+        generation=lambda: current_generation_id(pipe),
     )
-    announce(config, identify(transformer, pipe), sequence, strategy, next(transformer.parameters()).device)
-    with Attachment() as attachment:
+    log_config(config, identify(transformer, pipe), sequence, strategy, next(transformer.parameters()).device)
+    with PatchSet() as attachment:
         _hook_up(pipe, kind, session, guidance, attachment)
         strips = kind == "xFuserCogVideoXTransformer3DWrapper"
         report_calls(pipe, session, attachment, "xdit", whole=whole_latents(sequence) if strips else None)
@@ -79,10 +79,10 @@ def detach(pipe: Any) -> None:
 
 def session_of(pipe: Any) -> AttentionSession | None:
     """The session attached to a pipeline's transformer, if any."""
-    return session_on(pipe.transformer)
+    return get_session(pipe.transformer)
 
 
-def _hook_up(pipe: Any, kind: str, session: AttentionSession, guidance: SequenceGroup, attachment: Attachment) -> None:
+def _hook_up(pipe: Any, kind: str, session: AttentionSession, guidance: SequenceGroup, attachment: PatchSet) -> None:
     transformer = pipe.transformer
     if kind == "xFuserCogVideoXTransformer3DWrapper":
         attach_strips(transformer, session, attachment)

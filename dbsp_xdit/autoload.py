@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
-__all__ = ["autoload", "is_xfuser_run", "is_xfusers_torchrun", "wants_dbsp"]
+__all__ = ["autoload", "dbsp_requested", "is_xfuser_run", "is_xfusers_torchrun"]
 
 _MODULES = ("xfuser.runner", "xfuser.cli")
 
@@ -24,7 +24,7 @@ def autoload() -> None:
     launching, running = is_xfusers_torchrun(sys.orig_argv), is_xfuser_run(sys.orig_argv)
     if os.environ.get("DBSP_AUTOLOAD", "1") == "0" or not (launching or running):
         return
-    ours = wants_dbsp(sys.orig_argv)
+    ours = dbsp_requested(sys.orig_argv)
     try:
         if ours and (launching or "RANK" in os.environ):
             from dbsp_start.parents import end_with_parent
@@ -54,7 +54,7 @@ def is_xfusers_torchrun(orig_argv: Sequence[str]) -> bool:
     return modules == ["torch.distributed.run", "xfuser.runner"]
 
 
-def wants_dbsp(argv: Sequence[str]) -> bool:
+def dbsp_requested(argv: Sequence[str]) -> bool:
     """Whether a command line names a backend other than "usp": "dbsp", or a misspelling to be told about."""
     words = [word for argument in argv for word in argument.split("=", 1)]
     backends = [value for name, value in pairwise(words) if name.replace("_", "-") == "--sp-backend"]

@@ -15,17 +15,17 @@ import torch
 import torch.nn.functional as F
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.caching import refuse_step_caches
-from dbsp_diffusers.patching import Attachment, intercept_self_attention, signature_of
+from dbsp_diffusers.patching import PatchSet, intercept_self_attention, signature_of
 
 __all__ = ["attach_strips", "strips_layout", "whole_latents"]
 
 
-def attach_strips(transformer: Any, session: AttentionSession, attachment: Attachment) -> None:
+def attach_strips(transformer: Any, session: AttentionSession, attachment: PatchSet) -> None:
     """Intercepts the self-attention of an xFuserCogVideoXTransformer3DWrapper.
 
     Raises ValueError for a configuration that asks for another home layout than the host's.
@@ -39,7 +39,7 @@ def attach_strips(transformer: Any, session: AttentionSession, attachment: Attac
     _StripSharding(transformer, session).attach(attachment)
 
 
-def _explain_heights(world: int, attachment: Attachment) -> None:
+def _explain_heights(world: int, attachment: PatchSet) -> None:
     """xfuser refuses heights that are not whole rows of tokens on each rank; this says what to do about it."""
     from xfuser.core.distributed import get_runtime_state
 
@@ -64,11 +64,11 @@ def whole_latents(sequence: SequenceGroup) -> Callable[[torch.Tensor], torch.Ten
     return lambda strip: torch.cat(sequence.all_gather(strip), dim=-2)
 
 
-def strips_layout(thw: tuple[int, int, int], text_tokens: int, world: int) -> HomeLayout:
+def strips_layout(thw: tuple[int, int, int], text_tokens: int, world: int) -> SequenceLayout:
     """Text in equal shards, the last one padded; video in strips of rows, each with all frames, one per rank."""
     t, h, w = thw
     video = np.arange(t * h * w).reshape(t, world, h // world, w).transpose(1, 0, 2, 3).reshape(-1)
-    return HomeLayout.from_streams([np.arange(text_tokens), text_tokens + video], world)
+    return SequenceLayout.from_streams([np.arange(text_tokens), text_tokens + video], world)
 
 
 class _StripSharding:
@@ -80,7 +80,7 @@ class _StripSharding:
         self._text_tokens = 0  # of the whole sequence
         self._text_held = 0  # by this rank
 
-    def attach(self, attachment: Attachment) -> None:
+    def attach(self, attachment: PatchSet) -> None:
         attachment.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         for layer, block in enumerate(self._transformer.transformer_blocks):
             attachment.set_attribute(block.attn1, "processor", _StockProcessor())

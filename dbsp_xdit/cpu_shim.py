@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from dbsp_diffusers.patching import Attachment
+from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["shim_actions"]
+__all__ = ["cpu_patches"]
 
 
-def shim_actions(attachment: Attachment) -> dict[str, Callable[[ModuleType, Attachment], None]]:
+def cpu_patches(attachment: PatchSet) -> dict[str, Callable[[ModuleType, PatchSet], None]]:
     """Changes to make after each of these modules is imported; none where there is an accelerator."""
     if torch.accelerator.is_available():
         return {}
@@ -36,7 +36,7 @@ def shim_actions(attachment: Attachment) -> dict[str, Callable[[ModuleType, Atta
     }
 
 
-def _envs(module: ModuleType, attachment: Attachment) -> None:
+def _envs(module: ModuleType, attachment: PatchSet) -> None:
     attachment.set_attribute(module, "_is_cuda", lambda: False)  # it asks how torch was built, not what is there
     attachment.set_attribute(module, "get_device_version", lambda: None)
     attachment.set_attribute(module, "get_torch_distributed_backend", lambda: "gloo")
@@ -45,7 +45,7 @@ def _envs(module: ModuleType, attachment: Attachment) -> None:
     attachment.on_detach(lambda: packages.update(has_long_ctx_attn=False))
 
 
-def _placement(module: ModuleType, attachment: Attachment) -> None:
+def _placement(module: ModuleType, attachment: PatchSet) -> None:
     attachment.set_attribute(module, "place_pipeline_components", lambda loader: None)
 
 

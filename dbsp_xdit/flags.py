@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import identity_of_model
+from dbsp_core.config.models import signature_of_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import SOURCES
@@ -96,7 +96,7 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
             raise UserError(f"--{given[0].replace('_', '-')} has no effect without --sp-backend dbsp; add it")
         return None
     mask = args.get("sp_mask")
-    model = None if args.get("model") is None else identity_of_model(args["model"])
+    model = None if args.get("model") is None else signature_of_model(args["model"])
     nothing_given = mask is None and args.get("sp_config") is None
     base = default_config(model) if nothing_given else DbspConfig.load(args.get("sp_config"))
     require_same_model(base, model)

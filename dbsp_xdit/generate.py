@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.comm.timeouts import limit_waiting
+from dbsp_core.comm.timeouts import limit_group_timeouts
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import Identity
+from dbsp_core.config.models import ModelSignature
 from dbsp_core.layout.strategy import Strategy
 from dbsp_xdit.models import preflight
 from dbsp_xdit.patches import install
@@ -22,7 +22,7 @@ from dbsp_xdit.patches import install
 __all__ = ["check", "runner_arguments"]
 
 
-def check(config: DbspConfig, model: str, identity: Identity) -> None:
+def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
     """Before any rank is started. Raises ValueError as `xdit --sp-backend dbsp` would."""
     preflight([f"--model={model}", "--sp_backend=dbsp"])
 
@@ -54,7 +54,7 @@ def runner_arguments(config_file: Path, config: DbspConfig, world: int) -> list[
 def main(arguments: list[str]) -> None:
     """Runs xfuser's runner. The last argument is how long a rank waits for others."""
     config_file, video, seconds = arguments
-    limit_waiting(float(seconds))  # xfuser says nothing of timeouts
+    limit_group_timeouts(float(seconds))  # xfuser says nothing of timeouts
     config = DbspConfig.load(config_file)
     install(active=True)
     _save_on_rank_0(Path(video), config.video.fps or 16)

@@ -22,12 +22,12 @@ from types import ModuleType
 from typing import Any
 
 from dbsp_core.utils.errors import UserError, exit_with
-from dbsp_diffusers.patching import Attachment
+from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["install", "uninstall"]
 
-Action = Callable[[ModuleType, Attachment], None]
-_installed: Attachment | None = None
+Action = Callable[[ModuleType, PatchSet], None]
+_installed: PatchSet | None = None
 
 
 def install(*, active: bool) -> None:
@@ -38,20 +38,20 @@ def install(*, active: bool) -> None:
     global _installed
     if _installed is not None:
         return
-    attachment = Attachment()
+    attachment = PatchSet()
     actions: dict[str, Action] = {
         "xfuser.cli": _seam_cli,
         "xfuser.config.args": _seam_args,
     }
     if active:
-        from dbsp_xdit.cpu_shim import shim_actions
+        from dbsp_xdit.cpu_shim import cpu_patches
 
         actions["xfuser.model_executor.models.runner_models.base_model"] = _seam_base_model
         actions["xfuser.core.distributed.runtime_state"] = _seam_runtime_state
-        actions.update(shim_actions(attachment))
+        actions.update(cpu_patches(attachment))
     for name in [name for name in actions if name in sys.modules]:
         actions.pop(name)(sys.modules[name], attachment)
-    finder = _AfterImport(actions, attachment)
+    finder = PostImportHook(actions, attachment)
     sys.meta_path.insert(0, finder)
     attachment.on_detach(lambda: sys.meta_path.remove(finder))
     _installed = attachment
@@ -65,10 +65,10 @@ def uninstall() -> None:
         _installed = None
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
+class PostImportHook(importlib.abc.MetaPathFinder):
     """Runs an action once a module of that name has been executed."""
 
-    def __init__(self, actions: dict[str, Action], attachment: Attachment) -> None:
+    def __init__(self, actions: dict[str, Action], attachment: PatchSet) -> None:
         self._actions = actions
         self._attachment = attachment
 
@@ -91,7 +91,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _seam_cli(module: ModuleType, attachment: Attachment) -> None:
+def _seam_cli(module: ModuleType, attachment: PatchSet) -> None:
     original = module.main
 
     @functools.wraps(original)
@@ -109,7 +109,7 @@ def _seam_cli(module: ModuleType, attachment: Attachment) -> None:
     attachment.set_attribute(module, "main", main)
 
 
-def _seam_args(module: ModuleType, attachment: Attachment) -> None:
+def _seam_args(module: ModuleType, attachment: PatchSet) -> None:
     cls = module.xFuserArgs
     add_runner_args, from_runner_args = cls.add_runner_args, cls.from_runner_args
 
@@ -140,7 +140,7 @@ def _seam_args(module: ModuleType, attachment: Attachment) -> None:
     attachment.set_attribute(cls, "from_runner_args", classmethod(with_models))
 
 
-def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
+def _seam_base_model(module: ModuleType, attachment: PatchSet) -> None:
     cls = module.xFuserModel
     post_load, initialize, run = cls._post_load_and_state_initialization, cls.initialize, cls.run
 
@@ -174,7 +174,7 @@ def _seam_base_model(module: ModuleType, attachment: Attachment) -> None:
     attachment.set_attribute(cls, "run", run_then_report)
 
 
-def _seam_runtime_state(module: ModuleType, attachment: Attachment) -> None:
+def _seam_runtime_state(module: ModuleType, attachment: PatchSet) -> None:
     """xfuser's checks guard its own self-attention: heads that x does not divide, backends without log-sum-exp."""
     cls = module.RuntimeState
     check_backend = cls._check_if_backend_compatible_with_current_configuration

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from dbsp_core.utils.errors import UserError
 from dbsp_start.parents import LAUNCHER
-from dbsp_xdit.autoload import wants_dbsp
+from dbsp_xdit.autoload import dbsp_requested
 from dbsp_xdit.models import preflight
 from dbsp_xdit.patches import install
 
@@ -30,7 +30,7 @@ def main() -> NoReturn:
     except UserError as error:
         print(f"dbsp-xdit: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    install(active=wants_dbsp(argv))  # xfuser.cli cannot be imported without an accelerator otherwise
+    install(active=dbsp_requested(argv))  # xfuser.cli cannot be imported without an accelerator otherwise
     from xfuser.cli import extract_torchrun_args, get_nproc_from_args
 
     torchrun, runner_args = extract_torchrun_args(argv)
@@ -44,5 +44,5 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    install(active=wants_dbsp(sys.argv))
+    install(active=dbsp_requested(sys.argv))
     runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)

@@ -12,7 +12,7 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.caching import refuse_step_caches
-from dbsp_diffusers.patching import Attachment, patch_tokens, signature_of, unpatch_tokens
+from dbsp_diffusers.patching import PatchSet, patch_tokens, signature_of, unpatch_tokens
 
 __all__ = ["Branch", "attach_wan", "branch_of_wan"]
 
@@ -30,7 +30,7 @@ def branch_of_wan(pipe: Any, guidance: SequenceGroup) -> Branch:
     return branch
 
 
-def attach_wan(transformer: Any, session: AttentionSession, branch: Branch, attachment: Attachment) -> None:
+def attach_wan(transformer: Any, session: AttentionSession, branch: Branch, attachment: PatchSet) -> None:
     """Puts db-SP where xfuser's USP stands, and lays the sequence out as the configuration wants it.
 
     transformer: an xFuserWanTransformer3DWrapper
@@ -95,7 +95,7 @@ class _End:
             )
 
 
-def _lay_out(transformer: Any, session: AttentionSession, attachment: Attachment) -> None:
+def _lay_out(transformer: Any, session: AttentionSession, attachment: PatchSet) -> None:
     """Shards the sequence in the home layout's order: tokens and rotary table permuted on the way in, undone on the
     way out. xfuser cuts the sequence into equal shards itself, so only the order is ours to choose."""
     patch = transformer.config.patch_size

@@ -11,10 +11,10 @@ import torch
 from dbsp_cli.calibrate.cases import Case, Sizes, held_out, sizes_for
 from dbsp_cli.calibrate.fit import Fit, fit
 from dbsp_cli.calibrate.measure import Setting, measure_attentions, measure_parts
-from dbsp_cli.calibrate.timing import run_ranks, settled
+from dbsp_cli.calibrate.timing import median_time, run_ranks
 from dbsp_core.cost.hardware import COMMUNICATION, Constants, Hardware, device_class, software_versions
 from dbsp_core.cost.latency import MERGE_BYTES, AttentionShape, Prediction, predict
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.plan import make_plan
 from dbsp_core.planning.planners import require_planner
@@ -72,7 +72,7 @@ def calibrate(
     sizes = sizes_for(device, quick)
     setting = Setting(device, getattr(torch, dtype), kernel, sizes.repeats, patience_s)
     by_rank = run_ranks(measure_parts, ranks, device, sizes, setting)
-    seconds = {part: settled([one[part] for one in by_rank]) for part in by_rank[0]}
+    seconds = {part: median_time([one[part] for one in by_rank]) for part in by_rank[0]}
     constants, fits = constants_from(sizes, seconds, ranks, dtype, communication)
     labels = {key: "measured" for key, value in vars(constants).items() if value is not None}
     hardware = Hardware(
@@ -184,7 +184,7 @@ def _fit_overlap(
 def predict_case(case: Case, strategy: Strategy, planner: str, known: Constants | Hardware, dtype: str) -> Prediction:
     """What a case is predicted to take on one node, under the home layout that the planner is meant for."""
     mask = case.mask()
-    home = HomeLayout.named(require_planner(planner).home, mask.grid, strategy)
+    home = SequenceLayout.named(require_planner(planner).home, mask.grid, strategy)
     plan = make_plan(mask, strategy, planner, home=home)
     shape = AttentionShape(1, case.heads, case.tokens, case.head_dim, ELEMENT_BYTES[dtype])
     if isinstance(known, Constants):
@@ -210,5 +210,5 @@ def check(
             seconds,
             predict_case(case, Strategy.parse(strategy), planner, hardware, dtype).total_s,
         )
-        for (case, strategy, planner), seconds in zip(cases, settled(by_rank).tolist(), strict=True)
+        for (case, strategy, planner), seconds in zip(cases, median_time(by_rank).tolist(), strict=True)
     ]

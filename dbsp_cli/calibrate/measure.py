@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from dbsp_cli.calibrate.cases import Case, Sizes
-from dbsp_cli.calibrate.timing import Clock, Laps
+from dbsp_cli.calibrate.timing import Samples, Timer
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, make_plan
@@ -25,7 +25,7 @@ __all__ = ["Setting", "attention_call", "measure_attentions", "measure_parts"]
 
 @dataclass(frozen=True)
 class Setting:
-    """How to measure. dtype: of q, k and v; patience_s: see `Clock`"""
+    """How to measure. dtype: of q, k and v; patience_s: see `Timer`"""
 
     device: str
     dtype: torch.dtype
@@ -38,14 +38,14 @@ class Setting:
         return {"device": self.device, "dtype": self.dtype}
 
 
-def measure_parts(rank: int, world: int, sizes: Sizes, setting: Setting) -> dict[str, list[Laps]]:
+def measure_parts(rank: int, world: int, sizes: Sizes, setting: Setting) -> dict[str, list[Samples]]:
     """Laps of every sample by part, in the order of `sizes`; communication and overlap with several ranks alone."""
     group, where, repeats = SequenceGroup.of(), setting.where, setting.repeats
-    clock = Clock(setting.device, setting.patience_s)
+    clock = Timer(setting.device, setting.patience_s)
     found = {
-        "compute": [clock.laps_alone(_kernel_call(case, setting), repeats) for case in sizes.compute],
-        "merge": [clock.laps_alone(_merge_call(n, setting.device), repeats) for n in sizes.merges],
-        "linear": [clock.laps_alone(_product(rows, width, where), repeats) for rows, width in sizes.linear],
+        "compute": [clock.samples_alone(_kernel_call(case, setting), repeats) for case in sizes.compute],
+        "merge": [clock.samples_alone(_merge_call(n, setting.device), repeats) for n in sizes.merges],
+        "linear": [clock.samples_alone(_product(rows, width, where), repeats) for rows, width in sizes.linear],
     }
     if world > 1:
         found["exchange"] = [clock.laps(_exchange(n, group, setting.device), repeats) for n in sizes.transfers]
@@ -59,14 +59,14 @@ def measure_parts(rank: int, world: int, sizes: Sizes, setting: Setting) -> dict
 
 def measure_attentions(
     rank: int, world: int, cases: tuple[tuple[Case, str, str], ...], setting: Setting
-) -> list[Laps]:
+) -> list[Samples]:
     """Laps of whole attentions, (case, strategy, planner) each: one of each in turn, so that drift hits all alike."""
-    group, clock = SequenceGroup.of(), Clock(setting.device, setting.patience_s)
+    group, clock = SequenceGroup.of(), Timer(setting.device, setting.patience_s)
     calls = [
         attention_call(case, case.mask(), Strategy.parse(strategy), planner, group, setting)[1]
         for case, strategy, planner in cases
     ]
-    laps: list[Laps] = [[] for _ in calls]
+    laps: list[Samples] = [[] for _ in calls]
     for turn in range(setting.repeats):
         for mine, call in zip(laps, calls, strict=True):
             mine += clock.laps(call, 1, warm_up=int(turn == 0))
@@ -77,7 +77,7 @@ def attention_call(
     case: Case, mask: BlockMask, strategy: Strategy, planner: str, group: SequenceGroup, setting: Setting
 ) -> tuple[Plan, Callable[[], object]]:
     """The plan, and a call of the attention on random q, k, v of this rank."""
-    home = HomeLayout.named(require_planner(planner).home, mask.grid, strategy)
+    home = SequenceLayout.named(require_planner(planner).home, mask.grid, strategy)
     plan = make_plan(mask, strategy, planner, home=home)
     attend = DualBalancedAttention.prepare(plan, mask, home, group, device=setting.device, kernel=setting.kernel)
     q, k, v = (torch.randn(1, case.heads, home.shard, case.head_dim, **setting.where) for _ in range(3))

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-__all__ = ["Clock", "Laps", "core_seconds", "quiet_laps", "run_ranks", "settled"]
+__all__ = ["Samples", "Timer", "core_seconds", "median_time", "run_ranks", "undisturbed_samples"]
 
-Laps = list[tuple[float, float, float]]
+Samples = list[tuple[float, float, float]]
 """Of each repetition: seconds, those of them in which this thread was ready but another had its core, and seconds that
 this process ran on a core: unlike the first, they do not depend on what else runs here"""
 
@@ -27,7 +27,7 @@ _SCHEDULER = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds run, nano
 _MACHINE = Path("/proc/stat")
 
 
-class Clock:
+class Timer:
     """Takes the laps of one rank.
 
     device:     "cpu" or "cuda"
@@ -38,7 +38,7 @@ class Clock:
         self.device = device
         self._patience_s = patience_s
 
-    def laps(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Laps:
+    def laps(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Samples:
         """All ranks begin each repetition together."""
         laps = []
         for repetition in range(warm_up + repeats):
@@ -55,7 +55,7 @@ class Clock:
                 laps.append((seconds, _waited() - waited, time.process_time() - ran))
         return laps
 
-    def laps_alone(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Laps:
+    def samples_alone(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Samples:
         """Of an action that waits for no other rank: on a CPU, the time that it ran on a core, whoever else did."""
         laps = self.laps(action, repeats, warm_up)
         return laps if self.device == "cuda" else [(max(ran, 1e-9), 0.0, ran) for _, _, ran in laps]
@@ -72,12 +72,12 @@ class Clock:
             torch.cuda.synchronize()
 
 
-def settled(by_rank: Sequence[Sequence[Laps]]) -> np.ndarray:
+def median_time(by_rank: Sequence[Sequence[Samples]]) -> np.ndarray:
     """float64[samples]: the slowest rank's seconds, median over quiet repetitions. by_rank: [ranks][samples] laps"""
-    return np.array([float(np.median(quiet_laps(list(laps)))) for laps in zip(*by_rank, strict=True)])
+    return np.array([float(np.median(undisturbed_samples(list(laps)))) for laps in zip(*by_rank, strict=True)])
 
 
-def quiet_laps(by_rank: Sequence[Laps]) -> np.ndarray:
+def undisturbed_samples(by_rank: Sequence[Samples]) -> np.ndarray:
     """float64[n]: the slowest rank's seconds in quiet repetitions: no rank waited for its core for more than a
     twentieth of them. The three most quiet ones where there are fewer. by_rank: laps of each rank
     """
@@ -88,7 +88,7 @@ def quiet_laps(by_rank: Sequence[Laps]) -> np.ndarray:
     return seconds[waited <= max(QUIET, enough)]
 
 
-def core_seconds(by_rank: Sequence[Laps]) -> float:
+def core_seconds(by_rank: Sequence[Samples]) -> float:
     """Seconds on a core of the busiest rank, median over repetitions. by_rank: laps of each rank"""
     return float(np.median(np.asarray(by_rank, dtype=np.float64)[..., 2].max(axis=0)))
 

@@ -14,9 +14,9 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dbsp_cli.generate.endings import end_in_order
-from dbsp_cli.generate.job import HOSTS, TIMEOUT_S, Job, Wishes, prepare
-from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher
+from dbsp_cli.generate.endings import end_cleanly_on_signals
+from dbsp_cli.generate.job import HOSTS, TIMEOUT_S, GenerateJob, GenerateRequest, prepare
+from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed
 from dbsp_cli.generate.running import Made, run_job
 
 __all__ = ["generate_command"]
@@ -65,7 +65,7 @@ def generate_command(
         rdzv_id=rdzv_id,
     )
     job = prepare(
-        Wishes(
+        GenerateRequest(
             config=config,
             model=model,
             prompt=prompt,
@@ -82,7 +82,7 @@ def generate_command(
     if dry_run:
         _say_what_would_run(job, as_json)
         return
-    end_in_order()
+    end_cleanly_on_signals()
     start = time.perf_counter()
     try:
         made = _run(job)
@@ -94,7 +94,7 @@ def generate_command(
         raise typer.Exit(_NO_REPORT)
 
 
-def _run(job: Job) -> Made:
+def _run(job: GenerateJob) -> Made:
     """Runs it with one progress bar, on standard error, that follows rank 0."""
     columns = (
         SpinnerColumn(),
@@ -106,15 +106,15 @@ def _run(job: Job) -> Made:
     steps = job.config.video.steps or 0
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(f"{job.launch.world} × {job.host}", total=steps)
-        watcher = Watcher(
+        watcher = LogFollower(
             steps=steps,
-            stepped=lambda done: progress.update(task, completed=done),
-            noticed=lambda line: progress.console.print(line, markup=False, highlight=False, soft_wrap=True),
+            on_step=lambda done: progress.update(task, completed=done),
+            on_notice=lambda line: progress.console.print(line, markup=False, highlight=False, soft_wrap=True),
         )
         return run_job(job, watcher)
 
 
-def _say_what_would_run(job: Job, as_json: bool) -> None:
+def _say_what_would_run(job: GenerateJob, as_json: bool) -> None:
     work = Path("WORK")
     settings = job.settings_in(work)
     if as_json:
@@ -125,7 +125,7 @@ def _say_what_would_run(job: Job, as_json: bool) -> None:
     print(yaml.safe_dump(settings, allow_unicode=True, sort_keys=False), end="")
 
 
-def _say_what_was_made(job: Job, made: Made, seconds: float, as_json: bool) -> None:
+def _say_what_was_made(job: GenerateJob, made: Made, seconds: float, as_json: bool) -> None:
     if made.lacking:
         print(f"dbsp: the video is {made.video}, but {made.lacking}", file=sys.stderr)
     if as_json:

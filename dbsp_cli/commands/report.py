@@ -15,7 +15,7 @@ from dbsp_core.reports.compare import compare
 from dbsp_core.reports.html import comparison_page, report_page
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.summary import layer_summaries
-from dbsp_core.reports.tables import comparison_grids, run_tables
+from dbsp_core.reports.tables import comparison_tables, run_tables
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
 
@@ -54,7 +54,7 @@ def _show(report: RunReport, as_json: bool, html: Path | None) -> None:
 
 def _compare(names: tuple[str, str], a: RunReport, b: RunReport, as_json: bool, html: Path | None) -> None:
     comparison = compare(a, b)
-    grids = comparison_grids(names, comparison)
+    grids = comparison_tables(names, comparison)
     if html is not None:
         write_atomically(html, comparison_page(names, [(grid.title, grid.columns, grid.rows) for grid in grids]))
     if as_json:

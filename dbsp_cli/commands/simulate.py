@@ -15,8 +15,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_cli.simulate import Simulated, simulate
-from dbsp_core.config.models import ZOO, ModelSpec, require_model
+from dbsp_cli.simulate import SimulationResult, simulate
+from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -26,14 +26,14 @@ from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
-from dbsp_kernels import Needs, require_fit
-from dbsp_kernels.registry import kernel_merges
+from dbsp_kernels import KernelRequirements, require_fit
+from dbsp_kernels.registry import returns_lse
 
 __all__ = ["simulate_command"]
 
 
 def simulate_command(
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(ZOO)}.")] = "wan2.1-t2v-14b",
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODEL_SPECS)}.")] = "wan2.1-t2v-14b",
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs, for example 8,16,64.")] = "8",
     hardware: Annotated[str, typer.Option(help="a800, h200, cpu-demo, or a file from dbsp calibrate.")] = "a800",
     mask: Annotated[
@@ -55,9 +55,9 @@ def simulate_command(
     planners = planner.split(",")
     for name in planners:
         require_planner(name)
-    merges = kernel_merges(kernel)
+    merges = returns_lse(kernel)
     if strategy != "all":
-        require_fit(kernel, Needs(lse=Strategy.parse(strategy).ring > 1))
+        require_fit(kernel, KernelRequirements(lse=Strategy.parse(strategy).ring > 1))
     masks = masks_for(spec, mask, layers, coarsen, seed)
     rows = simulate(
         spec,
@@ -135,7 +135,7 @@ def _csv(records: list[dict[str, object]]) -> str:
     return text.getvalue()
 
 
-def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Iterable[Simulated]) -> Table:
+def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Iterable[SimulationResult]) -> Table:
     table = Table(
         title=f"{model.name} on {machine.name}, density {masks[0].density:.3f}, {model.steps} steps: modelled times",
         caption="seconds per video; exposed: P2P that compute does not hide; ×: speed-up over the contiguous planner\n"

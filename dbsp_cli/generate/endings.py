@@ -7,12 +7,12 @@ import signal
 from contextlib import suppress
 from typing import NoReturn
 
-__all__ = ["end_in_order"]
+__all__ = ["end_cleanly_on_signals"]
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-def end_in_order() -> None:
+def end_cleanly_on_signals() -> None:
     """From now on SIGTERM and SIGHUP, of a terminal that was closed, raise SystemExit(128 + signal) once.
 
     What was ignored when this process began, as nohup has it, stays ignored.

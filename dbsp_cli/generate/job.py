@@ -20,20 +20,20 @@ from dbsp_core.config.models import (
     CHECKPOINTS,
     TINY,
     TINY_MODELS,
-    Identity,
+    ModelSignature,
     find_checkpoint,
-    identity_of_model,
+    signature_of_model,
     tiny_architecture,
 )
 from dbsp_core.config.video import VideoSettings
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.utils.errors import UserError, blaming
+from dbsp_core.utils.errors import UserError, blame_setting
 from dbsp_core.utils.paths import require_file_place, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings
-from dbsp_diffusers.effective_config import UNCONFIGURED, default_config, require_same_model
-from dbsp_kernels.registry import kernel_merges
+from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, default_config, require_same_model
+from dbsp_kernels.registry import returns_lse
 
-__all__ = ["HOSTS", "TIMEOUT_S", "Job", "Wishes", "prepare"]
+__all__ = ["HOSTS", "TIMEOUT_S", "GenerateJob", "GenerateRequest", "prepare"]
 
 TIMEOUT_S = 600.0
 """NCCL's: longer than any rank has to wait for the others in a run that goes well."""
@@ -59,7 +59,7 @@ HOSTS = {
 
 
 @dataclass(frozen=True)
-class Wishes:
+class GenerateRequest:
     """What a user asks for; None and empty: as usual.
 
     config:  file, or name of a shipped one;  model: name or folder;  changes: "key=value", with dots in the key
@@ -82,7 +82,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateJob:
     """One video to make, with nothing left open.
 
     settings: what stands in the configuration file that the ranks read, but for paths
@@ -127,13 +127,13 @@ class Job:
         return self.out.with_name(f".{self.name}.lock")
 
 
-def prepare(wishes: Wishes) -> Job:
+def prepare(wishes: GenerateRequest) -> GenerateJob:
     """Everything that can be known before a process is launched. Raises ValueError for a user's mistake."""
     settings = _settings(wishes)
     config = DbspConfig.load(settings)
     model, identity = _model(wishes, config)
     checkpoint = identity.checkpoint
-    with settings.located(), blaming("video"):
+    with settings.located(), blame_setting("video"):
         video = config.video.filled(checkpoint)
         video.require_frames(identity.pipeline)
     if not video.prompt:
@@ -150,7 +150,7 @@ def prepare(wishes: Wishes) -> Job:
     if not wishes.timeout > 0:
         raise UserError(f"--timeout {wishes.timeout:g} must be above 0 seconds; {TIMEOUT_S:g} is usual")
     tiny = tiny_architecture(model)
-    job = Job(
+    job = GenerateJob(
         config=replace(config, video=video, strategy=strategy),
         settings={**settings.values, "video": _plain(video), "strategy": str(strategy)},
         given=settings,
@@ -163,18 +163,18 @@ def prepare(wishes: Wishes) -> Job:
         report=report,
         timeout=wishes.timeout,
     )
-    _ask_the_host(job, identity)
+    _host_preflight(job, identity)
     return job
 
 
-def _settings(wishes: Wishes) -> Settings:
+def _settings(wishes: GenerateRequest) -> Settings:
     if wishes.config is None and wishes.model is None:
         names = ", ".join(c.name for c in CHECKPOINTS)
         raise UserError(f"nothing says which model; give --model ({names}, or a folder) or --config")
     if wishes.config is not None:
         settings = read_settings(find_config(wishes.config), "configuration file")
     else:
-        default = default_config(identity_of_model(wishes.model or ""))
+        default = default_config(signature_of_model(wishes.model or ""))
         path = Path(default.origin or "")
         settings = (
             read_settings(path, "configuration file") if path.is_file() else Settings({}, {}, default.origin or "")
@@ -194,7 +194,7 @@ def _settings(wishes: Wishes) -> Settings:
     return settings
 
 
-def _report(wishes: Wishes, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
+def _report(wishes: GenerateRequest, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
     """The folder for the report. here: whether it is known to be written on this node, and so must be possible here"""
     given = wishes.report or (Path(config.report) if config.report else None)
     report = None if given is None else given.absolute()
@@ -202,22 +202,22 @@ def _report(wishes: Wishes, config: DbspConfig, settings: Settings, here: bool) 
         return report
     if wishes.report is not None:
         require_folder_place(report, "--report")
-    with settings.located(), blaming("report"):
+    with settings.located(), blame_setting("report"):
         require_folder_place(report, "report")
     return report
 
 
 def _origin_in_words(settings: Settings, changes: Sequence[str]) -> str:
-    from_file = settings.origin if settings.origin in ("", UNCONFIGURED) else f"from {settings.origin}"
+    from_file = settings.origin if settings.origin in ("", DEFAULT_ORIGIN) else f"from {settings.origin}"
     keys = ", ".join(change.partition("=")[0] for change in changes)
     return from_file + (f", but for {keys}" if keys else "")
 
 
-def _model(wishes: Wishes, config: DbspConfig) -> tuple[str, Identity]:
+def _model(wishes: GenerateRequest, config: DbspConfig) -> tuple[str, ModelSignature]:
     model = wishes.model or config.model
     if model is None:
         raise UserError(f"{wishes.config} does not say which model it is for; add --model")
-    identity = identity_of_model(model)
+    identity = signature_of_model(model)
     if identity is None:
         names = ", ".join([*(c.name for c in CHECKPOINTS), *(f"{TINY}{name}" for name in TINY_MODELS)])
         raise UserError(
@@ -233,7 +233,7 @@ def _to_load(model: str) -> str:
     return os.path.abspath(model) if checkpoint is None else checkpoint.hub
 
 
-def _launch(wishes: Wishes) -> Launch:
+def _launch(wishes: GenerateRequest) -> Launch:
     gpus = torch.cuda.device_count()
     if not wishes.nproc_given:
         return replace(wishes.launch, nproc=max(1, gpus))
@@ -247,7 +247,7 @@ def _launch(wishes: Wishes) -> Launch:
 
 def _usual_strategy(launch: Launch, config: DbspConfig) -> Strategy:
     """Heads are shared out within a node, blocks between nodes, where the kernel can."""
-    ring = launch.nnodes if kernel_merges(config.kernel) else 1
+    ring = launch.nnodes if returns_lse(config.kernel) else 1
     return Strategy(launch.world // ring, ring)
 
 
@@ -264,9 +264,9 @@ def _host(name: str | None) -> str:
     return name
 
 
-def _ask_the_host(job: Job, identity: Identity) -> None:
+def _host_preflight(job: GenerateJob, identity: ModelSignature) -> None:
     """The host's own refusals, before its ranks are started."""
-    check: Callable[[DbspConfig, str, Identity], None] = importlib.import_module(HOSTS[job.host].module).check
+    check: Callable[[DbspConfig, str, ModelSignature], None] = importlib.import_module(HOSTS[job.host].module).check
     if job.model is not None:
         check(job.config, job.model, identity)
 

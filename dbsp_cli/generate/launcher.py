@@ -17,7 +17,7 @@ from dbsp_cli.generate.leftovers import RUN, end_leftovers
 from dbsp_core.utils.errors import ERROR, NOTICE, UserError
 from dbsp_start.held import held
 
-__all__ = ["Launch", "RunFailed", "Watcher", "run_watched"]
+__all__ = ["Launch", "LogFollower", "RunFailed", "run_watched"]
 
 _TAG = re.compile(r"\(rank (\d+)\) ")
 _STEPS_DONE = re.compile(r"(\d+)/(\d+) \[")
@@ -83,18 +83,18 @@ class RunFailed(RuntimeError):
 
 
 @dataclass
-class Watcher:
+class LogFollower:
     """What of the ranks' output is for the user.
 
     steps:    of the denoising; a progress bar of so many steps is the one to follow
-    stepped:  called with the number of steps that are done
-    noticed:  called once with each line that begins with "dbsp: "
+    on_step:  called with the number of steps that are done
+    on_notice:  called once with each line that begins with "dbsp: "
     reworded: what ranks say, in words that mean something to the user
     """
 
     steps: int
-    stepped: Callable[[int], None] = lambda done: None
-    noticed: Callable[[str], None] = lambda line: None
+    on_step: Callable[[int], None] = lambda done: None
+    on_notice: Callable[[str], None] = lambda line: None
     reworded: Callable[[str], str] = lambda text: text
     tails: dict[str, deque[str]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_TAIL)))
     mistakes: dict[str, str] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Watcher:
         """Output of rank 0, or untagged, that may end within a line."""
         done = [int(count) for count, total in _STEPS_DONE.findall(text) if int(total) == self.steps]
         if done:
-            self.stepped(done[-1])
+            self.on_step(done[-1])
 
     def _words(self, rank: str, text: str) -> None:
         if _STEPS_DONE.search(text):
@@ -126,14 +126,14 @@ class Watcher:
             self.mistakes.setdefault(rank, text.removeprefix(ERROR))
         elif text.startswith(NOTICE) and text not in self._told:
             self._told.add(text)
-            self.noticed(text)
+            self.on_notice(text)
 
 
 def run_watched(
     command: Sequence[str],
     log: Path,
     ranks_folder: Path,
-    watcher: Watcher,
+    watcher: LogFollower,
     environment: Mapping[str, str] | None = None,
 ) -> None:
     """Runs a command that starts ranks with torchrun. All output goes to `log`, nothing to the terminal.
@@ -170,7 +170,7 @@ def run_watched(
         raise _failure(code, log, watcher)
 
 
-def _follow(process: subprocess.Popen[bytes], keep: Callable[[bytes], object], watcher: Watcher) -> None:
+def _follow(process: subprocess.Popen[bytes], keep: Callable[[bytes], object], watcher: LogFollower) -> None:
     if process.stdout is None:
         raise RuntimeError("the ranks' output could not be read")
     begun = ""
@@ -200,7 +200,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             raise
 
 
-def _failure(code: int, log: Path, watcher: Watcher) -> Exception:
+def _failure(code: int, log: Path, watcher: LogFollower) -> Exception:
     if watcher.mistakes:
         return UserError(next(iter(watcher.mistakes.values())))
     own_words = "\n".join(watcher.tails[""])

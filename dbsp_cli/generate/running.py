@@ -9,11 +9,11 @@ from pathlib import Path
 
 import yaml
 
-from dbsp_cli.generate.job import Job
-from dbsp_cli.generate.launcher import RunFailed, Watcher, run_watched
-from dbsp_cli.generate.sole_run import sole_run
+from dbsp_cli.generate.exclusive_run import exclusive_run
+from dbsp_cli.generate.job import GenerateJob
+from dbsp_cli.generate.launcher import LogFollower, RunFailed, run_watched
 from dbsp_cli.generate.work_folder import WorkFolder, put_folder, remove_left_over, work_folder
-from dbsp_cli.tiny_models import hush_libraries, make_tiny
+from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.config.models import TINY
 from dbsp_core.utils.errors import NOTICE
 from dbsp_core.utils.yaml_file import Settings, read_settings
@@ -35,24 +35,24 @@ class Made:
     lacking: str | None = None
 
 
-def run_job(job: Job, watcher: Watcher) -> Made:
+def run_job(job: GenerateJob, watcher: LogFollower) -> Made:
     """Makes the video. It appears when it is whole, and then the report's files; a failure leaves nothing but the log.
 
     What is made and cannot be put in its place stays in the work folder, which is named then.
     Raises UserError for a mistake that could be found only now, RunFailed when a rank fails or the video has no place.
     """
     job.out.parent.mkdir(parents=True, exist_ok=True)
-    with sole_run(job.lock, job.out) as known:
+    with exclusive_run(job.lock, job.out) as known:
         for result in remove_left_over(job.out.parent, job.name) if known else []:
-            watcher.noticed(f"{NOTICE}an earlier run was cut off; what it had made is still in {result}")
+            watcher.on_notice(f"{NOTICE}an earlier run was cut off; what it had made is still in {result}")
         with work_folder(job.out.parent, job.name) as work:
             _run(job, work.path, watcher)
             return _put_in_place(job, work)
 
 
-def _run(job: Job, work: Path, watcher: Watcher) -> None:
+def _run(job: GenerateJob, work: Path, watcher: LogFollower) -> None:
     if job.tiny is not None:
-        hush_libraries()
+        silence_libraries()
         make_tiny(job.tiny, work / f"{TINY}{job.tiny}")
     settings = work / "dbsp.yaml"
     settings.write_text(yaml.safe_dump(job.settings_in(work), allow_unicode=True))
@@ -60,7 +60,7 @@ def _run(job: Job, work: Path, watcher: Watcher) -> None:
     run_watched(job.command(work), job.log, work / "ranks", watcher)
 
 
-def in_the_users_names(job: Job, work: Path, written: Settings) -> Callable[[str], str]:
+def in_the_users_names(job: GenerateJob, work: Path, written: Settings) -> Callable[[str], str]:
     """Rewords what ranks say: the file they read is gone when it is read, and so is their folder for the report.
 
     written: the ranks' configuration file, read back
@@ -78,7 +78,7 @@ def in_the_users_names(job: Job, work: Path, written: Settings) -> Callable[[str
     return reworded
 
 
-def _put_in_place(job: Job, work: WorkFolder) -> Made:
+def _put_in_place(job: GenerateJob, work: WorkFolder) -> Made:
     """The video first: a report that finds no place must not take it along."""
     video, report = work.path / "video.mp4", work.path / "report"
     if not video.is_file():

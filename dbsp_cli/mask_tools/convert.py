@@ -15,7 +15,7 @@ from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.text_blocks import BlockReading, fit_blocks
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile, MaskLayout, one_or_each, write_masks
-from dbsp_core.masks.schedule import Moment
+from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError
@@ -183,7 +183,7 @@ def convert_recording(
     steps = sorted({moment.step for moment in recording.passes})
     if step is None and len(steps) != 1:
         raise UserError(f"{folder} has steps {steps}; say which with --step")
-    moment = Moment(steps[0] if step is None else step, branch)
+    moment = DenoisingStep(steps[0] if step is None else step, branch)
     first = recording.mask(0, moment)
     grids = [first.grid] + [recording.mask(layer, moment).grid for layer in range(1, recording.layers)]
     plain = {replace(grid, orders=(CANONICAL,)) for grid in grids}

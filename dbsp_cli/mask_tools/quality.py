@@ -104,7 +104,7 @@ def _allowed(mask: BlockMask, head: int, queries: np.ndarray) -> torch.Tensor:
     """bool[queries, tokens] by canonical position."""
     grid = mask.grid
     order = grid.orders[head] if len(grid.orders) > 1 else grid.orders[0]
-    place = np.argsort(grid.standing(order))
+    place = np.argsort(grid.token_permutation(order))
     rows = torch.from_numpy(grid.q_axis.block_of[place[queries]])
     columns = torch.from_numpy(grid.k_axis.block_of[place])
     return mask.bits[head].cpu()[rows][:, columns]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import block_counts, unpack_bits
-from dbsp_core.masks.schedule import Moment
+from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX
 from dbsp_core.utils.errors import UserError
 
@@ -32,7 +32,7 @@ class Recording:
     """
 
     folder: Path
-    passes: Mapping[Moment, Mapping[int, str]]
+    passes: Mapping[DenoisingStep, Mapping[int, str]]
     layers: int
     stopped: str | None
     _masks: Mapping[str, tuple[str, int]]
@@ -64,7 +64,7 @@ class Recording:
         common = set.intersection(*(set(layers) for layers in self.passes.values())) if self.passes else set()
         return tuple(sorted(common))
 
-    def mask(self, layer: int, moment: Moment) -> BlockMask:
+    def mask(self, layer: int, moment: DenoisingStep) -> BlockMask:
         """The mask of one attention. Raises ValueError when it was not recorded, or its file cannot be read."""
         name = self.passes.get(moment, {}).get(layer)
         if name is None:
@@ -86,11 +86,11 @@ class Recording:
             raise UserError(f"the recording {self.folder} is damaged: mask {name} ({error})") from error
 
 
-def _longest(passes: list[dict[str, Any]]) -> dict[Moment, dict[int, str]]:
+def _longest(passes: list[dict[str, Any]]) -> dict[DenoisingStep, dict[int, str]]:
     """The passes of the last generation of those with the most."""
-    generations: dict[int, dict[Moment, dict[int, str]]] = {}
+    generations: dict[int, dict[DenoisingStep, dict[int, str]]] = {}
     for one in passes:
-        moment = Moment(int(one["step"]), int(one["branch"]))
+        moment = DenoisingStep(int(one["step"]), int(one["branch"]))
         masks = {int(layer): str(name) for layer, name in one["masks"].items()}
         generations.setdefault(int(one["generation"]), {})[moment] = masks
     most = max((len(each) for each in generations.values()), default=0)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from dbsp_cli.mask_tools.recording import Recording
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.masks.schedule import Moment
+from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.runtime.plan_cache import PlanCache, ReplanRule
@@ -61,7 +61,7 @@ class MaskSeries:
         return cls(
             steps,
             recording.recorded_layers,
-            lambda step, layer: recording.mask(layer, Moment(step, branch)),
+            lambda step, layer: recording.mask(layer, DenoisingStep(step, branch)),
             branches,
             stopped or None,
         )
@@ -128,7 +128,7 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
         for planner in planners:
             name = require_planner(planner).home
             plans = [
-                make_plan(mask, strategy, planner, home=HomeLayout.named(name, _plain(mask.grid), strategy))
+                make_plan(mask, strategy, planner, home=SequenceLayout.named(name, _plain(mask.grid), strategy))
                 for mask in masks
             ]
             rows.append(

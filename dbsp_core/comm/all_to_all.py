@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.cost.comm_volume import queries_go_ahead
-from dbsp_core.layout.sequence_layout import Fragments, HomeLayout
+from dbsp_core.cost.comm_volume import exchange_q_separately
+from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels.packing.segment_copy import Runs, copy_runs
+from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
 
 __all__ = ["Route", "build_route"]
 
@@ -43,13 +43,13 @@ class Route:
     received: tuple[int, ...]
     returned: tuple[int, ...]
     came_back: tuple[int, ...]
-    pack_q: Runs
-    pack_k: Runs
-    pack_v: Runs
-    unpack_q: Runs
-    unpack_kv: Runs
-    pack_out: Runs
-    unpack_out: Runs
+    pack_q: CopySegments
+    pack_k: CopySegments
+    pack_v: CopySegments
+    unpack_q: CopySegments
+    unpack_kv: CopySegments
+    pack_out: CopySegments
+    unpack_out: CopySegments
     q_places: int
     kv_places: int
     q_sent: tuple[int, ...] = ()
@@ -59,7 +59,9 @@ class Route:
         """The same with its tables on a device."""
         if self.pack_q.table.device.type == device.type == "cpu":
             return self
-        moved: dict[str, Any] = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Runs)}
+        moved: dict[str, Any] = {
+            name: one.to(device) for name, one in vars(self).items() if isinstance(one, CopySegments)
+        }
         return replace(self, **moved)
 
     def to_owners(
@@ -76,35 +78,38 @@ class Route:
         else:
             came = _exchange(parts, self.sent, self.received, group)
         packed_q = q.new_empty(batch, self.q_places, width)
-        copy_runs(_by_batch(came), packed_q[:, None], self.unpack_q)
+        copy_segments(_by_batch(came), packed_q[:, None], self.unpack_q)
         if self.q_sent:
             del came
             came = _exchange(parts[1:], self.sent, self.received, group)
         packed_kv = q.new_empty(2, batch, self.kv_places, width)
-        copy_runs(_by_batch(came), packed_kv.transpose(0, 1), self.unpack_kv)
+        copy_segments(_by_batch(came), packed_kv.transpose(0, 1), self.unpack_kv)
         return packed_q, packed_kv
 
     def to_homes(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         """The way back. out: packed [B, Rq·Bq, D]; returns: [B, H, n_local, D], strided as `like`, zero at padding."""
         batch, _, width = out.shape
         buffer = out.new_empty(sum(self.returned), batch, width)
-        copy_runs(out[:, None], _by_batch(buffer), self.pack_out)
+        copy_segments(out[:, None], _by_batch(buffer), self.pack_out)
         del out
         came = group.all_to_all(buffer, self.came_back, self.returned)
         del buffer
         home = torch.empty_like(like, dtype=came.dtype)
-        copy_runs(_by_batch(came), home, self.unpack_out)
+        copy_segments(_by_batch(came), home, self.unpack_out)
         return home
 
 
 def _exchange(
-    parts: Sequence[tuple[torch.Tensor, Runs]], sent: tuple[int, ...], received: tuple[int, ...], group: SequenceGroup
+    parts: Sequence[tuple[torch.Tensor, CopySegments]],
+    sent: tuple[int, ...],
+    received: tuple[int, ...],
+    group: SequenceGroup,
 ) -> torch.Tensor:
     """What comes, [tokens, B, D], for what is packed from these tensors. What is sent is let go."""
     first = parts[0][0]
     buffer = first.new_empty(sum(sent), first.shape[0], first.shape[3])
     for tensor, runs in parts:
-        copy_runs(tensor, _by_batch(buffer), runs)
+        copy_segments(tensor, _by_batch(buffer), runs)
     return group.all_to_all(buffer, received, sent)
 
 
@@ -113,7 +118,7 @@ def _by_batch(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.transpose(0, 1)[:, None]
 
 
-def build_route(plan: Plan, home: HomeLayout, rank: int, n_local: int, device: torch.device) -> Route:
+def build_route(plan: Plan, home: SequenceLayout, rank: int, n_local: int, device: torch.device) -> Route:
     """The route of one rank, which holds `n_local` tokens (padding included) at home."""
     strategy, grid = plan.strategy, plan.grid
     queries, keys = _axes(plan, home)
@@ -129,7 +134,7 @@ def build_route(plan: Plan, home: HomeLayout, rank: int, n_local: int, device: t
     came_back, (arrive_q,) = _buffer_places(world, q_home)
     q_sent: tuple[int, ...] = ()
     q_received: tuple[int, ...] = ()
-    if queries_go_ahead(plan):
+    if exchange_q_separately(plan):
         q_sent, send_q, q_received, receive_q = came_back, arrive_q, returned, return_q  # the way back, turned round
         sent, (send_k, send_v) = _buffer_places(world, kv_home, kv_home)
         received, (receive_k, receive_v) = _buffer_places(world, kv_packed, kv_packed)
@@ -144,13 +149,13 @@ def build_route(plan: Plan, home: HomeLayout, rank: int, n_local: int, device: t
         received=received,
         returned=returned,
         came_back=came_back,
-        pack_q=Runs.of(_to_buffer(q_home, send_q), device),
-        pack_k=Runs.of(_to_buffer(kv_home, send_k), device),
-        pack_v=Runs.of(_to_buffer(kv_home, send_v), device),
-        unpack_q=Runs.of(_from_buffer(receive_q, q_packed), device),
-        unpack_kv=Runs.of(np.concatenate([unpack_k, unpack_v]), device),
-        pack_out=Runs.of(_to_buffer(q_packed, return_q), device),
-        unpack_out=Runs.of(
+        pack_q=CopySegments.of(_to_buffer(q_home, send_q), device),
+        pack_k=CopySegments.of(_to_buffer(kv_home, send_k), device),
+        pack_v=CopySegments.of(_to_buffer(kv_home, send_v), device),
+        unpack_q=CopySegments.of(_from_buffer(receive_q, q_packed), device),
+        unpack_kv=CopySegments.of(np.concatenate([unpack_k, unpack_v]), device),
+        pack_out=CopySegments.of(_to_buffer(q_packed, return_q), device),
+        unpack_out=CopySegments.of(
             np.concatenate([_from_buffer(arrive_q, q_home), _padding(home, rank, n_local, plan.heads)]), device
         ),
         q_places=len(own_rows[0]) * grid.block_q,
@@ -191,7 +196,7 @@ class _Axis:
             them alike, so that what is sent in one order is expected in the same
     """
 
-    groups: tuple[tuple[np.ndarray, Fragments], ...]
+    groups: tuple[tuple[np.ndarray, ShardSegments], ...]
     axis: BlockAxis
 
     def at_home(self, rank: int, wanting: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> _Places:
@@ -231,10 +236,10 @@ class _Axis:
         return _Places.sorted_by_rank(parts)
 
 
-def _axes(plan: Plan, home: HomeLayout) -> tuple[_Axis, _Axis]:
+def _axes(plan: Plan, home: SequenceLayout) -> tuple[_Axis, _Axis]:
     """Those of queries and of keys."""
     grid = plan.grid
-    found = [(heads, home.block_fragments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
+    found = [(heads, home.block_segments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
     queries, keys = (tuple((heads, both[axis]) for heads, both in found) for axis in (0, 1))
     return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
 
@@ -283,7 +288,7 @@ def _columns(rows: int, *columns: np.ndarray | int) -> np.ndarray:
     return table
 
 
-def _padding(home: HomeLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
+def _padding(home: SequenceLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
     """Columns of Runs that write zeros at the places of `rank` that hold no token."""
     empty = np.ones(n_local, dtype=bool)
     empty[home.tokens_at(rank)[1]] = False

@@ -10,12 +10,12 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["agree", "gather_texts", "on_all_ranks"]
+__all__ = ["check_consistent", "gather_texts", "run_consistently"]
 
 Result = TypeVar("Result")
 
 
-def on_all_ranks(
+def run_consistently(
     group: SequenceGroup,
     function: Callable[[], Result],
     device: torch.device,
@@ -35,11 +35,11 @@ def on_all_ranks(
     except Exception as error:  # any error: this rank must not stop alone
         problem = error
     complaint = f"{what} differs on rank(s) {{}}; it must be the same on every rank"
-    agree(group, problem, {complaint: mark}, device)
+    check_consistent(group, problem, {complaint: mark}, device)
     return result  # type: ignore[return-value]  # agree raised where there is none
 
 
-def agree(
+def check_consistent(
     group: SequenceGroup,
     problem: Exception | None,
     marks: Mapping[str, int],

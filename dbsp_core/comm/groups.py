@@ -15,14 +15,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["PendingShift", "SequenceGroup", "meet", "meeting_group", "side_group", "timeout_of"]
+__all__ = ["PendingShift", "SequenceGroup", "aux_group", "barrier", "report_group", "timeout_of"]
 
 _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, weakref.ref[dist.ProcessGroup]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def side_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+def aux_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     """The ranks of `group` in a gloo group of their own, one for each purpose, with the group's own timeout.
 
     Collective at the first call.
@@ -111,7 +111,7 @@ class SequenceGroup:
         """
         if self.group is None:
             return self
-        return SequenceGroup(self.rank, self.size, side_group(self.group, purpose))
+        return SequenceGroup(self.rank, self.size, aux_group(self.group, purpose))
 
     def all_to_all(
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
@@ -155,7 +155,7 @@ class SequenceGroup:
         return [rank_values.tolist() for rank_values in self.all_gather(mine)]
 
 
-def meeting_group(group: SequenceGroup) -> SequenceGroup:
+def report_group(group: SequenceGroup) -> SequenceGroup:
     """The ranks in a gloo group of their own, which nothing else uses. Collective at the first call.
 
     What becomes of it when a rank does not come disturbs no attention. Ranks wait for one another as long as the
@@ -164,7 +164,7 @@ def meeting_group(group: SequenceGroup) -> SequenceGroup:
     return group.beside("meeting")
 
 
-def meet(group: SequenceGroup) -> None:
+def barrier(group: SequenceGroup) -> None:
     """Returns once all ranks of a meeting group have called it. Raises RuntimeError where one does not in time."""
     if group.group is None:
         return

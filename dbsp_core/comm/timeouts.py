@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-__all__ = ["limit_waiting"]
+__all__ = ["limit_group_timeouts"]
 
 
-def limit_waiting(seconds: float) -> None:
+def limit_group_timeouts(seconds: float) -> None:
     """From now on every process group that is made without a timeout of its own has this one, also the hosts' groups.
 
     torch's defaults are 600 s for NCCL and 1800 s for gloo. For a process that is ours alone and ends with the run:

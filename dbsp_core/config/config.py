@@ -18,10 +18,10 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.planning.planners import PlannerSettings, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blaming
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, require_known
-from dbsp_kernels import KERNELS, Needs, require_fit
+from dbsp_kernels import KERNELS, KernelRequirements, require_fit
 
 __all__ = ["DTYPES", "ConfigLike", "DbspConfig", "setting_names"]
 
@@ -92,17 +92,17 @@ class DbspConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.strategy, str) and self.strategy != AUTO:
-            with blaming("strategy"):
+            with blame_setting("strategy"):
                 object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
         if isinstance(self.mask, Mapping):
-            with blaming("mask"):
+            with blame_setting("mask"):
                 object.__setattr__(self, "mask", _source_from(self.mask))
         for name, cls in (("dense", DenseSchedule), ("video", VideoSettings)):
             value = getattr(self, name)
             if isinstance(value, Mapping):
-                with blaming(name):
+                with blame_setting(name):
                     object.__setattr__(self, name, _build(cls, value, repr(name)))
-        with blaming("planner"):
+        with blame_setting("planner"):
             require_planner(self.planner)
         if self.home is not None:
             _require("home", self.home, tuple(HOME_ORDERS))
@@ -115,8 +115,8 @@ class DbspConfig:
         if self.replan_budget is not None and not self.replan_budget > 0:
             raise bad_value(self, "replan_budget", "must be positive, or null to replan by the threshold alone")
         if isinstance(self.strategy, Strategy):
-            with blaming("kernel"):
-                require_fit(self.kernel, Needs(lse=self.strategy.ring > 1))
+            with blame_setting("kernel"):
+                require_fit(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))
 
     def strategy_or(self, host: Strategy) -> Strategy | None:
         """The strategy to use where the host has its own; None for "auto"."""
@@ -204,7 +204,7 @@ def _checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]
     for key in values:
         require_known(key, setting_names(cls), where, _elsewhere() if cls is DbspConfig else None)
     for key, value in values.items():
-        with blaming(key):
+        with blame_setting(key):
             converted[key] = _convert(value, hints[key], f"{key!r} in {where}" if where else repr(key))
     return converted
 

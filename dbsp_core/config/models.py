@@ -14,17 +14,17 @@ from dbsp_core.utils.errors import UserError
 
 __all__ = [
     "CHECKPOINTS",
+    "MODEL_SPECS",
     "TINY",
     "TINY_MODELS",
-    "ZOO",
     "Checkpoint",
-    "Identity",
+    "ModelSignature",
     "ModelSpec",
     "checkpoint_of",
     "find_checkpoint",
-    "identity_of",
-    "identity_of_model",
+    "model_signature",
     "require_model",
+    "signature_of_model",
     "tiny_architecture",
 ]
 
@@ -134,7 +134,7 @@ def find_checkpoint(name: str) -> Checkpoint | None:
 
 
 @dataclass(frozen=True)
-class Identity:
+class ModelSignature:
     """What tells a pipeline's checkpoint apart: diffusers' class and the transformer's sizes (see `Checkpoint`)."""
 
     pipeline: str
@@ -156,14 +156,14 @@ class Identity:
 
 
 TINY_MODELS = {
-    "wan": Identity("WanPipeline", (4, 12, 24, 1)),
-    "wan-trained": Identity("WanPipeline", (4, 12, 24, 1)),
-    "cogvideox": Identity("CogVideoXPipeline", (2, 6, 16, 2)),
+    "wan": ModelSignature("WanPipeline", (4, 12, 24, 1)),
+    "wan-trained": ModelSignature("WanPipeline", (4, 12, 24, 1)),
+    "cogvideox": ModelSignature("CogVideoXPipeline", (2, 6, 16, 2)),
 }
 """Tiny checkpoints that db-SP can make for demonstrations and tests, by name."""
 
 
-def identity_of(pipeline: str, config: Mapping[str, Any]) -> Identity:
+def model_signature(pipeline: str, config: Mapping[str, Any]) -> ModelSignature:
     """Of a transformer.
 
     pipeline: its pipeline's class name
@@ -173,12 +173,12 @@ def identity_of(pipeline: str, config: Mapping[str, Any]) -> Identity:
     frames = patch[0] if isinstance(patch, (list, tuple)) else config.get("patch_size_t") or 1
     names = ("num_layers", "num_attention_heads", "attention_head_dim")
     layers, heads, head_dim = (int(config.get(name) or 0) for name in names)
-    return Identity(pipeline, (layers, heads, head_dim, int(frames)))
+    return ModelSignature(pipeline, (layers, heads, head_dim, int(frames)))
 
 
 def checkpoint_of(pipeline: str, config: Mapping[str, Any]) -> Checkpoint | None:
-    """The checkpoint that a transformer is of, by its sizes, or None. See `identity_of`."""
-    return identity_of(pipeline, config).checkpoint
+    """The checkpoint that a transformer is of, by its sizes, or None. See `model_signature`."""
+    return model_signature(pipeline, config).checkpoint
 
 
 def tiny_architecture(model: str) -> str | None:
@@ -187,18 +187,18 @@ def tiny_architecture(model: str) -> str | None:
     return name if model.startswith(TINY) and name in TINY_MODELS and not Path(model).exists() else None
 
 
-def identity_of_model(model: str | os.PathLike[str]) -> Identity | None:
+def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
     """Of a checkpoint's name, a tiny model's, or a local folder in diffusers' form; None for what is neither."""
     text = os.fspath(model)
     checkpoint, tiny = find_checkpoint(text), tiny_architecture(text)
     if checkpoint is not None:
-        return Identity(checkpoint.pipeline, checkpoint.sizes)
+        return ModelSignature(checkpoint.pipeline, checkpoint.sizes)
     if tiny is not None:
         return TINY_MODELS[tiny]
     try:
         index = json.loads((Path(text) / "model_index.json").read_text())
         config = json.loads((Path(text) / "transformer" / "config.json").read_text())
-        return identity_of(str(index["_class_name"]), config)
+        return model_signature(str(index["_class_name"]), config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -259,7 +259,7 @@ class ModelSpec:
         return 4.0 * self.layers * self.tokens**2 * self.width
 
 
-ZOO = {
+MODEL_SPECS = {
     spec.name: spec
     for spec in (
         ModelSpec("wan2.1-t2v-14b", 40, 40, 128, 13824, (21, 45, 80), 0, 512, "wan2.1-t2v-14b"),
@@ -272,6 +272,6 @@ ZOO = {
 
 def require_model(name: str) -> ModelSpec:
     """The model of that name. Raises ValueError when there is none."""
-    if name not in ZOO:
-        raise UserError(f"unknown model {name!r}; use one of {', '.join(ZOO)}")
-    return ZOO[name]
+    if name not in MODEL_SPECS:
+        raise UserError(f"unknown model {name!r}; use one of {', '.join(MODEL_SPECS)}")
+    return MODEL_SPECS[name]

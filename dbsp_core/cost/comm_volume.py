@@ -7,11 +7,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from dbsp_core.layout.sequence_layout import Fragments, HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["Traffic", "queries_go_ahead", "traffic_of"]
+__all__ = ["Traffic", "exchange_q_separately", "traffic_of"]
 
 UNEVEN = 1.05
 """Rows of the rank that has most over their mean, from which on memory counts more than one more exchange."""
@@ -43,7 +43,7 @@ class Traffic:
         return self.queries.T
 
 
-def traffic_of(plan: Plan, home: HomeLayout) -> Traffic:
+def traffic_of(plan: Plan, home: SequenceLayout) -> Traffic:
     """Counts what `plan` moves under `home`. Raises ValueError when they do not fit each other."""
     strategy, grid = plan.strategy, plan.grid
     if (home.tokens, home.world) != (grid.tokens, strategy.world):
@@ -66,7 +66,7 @@ def traffic_of(plan: Plan, home: HomeLayout) -> Traffic:
     return Traffic(queries, keys, rows, slots.reshape(strategy.ring, strategy.ulysses))
 
 
-def queries_go_ahead(plan: Plan) -> bool:
+def exchange_q_separately(plan: Plan) -> bool:
     """Whether queries have an exchange of their own, before that of keys and values.
 
     With Ulysses alone memory is fullest when q, k and v lie twice at their owner, as they came and as the kernel reads
@@ -87,13 +87,13 @@ def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=32)
-def _tokens_at(home: HomeLayout, grid: BlockGrid, order: str) -> tuple[np.ndarray, np.ndarray]:
+def _tokens_at(home: SequenceLayout, grid: BlockGrid, order: str) -> tuple[np.ndarray, np.ndarray]:
     """float64[nq, P], float64[nk, P]: tokens of each query and KV block that live on each rank."""
 
-    def tokens(pieces: Fragments, axis: BlockAxis) -> np.ndarray:
+    def tokens(pieces: ShardSegments, axis: BlockAxis) -> np.ndarray:
         found = np.zeros((len(axis), home.world))
         np.add.at(found, (pieces.block, pieces.rank), pieces.length)
         return found
 
-    q, k = home.block_fragments(grid, order)
+    q, k = home.block_segments(grid, order)
     return tokens(q, grid.q_axis), tokens(k, grid.k_axis)

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from dbsp_core.utils.atomic_io import write_atomically
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blaming
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
 from dbsp_core.utils.yaml_file import read_settings, require_known, shipped_configs
 
 __all__ = [
@@ -137,7 +137,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         names = [f.name for f in fields(Constants)]
-        with blaming("sources"):
+        with blame_setting("sources"):
             for key, label in self.sources.items():
                 require_known(key, names, f"sources of hardware {self.name!r}")
                 if label not in LABELS:
@@ -198,7 +198,7 @@ def _hardware_from(given: Mapping[str, Any]) -> Hardware:
     for key in ("name", "device", "dtype"):
         if not isinstance(values[key], str):
             raise SettingError(f"{key!r} must be text, got {values[key]!r}", (key,))
-    with blaming("constants"):
+    with blame_setting("constants"):
         constants = Constants(**_keys_of(Constants, values["constants"], "constants"))
     return Hardware(**{**values, "constants": constants})
 

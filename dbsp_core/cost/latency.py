@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.cost.comm_volume import Traffic, queries_go_ahead, traffic_of
+from dbsp_core.cost.comm_volume import Traffic, exchange_q_separately, traffic_of
 from dbsp_core.cost.hardware import Constants, Hardware
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
@@ -119,7 +119,7 @@ def predict(
     shape: AttentionShape,
     hardware: Hardware,
     topology: Topology | None = None,
-    home: HomeLayout | None = None,
+    home: SequenceLayout | None = None,
 ) -> Prediction:
     """The corrected form of Eq. 4: the slowest rank's real work in each period, real bytes, real packing.
 
@@ -129,12 +129,12 @@ def predict(
     """
     strategy, known = plan.strategy, hardware.constants
     topology = topology or Topology(strategy.world, strategy.world)
-    home = home or HomeLayout.contiguous(plan.grid.tokens, strategy.world)
+    home = home or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     _require_fit(plan, shape, topology)
     _require_network(hardware, topology)
     traffic = traffic_of(plan, home)
     exchanged = [traffic.to_owners, traffic.to_homes]
-    if queries_go_ahead(plan):
+    if exchange_q_separately(plan):
         exchanged = [traffic.queries, 2 * traffic.keys, traffic.to_homes]
     return Prediction(
         exchange_s=sum(_exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
@@ -216,7 +216,7 @@ def _p2p_s(strategy: Strategy, slot_bytes: np.ndarray, known: Constants, topolog
     ]
 
 
-def packed_bytes(plan: Plan, traffic: Traffic, home: HomeLayout, shape: AttentionShape) -> float:
+def packed_bytes(plan: Plan, traffic: Traffic, home: SequenceLayout, shape: AttentionShape) -> float:
     """Of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner."""
     at_home = 4 * shape.heads * home.shard
     packed = 2 * traffic.rows * plan.grid.block_q + 2 * traffic.slots.ravel() * plan.grid.block_k

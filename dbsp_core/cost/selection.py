@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import Plan
@@ -38,7 +38,7 @@ class StrategySelector:
     strategies: tuple[Strategy, ...]
     hardware: Hardware
     topology: Topology
-    home: HomeLayout
+    home: SequenceLayout
     hysteresis: float = 0.02
     chosen: dict[Strategy, int] = field(default_factory=dict)
 

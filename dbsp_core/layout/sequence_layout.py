@@ -14,7 +14,7 @@ from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["HOME_ORDERS", "Fragments", "HomeLayout", "MaskProfile", "balanced_layout"]
+__all__ = ["HOME_ORDERS", "MaskProfile", "SequenceLayout", "ShardSegments", "balanced_layout"]
 
 MAX_SWAPS = 4096  # a safety net: the loop ends by itself when no swap helps
 
@@ -66,7 +66,7 @@ def _swap(weight: np.ndarray, part: np.ndarray, load: np.ndarray) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Fragments:
+class ShardSegments:
     """The pieces that homes cut blocks into: each is a run of one block's tokens that lie together on one rank.
 
     Sorted by (block, offset); every token is in exactly one fragment. All int64[F]:
@@ -113,12 +113,12 @@ def _per_token(axis: BlockAxis, counts: np.ndarray, grid: BlockGrid) -> np.ndarr
     """float64[tokens]: counts int64[H, n] of blocks, shared out over their tokens."""
     tokens = np.zeros(grid.tokens)
     for order, heads in grid.order_groups(len(counts)):
-        tokens[grid.standing(order)] += (counts[heads].sum(axis=0) / axis.lengths)[axis.block_of]
+        tokens[grid.token_permutation(order)] += (counts[heads].sum(axis=0) / axis.lengths)[axis.block_of]
     return tokens
 
 
 @dataclass(frozen=True, eq=False)
-class HomeLayout:
+class SequenceLayout:
     """Every rank holds `shard` places; a token is at one place, and a place without a token is padding.
 
     rank, local: int64[tokens], which rank holds each token (by canonical position: text, then video in (t, h, w)), and
@@ -137,7 +137,7 @@ class HomeLayout:
             raise ValueError("a home layout must put every token at a place of its own, on one of its ranks")
 
     @classmethod
-    def from_streams(cls, streams: Sequence[np.ndarray], world: int) -> HomeLayout:
+    def from_streams(cls, streams: Sequence[np.ndarray], world: int) -> SequenceLayout:
         """Each stream is cut into `world` equal shards, the last of them padded; a rank holds its shard of each.
 
         streams: int64 token positions, in the order in which each stream is sharded; together every token once
@@ -158,12 +158,12 @@ class HomeLayout:
         return cls(rank, local, world, first)
 
     @classmethod
-    def contiguous(cls, tokens: int, world: int) -> HomeLayout:
+    def contiguous(cls, tokens: int, world: int) -> SequenceLayout:
         """Tokens stay in token order: rank r holds the r-th run of ceil(tokens / world)."""
         return cls.from_streams([np.arange(tokens)], world)
 
     @classmethod
-    def striped(cls, grid: BlockGrid, strategy: Strategy) -> HomeLayout:
+    def striped(cls, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
         """Block b lives on ring rank b mod y (up to equal shards), so that profiles average out over the ring."""
         return cls.named("striped", grid, strategy)
 
@@ -176,7 +176,7 @@ class HomeLayout:
         *,
         split_text: bool = False,
         profile: MaskProfile | None = None,
-    ) -> HomeLayout:
+    ) -> SequenceLayout:
         """A layout by its name in `HOME_ORDERS`.
 
         split_text: whether text and video are sharded apart, as hosts with two streams do, text in token order
@@ -212,29 +212,32 @@ class HomeLayout:
         here = here[np.argsort(self.local[here])]
         return here, self.local[here]
 
-    def fragments(self, axis: BlockAxis, standing: np.ndarray | None = None) -> Fragments:
+    def fragments(self, axis: BlockAxis, token_permutation: np.ndarray | None = None) -> ShardSegments:
         """The runs that this layout and the blocks of `axis` cut the tokens into.
 
-        standing: int64[tokens], the tokens as they stand in the blocks (`BlockGrid.standing`); None: as they are
+        token_permutation: int64[tokens], the tokens in the order of the blocks; None: as they are
         """
         rank, local, block = self.rank, self.local, axis.block_of
-        if standing is not None:
-            rank, local = rank[standing], local[standing]
+        if token_permutation is not None:
+            rank, local = rank[token_permutation], local[token_permutation]
         breaks = (np.diff(block) != 0) | (np.diff(rank) != 0) | (np.diff(local) != 1)
         first = np.concatenate([[0], np.flatnonzero(breaks) + 1])
         length = np.diff(first, append=self.tokens)
-        return Fragments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
+        return ShardSegments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
 
-    def block_fragments(self, grid: BlockGrid, order: str) -> tuple[Fragments, Fragments]:
+    def block_segments(self, grid: BlockGrid, order: str) -> tuple[ShardSegments, ShardSegments]:
         """The fragments of a grid's query blocks and of its KV blocks in one token order. Made once, then kept."""
         key = grid, order
         if key not in self._fragments:
-            standing = grid.standing(order)
-            self._fragments[key] = self.fragments(grid.q_axis, standing), self.fragments(grid.k_axis, standing)
+            token_permutation = grid.token_permutation(order)
+            self._fragments[key] = (
+                self.fragments(grid.q_axis, token_permutation),
+                self.fragments(grid.k_axis, token_permutation),
+            )
         return self._fragments[key]
 
     @cached_property
-    def _fragments(self) -> dict[tuple[BlockGrid, str], tuple[Fragments, Fragments]]:
+    def _fragments(self) -> dict[tuple[BlockGrid, str], tuple[ShardSegments, ShardSegments]]:
         return {}
 
 
@@ -245,9 +248,9 @@ def _in_token_order(
 
 
 def _in_stripes(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
-    standing = _standing(tokens, grid)
+    token_permutation = _standing(tokens, grid)
     stripe = _larger_axis(grid).block_of % strategy.ring
-    return standing[np.argsort(_by_token(stripe, grid)[standing], kind="stable")]
+    return token_permutation[np.argsort(_by_token(stripe, grid)[token_permutation], kind="stable")]
 
 
 def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
@@ -267,14 +270,14 @@ def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile
 
 def _standing(tokens: np.ndarray, grid: BlockGrid) -> np.ndarray:
     """The given tokens as they stand in the order that all heads share; as they are where heads differ."""
-    standing = grid.standing(grid.common_order or CANONICAL)
-    return standing[np.isin(standing, tokens)]
+    token_permutation = grid.token_permutation(grid.common_order or CANONICAL)
+    return token_permutation[np.isin(token_permutation, tokens)]
 
 
 def _by_token(values: np.ndarray, grid: BlockGrid) -> np.ndarray:
     """Values of the tokens as they stand in the blocks, by canonical position."""
     by_token = np.empty_like(values)
-    by_token[grid.standing(grid.common_order or CANONICAL)] = values
+    by_token[grid.token_permutation(grid.common_order or CANONICAL)] = values
     return by_token
 
 

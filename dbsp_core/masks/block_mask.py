@@ -12,7 +12,7 @@ import torch
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.imbalance import period_counts
+from dbsp_core.planning.imbalance import work_by_ring_step
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["BlockMask", "MaskCounts"]
@@ -101,7 +101,7 @@ class MaskCounts:
         """int64[y, P]: b(i, g) of Eq. 1, dense blocks by (period, rank). q_owner: int[H, nq];  kv_slot: int[H, nk]"""
         cells = self.cells(kv_slot, strategy.ring)
         by_rank = [np.bincount(q_owner.ravel(), cells[..., s].ravel(), strategy.world) for s in range(strategy.ring)]
-        return period_counts(np.stack(by_rank, axis=1).astype(np.int64), strategy.ulysses)
+        return work_by_ring_step(np.stack(by_rank, axis=1).astype(np.int64), strategy.ulysses)
 
 
 def _integers(sums: torch.Tensor) -> np.ndarray:
@@ -158,12 +158,12 @@ class BlockMask:
             digest.update(np.packbits(head.cpu().numpy()).tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
 
-    def refined(self, grid: BlockGrid) -> BlockMask:
+    def subdivided(self, grid: BlockGrid) -> BlockMask:
         """The same mask on a grid whose blocks are parts of this one's. Raises ValueError when they are not."""
         old, new = self.grid, grid
         if old == new:
             return self
-        if not new.refines(old):
+        if not new.subdivides(old):
             raise UserError(f"the blocks of {new} are not parts of those of {old}")
         rows = torch.from_numpy(old.q_axis.block_of[new.q_axis.starts]).to(self.bits.device)
         columns = torch.from_numpy(old.k_axis.block_of[new.k_axis.starts]).to(self.bits.device)

@@ -111,7 +111,7 @@ class BlockGrid:
         """Number of key blocks."""
         return len(self.k_axis)
 
-    def refines(self, other: BlockGrid) -> bool:
+    def subdivides(self, other: BlockGrid) -> bool:
         """Whether this grid's blocks are the other's, or parts of them."""
         if self.resized(other.block_q, other.block_k) != other:
             return False
@@ -132,7 +132,7 @@ class BlockGrid:
             return [(self.common_order, np.arange(heads))]
         return [(order, np.flatnonzero(np.array(self.orders) == order)) for order in dict.fromkeys(self.orders)]
 
-    def standing(self, order: str) -> np.ndarray:
+    def token_permutation(self, order: str) -> np.ndarray:
         """int64[tokens]: canonical position (text, then video in (t, h, w)) of each token as they stand in `order`."""
         if order == CANONICAL or self.thw is None:
             return np.arange(self.tokens)

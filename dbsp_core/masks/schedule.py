@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, fields
 
 from dbsp_core.utils.errors import UserError, bad_value
 
-__all__ = ["DenseSchedule", "Moment", "StepCounter"]
+__all__ = ["DenoisingStep", "DenseSchedule", "StepCounter"]
 
 
 @dataclass(frozen=True)
-class Moment:
+class DenoisingStep:
     """step: of the denoising, 0 for the first;  branch: of the step's passes, 0 for the first"""
 
     step: int = 0
@@ -21,18 +21,18 @@ class Moment:
 class StepCounter:
     """Counts steps and guidance passes from timesteps, which fall from step to step and rise with a new generation."""
 
-    now: Moment = field(default_factory=Moment)
+    now: DenoisingStep = field(default_factory=DenoisingStep)
     _last: float | None = None
 
-    def advance(self, timestep: float) -> Moment:
+    def advance(self, timestep: float) -> DenoisingStep:
         """The moment of a forward pass at this timestep, which follows the passes told of before."""
         last, self._last = self._last, timestep
         if last is None or timestep > last:
-            self.now = Moment()
+            self.now = DenoisingStep()
         elif timestep < last:
-            self.now = Moment(self.now.step + 1)
+            self.now = DenoisingStep(self.now.step + 1)
         else:
-            self.now = Moment(self.now.step, self.now.branch + 1)
+            self.now = DenoisingStep(self.now.step, self.now.branch + 1)
         return self.now
 
 

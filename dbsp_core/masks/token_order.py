@@ -40,10 +40,10 @@ def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
     tiles = _TILES.fullmatch(order)
     if tiles is None:
         positions = np.arange(np.prod(thw)).reshape(thw)
-        standing = positions.transpose([CANONICAL.index(axis) for axis in order]).reshape(-1)
+        token_permutation = positions.transpose([CANONICAL.index(axis) for axis in order]).reshape(-1)
     else:
         place = np.indices(thw).reshape(3, -1)
         tile, within = np.divmod(place, np.array([int(size) for size in tiles.groups()])[:, None])
-        standing = np.lexsort((*within[::-1], *tile[::-1]))
-    standing.flags.writeable = False
-    return standing
+        token_permutation = np.lexsort((*within[::-1], *tile[::-1]))
+    token_permutation.flags.writeable = False
+    return token_permutation

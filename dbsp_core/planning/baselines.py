@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 __all__ = [
+    "balanced_majority_rank",
     "biased_greedy",
+    "contiguous_assignment",
     "contiguous_heads",
-    "dealt_heads",
     "greedy_heads",
-    "level_residents",
-    "resident_parts",
-    "stay_at_home",
+    "majority_rank",
+    "snake_heads",
     "whole",
 ]
 
@@ -21,7 +21,7 @@ def contiguous_heads(heads: int, columns: int) -> np.ndarray:
     return np.arange(heads, dtype=np.int64) * columns // heads
 
 
-def dealt_heads(work: np.ndarray, columns: int) -> np.ndarray:
+def snake_heads(work: np.ndarray, columns: int) -> np.ndarray:
     """Heads by falling work, dealt out to and fro: 0 1 2 2 1 0 0 1 2 …
 
     work: int[H], dense blocks per head;  returns: int64[H], the column of each head
@@ -32,7 +32,7 @@ def dealt_heads(work: np.ndarray, columns: int) -> np.ndarray:
     return column
 
 
-def resident_parts(tokens_by_part: np.ndarray) -> np.ndarray:
+def majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
     """Each block stays with the part that holds most of its tokens; ties go to the lower index (Ring).
 
     tokens_by_part: int[n, parts];  returns: int64[n]
@@ -40,8 +40,8 @@ def resident_parts(tokens_by_part: np.ndarray) -> np.ndarray:
     return tokens_by_part.argmax(axis=1).astype(np.int64)
 
 
-def level_residents(tokens_by_part: np.ndarray) -> np.ndarray:
-    """As `resident_parts`, but no part gets more than its even share of blocks, rounded up.
+def balanced_majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
+    """As `majority_rank`, but no part gets more than its even share of blocks, rounded up.
 
     For blocks whose tokens lie scattered over all parts: the most tokens would be an accident, and the same for most.
     Blocks with most to lose choose first.
@@ -66,7 +66,9 @@ def whole(column: np.ndarray, q_ring: np.ndarray, slot: np.ndarray, columns: int
     return q_ring * columns + column[:, None], np.tile(slot, (len(column), 1)) if slot.ndim == 1 else slot.copy()
 
 
-def stay_at_home(heads: int, q_home: np.ndarray, k_home: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
+def contiguous_assignment(
+    heads: int, q_home: np.ndarray, k_home: np.ndarray, columns: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live. Arguments as for `whole`."""
     return whole(contiguous_heads(heads, columns), q_home, k_home, columns)
 

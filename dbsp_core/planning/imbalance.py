@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["cell_counts", "imbalance_ratio", "period_counts", "row_cells"]
+__all__ = ["cell_counts", "imbalance_ratio", "row_cells", "work_by_ring_step"]
 
 
 def row_cells(bits: np.ndarray, kv_slot: np.ndarray, ring: int) -> np.ndarray:
@@ -34,7 +34,7 @@ def cell_counts(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, worl
     return cells
 
 
-def period_counts(cells: np.ndarray, ulysses: int) -> np.ndarray:
+def work_by_ring_step(cells: np.ndarray, ulysses: int) -> np.ndarray:
     """b(i, g) of Eq. 1: dense blocks by (period, rank).
 
     In period i, ring rank r computes with slot (r + i) mod y, and r = rank // ulysses.

@@ -10,17 +10,17 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dbsp_core.layout.sequence_layout import Fragments, HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
-from dbsp_core.planning.baselines import level_residents, resident_parts, stay_at_home
+from dbsp_core.planning.baselines import balanced_majority_rank, contiguous_assignment, majority_rank
 from dbsp_core.planning.imbalance import imbalance_ratio
 from dbsp_core.planning.planners import PlannerInput, PlannerSettings, require_planner
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["Plan", "can_cut", "make_plan", "require_slots"]
+__all__ = ["Plan", "can_subdivide", "make_plan", "require_slots"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class Plan:
         if compare and mask.grid == self.grid:
             mask.counts.count([_stay(mask.grid, mask.heads, self.strategy)[1], self.kv_slot], self.strategy.ring)
         before = _baseline(mask, self.strategy) if compare else None
-        mask = mask.refined(self.grid)
+        mask = mask.subdivided(self.grid)
         counts = mask.counts
         bound = float("nan")
         if compare:
@@ -167,7 +167,7 @@ def make_plan(
     strategy: Strategy | str,
     planner: str = "dbsp",
     *,
-    home: HomeLayout | None = None,
+    home: SequenceLayout | None = None,
     reward: float = 1.0,
     head_cap: bool = False,
     tolerance: float | None = None,
@@ -186,30 +186,30 @@ def make_plan(
     chosen = require_planner(planner)
     settings = PlannerSettings(reward, head_cap, tolerance, exchange_cost)
     require_slots(strategy, mask.grid)
-    home = home or HomeLayout.contiguous(mask.grid.tokens, strategy.world)
+    home = home or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
     if (home.tokens, home.world) != (mask.grid.tokens, strategy.world):
         raise UserError(
             f"home layout of {home.tokens} tokens on {home.world} ranks does not fit {mask.grid.tokens} tokens on "
             f"{strategy.world}; build it from the same grid and strategy"
         )
     before = _baseline(mask, strategy) if compare else None
-    if chosen.refines:
-        mask = mask.refined(_cut(mask.grid, strategy.ring))
+    if chosen.subdivides:
+        mask = mask.subdivided(_cut(mask.grid, strategy.ring))
     grid, rows, columns = mask.grid, mask.counts.rows, mask.counts.columns
-    q_home, k_home = _resident_rings(home, grid, mask.heads, strategy)
-    count_cells = _Stopwatch(lambda slots: mask.counts.cells(slots, strategy.ring))
+    q_home, k_home = _majority_rings(home, grid, mask.heads, strategy)
+    count_work_by_slot = _Stopwatch(lambda slots: mask.counts.cells(slots, strategy.ring))
     given = PlannerInput(
         strategy=strategy,
         rows=rows,
         columns=columns,
         q_home=q_home,
         k_home=k_home,
-        count_cells=count_cells,
+        count_work_by_slot=count_work_by_slot,
         settings=settings,
     )
     start = time.perf_counter()
     q_owner, kv_slot = chosen.assign(given)
-    seconds = time.perf_counter() - start - count_cells.seconds
+    seconds = time.perf_counter() - start - count_work_by_slot.seconds
     return Plan(
         strategy=strategy,
         planner=planner,
@@ -248,25 +248,25 @@ def _baseline(mask: BlockMask, strategy: Strategy) -> np.ndarray:
 @lru_cache(maxsize=16)
 def _stay(grid: BlockGrid, heads: int, strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
     """Owners and slots of the contiguous plan on the contiguous home layout; equal for all masks of a grid."""
-    home = HomeLayout.contiguous(grid.tokens, strategy.world)
-    return _read_only(stay_at_home(heads, *_resident_rings(home, grid, heads, strategy), strategy.ulysses))
+    home = SequenceLayout.contiguous(grid.tokens, strategy.world)
+    return _read_only(contiguous_assignment(heads, *_majority_rings(home, grid, heads, strategy), strategy.ulysses))
 
 
 @lru_cache(maxsize=16)
-def _resident_rings(
-    home: HomeLayout, grid: BlockGrid, heads: int, strategy: Strategy
+def _majority_rings(
+    home: SequenceLayout, grid: BlockGrid, heads: int, strategy: Strategy
 ) -> tuple[np.ndarray, np.ndarray]:
     """int64[nq], int64[nk]: the ring rank that holds most of each query and KV block.
 
     [H, nq], [H, nk] where heads have token orders of their own.
     """
 
-    def residents(fragments: Fragments, axis: BlockAxis, order: str) -> np.ndarray:
+    def residents(fragments: ShardSegments, axis: BlockAxis, order: str) -> np.ndarray:
         tokens = fragments.tokens_by_ring(len(axis), strategy)
-        return resident_parts(tokens) if order == CANONICAL else level_residents(tokens)
+        return majority_rank(tokens) if order == CANONICAL else balanced_majority_rank(tokens)
 
     def by_order(order: str) -> tuple[np.ndarray, np.ndarray]:
-        q, k = home.block_fragments(grid, order)
+        q, k = home.block_segments(grid, order)
         return residents(q, grid.q_axis, order), residents(k, grid.k_axis, order)
 
     if grid.common_order is not None:
@@ -284,14 +284,14 @@ def _read_only(arrays: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.nd
     return arrays
 
 
-def can_cut(grid: BlockGrid, parts: int) -> bool:
+def can_subdivide(grid: BlockGrid, parts: int) -> bool:
     """Whether every full block can be cut into `parts` equal ones, as planner "burst" does."""
     return grid.block_q % parts == 0 and grid.block_k % parts == 0
 
 
 def _cut(grid: BlockGrid, parts: int) -> BlockGrid:
     """The grid whose blocks are `parts` of the given one's. Raises ValueError when they cannot be cut evenly."""
-    if not can_cut(grid, parts):
+    if not can_subdivide(grid, parts):
         raise UserError(
             f"planner 'burst' cuts every block over {parts} ring ranks, but blocks of {grid.block_q}×{grid.block_k} "
             "cannot be cut so evenly; use another block size or strategy"
@@ -299,13 +299,15 @@ def _cut(grid: BlockGrid, parts: int) -> BlockGrid:
     return grid.resized(grid.block_q // parts, grid.block_k // parts)
 
 
-def _moved(q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy, grid: BlockGrid, home: HomeLayout) -> float:
+def _moved(
+    q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy, grid: BlockGrid, home: SequenceLayout
+) -> float:
     """Share of Q, K, V elements (K and V each counted like Q) that change ring rank on their way to their owner."""
     if strategy.ring == 1:
         return 0.0
     x, moved = strategy.ulysses, 0
     for order, heads in grid.order_groups(len(q_owner)):
-        q, k = home.block_fragments(grid, order)
+        q, k = home.block_segments(grid, order)
         moved += int(((q_owner[heads][:, q.block] // x != q.rank // x) * q.length).sum())
         moved += 2 * int(((kv_slot[heads][:, k.block] != k.rank // x) * k.length).sum())
     return moved / (3 * len(q_owner) * grid.tokens)

@@ -10,7 +10,7 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.balanced.planner import plan_rows
-from dbsp_core.planning.baselines import biased_greedy, dealt_heads, greedy_heads, stay_at_home, whole
+from dbsp_core.planning.baselines import biased_greedy, contiguous_assignment, greedy_heads, snake_heads, whole
 from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
 from dbsp_core.utils.errors import SettingError, UserError, bad_value
 
@@ -56,7 +56,7 @@ class PlannerInput:
     columns: int64[H, nk], dense blocks per (head, KV block)
     q_home:  int64[nq], k_home: int64[nk]: ring rank that holds most of each block at home; int64[H, nq], int64[H, nk]
              where heads have token orders of their own
-    count_cells: slots int64[H, nk] → int64[H, nq, y], dense blocks of each row by the slot their keys travel in
+    count_work_by_slot: slots int64[H, nk] → int64[H, nq, y], dense blocks of each row by the slot their keys travel in
     """
 
     strategy: Strategy
@@ -64,7 +64,7 @@ class PlannerInput:
     columns: np.ndarray
     q_home: np.ndarray
     k_home: np.ndarray
-    count_cells: Callable[[np.ndarray], np.ndarray]
+    count_work_by_slot: Callable[[np.ndarray], np.ndarray]
     settings: PlannerSettings
 
     @property
@@ -79,14 +79,14 @@ class Planner:
     granularity_bound: (rows, columns, x, y) → ρ_s that no plan of this granularity can beat
     home:      the home layout it is meant for: where blocks live when nothing else is asked for
     heeds_cap: whether `PlannerSettings.head_cap` binds it
-    refines:   whether it plans on blocks cut into y parts
+    subdivides:   whether it plans on blocks cut into y parts
     """
 
     assign: Callable[[PlannerInput], Assignment]
     granularity_bound: Callable[..., float] = whole_block_bound
     home: str = "contiguous"
     heeds_cap: bool = False
-    refines: bool = False
+    subdivides: bool = False
 
     def bound(self, rows: np.ndarray, columns: np.ndarray, strategy: Strategy, head_cap: bool = False) -> float:
         """ρ_s that no plan of this kind can beat; see `PlannerInput` for the arrays."""
@@ -96,12 +96,12 @@ class Planner:
 
 def contiguous(given: PlannerInput) -> Assignment:
     """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live."""
-    return stay_at_home(given.heads, given.q_home, given.k_home, given.strategy.ulysses)
+    return contiguous_assignment(given.heads, given.q_home, given.k_home, given.strategy.ulysses)
 
 
 def snake(given: PlannerInput) -> Assignment:
     """xDiT's head balancing: heads, densest first, dealt to and fro in equal numbers; blocks where they live."""
-    column = dealt_heads(given.rows.sum(axis=1), given.strategy.ulysses)
+    column = snake_heads(given.rows.sum(axis=1), given.strategy.ulysses)
     return whole(column, given.q_home, given.k_home, given.strategy.ulysses)
 
 
@@ -122,7 +122,7 @@ def burst(given: PlannerInput) -> Assignment:
     """
     y = given.strategy.ring
     q_ring, slot = (np.arange(counts.shape[1]) % y for counts in (given.rows, given.columns))
-    return stay_at_home(given.heads, q_ring, slot, given.strategy.ulysses)
+    return contiguous_assignment(given.heads, q_ring, slot, given.strategy.ulysses)
 
 
 def paper(given: PlannerInput) -> Assignment:
@@ -152,7 +152,7 @@ def dbsp(given: PlannerInput) -> Assignment:
         given.k_home,
         given.strategy.ulysses,
         given.strategy.ring,
-        given.count_cells,
+        given.count_work_by_slot,
         tolerance=settings.tolerance or RING_TOLERANCE,
         head_tolerance=settings.tolerance or HEAD_TOLERANCE,
         exchange_cost=settings.exchange_cost,
@@ -164,7 +164,7 @@ PLANNERS = {
     "contiguous": Planner(contiguous),
     "snake": Planner(snake),
     "knapsack": Planner(knapsack),
-    "burst": Planner(burst, refines=True),
+    "burst": Planner(burst, subdivides=True),
     "paper": Planner(paper, heeds_cap=True),
 }
 

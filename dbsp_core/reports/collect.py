@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save
 
-from dbsp_core.comm.consistency import agree, gather_texts
-from dbsp_core.comm.groups import SequenceGroup, meet, meeting_group
+from dbsp_core.comm.consistency import check_consistent, gather_texts
+from dbsp_core.comm.groups import SequenceGroup, barrier, report_group
 from dbsp_core.cost.hardware import device_class, software_versions
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.html import report_page
-from dbsp_core.reports.observer import Observed, RunObserver
+from dbsp_core.reports.observer import ObservedCall, RunObserver
 from dbsp_core.reports.plots import balance_picture
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
 from dbsp_core.utils.atomic_io import write_atomically
@@ -49,10 +49,10 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     if observer is None:
         raise UserError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
     session.settle()
-    calls, group = list(observer.calls), meeting_group(session.group)
-    meet(group)
+    calls, group = list(observer.calls), report_group(session.group)
+    barrier(group)
     complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
-    agree(
+    check_consistent(
         group, None, {complaint: fingerprint_of([_shared(call) for call in calls])}, torch.device("cpu"), RuntimeError
     )
     if not calls:
@@ -90,13 +90,13 @@ def write_report_files(report: RunReport, session: AttentionSession, folder: Pat
     report.write(folder / "report.json")
 
 
-def _shared(call: Observed) -> tuple[object, ...]:
+def _shared(call: ObservedCall) -> tuple[object, ...]:
     """What every rank must have seen alike."""
     numbers = call.density, call.rho_before, call.rho, call.rho_bound
     return call.layer, call.forward, call.strategy, call.replanned, *numbers, call.work.tolist()
 
 
-def _columns(calls: list[Observed], observer: RunObserver, by_rank: np.ndarray) -> CallColumns:
+def _columns(calls: list[ObservedCall], observer: RunObserver, by_rank: np.ndarray) -> CallColumns:
     moments = observer.moments()
     seconds, sent = by_rank[:, :, 0], by_rank[:, :, 1:].astype(np.int64)
     kinds = sent.sum(axis=0)
@@ -121,7 +121,7 @@ def _columns(calls: list[Observed], observer: RunObserver, by_rank: np.ndarray) 
     )
 
 
-def _by_rank(calls: list[Observed], by_rank: np.ndarray) -> RankTotals:
+def _by_rank(calls: list[ObservedCall], by_rank: np.ndarray) -> RankTotals:
     work: dict[str, np.ndarray] = {}
     before: dict[str, np.ndarray] = {}
     for call in calls:
@@ -136,7 +136,7 @@ def _by_rank(calls: list[Observed], by_rank: np.ndarray) -> RankTotals:
     )
 
 
-def _last_of_each_layer(calls: list[Observed]) -> tuple[LayerReport, ...]:
+def _last_of_each_layer(calls: list[ObservedCall]) -> tuple[LayerReport, ...]:
     last = {call.layer: call for call in calls}
     return tuple(
         LayerReport(layer, c.density, c.rho_before, c.rho, c.rho_bound, c.moved) for layer, c in sorted(last.items())
@@ -151,7 +151,7 @@ def _in_words(strategy: Strategy | None, columns: CallColumns) -> str:
     return "auto: " + ", ".join(f"{columns.strategy.count(name)} {name}" for name in used)
 
 
-def _seconds(observer: RunObserver, calls: list[Observed]) -> float:
+def _seconds(observer: RunObserver, calls: list[ObservedCall]) -> float:
     if observer.seconds is not None:
         return observer.seconds
     first, last = calls[0].started, calls[-1].ended

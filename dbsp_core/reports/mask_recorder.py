@@ -19,7 +19,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import pack_bits
-from dbsp_core.masks.schedule import Moment
+from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.utils.atomic_io import ByteTensor, write_atomically, write_byte_tensors
 from dbsp_core.utils.errors import UserError
 
@@ -115,7 +115,7 @@ class _Pass:
     fresh:  the masks among them that are not on disk yet;  spare: those of other layers, which may be wanted later
     """
 
-    moment: Moment
+    moment: DenoisingStep
     layers: dict[int, str] = field(default_factory=dict)
     fresh: dict[str, _Packed] = field(default_factory=dict)
     spare: dict[str, _Packed] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class MaskRecorder:
         return self.settings.folder is not None
 
     @_never_raises
-    def begin(self, moment: Moment) -> None:
+    def begin(self, moment: DenoisingStep) -> None:
         """Starts a forward pass."""
         self._finish()
         self._current = _Pass(moment)
@@ -242,7 +242,7 @@ class MaskRecorder:
         self._passes.append({**moment, "masks": now.layers})
         self._write_index()
 
-    def _generation(self, moment: Moment) -> int:
+    def _generation(self, moment: DenoisingStep) -> int:
         """Counts how often the steps began anew."""
         if not self._passes:
             return 0

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from dbsp_core.cost.latency import AttentionShape
-from dbsp_core.masks.schedule import Moment, StepCounter
+from dbsp_core.masks.schedule import DenoisingStep, StepCounter
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.attention import DualBalancedAttention
-from dbsp_kernels import Needs, choose_kernel
+from dbsp_kernels import KernelRequirements, choose_kernel
 
-__all__ = ["MOST_CALLS", "Observed", "RunObserver", "SentBytes"]
+__all__ = ["MOST_CALLS", "ObservedCall", "RunObserver", "SentBytes"]
 
 MOST_CALLS = 200_000
 """Attentions that are kept, the latest; more than 40 generations of 50 steps, 40 layers and 2 guidance passes."""
@@ -57,7 +57,7 @@ class SentBytes:
 
 
 @dataclass(slots=True)
-class Observed:
+class ObservedCall:
     """One attention.
 
     forward:   which forward pass it was in, counted from the observer's start
@@ -107,7 +107,7 @@ class RunObserver:
     kernel, device, dtype: of the last attention
     """
 
-    calls: deque[Observed] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
+    calls: deque[ObservedCall] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
     seconds: float | None = None
     latents: torch.Tensor | None = None
     postponed: bool = False
@@ -116,7 +116,7 @@ class RunObserver:
     dtype: str = ""
     _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
     _owners: dict[Hashable, np.ndarray] = field(default_factory=dict)
-    _open: dict[Hashable, Observed] = field(default_factory=dict)
+    _open: dict[Hashable, ObservedCall] = field(default_factory=dict)
 
     def restart(self) -> None:
         """Forgets the run so far; plans that were made in it still count as made."""
@@ -162,7 +162,7 @@ class RunObserver:
         self._owners[key] = plan.q_owner
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
         self.kernel = self.kernel or _kernel_of(executor, q)
-        call = Observed(
+        call = ObservedCall(
             layer=layer,
             forward=max(len(self._timesteps) - 1, 0),
             strategy=str(plan.strategy),
@@ -182,14 +182,14 @@ class RunObserver:
         for key in list(self._open):
             self._settle(key, latest)
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[DenoisingStep]:
         """Step and branch of each forward pass. Waits for the device once."""
         counter, found = StepCounter(), []
         tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
         read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
         for number, timestep in enumerate(self._timesteps):
             if timestep is None:  # nothing tells steps apart but their order
-                found.append(Moment(number))
+                found.append(DenoisingStep(number))
             else:
                 found.append(counter.advance(float(next(read) if isinstance(timestep, torch.Tensor) else timestep)))
         return found
@@ -210,5 +210,5 @@ def _sent_by(executor: DualBalancedAttention, q: torch.Tensor) -> SentBytes:
 def _kernel_of(executor: DualBalancedAttention, q: torch.Tensor) -> str:
     grid = executor.plan.grid
     blocks, lse = (grid.block_q, grid.block_k), len(executor.tables) > 1
-    needs = Needs(blocks, q.shape[3], lse=lse, ragged_rows=executor.whole is None)
+    needs = KernelRequirements(blocks, q.shape[3], lse=lse, ragged_rows=executor.whole is None)
     return choose_kernel(executor.kernel, q.device.type, q.dtype, needs).name

@@ -11,11 +11,11 @@ from dbsp_core.reports.compare import Comparison
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.summary import LayerSummary, headline, in_bytes, in_seconds, layer_summaries
 
-__all__ = ["Grid", "comparison_grids", "layer_table", "run_tables"]
+__all__ = ["TextTable", "comparison_tables", "layer_table", "run_tables"]
 
 
 @dataclass(frozen=True)
-class Grid:
+class TextTable:
     """A table of words. The first column names the rows."""
 
     title: str
@@ -42,7 +42,7 @@ class Grid:
 def run_tables(report: RunReport) -> list[Table]:
     """One run: its headline numbers, and its layers."""
     title = f"{report.model}, db-SP in {report.host} on {report.world_size} ranks"
-    head = Grid(title, ["", "", ""], [list(row) for row in headline(report)]).to_table()
+    head = TextTable(title, ["", "", ""], [list(row) for row in headline(report)]).to_table()
     for column in head.columns:
         column.justify = "left"
     head.show_header = False
@@ -66,10 +66,10 @@ def layer_table(report: RunReport) -> Table:
     columns = ["layer", "density", "ρ_s before", "ρ_s", "worst", "least", "plans", "time", "sent"]
     title = f"{report.model} on {report.world_size} ranks, {report.strategy}, planner {report.planner}"
     caption = f"{in_seconds(report.seconds)}; final latents against one process: {compared}"
-    return Grid(title, columns, rows).to_table(caption)
+    return TextTable(title, columns, rows).to_table(caption)
 
 
-def comparison_grids(names: tuple[str, str], comparison: Comparison) -> list[Grid]:
+def comparison_tables(names: tuple[str, str], comparison: Comparison) -> list[TextTable]:
     """What was set differently, what came of it, and that by layer."""
     pair = [f"A: {names[0]}", f"B: {names[1]}"]
     settings = [list(one.in_words()[:3]) for one in comparison.settings]
@@ -77,9 +77,9 @@ def comparison_grids(names: tuple[str, str], comparison: Comparison) -> list[Gri
     layers = [[str(one.layer), *_pairs(one.a, one.b)] for one in comparison.layers]
     of_layers = ["layer", "density", "ρ_s before", "ρ_s used", "plans", "time", "sent"]
     return [
-        Grid("set differently", ["", *pair], settings),
-        Grid("whole runs", ["", *pair, "B over A"], numbers),
-        Grid("by layer, A → B", of_layers, layers),
+        TextTable("set differently", ["", *pair], settings),
+        TextTable("whole runs", ["", *pair, "B over A"], numbers),
+        TextTable("by layer, A → B", of_layers, layers),
     ]
 
 

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dbsp_core.comm.all_to_all import Route
-from dbsp_core.comm.consistency import agree
+from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.runtime.kernel_tables import PeriodTable, build_tables, whole_heads
+from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.ring import ring_attention
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_kernels import Needs, WholeHeads, choose_kernel, require_fit
+from dbsp_kernels import DenseHeadLayout, KernelRequirements, choose_kernel, require_fit
 
 __all__ = [
     "INPUTS_DIFFER",
@@ -68,7 +68,7 @@ class DualBalancedAttention:
 
     part: RankPlan
     plan: Plan
-    tables: tuple[PeriodTable, ...]
+    tables: tuple[RingStepTable, ...]
     group: SequenceGroup
     kernel: str = "auto"
     debug: bool = False
@@ -79,7 +79,7 @@ class DualBalancedAttention:
         cls,
         plan: Plan,
         mask: BlockMask,
-        home: HomeLayout,
+        home: SequenceLayout,
         group: SequenceGroup,
         *,
         n_local: int | None = None,
@@ -101,11 +101,16 @@ class DualBalancedAttention:
         device = torch.device(device)
         problem = None
         try:
-            require_fit(kernel, Needs(lse=plan.strategy.ring > 1, ragged_rows=whole_heads(plan, group.rank) is None))
+            require_fit(
+                kernel,
+                KernelRequirements(
+                    lse=plan.strategy.ring > 1, ragged_rows=dense_head_layout(plan, group.rank) is None
+                ),
+            )
             n_local = _require_places(home, group.rank, n_local)
         except UserError as error:
             problem = error
-        agree(group, problem, {PLANS_DIFFER: plan.fingerprint}, device)
+        check_consistent(group, problem, {PLANS_DIFFER: plan.fingerprint}, device)
         part = RankPlan.of(plan, home, group.rank, n_local).to(device)
         first_call = _FirstCall(pending=True)
         return cls.of_part(part, plan, mask, group, kernel=kernel, debug=debug, first_call=first_call)
@@ -130,12 +135,12 @@ class DualBalancedAttention:
             raise UserError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
         if not plan.same_route(part.plan):
             raise ValueError("this part of a plan was made for another plan")
-        tables = build_tables(part.layout, mask.refined(plan.grid))
+        tables = build_tables(part.layout, mask.subdivided(plan.grid))
         return cls(part, plan, tables, group, kernel, debug, first_call or _FirstCall(pending=False))
 
     def for_mask(self, plan: Plan, mask: BlockMask) -> DualBalancedAttention:
         """The same part in a plan with another mask's tables. plan: with the same owners and slots as this one's"""
-        tables = build_tables(self.part.layout, mask.refined(plan.grid))
+        tables = build_tables(self.part.layout, mask.subdivided(plan.grid))
         return replace(self, plan=plan, tables=tables)
 
     @property
@@ -143,7 +148,7 @@ class DualBalancedAttention:
         return self.part.route
 
     @property
-    def whole(self) -> WholeHeads | None:
+    def whole(self) -> DenseHeadLayout | None:
         return self.part.whole
 
     @property
@@ -183,7 +188,7 @@ class DualBalancedAttention:
                 problem = "q, k or v has values that are not finite"
             error = None if problem is None else UserError(problem)
             marks = {PLANS_DIFFER: self.plan.fingerprint, INPUTS_DIFFER: inputs_fingerprint(q)}
-            agree(self.group, error, marks, q.device)
+            check_consistent(self.group, error, marks, q.device)
             self._first_call.pending = False
         if problem is not None:
             raise UserError(problem)
@@ -202,14 +207,14 @@ class DualBalancedAttention:
             return NO_GRADIENTS
         try:
             blocks = (self.plan.grid.block_q, self.plan.grid.block_k)
-            needs = Needs(blocks, q.shape[3], lse=len(self.tables) > 1, ragged_rows=self.whole is None)
+            needs = KernelRequirements(blocks, q.shape[3], lse=len(self.tables) > 1, ragged_rows=self.whole is None)
             choose_kernel(self.kernel, q.device.type, q.dtype, needs)
         except ValueError as error:
             return str(error)
         return None
 
 
-def _require_places(home: HomeLayout, rank: int, n_local: int | None) -> int:
+def _require_places(home: SequenceLayout, rank: int, n_local: int | None) -> int:
     """How many tokens a rank has at home. Raises UserError for a number that doesn't hold its tokens."""
     n_local = home.shard if n_local is None else n_local
     least = int(home.tokens_at(rank)[1].max(initial=-1)) + 1
@@ -229,7 +234,7 @@ def dual_balanced_attention(
     strategy: Strategy | str,
     *,
     planner: str = "dbsp",
-    home: HomeLayout | None = None,
+    home: SequenceLayout | None = None,
     reward: float = 1.0,
     group: SequenceGroup | None = None,
     scale: float | None = None,
@@ -246,7 +251,7 @@ def dual_balanced_attention(
     group = group or SequenceGroup.of()
     strategy = Strategy.parse(strategy)
     strategy.require_world(group.size)
-    home = home or HomeLayout.contiguous(mask.grid.tokens, strategy.world)
+    home = home or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
     plan = make_plan(mask, strategy, planner, home=home, reward=reward)
     attend = DualBalancedAttention.prepare(
         plan, mask, home, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug

@@ -17,10 +17,10 @@ import numpy as np
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, MaskCounts
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.imbalance import period_counts
+from dbsp_core.planning.imbalance import work_by_ring_step
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["ForeseenMask", "Trend", "ahead_of", "longest_serving"]
+__all__ = ["DensityTrend", "ForecastMask", "choose_longest_lived", "forecast_offsets"]
 
 WINDOW = 4
 """Calls over which a head's change is measured: one call's is mostly noise."""
@@ -31,7 +31,7 @@ UNIT = 1024
 
 
 @dataclass
-class Trend:
+class DensityTrend:
     """How many dense blocks each head of one attention had over the last calls."""
 
     _totals: deque[np.ndarray] = field(default_factory=lambda: deque(maxlen=2 * WINDOW + 1))
@@ -62,7 +62,7 @@ class Trend:
         return np.rint(np.maximum(0.0, 1 + np.array(calls)[:, None] * a_call) * UNIT).astype(np.int64)
 
 
-class _ForeseenCounts(MaskCounts):
+class _ForecastCounts(MaskCounts):
     """Another mask's counts, each head's times a whole number."""
 
     def __init__(self, base: MaskCounts, growth: np.ndarray) -> None:
@@ -84,25 +84,25 @@ class _ForeseenCounts(MaskCounts):
 
 
 @dataclass(frozen=True, eq=False)
-class ForeseenMask(BlockMask):
+class ForecastMask(BlockMask):
     """A mask to plan for, whose heads have `growth` (int64[H]) times as many blocks. Nothing to compute with."""
 
     base: BlockMask
     growth: np.ndarray
 
     @classmethod
-    def of(cls, base: BlockMask, growth: np.ndarray) -> ForeseenMask:
+    def of(cls, base: BlockMask, growth: np.ndarray) -> ForecastMask:
         return cls(base.bits, base.grid, base, growth)
 
     @property
     def counts(self) -> MaskCounts:
-        return _ForeseenCounts(self.base.counts, self.growth)
+        return _ForecastCounts(self.base.counts, self.growth)
 
-    def refined(self, grid: BlockGrid) -> BlockMask:
-        return self if grid == self.grid else ForeseenMask.of(self.base.refined(grid), self.growth)
+    def subdivided(self, grid: BlockGrid) -> BlockMask:
+        return self if grid == self.grid else ForecastMask.of(self.base.subdivided(grid), self.growth)
 
 
-def ahead_of(strategy: Strategy) -> tuple[int, ...]:
+def forecast_offsets(strategy: Strategy) -> tuple[int, ...]:
     """Calls ahead for which plans are tried, beside one for the latest mask: fewer where planning takes longer.
 
     Over ten layers (scripts/bench/reuse.py, lagged) fewer serve Ulysses a little worse (2, 5, 8: mean ρ_s 1.0307
@@ -114,9 +114,9 @@ def ahead_of(strategy: Strategy) -> tuple[int, ...]:
     return (6,) if strategy.ring <= 4 else ()
 
 
-def longest_serving(
+def choose_longest_lived(
     mask: BlockMask,
-    trend: Trend,
+    trend: DensityTrend,
     first: Plan,
     again: Callable[[BlockMask], Plan],
     *,
@@ -131,7 +131,7 @@ def longest_serving(
     threshold, budget: until when a plan is kept, see `dbsp_core.runtime.plan_cache.ReplanRule`
     lead:  calls until the plan is first used
     """
-    ahead = ahead_of(first.strategy)
+    ahead = forecast_offsets(first.strategy)
     if not ahead:
         return first
     calls = range(lead, lead + HORIZON)
@@ -140,7 +140,7 @@ def longest_serving(
     if (growth == UNIT).all():
         return first
     for later in trend.growth([lead + calls for calls in ahead]):
-        other = again(ForeseenMask.of(mask, later))
+        other = again(ForecastMask.of(mask, later))
         service = _service(other, mask, growth, threshold, budget)
         if service > best:
             best, plan = service, other
@@ -156,7 +156,7 @@ def _service(plan: Plan, mask: BlockMask, growth: np.ndarray, threshold: float, 
     growth: int64[calls, H], the heads' blocks at each call
     """
     spent = 0.0
-    for call, rho in enumerate(_rho_by_call(plan, mask.refined(plan.grid), growth)):
+    for call, rho in enumerate(_rho_by_call(plan, mask.subdivided(plan.grid), growth)):
         if rho > threshold or spent + rho - 1 > budget:
             return call, -spent
         spent += rho - 1
@@ -171,6 +171,6 @@ def _rho_by_call(plan: Plan, mask: BlockMask, growth: np.ndarray) -> list[float]
     by_slot = [np.bincount(place, cells[..., slot].ravel(), heads * world) for slot in range(plan.strategy.ring)]
     by_head = np.stack(by_slot, axis=-1).reshape(heads, -1)  # float64[H, P · y]
     work = (growth.astype(np.float64) @ by_head).reshape(len(growth), world, plan.strategy.ring)
-    work = period_counts(work, plan.strategy.ulysses)
+    work = work_by_ring_step(work, plan.strategy.ulysses)
     total, slowest = work.sum(axis=(1, 2)), work.max(axis=2).sum(axis=1)
     return np.where(total > 0, slowest * world / np.maximum(total, 1), 1.0).tolist()

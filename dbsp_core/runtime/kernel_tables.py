@@ -14,11 +14,11 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels import WholeHeads
+from dbsp_kernels import DenseHeadLayout
 from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
 
-__all__ = ["KernelTable", "PeriodTable", "TableLayout", "build_tables", "table_layout", "whole_heads"]
+__all__ = ["KernelTable", "RingStepTable", "TableLayout", "build_tables", "dense_head_layout", "table_layout"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class KernelTable:
 
 
 @dataclass(frozen=True, eq=False)
-class PeriodTable:
+class RingStepTable:
     """What is kept for one period: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
 
     bits: uint8[Rq, ceil(width / 8)], base: int32[Rq]: row r attends to packed block base[r] + j where bit j is set
@@ -139,7 +139,7 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     )
 
 
-def build_tables(layout: TableLayout, mask: BlockMask) -> tuple[PeriodTable, ...]:
+def build_tables(layout: TableLayout, mask: BlockMask) -> tuple[RingStepTable, ...]:
     """One table per period, on the layout's device. mask: of the plan's grid"""
     heads, periods = layout.heads, len(layout.kv_len)
     # 1. The rows' bits, and by period those of the blocks in its slot: bool[y, Rq, width].
@@ -153,12 +153,12 @@ def build_tables(layout: TableLayout, mask: BlockMask) -> tuple[PeriodTable, ...
     # 3. Period by period.
     of_rows = (of_all.unbind(0) for of_all in (pack_bits(needed), count, full, order))
     return tuple(
-        PeriodTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
+        RingStepTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
         for bits, count, full, order, base, kv_len in zip(*of_rows, layout.base, layout.kv_len, strict=True)
     )
 
 
-def whole_heads(plan: Plan, rank: int) -> WholeHeads | None:
+def dense_head_layout(plan: Plan, rank: int) -> DenseHeadLayout | None:
     """What the kernel is told where the ranks' rows are simply all those of whole heads; None where they are not.
 
     The answer is None on all ranks or on none.
@@ -167,4 +167,4 @@ def whole_heads(plan: Plan, rank: int) -> WholeHeads | None:
     only_the_last_is_short = grid.text_tokens % grid.block_q == grid.text_tokens % grid.block_k == 0
     if plan.strategy.ring > 1 or plan.split_heads or not only_the_last_is_short:
         return None
-    return WholeHeads(len(plan.rows_of(rank)[0]) // grid.nq, grid.tokens)
+    return DenseHeadLayout(len(plan.rows_of(rank)[0]) // grid.nq, grid.tokens)

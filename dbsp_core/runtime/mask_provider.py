@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dbsp_core.comm.consistency import on_all_ranks
+from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.schedule import DenseSchedule, Moment, StepCounter
-from dbsp_core.sources import HomeTokens, MaskRequest, MaskSource
+from dbsp_core.masks.schedule import DenoisingStep, DenseSchedule, StepCounter
+from dbsp_core.sources import LocalQK, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
 
-__all__ = ["MaskFeed"]
+__all__ = ["MaskProvider"]
 
 _DENSE = "dense by schedule"
 _MOST_NAMED = 8
@@ -25,7 +25,7 @@ _MOST_NAMED = 8
 
 
 @dataclass
-class MaskFeed:
+class MaskProvider:
     """One transformer's masks. The same answers on every rank, and in the single process that they are compared with.
 
     steps:       tells how many denoising steps there will be, where a host knows
@@ -41,7 +41,7 @@ class MaskFeed:
     steps: Callable[[], int | None] = lambda: None
     count_steps: bool = False
     generation: Callable[[], object] = lambda: None
-    moment: Moment = field(default_factory=Moment)
+    moment: DenoisingStep = field(default_factory=DenoisingStep)
     _counter: StepCounter = field(default_factory=StepCounter)
     _last_generation: object = None
     _thw: tuple[int, int, int] = (0, 0, 0)
@@ -67,11 +67,11 @@ class MaskFeed:
                 self._last_generation, self._counter = generation, StepCounter()
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
             now = self._counter.advance(float(first))
-            self.moment = Moment(now.step, now.branch + branch)
+            self.moment = DenoisingStep(now.step, now.branch + branch)
 
     def grid(self, device: torch.device) -> BlockGrid:
         """The source's grid for this video. Collective: what the source refuses on one rank is refused on all."""
-        return on_all_ranks(
+        return run_consistently(
             self.group, lambda: self.source.grid(self._request(0)), device, fingerprint_of, "the video's block grid"
         )
 
@@ -83,7 +83,7 @@ class MaskFeed:
         """
         if self.source.varies == "calls" or self._naming in self._named:
             return
-        names = on_all_ranks(self.group, self._versions, device, self._in_numbers, "which masks are new")
+        names = run_consistently(self.group, self._versions, device, self._in_numbers, "which masks are new")
         self._named[self._naming] = names
         if len(self._named) > _MOST_NAMED:
             self._named.popitem(last=False)
@@ -100,7 +100,7 @@ class MaskFeed:
     def _naming(self) -> Hashable:
         """What the names of masks depend on."""
         depends = self.source.varies == "steps" or self.schedule.by_step
-        return self._thw, self._text_tokens, self.moment if depends else Moment()
+        return self._thw, self._text_tokens, self.moment if depends else DenoisingStep()
 
     def _versions(self) -> dict[int, Hashable]:
         layers = (layer for layer in range(self.layers) if not self._is_dense(layer))
@@ -115,7 +115,7 @@ class MaskFeed:
         names = self._named.get(self._naming, {})
         return (names[layer] if layer in names else self.source.version(self._request(layer)),)
 
-    def mask(self, layer: int, tokens: HomeTokens) -> BlockMask:
+    def mask(self, layer: int, tokens: LocalQK) -> BlockMask:
         """The mask of this layer now. Collective: the same bits on every rank, or ValueError on every rank."""
         request = self._request(layer)
         if self._is_dense(layer):
@@ -137,7 +137,7 @@ class MaskFeed:
 
     def _agreed(self, layer: int, device: torch.device) -> BlockMask:
         """The mask of this layer from a source that does not look at q and k. Collective."""
-        return on_all_ranks(
+        return run_consistently(
             self.group,
             lambda: self._fitting(self.source.mask(self._request(layer))),
             device,

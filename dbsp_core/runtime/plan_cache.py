@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from dbsp_core.comm.consistency import agree
+from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.forecast import Trend, longest_serving
+from dbsp_core.runtime.forecast import DensityTrend, choose_longest_lived
 from dbsp_core.runtime.planning_thread import Background
 from dbsp_core.runtime.rank_plan import RankPlan
 
-__all__ = ["LaggedPlanCache", "PlanCache", "Planned", "ReplanRule", "ReuseCounters"]
+__all__ = ["AsyncPlanCache", "PlanCache", "Planned", "ReplanRule", "ReuseCounters"]
 
 PLANS_DIFFER = "the plan differs on rank(s) {}; all ranks must compute the same masks"
 
@@ -58,12 +58,12 @@ class ReplanRule:
 
 
 @dataclass
-class _Service:
+class PlanUsage:
     """What one attention's plan has done so far. floor: ρ_s of the best plan known when it was made"""
 
     floor: float = 1.0
     spent: float = 0.0
-    trend: Trend = field(default_factory=Trend)
+    trend: DensityTrend = field(default_factory=DensityTrend)
 
     def watch(self, mask: BlockMask, rule: ReplanRule) -> None:
         """Follows where masks are going, where that is asked for."""
@@ -77,14 +77,14 @@ class _Service:
 
     def ends_with(self, used: Plan, rule: ReplanRule) -> bool:
         """Whether `ended` would say so of one more call, which is not taken note of."""
-        return replace(self, trend=Trend()).ended(used, rule)
+        return replace(self, trend=DensityTrend()).ended(used, rule)
 
     def begin(self, mask: BlockMask, made: Plan, again: PlanAgain | None, rule: ReplanRule, lead: int) -> Plan:
         """The plan to use after `lead` calls, where `made` is the one for this mask."""
         self.floor, self.spent = made.rho, 0.0
         if rule.budget is None or again is None:
             return made
-        chosen = longest_serving(
+        chosen = choose_longest_lived(
             mask,
             self.trend,
             made,
@@ -139,7 +139,7 @@ class PlanCache:
     compare: bool = True
     latest: dict[Hashable, Plan] = field(default_factory=dict)
     """By attention, its plan with the numbers of the mask it was last used for."""
-    _services: dict[Hashable, _Service] = field(default_factory=dict)
+    _services: dict[Hashable, PlanUsage] = field(default_factory=dict)
 
     def plan_for(
         self,
@@ -155,7 +155,7 @@ class PlanCache:
         prepare: not needed here, where a plan is used at once
         """
         self.counters.calls += 1
-        service = self._services.setdefault(key, _Service())
+        service = self._services.setdefault(key, PlanUsage())
         service.watch(mask, self.rule)
         plan = self.latest.get(key)
         reused = plan.reused_for(mask, compare=self.compare) if plan is not None and _fits(plan, mask) else None
@@ -166,12 +166,12 @@ class PlanCache:
         self.latest[key] = reused
         return Planned(reused)
 
-    def serves_again(self, key: Hashable, plan: Plan) -> bool:
+    def count_reuse(self, key: Hashable, plan: Plan) -> bool:
         """Counts one more call of an attention with a mask that `plan` has the numbers of.
 
         returns: False, and counts nothing, where the plan has expired: a new one is to be made for the mask
         """
-        return _serves_again(self, key, plan)
+        return _count_reuse(self, key, plan)
 
     def forget(self, key: Hashable) -> None:
         """Drops what is kept for an attention."""
@@ -186,7 +186,7 @@ class PlanCache:
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class Evaluation:
     """used: the plan in use with the numbers of the mask it was used for;  next: what the next call uses"""
 
     used: Plan
@@ -195,10 +195,10 @@ class _Verdict:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the thread is given of a call; see `LaggedPlanCache.plan_for`. event: on its stream, behind its mask"""
+    """What the thread is given of a call; see `AsyncPlanCache.plan_for`. event: on its stream, behind its mask"""
 
     plan: Plan
-    service: _Service
+    service: PlanUsage
     mask: BlockMask
     make: MakePlan
     again: PlanAgain | None
@@ -207,7 +207,7 @@ class _Call:
 
 
 @dataclass
-class LaggedPlanCache:
+class AsyncPlanCache:
     """As `PlanCache`, one call behind: a call uses the plan that was settled for the last one, and never waits for its
     own mask to be counted.
 
@@ -223,9 +223,9 @@ class LaggedPlanCache:
     compare: bool = True
     latest: dict[Hashable, Plan] = field(default_factory=dict)
     _plans: dict[Hashable, Planned] = field(default_factory=dict)
-    _services: dict[Hashable, _Service] = field(default_factory=dict)
+    _services: dict[Hashable, PlanUsage] = field(default_factory=dict)
     _due: dict[Hashable, _Call] = field(default_factory=dict)
-    _pending: dict[Hashable, Future[_Verdict]] = field(default_factory=dict)
+    _pending: dict[Hashable, Future[Evaluation]] = field(default_factory=dict)
     _notes: SequenceGroup = field(init=False)
     _background: Background = field(init=False)
     _side_streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
@@ -254,7 +254,7 @@ class LaggedPlanCache:
         if planned is None or not _fits(planned.plan, mask):
             self.counters.replans += 1
             planned = Planned(make(mask, None if planned is None else planned.plan))
-            self._services[key] = _Service(floor=planned.plan.rho)
+            self._services[key] = PlanUsage(floor=planned.plan.rho)
         self._plans[key] = Planned(planned.plan)  # whoever gets the part keeps it
         event = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
         self._due[key] = _Call(planned.plan, self._services[key], mask, make, again, prepare, event)
@@ -268,11 +268,11 @@ class LaggedPlanCache:
         for key in list(self._due):
             self._pending[key] = self._background.submit(functools.partial(self._judge, self._due.pop(key)))
 
-    def serves_again(self, key: Hashable, plan: Plan) -> bool:
-        """As `PlanCache.serves_again`, for the plan as the next call would have it."""
+    def count_reuse(self, key: Hashable, plan: Plan) -> bool:
+        """As `PlanCache.count_reuse`, for the plan as the next call would have it."""
         self._adopt(key)
         planned = self._plans.setdefault(key, Planned(plan))
-        return planned.plan.same_route(plan) and _serves_again(self, key, plan)
+        return planned.plan.same_route(plan) and _count_reuse(self, key, plan)
 
     def forget(self, key: Hashable) -> None:
         """Drops what is kept for an attention, once nothing is pending for it."""
@@ -304,7 +304,7 @@ class LaggedPlanCache:
         self.counters.replans += verdict.next.plan is not verdict.used
         self.latest[key], self._plans[key] = verdict.used, verdict.next
 
-    def _judge(self, call: _Call) -> _Verdict:
+    def _judge(self, call: _Call) -> Evaluation:
         """In the thread. Collective on its own group."""
         problem: Exception | None = None
         verdict, mark = None, 0
@@ -313,12 +313,12 @@ class LaggedPlanCache:
             mark = verdict.next.plan.fingerprint
         except Exception:
             problem = RuntimeError(f"planning failed:\n{traceback.format_exc()}")
-        agree(self._notes, problem, {PLANS_DIFFER: mark}, torch.device("cpu"), RuntimeError)
+        check_consistent(self._notes, problem, {PLANS_DIFFER: mark}, torch.device("cpu"), RuntimeError)
         if verdict is None:
             raise RuntimeError("planning failed") from problem
         return verdict
 
-    def _evaluate(self, call: _Call) -> _Verdict:
+    def _evaluate(self, call: _Call) -> Evaluation:
         plan, service, mask = call.plan, call.service, call.mask
         with self._beside(mask.bits.device, call.event):
             service.watch(mask, self.rule)
@@ -326,7 +326,9 @@ class LaggedPlanCache:
             if service.ended(used, self.rule):
                 chosen = service.begin(mask, call.make(mask, plan), call.again, self.rule, lead=1)
         changes = chosen is not used and not chosen.same_route(plan)
-        return _Verdict(used, Planned(chosen, call.prepare(chosen) if call.prepare is not None and changes else None))
+        return Evaluation(
+            used, Planned(chosen, call.prepare(chosen) if call.prepare is not None and changes else None)
+        )
 
     def _beside(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
         """A stream of the thread's own, behind the mask alone: what else the device computes is not waited for."""
@@ -348,9 +350,9 @@ def _thread_of(notes: SequenceGroup) -> Background:
     return _THREADS.setdefault(notes.group, Background())
 
 
-def _serves_again(cache: PlanCache | LaggedPlanCache, key: Hashable, plan: Plan) -> bool:
+def _count_reuse(cache: PlanCache | AsyncPlanCache, key: Hashable, plan: Plan) -> bool:
     """Counts one more call that `plan` serves, unless it has expired."""
-    service = cache._services.setdefault(key, _Service(floor=plan.rho))
+    service = cache._services.setdefault(key, PlanUsage(floor=plan.rho))
     if service.ends_with(plan, cache.rule):
         return False
     service.ended(plan, cache.rule)
@@ -361,4 +363,4 @@ def _serves_again(cache: PlanCache | LaggedPlanCache, key: Hashable, plan: Plan)
 
 
 def _fits(plan: Plan, mask: BlockMask) -> bool:
-    return plan.heads == mask.heads and (plan.grid == mask.grid or plan.grid.refines(mask.grid))
+    return plan.heads == mask.heads and (plan.grid == mask.grid or plan.grid.subdivides(mask.grid))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from dbsp_core.comm.all_to_all import Route, build_route
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.kernel_tables import TableLayout, table_layout, whole_heads
-from dbsp_kernels import WholeHeads
+from dbsp_core.runtime.kernel_tables import TableLayout, dense_head_layout, table_layout
+from dbsp_kernels import DenseHeadLayout
 
 __all__ = ["RankPlan"]
 
@@ -30,14 +30,14 @@ class RankPlan:
     route: Route
     layout: TableLayout
     n_local: int
-    whole: WholeHeads | None
+    whole: DenseHeadLayout | None
 
     @classmethod
-    def of(cls, plan: Plan, home: HomeLayout, rank: int, n_local: int | None = None) -> RankPlan:
+    def of(cls, plan: Plan, home: SequenceLayout, rank: int, n_local: int | None = None) -> RankPlan:
         """Made on the host, by any thread. n_local: default with the padding at the end"""
         n_local = home.shard if n_local is None else n_local
         route = build_route(plan, home, rank, n_local, torch.device("cpu"))
-        return cls(plan, route, table_layout(plan, rank), n_local, whole_heads(plan, rank))
+        return cls(plan, route, table_layout(plan, rank), n_local, dense_head_layout(plan, rank))
 
     def to(self, device: torch.device) -> RankPlan:
         """The same with its tables on a device. They are on the host."""

@@ -8,8 +8,8 @@ import torch
 
 from dbsp_core.comm.groups import PendingShift, SequenceGroup
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.runtime.kernel_tables import PeriodTable
-from dbsp_kernels import Running, WholeHeads, block_attention
+from dbsp_core.runtime.kernel_tables import RingStepTable
+from dbsp_kernels import DenseHeadLayout, PartialAttention, block_attention
 
 __all__ = ["ring_attention"]
 
@@ -17,12 +17,12 @@ __all__ = ["ring_attention"]
 def ring_attention(
     q: torch.Tensor,
     first_slot: Callable[[], torch.Tensor],
-    tables: tuple[PeriodTable, ...],
+    tables: tuple[RingStepTable, ...],
     strategy: Strategy,
     group: SequenceGroup,
     scale: float,
     kernel: str,
-    whole: WholeHeads | None = None,
+    whole: DenseHeadLayout | None = None,
 ) -> torch.Tensor:
     """All periods of one attention on one rank.
 
@@ -39,7 +39,7 @@ def ring_attention(
     """
     kv = first_slot()
     batch = kv.shape[1]
-    running: Running | None = None
+    running: PartialAttention | None = None
     for period, table in enumerate(tables):
         coming = None
         if period + 1 < len(tables):
@@ -54,7 +54,7 @@ def ring_attention(
             kernel=kernel,
             running=running,
             out_dtype=q.dtype if coming is None else torch.promote_types(q.dtype, torch.float32),
-            whole=whole and WholeHeads(whole.heads * batch, whole.tokens),
+            whole=whole and DenseHeadLayout(whole.heads * batch, whole.tokens),
             lse=len(tables) > 1,
         )
         del keys, values  # or the slot that has been handed over would be held while the next but one comes

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from dbsp_core.comm.consistency import agree, gather_texts, on_all_ranks
-from dbsp_core.comm.groups import SequenceGroup, meeting_group
+from dbsp_core.comm.consistency import check_consistent, gather_texts, run_consistently
+from dbsp_core.comm.groups import SequenceGroup, report_group
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
 from dbsp_core.cost.selection import StrategySelector, candidates
-from dbsp_core.layout.sequence_layout import HomeLayout, MaskProfile
+from dbsp_core.layout.sequence_layout import MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
@@ -31,14 +31,14 @@ from dbsp_core.runtime.attention import (
     inputs_fingerprint,
     needs_gradients,
 )
-from dbsp_core.runtime.mask_provider import MaskFeed
-from dbsp_core.runtime.plan_cache import LaggedPlanCache, PlanCache, ReplanRule, ReuseCounters
+from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.plan_cache import AsyncPlanCache, PlanCache, ReplanRule, ReuseCounters
 from dbsp_core.runtime.size_context import Attention, SizeContext, topology_of
-from dbsp_core.sources import HomeTokens
+from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_kernels import Needs, choose_kernel, require_fit
-from dbsp_kernels.registry import kernel_merges
+from dbsp_kernels import KernelRequirements, choose_kernel, require_fit
+from dbsp_kernels.registry import returns_lse
 
 __all__ = ["MOST_SIZES", "AttentionSession"]
 
@@ -75,7 +75,7 @@ class AttentionSession:
     steps: Callable[[], int | None] = lambda: None
     generation: Callable[[], object] = lambda: None
     observer: RunObserver | None = field(init=False)
-    _feed: MaskFeed = field(init=False)
+    _feed: MaskProvider = field(init=False)
     _recorder: MaskRecorder = field(init=False)
     _counters: ReuseCounters = field(default_factory=ReuseCounters)
     _sizes: OrderedDict[Hashable, SizeContext] = field(default_factory=OrderedDict)
@@ -88,7 +88,7 @@ class AttentionSession:
         self._lock = _lock_of(self.group)
         self._agree_on_settings()
         self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
-        self._feed = MaskFeed(
+        self._feed = MaskProvider(
             self.config.mask,
             self.config.dense,
             self.heads,
@@ -103,7 +103,7 @@ class AttentionSession:
         self.observer = None
         if self.config.report is not None:
             self.observer = RunObserver()
-            meeting_group(self.group)  # likewise
+            report_group(self.group)  # likewise
 
     def _agree_on_settings(self) -> None:
         """Raises UserError on all ranks for settings that don't fit or differ. All ranks make reports, or none."""
@@ -111,12 +111,12 @@ class AttentionSession:
         try:
             if self.strategy is not None:
                 self.strategy.require_world(self.group.size)
-                require_fit(self.config.kernel, Needs(lse=self.strategy.ring > 1))
+                require_fit(self.config.kernel, KernelRequirements(lse=self.strategy.ring > 1))
         except UserError as error:
             problem = error
         control = self.group.control()
         shared = replace(self.config, strategy=self.strategy)
-        agree(
+        check_consistent(
             control, problem, {_SETTINGS_DIFFER: fingerprint_of((shared.fingerprint, self.heads, self.layers))}, _CPU
         )
         if control.group is not None:
@@ -132,8 +132,8 @@ class AttentionSession:
         device: torch.device | str = "cpu",
         *,
         branch: int = 0,
-        host_home: Callable[[], HomeLayout] | None = None,
-    ) -> HomeLayout:
+        host_home: Callable[[], SequenceLayout] | None = None,
+    ) -> SequenceLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
         timestep: of the denoising, for masks that depend on the step
@@ -151,7 +151,7 @@ class AttentionSession:
                 self.observer.begin(timestep)
             size, place = (thw, text_tokens), torch.device(device)
             if self.config.debug:
-                agree(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
+                check_consistent(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
             if size not in self._sizes:
                 self._sizes[size] = self._new_size(size, place, host_home)
                 if len(self._sizes) > MOST_SIZES:
@@ -165,7 +165,7 @@ class AttentionSession:
         return len(self._reached)
 
     @property
-    def home(self) -> HomeLayout:
+    def home(self) -> SequenceLayout:
         """The layout of the current forward pass."""
         return self._now.home
 
@@ -178,7 +178,7 @@ class AttentionSession:
             self._check(q, k, v)
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             started = None if self.observer is None else self.observer.mark(q.device)
-            executor = self._executor(layer, HomeTokens(q, k, self.home, self.group, scale))
+            executor = self._executor(layer, LocalQK(q, k, self.home, self.group, scale))
             self._reached.add(layer)
             try:
                 if executor.plan.heads == q.shape[1]:
@@ -252,12 +252,12 @@ class AttentionSession:
             wanted = f"[batch, {self.heads}, {now.home.shard}, head size]"
             problem = UserError(f"q, k, v must be {wanted} of one shape, as the layout shards them, got {shapes}")
         if self.config.debug or not now.inputs_agreed:
-            agree(self.group, problem, {INPUTS_DIFFER: inputs_fingerprint(q)}, q.device)
+            check_consistent(self.group, problem, {INPUTS_DIFFER: inputs_fingerprint(q)}, q.device)
             now.inputs_agreed = True
         elif problem is not None:
             raise problem
 
-    def _executor(self, layer: int, tokens: HomeTokens) -> DualBalancedAttention:
+    def _executor(self, layer: int, tokens: LocalQK) -> DualBalancedAttention:
         """For this layer's mask now."""
         now = self._now
         attention = Attention(now.size, layer, self._feed.moment.branch)
@@ -279,7 +279,7 @@ class AttentionSession:
         self,
         size: tuple[tuple[int, int, int], int],
         device: torch.device,
-        host_home: Callable[[], HomeLayout] | None,
+        host_home: Callable[[], SequenceLayout] | None,
     ) -> SizeContext:
         """Collective: all ranks must plan by the same."""
         grid = self._feed.grid(device)  # which all ranks have alike
@@ -301,17 +301,19 @@ class AttentionSession:
         if self.observer is not None:
             self.observer.settle(oldest.plans.latest)
 
-    def _layout(self, grid: BlockGrid, text_tokens: int, device: torch.device) -> HomeLayout:
+    def _layout(self, grid: BlockGrid, text_tokens: int, device: torch.device) -> SequenceLayout:
         # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
         strategy = self.strategy or Strategy(1, self.group.size)
         profile = self._profile(device)
-        return HomeLayout.named(self.config.home_layout, grid, strategy, split_text=text_tokens > 0, profile=profile)
+        return SequenceLayout.named(
+            self.config.home_layout, grid, strategy, split_text=text_tokens > 0, profile=profile
+        )
 
-    def _plan_cache(self) -> PlanCache | LaggedPlanCache:
+    def _plan_cache(self) -> PlanCache | AsyncPlanCache:
         rule = ReplanRule(self.config.replan_threshold, self.config.replan_budget)
         compare = self.config.report is not None
         if self.planning == "lagged":
-            return LaggedPlanCache(rule, self.group, self._counters, compare)
+            return AsyncPlanCache(rule, self.group, self._counters, compare)
         return PlanCache(rule, self._counters, compare)
 
     def _profile(self, device: torch.device) -> MaskProfile | None:
@@ -326,7 +328,7 @@ class AttentionSession:
         weighs = self.config.planner == "dbsp" and self.config.exchange_cost is None and self.group.size > 1
         if self.strategy is not None and not weighs:
             return None
-        return on_all_ranks(
+        return run_consistently(
             self.group,
             lambda: load_hardware(self.config.hardware or NEAREST[device.type == "cuda"]),
             device,
@@ -335,14 +337,14 @@ class AttentionSession:
         )
 
     def _new_selector(
-        self, grid: BlockGrid, home: HomeLayout, hardware: Hardware | None, device: torch.device
+        self, grid: BlockGrid, home: SequenceLayout, hardware: Hardware | None, device: torch.device
     ) -> StrategySelector:
         if hardware is None:
             raise RuntimeError("strategies are chosen by a machine's constants, and none were loaded")
         if self.group.rank == 0:
             kernel = choose_kernel(self.config.kernel, device.type, torch.float32).name
             warn_if_elsewhere(hardware, device.type, kernel)
-        strategies = candidates(self.group.size, grid, kernel_merges(self.config.kernel))
+        strategies = candidates(self.group.size, grid, returns_lse(self.config.kernel))
         return StrategySelector(strategies, hardware, topology_of(self.group), home)
 
 

@@ -14,14 +14,14 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of
 from dbsp_core.cost.selection import StrategySelector
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.runtime.attention import DualBalancedAttention
-from dbsp_core.runtime.plan_cache import LaggedPlanCache, PlanCache
+from dbsp_core.runtime.plan_cache import AsyncPlanCache, PlanCache
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.sources import HomeTokens
+from dbsp_core.sources import LocalQK
 
 __all__ = ["Attention", "SizeContext"]
 
@@ -57,10 +57,10 @@ class SizeContext:
     strategy: Strategy | None
     layers: int
     size: Hashable
-    home: HomeLayout
+    home: SequenceLayout
     hardware: Hardware | None
     selector: StrategySelector | None
-    plans: PlanCache | LaggedPlanCache
+    plans: PlanCache | AsyncPlanCache
     compare: bool
     plan_keys: dict[int, Hashable] = field(default_factory=dict)
     """By layer, what the plan of its last attention is kept for."""
@@ -77,7 +77,7 @@ class SizeContext:
         return {layer: self.plans.latest[key] for layer, key in sorted(self.plan_keys.items())}
 
     def for_each_call(
-        self, attention: Attention, new_mask: Callable[[Hashable], BlockMask], tokens: HomeTokens
+        self, attention: Attention, new_mask: Callable[[Hashable], BlockMask], tokens: LocalQK
     ) -> tuple[Hashable, DualBalancedAttention]:
         """The executor of an attention whose mask is computed from its queries and keys, and what it is kept by."""
         executor = self._make(attention, attention, new_mask(attention), tokens)
@@ -90,7 +90,7 @@ class SizeContext:
         name: Hashable,
         changes: bool,
         new_mask: Callable[[Hashable], BlockMask],
-        tokens: HomeTokens,
+        tokens: LocalQK,
     ) -> tuple[Hashable, DualBalancedAttention]:
         """The executor of an attention whose mask has a name: made before, for this layer or another, or now.
 
@@ -100,7 +100,7 @@ class SizeContext:
         key = self.size, name, tokens.q.device
         plan_key: Hashable = attention if changes else key
         executor = self._executors.get(key)
-        if executor is None or not self.plans.serves_again(plan_key, executor.plan):
+        if executor is None or not self.plans.count_reuse(plan_key, executor.plan):
             executor = self._make(attention, plan_key, new_mask(key), tokens)
         self._keep(attention, key, plan_key, executor)
         return key, executor
@@ -120,7 +120,7 @@ class SizeContext:
             self._executors.pop(one, None)
 
     def _make(
-        self, attention: Attention, plan_key: Hashable, mask: BlockMask, tokens: HomeTokens
+        self, attention: Attention, plan_key: Hashable, mask: BlockMask, tokens: LocalQK
     ) -> DualBalancedAttention:
         batch, heads, _, width = tokens.q.shape
         items = batch if mask.heads == heads else 1  # of a batch whose items have masks of their own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dbsp_core.sources.base import HomeTokens, MaskRequest, MaskSource
+from dbsp_core.sources.base import LocalQK, MaskRequest, MaskSource
 from dbsp_core.sources.callable import CallableSource
 from dbsp_core.sources.radial import RadialSource
 from dbsp_core.sources.sparge import SpargeSource
@@ -16,7 +16,7 @@ __all__ = [
     "CallableSource",
     "DenseSource",
     "FileSource",
-    "HomeTokens",
+    "LocalQK",
     "MaskRequest",
     "MaskSource",
     "ParoSource",

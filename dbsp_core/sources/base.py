@@ -9,11 +9,11 @@ from typing import Literal, Protocol
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 
-__all__ = ["BlockSizes", "HomeTokens", "MaskRequest", "MaskSource", "Varies"]
+__all__ = ["BlockSizes", "LocalQK", "MaskRequest", "MaskSource", "Varies"]
 
 Varies = Literal["never", "steps", "calls"]
 """How often a layer's mask may change: never, from one denoising step to another, or with every q and k."""
@@ -44,7 +44,7 @@ class MaskRequest:
 
 
 @dataclass(frozen=True, eq=False)
-class HomeTokens:
+class LocalQK:
     """The queries and keys of one attention where they are before the exchange, for masks computed from them.
 
     q, k:  [B, H, n_local, D], this rank's tokens as `home` lays them out over the ranks of `group`
@@ -53,14 +53,14 @@ class HomeTokens:
 
     q: torch.Tensor
     k: torch.Tensor
-    home: HomeLayout
+    home: SequenceLayout
     group: SequenceGroup
     scale: float
 
     @classmethod
-    def alone(cls, q: torch.Tensor, k: torch.Tensor, scale: float | None = None) -> HomeTokens:
+    def alone(cls, q: torch.Tensor, k: torch.Tensor, scale: float | None = None) -> LocalQK:
         """All tokens, in one process."""
-        home = HomeLayout.contiguous(q.shape[2], 1)
+        home = SequenceLayout.contiguous(q.shape[2], 1)
         return cls(q, k, home, SequenceGroup(0, 1), q.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -89,7 +89,7 @@ class MaskSource(Protocol):
         """
         ...
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         """The mask, of the request's heads, or of B times as many where each item of a batch has masks of its own.
 
         tokens: given where masks vary with calls; those may use collectives of `tokens.group`

@@ -14,8 +14,8 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
-from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest, Varies
-from dbsp_core.utils.errors import SettingError, UserError, blaming
+from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, Varies
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 
 __all__ = ["CallableSource"]
 
@@ -50,7 +50,7 @@ class CallableSource(BlockSizes):
         if strange:
             message = f"parameters of {self.function} need names, {strange[0]!r} is none; quote it"
             raise SettingError(message, ("parameters",))
-        with blaming("function"):
+        with blame_setting("function"):
             self._function  # noqa: B018  a bad name is found out at once, not at the first attention
 
     @cached_property
@@ -91,7 +91,7 @@ class CallableSource(BlockSizes):
             )
         return replace(super().grid(request), orders=self.orders)
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         grid = self.grid(request)
         try:
             result = self._function(grid, self._seen(request), **self.parameters)

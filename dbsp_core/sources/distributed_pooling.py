@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.baselines import contiguous_heads
-from dbsp_core.sources.base import HomeTokens
+from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.packing.fixed_point import DIRECTION_UNIT, MEAN_UNIT
 from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.packing.pooling import halving_sum, sum_tokens
 from dbsp_kernels.packing.row_bits import pack_bits
 
-__all__ = ["Pooled", "gather_bits", "heads_of", "pool", "pool_own_heads", "traffic"]
+__all__ = ["Pooled", "assigned_heads", "gather_bits", "pool", "pool_own_heads", "traffic"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +48,12 @@ def pool(values: torch.Tensor, directions: torch.Tensor, lengths: torch.Tensor) 
     return Pooled(mean.float(), halving_sum(direction * direction).float())
 
 
-def heads_of(rank: int, heads: int, ranks: int) -> np.ndarray:
+def assigned_heads(rank: int, heads: int, ranks: int) -> np.ndarray:
     """The heads whose masks `rank` decides: even runs. int64"""
     return np.flatnonzero(contiguous_heads(heads, ranks) == rank)
 
 
-def pool_own_heads(tokens: HomeTokens, grid: BlockGrid) -> tuple[Pooled, Pooled]:
+def pool_own_heads(tokens: LocalQK, grid: BlockGrid) -> tuple[Pooled, Pooled]:
     """q and k of the heads whose masks this rank decides, pooled over all ranks. Collective.
 
     returns: of q and of k, mean float32[B, Hs, blocks, D] and similarity float32[B, Hs, blocks]
@@ -61,8 +61,8 @@ def pool_own_heads(tokens: HomeTokens, grid: BlockGrid) -> tuple[Pooled, Pooled]
     group = tokens.group
     shared = [_Sharing.of(tokens.home, grid, side) for side in ("q", "k")]
     rows = [s.pool(tensor, group.rank) for s, tensor in zip(shared, (tokens.q, tokens.k), strict=True)]
-    whole = _to_deciders([r[0] for r in rows], [s.whole for s in shared], group)
-    cut = _to_deciders([r[1] for r in rows], [s.cut for s in shared], group)
+    whole = _exchange_pooled([r[0] for r in rows], [s.whole for s in shared], group)
+    cut = _exchange_pooled([r[1] for r in rows], [s.cut for s in shared], group)
     q, k = (s.assemble(w, c) for s, w, c in zip(shared, whole, cut, strict=True))
     return q, k
 
@@ -70,7 +70,7 @@ def pool_own_heads(tokens: HomeTokens, grid: BlockGrid) -> tuple[Pooled, Pooled]
 def gather_bits(mine: torch.Tensor, heads: int, group: SequenceGroup) -> torch.Tensor:
     """Every rank's heads' bits, packed eight to a byte on the way. Collective.
 
-    mine: bool[B, Hs, nq, nk] of `heads_of(rank)`;  returns: bool[B, heads, nq, nk]
+    mine: bool[B, Hs, nq, nk] of `assigned_heads(rank)`;  returns: bool[B, heads, nq, nk]
     """
     most = -(-heads // group.size)
     padded = mine.new_zeros(len(mine), most, *mine.shape[2:])
@@ -79,10 +79,12 @@ def gather_bits(mine: torch.Tensor, heads: int, group: SequenceGroup) -> torch.T
         _unpack(packed, padded.numel()).view(padded.shape)
         for packed in group.all_gather(pack_bits(padded.view(1, -1))[0])
     ]
-    return torch.cat([bits[:, : len(heads_of(rank, heads, group.size))] for rank, bits in enumerate(shares)], dim=1)
+    return torch.cat(
+        [bits[:, : len(assigned_heads(rank, heads, group.size))] for rank, bits in enumerate(shares)], dim=1
+    )
 
 
-def traffic(home: HomeLayout, grid: BlockGrid, heads: int, width: int, batch: int = 1) -> int:
+def traffic(home: SequenceLayout, grid: BlockGrid, heads: int, width: int, batch: int = 1) -> int:
     """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and the other heads' bits."""
     most, others = -(-heads // home.world), home.world - 1
     sides = [_Sharing.of(home, grid, side) for side in ("q", "k")]
@@ -99,34 +101,34 @@ class _Sharing:
     whole, cut: by rank, int64, the blocks that it has all tokens of, and those that it has some of
     """
 
-    home: HomeLayout
+    home: SequenceLayout
     axis: BlockAxis
-    standing: np.ndarray
+    token_permutation: np.ndarray
     whole: tuple[np.ndarray, ...]
     cut: tuple[np.ndarray, ...]
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-    def of(cls, home: HomeLayout, grid: BlockGrid, side: str) -> _Sharing:
+    def of(cls, home: SequenceLayout, grid: BlockGrid, side: str) -> _Sharing:
         axis = grid.q_axis if side == "q" else grid.k_axis
-        standing = grid.standing(grid.common_order or CANONICAL)
+        token_permutation = grid.token_permutation(grid.common_order or CANONICAL)
         tokens = np.zeros((home.world, len(axis)), dtype=np.int64)
-        np.add.at(tokens, (home.rank[standing], axis.block_of), 1)
+        np.add.at(tokens, (home.rank[token_permutation], axis.block_of), 1)
         whole = tuple(np.flatnonzero(mine == axis.lengths) for mine in tokens)
         cut = tuple(np.flatnonzero((mine > 0) & (mine < axis.lengths)) for mine in tokens)
-        return cls(home, axis, standing, whole, cut)
+        return cls(home, axis, token_permutation, whole, cut)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
     def places(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """For `sum_tokens`: places of the rank's tokens, whole blocks first, and where each block's begin."""
-        mine = np.flatnonzero(self.home.rank[self.standing] == rank)
+        mine = np.flatnonzero(self.home.rank[self.token_permutation] == rank)
         block = self.axis.block_of[mine]
         own = np.concatenate([self.whole[rank], self.cut[rank]])
         number = np.zeros(len(self.axis), dtype=np.int64)
         number[own] = np.arange(len(own))
         order = np.argsort(number[block], kind="stable")
         first = np.searchsorted(number[block][order], np.arange(len(own) + 1))
-        place = self.home.local[self.standing[mine[order]]]
+        place = self.home.local[self.token_permutation[mine[order]]]
         return to_device(place, device), to_device(first, device)
 
     def pool(self, tokens: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +159,7 @@ class _Sharing:
         return torch.cat([pooled.mean, pooled.similarity[..., None]], dim=-1)
 
 
-def _to_deciders(
+def _exchange_pooled(
     rows: Sequence[torch.Tensor], blocks: Sequence[tuple[np.ndarray, ...]], group: SequenceGroup
 ) -> list[list[torch.Tensor]]:
     """Sends each rank the rows of its heads, q's and k's in one exchange. Collective.
@@ -168,7 +170,7 @@ def _to_deciders(
     """
     batch, heads, _, width = rows[0].shape
     ranks = range(group.size)
-    shares = [len(heads_of(rank, heads, group.size)) for rank in ranks]
+    shares = [len(assigned_heads(rank, heads, group.size)) for rank in ranks]
     counts = [[len(of_rank) for of_rank in side] for side in blocks]
     mine = shares[group.rank]
     if not any(map(sum, counts)):

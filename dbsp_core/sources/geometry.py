@@ -12,11 +12,11 @@ import numpy as np
 
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 
-__all__ = ["Runs", "blocks_of", "gaps", "runs_of"]
+__all__ = ["LineSegments", "distances", "line_segments", "reduce_to_blocks"]
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class LineSegments:
     """The video blocks of one axis, cut where a line ends.
 
     line:        int64[n], the line that each run lies on
@@ -30,7 +30,7 @@ class Runs:
     begins: np.ndarray
 
 
-def runs_of(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> Runs:
+def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegments:
     """The runs of one axis's video blocks.
 
     line, at: int64[video tokens] as they stand: each token's line, and its position there, which never falls along it
@@ -40,16 +40,16 @@ def runs_of(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> Runs:
     new_block = np.diff(block, prepend=-1) != 0
     start = np.flatnonzero(new_block | (np.diff(line, prepend=-1) != 0))
     end = np.append(start[1:], len(line)) - 1
-    return Runs(line[start], at[start], at[end], np.flatnonzero(new_block[start]))
+    return LineSegments(line[start], at[start], at[end], np.flatnonzero(new_block[start]))
 
 
-def gaps(q: Runs, k: Runs) -> np.ndarray:
+def distances(q: LineSegments, k: LineSegments) -> np.ndarray:
     """int64[q runs, k runs]: the least distance between their positions, 0 where they overlap; lines don't matter."""
     gap = np.maximum(k.first[None] - q.last[:, None], q.first[:, None] - k.last[None])
     return np.maximum(gap, 0)
 
 
-def blocks_of(grid: BlockGrid, dense: np.ndarray, q: Runs, k: Runs) -> np.ndarray:
+def reduce_to_blocks(grid: BlockGrid, dense: np.ndarray, q: LineSegments, k: LineSegments) -> np.ndarray:
     """bool[nq, nk]: blocks that hold a dense pair of runs, and all rows and columns of text.
 
     dense: bool[q runs, k runs]

@@ -10,8 +10,8 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest
-from dbsp_core.sources.geometry import blocks_of, gaps, runs_of
+from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest
+from dbsp_core.sources.geometry import distances, line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import bad_value
 
 __all__ = ["RadialSource", "radial_bits"]
@@ -39,7 +39,7 @@ class RadialSource(BlockSizes):
         if self.sink_frames < 0:
             raise bad_value(self, "sink_frames", "must not be negative")
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         grid = self.grid(request)
         bits = radial_bits(grid, request.thw, self.width, self.decay, self.sink_frames)
         return BlockMask(torch.from_numpy(np.tile(bits, (request.heads, 1, 1))), grid)
@@ -59,11 +59,11 @@ def radial_bits(
     """
     frames, frame = thw[0], thw[1] * thw[2]
     line, at = np.divmod(np.arange(frames * frame), frame)
-    q, k = runs_of(grid.q_axis, line, at), runs_of(grid.k_axis, line, at)
+    q, k = line_segments(grid.q_axis, line, at), line_segments(grid.k_axis, line, at)
     reach = _reach(frames, width * frame, decay, max(grid.block_q, grid.block_k))
-    dense = gaps(q, k) < reach[np.abs(q.line[:, None] - k.line)]
+    dense = distances(q, k) < reach[np.abs(q.line[:, None] - k.line)]
     dense |= k.line < sink_frames
-    return blocks_of(grid, dense, q, k)
+    return reduce_to_blocks(grid, dense, q, k)
 
 
 def _reach(frames: int, band: float, decay: float, thinnest: int) -> np.ndarray:

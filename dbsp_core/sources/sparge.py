@@ -10,15 +10,15 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
-from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest, Varies
+from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, Varies
 from dbsp_core.sources.distributed_pooling import Pooled, gather_bits, pool_own_heads
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blaming
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
 
-__all__ = ["Selection", "SpargeSource", "select_blocks"]
+__all__ = ["SpargeSource", "SpargeThresholds", "select_blocks"]
 
 
 @dataclass(frozen=True)
-class Selection:
+class SpargeThresholds:
     """How blocks are chosen in each row of pooled attention probabilities, largest first. One of cdf and topk is set.
 
     cdf:        as many as have a cumulative probability of at most this, but at least one
@@ -43,23 +43,23 @@ class Selection:
             raise bad_value(self, "similarity", "is a cosine: it must lie between -1 and 1")
 
 
-def select_blocks(q: Pooled, k: Pooled, scale: float, how: Selection) -> torch.Tensor:
+def select_blocks(q: Pooled, k: Pooled, scale: float, how: SpargeThresholds) -> torch.Tensor:
     """The dense blocks of one head. returns: bool[nq, nk]
 
     q, k: of one head, mean [nq, D] and [nk, D]
 
     In float64, by operations on this head alone: which other heads a rank decides cannot change a bit of it.
     """
-    vague_q, vague_k = (side.similarity <= how.similarity for side in (q, k))
+    dissimilar_q, dissimilar_k = (side.similarity <= how.similarity for side in (q, k))
     scores = q.mean.double() @ k.mean.double().T * scale
-    scores.masked_fill_(vague_k, -torch.inf)
+    scores.masked_fill_(dissimilar_k, -torch.inf)
     chance = torch.softmax(scores, dim=-1).nan_to_num_(0.0)  # NaN where every key block is vague, hence dense
     ordered, block = torch.sort(chance, dim=-1, descending=True, stable=True)
     chosen = torch.zeros_like(chance, dtype=torch.bool).scatter_(-1, block, _leading(ordered, how))
-    return chosen | vague_q[:, None] | vague_k
+    return chosen | dissimilar_q[:, None] | dissimilar_k
 
 
-def _leading(chance: torch.Tensor, how: Selection) -> torch.Tensor:
+def _leading(chance: torch.Tensor, how: SpargeThresholds) -> torch.Tensor:
     """Which of each row's entries, sorted by falling chance, are taken. bool[nq, nk]"""
     count = chance.shape[-1]
     place = torch.arange(count, device=chance.device)
@@ -77,7 +77,7 @@ LARGEST_BLOCK = 1 << 16
 class SpargeSource(BlockSizes):
     """SpargeAttn's block predictor: each head's pooled attention says where most of its probability will be.
 
-    cdf, topk, similarity: see `Selection`; one of cdf and topk is needed
+    cdf, topk, similarity: see `SpargeThresholds`; one of cdf and topk is needed
     sink:       whether the first key block is dense in every row (attention sink)
     dense_text: whether rows and columns of text are dense
     order:      the token order that is cut into blocks; see `dbsp_core.masks.token_order`
@@ -98,7 +98,7 @@ class SpargeSource(BlockSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        with blaming("order"):
+        with blame_setting("order"):
             require_order(self.order)
         self.selection  # noqa: B018  raises for values out of range
         for name in ("block_q", "block_k"):
@@ -107,8 +107,8 @@ class SpargeSource(BlockSizes):
                 raise SettingError(message, (name,))
 
     @property
-    def selection(self) -> Selection:
-        return Selection(self.cdf, self.topk, self.similarity)
+    def selection(self) -> SpargeThresholds:
+        return SpargeThresholds(self.cdf, self.topk, self.similarity)
 
     @property
     def varies(self) -> Varies:
@@ -118,7 +118,7 @@ class SpargeSource(BlockSizes):
         sizes = request.tokens, request.text_tokens, self.block_q, self.block_k
         return BlockGrid(*sizes, request.thw, (self.order,))
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         """Collective. Raises ValueError without tokens."""
         if tokens is None:
             raise UserError(

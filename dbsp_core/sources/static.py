@@ -13,8 +13,8 @@ import torch.distributed as dist
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest, Varies
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blaming
+from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, Varies
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
 
 __all__ = ["DenseSource", "FileSource", "ParoSource", "StoredMasks"]
 
@@ -36,7 +36,7 @@ class StoredMasks:
                 ("path",),
             )
         if not (dist.is_available() and dist.is_initialized()):
-            with blaming("path"):
+            with blame_setting("path"):
                 self._file  # noqa: B018
 
     @cached_property
@@ -69,7 +69,7 @@ class StoredMasks:
 class DenseSource(BlockSizes):
     """All blocks of all heads."""
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         return BlockMask.dense(request.heads, self.grid(request))
 
 
@@ -90,7 +90,7 @@ class FileSource(StoredMasks):
     def version(self, request: MaskRequest) -> Hashable:
         return request.layer if self._file.per_layer else "all layers"
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         self.grid(request)
         return self._file.layer(request.layer)
 
@@ -117,7 +117,7 @@ class ParoSource(StoredMasks):
             return "beyond the last group", request.step
         return "dense" if group is None else (group, request.layer if self._file.per_layer else "all layers")
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         grid, group = self.grid(request), self._group(request.step)
         if group is None:
             return BlockMask.dense(request.heads, grid)

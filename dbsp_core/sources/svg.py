@@ -9,8 +9,8 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest
-from dbsp_core.sources.geometry import blocks_of, gaps, runs_of
+from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest
+from dbsp_core.sources.geometry import distances, line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import UserError, bad_value
 
 __all__ = ["SvgSource", "spatial_bits", "temporal_bits"]
@@ -67,7 +67,7 @@ class SvgSource(BlockSizes):
         temporal = self.temporal(request.heads)
         return replace(super().grid(request), orders=tuple(TIME_FASTEST if t else "thw" for t in temporal))
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         grid, temporal = self.grid(request), self.temporal(request.heads)
         kinds = np.stack(
             [
@@ -85,8 +85,8 @@ def spatial_bits(grid: BlockGrid, thw: tuple[int, int, int], frames: int, sink_f
     """
     frame = np.repeat(np.arange(thw[0]), thw[1] * thw[2])
     everything = np.zeros_like(frame)
-    q, k = runs_of(grid.q_axis, everything, frame), runs_of(grid.k_axis, everything, frame)
-    return blocks_of(grid, (gaps(q, k) <= frames // 2) | (k.first < sink_frames), q, k)
+    q, k = line_segments(grid.q_axis, everything, frame), line_segments(grid.k_axis, everything, frame)
+    return reduce_to_blocks(grid, (distances(q, k) <= frames // 2) | (k.first < sink_frames), q, k)
 
 
 def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], band: float) -> np.ndarray:
@@ -98,5 +98,5 @@ def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], band: float) -> np
     places = thw[1] * thw[2]
     place = np.repeat(np.arange(places), thw[0])
     everything = np.zeros_like(place)
-    q, k = runs_of(grid.q_axis, everything, place), runs_of(grid.k_axis, everything, place)
-    return blocks_of(grid, gaps(q, k) <= int(band * places) // 2, q, k)
+    q, k = line_segments(grid.q_axis, everything, place), line_segments(grid.k_axis, everything, place)
+    return reduce_to_blocks(grid, distances(q, k) <= int(band * places) // 2, q, k)

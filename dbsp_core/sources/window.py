@@ -10,8 +10,8 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.masks.token_order import video_order
-from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest
-from dbsp_core.sources.geometry import blocks_of, runs_of
+from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest
+from dbsp_core.sources.geometry import line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import bad_value
 
 __all__ = ["WindowSource", "tile_bits", "window_bits"]
@@ -42,7 +42,7 @@ class WindowSource(BlockSizes):
         grid = super().grid(request)
         return grid if self.tile is None else replace(grid, orders=(_tile_order(self.tile),))
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         grid = self.grid(request)
         if self.tile is None:
             bits = window_bits(grid, request.thw, self.window or (5, 9, 9))
@@ -76,14 +76,14 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes) -> np.nda
     tiles = [-(-size // each) for size, each in zip(thw, tile, strict=True)]
     at = np.stack(np.unravel_index(video_order(_tile_order(tile), thw), thw)) // np.array(tile)[:, None]
     line = at[0] * tiles[1] + at[1]
-    q, k = runs_of(grid.q_axis, line, at[2]), runs_of(grid.k_axis, line, at[2])
+    q, k = line_segments(grid.q_axis, line, at[2]), line_segments(grid.k_axis, line, at[2])
     in_time, in_height = (_sees(tiles[axis], window[axis]) for axis in (0, 1))
     first, last = _window_of(np.arange(tiles[2]), tiles[2], window[2])
     dense = in_time[np.ix_(q.line // tiles[1], k.line // tiles[1])]
     dense &= in_height[np.ix_(q.line % tiles[1], k.line % tiles[1])]
     # A run's tiles lie side by side, and so do their windows: together they reach from the first's to the last's.
     dense &= (first[q.first][:, None] <= k.last) & (k.first <= last[q.last][:, None])
-    return blocks_of(grid, dense, q, k)
+    return reduce_to_blocks(grid, dense, q, k)
 
 
 def _window_of(tile: np.ndarray, tiles: int, window: int) -> tuple[np.ndarray, np.ndarray]:

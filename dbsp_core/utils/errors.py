@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from dbsp_kernels.errors import UserError
 
-__all__ = ["ERROR", "NOTICE", "SettingError", "UserError", "bad_value", "blaming", "exit_with"]
+__all__ = ["ERROR", "NOTICE", "SettingError", "UserError", "bad_value", "blame_setting", "exit_with"]
 
 NOTICE = "dbsp: "
 """Before a line that a rank has for the user."""
@@ -43,7 +43,7 @@ def bad_value(settings: object, name: str, complaint: str, section: str = "") ->
 
 
 @contextmanager
-def blaming(key: object) -> Iterator[None]:
+def blame_setting(key: object) -> Iterator[None]:
     """What is wrong inside is the setting `key`, or a setting in it."""
     try:
         yield

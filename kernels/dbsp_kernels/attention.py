@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from dbsp_kernels.merge import Running, lse_dtype, merge_into
-from dbsp_kernels.registry import Needs, choose_kernel
-from dbsp_kernels.sparge import WholeHeads
+from dbsp_kernels.merge import PartialAttention, lse_dtype, merge_into
+from dbsp_kernels.registry import KernelRequirements, choose_kernel
+from dbsp_kernels.sparge import DenseHeadLayout
 
 __all__ = ["block_attention"]
 
@@ -25,11 +25,11 @@ def block_attention(
     kernel: str = "auto",
     kv_full: torch.Tensor | None = None,
     order: torch.Tensor | None = None,
-    running: Running | None = None,
+    running: PartialAttention | None = None,
     out_dtype: torch.dtype | None = None,
-    whole: WholeHeads | None = None,
+    whole: DenseHeadLayout | None = None,
     lse: bool = True,
-) -> Running:
+) -> PartialAttention:
     """Attention of packed query rows over packed KV blocks. Heads are gone: a row is a row.
 
     q:         [Rq, Bq, D], one query block per row
@@ -54,7 +54,9 @@ def block_attention(
     _check(q, k, v, {name: table for name, table in tables.items() if table is not None})
     if running is not None:
         _check_running(q, running)
-    needs = Needs((q.shape[1], k.shape[1]), q.shape[2], lse or running is not None, ragged_rows=whole is None)
+    needs = KernelRequirements(
+        (q.shape[1], k.shape[1]), q.shape[2], lse or running is not None, ragged_rows=whole is None
+    )
     chosen = choose_kernel(kernel, q.device.type, q.dtype, needs)
     options = {"kv_full": kv_full, "order": order, "running": running, "out_dtype": out_dtype, "whole": whole}
     taken = {name: value for name, value in options.items() if name in chosen.takes}
@@ -63,7 +65,9 @@ def block_attention(
     return result if "running" in chosen.takes else _merged(result, running, out_dtype)
 
 
-def _merged(part: Running, running: Running | None, out_dtype: torch.dtype | None) -> Running:
+def _merged(
+    part: PartialAttention, running: PartialAttention | None, out_dtype: torch.dtype | None
+) -> PartialAttention:
     """What kernels that do not merge leave to do."""
     out, lse = part
     if running is not None:
@@ -101,7 +105,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: dict[str, 
         _check_ranges(**tables, block=k.shape[1])
 
 
-def _check_running(q: torch.Tensor, running: Running) -> None:
+def _check_running(q: torch.Tensor, running: PartialAttention) -> None:
     out, lse = running
     fits = (out.shape, lse.shape) == (q.shape, q.shape[:2]) and out.device == lse.device == q.device
     if not fits or lse.dtype != lse_dtype(q.dtype) or not (out.is_contiguous() and lse.is_contiguous()):

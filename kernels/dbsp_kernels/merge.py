@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Running", "lse_dtype", "merge_into", "merge_states"]
+__all__ = ["PartialAttention", "lse_dtype", "merge_into", "merge_states"]
 
-Running = tuple[torch.Tensor, torch.Tensor]
+PartialAttention = tuple[torch.Tensor, torch.Tensor]
 """A result over some of the keys: out [..., D] and lse [...], natural log; where it saw no key, 0 and −inf."""
 
 

@@ -11,19 +11,19 @@ import torch
 
 from dbsp_kernels import cpu, flex, sparge
 from dbsp_kernels.errors import UserError
-from dbsp_kernels.merge import Running
+from dbsp_kernels.merge import PartialAttention
 from dbsp_kernels.reference import reference_attention
 
 __all__ = [
     "KERNELS",
     "Kernel",
-    "Needs",
+    "KernelRequirements",
     "available",
     "choose_kernel",
     "explain_auto",
     "interpreted",
-    "kernel_merges",
     "require_fit",
+    "returns_lse",
 ]
 
 
@@ -32,7 +32,7 @@ _FLOATS = _HALVES | {torch.float32, torch.float64}
 
 
 @dataclass(frozen=True)
-class Needs:
+class KernelRequirements:
     """What an attention asks of its kernel, beside device and dtype.
 
     blocks:      (block_q, block_k); None: not known yet
@@ -47,7 +47,7 @@ class Needs:
     ragged_rows: bool = False
 
 
-def _nothing_missing() -> str | None:
+def _always_available() -> str | None:
     return None
 
 
@@ -65,7 +65,7 @@ class Kernel:
     """
 
     name: str
-    run: Callable[..., Running]
+    run: Callable[..., PartialAttention]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype] = _FLOATS
     blocks: Callable[[], frozenset[tuple[int, int]] | None] = lambda: None
@@ -73,19 +73,19 @@ class Kernel:
     returns_lse: bool = True
     ragged_rows: bool = True
     takes: frozenset[str] = frozenset()
-    missing: Callable[[], str | None] = _nothing_missing
+    missing: Callable[[], str | None] = _always_available
     interpreted: bool = False
 
-    def cannot_serve(self, device: str, dtype: torch.dtype, needs: Needs | None = None) -> str | None:
+    def why_unsupported(self, device: str, dtype: torch.dtype, needs: KernelRequirements | None = None) -> str | None:
         """Why this kernel cannot serve such tensors and needs here, or None."""
-        needs = needs or Needs()
+        needs = needs or KernelRequirements()
         if device not in self.devices and not (device == "cpu" and self.interpreted and interpreted()):
             return f"it runs on {', '.join(sorted(self.devices))}, the tensors are on {device}"
         if dtype not in self.dtypes:
             return f"it takes {', '.join(sorted(str(d) for d in self.dtypes))}, the tensors are {dtype}"
-        return self.cannot_fit(needs) or self.missing() or self._cannot_block(needs)
+        return self.why_unsupported_anywhere(needs) or self.missing() or self._why_unsupported_blocks(needs)
 
-    def cannot_fit(self, needs: Needs) -> str | None:
+    def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
         """Why this kernel cannot serve such a plan on any machine, or None."""
         if needs.lse and not self.returns_lse:
             return "it returns no log-sum-exp, by which a ring's periods are merged; use a strategy UxR1"
@@ -96,7 +96,7 @@ class Kernel:
             return f"it serves head dims from {least} to {most}, not {needs.width}"
         return None
 
-    def _cannot_block(self, needs: Needs) -> str | None:
+    def _why_unsupported_blocks(self, needs: KernelRequirements) -> str | None:
         """Asked last: the geometry of some kernels depends on the device at hand."""
         blocks = self.blocks()
         if needs.blocks is None or blocks is None or needs.blocks in blocks:
@@ -110,13 +110,13 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _run_triton(*args: object, **options: object) -> Running:
+def _run_triton(*args: object, **options: object) -> PartialAttention:
     from dbsp_kernels.triton.forward import triton_attention  # here: triton need not be installed
 
     return triton_attention(*args, **options)  # type: ignore[arg-type]
 
 
-def _triton_missing() -> str | None:
+def _why_triton_unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install 'dbsp-attention[gpu]'"
     if not torch.cuda.is_available() and not interpreted():
@@ -137,7 +137,7 @@ KERNELS = {
             _FLOATS - {torch.float64},
             widths=(1, 256),
             takes=frozenset({"kv_full", "order", "running", "out_dtype"}),
-            missing=_triton_missing,
+            missing=_why_triton_unavailable,
             interpreted=True,
         ),
         Kernel(
@@ -169,9 +169,11 @@ KERNELS = {
 only by name."""
 
 
-def available(device: str = "cpu", dtype: torch.dtype = torch.float32, needs: Needs | None = None) -> list[str]:
+def available(
+    device: str = "cpu", dtype: torch.dtype = torch.float32, needs: KernelRequirements | None = None
+) -> list[str]:
     """Names of the kernels that can serve tensors of `dtype` on `device` here, best first."""
-    return [name for name, kernel in KERNELS.items() if kernel.cannot_serve(device, dtype, needs) is None]
+    return [name for name, kernel in KERNELS.items() if kernel.why_unsupported(device, dtype, needs) is None]
 
 
 def _wanted(name: str) -> str:
@@ -182,33 +184,35 @@ def _wanted(name: str) -> str:
     return wanted
 
 
-def choose_kernel(name: str, device: str, dtype: torch.dtype, needs: Needs | None = None) -> Kernel:
+def choose_kernel(name: str, device: str, dtype: torch.dtype, needs: KernelRequirements | None = None) -> Kernel:
     """The kernel called `name`; "auto" is $DBSP_KERNEL if set, else the best that can serve `dtype` on `device`.
 
     Raises ValueError, naming one that can, when the kernel is unknown or cannot serve.
     """
     wanted = _wanted(name)
     if wanted != "auto":
-        reason = KERNELS[wanted].cannot_serve(device, dtype, needs)
+        reason = KERNELS[wanted].why_unsupported(device, dtype, needs)
         if reason is None:
             return KERNELS[wanted]
         instead = " or ".join(available(device, dtype, needs)) or "another dtype"
         raise UserError(f"kernel {wanted!r} cannot be used here: {reason}; use {instead}")
     for kernel in KERNELS.values():
-        if kernel.cannot_serve(device, dtype, needs) is None:
+        if kernel.why_unsupported(device, dtype, needs) is None:
             return kernel
     raise UserError(f"no attention kernel serves {dtype} on {device}; use float32, float16 or bfloat16")
 
 
-def require_fit(name: str, needs: Needs) -> None:
+def require_fit(name: str, needs: KernelRequirements) -> None:
     """Raises ValueError, naming kernels that can, when the kernel called `name` can serve such a plan on no machine.
 
     Asks for nothing that differs between ranks, so that all of them raise alike.
     """
     wanted = _wanted(name)
-    reason = None if wanted == "auto" else KERNELS[wanted].cannot_fit(needs)
+    reason = None if wanted == "auto" else KERNELS[wanted].why_unsupported_anywhere(needs)
     if reason is not None:
-        instead = " or ".join(other for other, kernel in KERNELS.items() if kernel.cannot_fit(needs) is None)
+        instead = " or ".join(
+            other for other, kernel in KERNELS.items() if kernel.why_unsupported_anywhere(needs) is None
+        )
         raise UserError(f"kernel {wanted!r} cannot serve this plan: {reason}; use {instead}")
 
 
@@ -220,11 +224,11 @@ def explain_auto(device: str, dtype: torch.dtype) -> str:
     for better in KERNELS:
         if better == name:
             break
-        passed.append(f"{better}: {KERNELS[better].cannot_serve(device, dtype)}")
+        passed.append(f"{better}: {KERNELS[better].why_unsupported(device, dtype)}")
     return f"{name}, the best that serves {dtype} on {device}" + (f" ({'; '.join(passed)})" if passed else "")
 
 
-def kernel_merges(kernel: str) -> bool:
+def returns_lse(kernel: str) -> bool:
     """Whether a kernel returns the log-sum-exp that rings merge by; "auto" is chosen to.
 
     Raises ValueError for an unknown name.

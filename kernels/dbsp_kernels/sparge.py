@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["WholeHeads", "blocks", "missing", "sparge_attention"]
+__all__ = ["DenseHeadLayout", "blocks", "missing", "sparge_attention"]
 
 
 @dataclass(frozen=True)
-class WholeHeads:
+class DenseHeadLayout:
     """What rows and KV blocks are when they are simply all those of some heads, in order.
 
     heads:  how many
@@ -44,7 +44,7 @@ def sparge_attention(
     kv_len: torch.Tensor,
     scale: float,
     *,
-    whole: WholeHeads,
+    whole: DenseHeadLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The contract of `dbsp_kernels.block_attention` for whole heads; lse is NaN, for there is none."""
     from spas_sage_attn import block_sparse_sage2_attn_cuda

@@ -11,10 +11,10 @@ import torch
 from dbsp_cli.calibrate.calibrate import ELEMENT_BYTES
 from dbsp_cli.calibrate.cases import Case
 from dbsp_cli.calibrate.measure import Setting, measure_attentions
-from dbsp_cli.calibrate.timing import Clock, core_seconds, quiet_laps, run_ranks
+from dbsp_cli.calibrate.timing import Timer, core_seconds, run_ranks, undisturbed_samples
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, predict
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, make_plan
@@ -86,15 +86,15 @@ def compare(
     found = []
     for number, (case, strategy) in enumerate(zip(cases, strategies, strict=True)):
         pair = laps[2 * number : 2 * number + 2]
-        seconds = [float(np.median(quiet_laps(one))) for one in pair]
+        seconds = [float(np.median(undisturbed_samples(one))) for one in pair]
         plan = _plan(case.mask(), strategy, "dbsp")[0]
         core = [core_seconds(one) for one in pair]
         found.append(Comparison(str(strategy), plan.rho_before, plan.rho, *seconds, *core))
     return found
 
 
-def _plan(mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, HomeLayout]:
-    home = HomeLayout.named(require_planner(planner).home, mask.grid, strategy)
+def _plan(mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, SequenceLayout]:
+    home = SequenceLayout.named(require_planner(planner).home, mask.grid, strategy)
     return make_plan(mask, strategy, planner, home=home), home
 
 
@@ -135,7 +135,7 @@ def replay(
 
 def replayed_seconds(plans: Sequence[Plan], mask: BlockMask, head_dim: int, setting: Setting) -> list[float]:
     """Of each plan: Σ over periods of the slowest virtual rank's kernel time, medians, the plans in turns."""
-    clock = Clock(setting.device)
+    clock = Timer(setting.device)
     found = [np.zeros((plan.strategy.ring, plan.strategy.world)) for plan in plans]
     for rank in range(plans[0].strategy.world):
         for period in range(plans[0].strategy.ring):
@@ -143,7 +143,7 @@ def replayed_seconds(plans: Sequence[Plan], mask: BlockMask, head_dim: int, sett
             laps: list[list[float]] = [[] for _ in plans]
             for turn in range(setting.repeats):
                 for mine, action in zip(laps, actions, strict=True):
-                    mine += [seconds for seconds, *_ in clock.laps_alone(action, 1, warm_up=int(turn == 0))]
+                    mine += [seconds for seconds, *_ in clock.samples_alone(action, 1, warm_up=int(turn == 0))]
             for times, mine in zip(found, laps, strict=True):
                 times[period, rank] = np.median(mine)
     return [float(times.max(axis=1).sum()) for times in found]
@@ -153,7 +153,7 @@ def _rank_period(
     plan: Plan, mask: BlockMask, rank: int, period: int, head_dim: int, setting: Setting
 ) -> Callable[[], object]:
     """The kernel on what `rank` computes in `period`, on random numbers."""
-    table = build_tables(table_layout(plan, rank).to(torch.device(setting.device)), mask.refined(plan.grid))[period]
+    table = build_tables(table_layout(plan, rank).to(torch.device(setting.device)), mask.subdivided(plan.grid))[period]
     q = torch.randn(len(table.kv_count), plan.grid.block_q, head_dim, **setting.where)
     k, v = (torch.randn(len(table.kv_len), plan.grid.block_k, head_dim, **setting.where) for _ in range(2))
     return lambda: block_attention(q, k, v, **vars(table.expanded()), kernel=setting.kernel)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_core import HomeLayout, Strategy, make_plan
+from dbsp_core import SequenceLayout, Strategy, make_plan
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_xdit.patches import install
@@ -92,7 +92,7 @@ def main() -> None:
     mask = SyntheticSource(preset=PRESET).mask(MaskRequest(0, preset.heads, VIDEO))
     rows = []
     for strategy in Strategy.all_for(args.ranks):
-        home = HomeLayout.striped(mask.grid, strategy)
+        home = SequenceLayout.striped(mask.grid, strategy)
         plan = make_plan(mask, strategy, home=home)
         usp = [usp_peak(strategy, mask.grid.tokens, mask.heads, rotating) for rotating in (False, True)]
         ours = [peak_of_attention(plan, mask, home, rank, HEAD_DIM, DTYPE) for rank in range(args.ranks)]

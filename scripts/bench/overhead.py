@@ -37,14 +37,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbsp_core.comm.all_to_all
 import dbsp_core.runtime.ring
-from dbsp_core import BlockMask, HomeLayout, Plan, SequenceGroup, Strategy, make_plan
+from dbsp_core import BlockMask, Plan, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.groups import PendingShift
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, device_class, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, packed_bytes, predict
 from dbsp_core.masks.block_mask import MaskCounts
-from dbsp_core.runtime.forecast import Trend, longest_serving
+from dbsp_core.runtime.forecast import DensityTrend, choose_longest_lived
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest, SyntheticSource
@@ -112,7 +112,7 @@ def without_counting(action: Callable[[], object], repeats: int) -> float:
 
 
 def planning(
-    seen: list[BlockMask], strategy: Strategy, home: HomeLayout, cost: float, repeats: int, replans: float
+    seen: list[BlockMask], strategy: Strategy, home: SequenceLayout, cost: float, repeats: int, replans: float
 ) -> dict[str, float]:
     """measured: milliseconds of the planning thread's pieces, and of all of them a call."""
     mask = seen[-1]
@@ -124,12 +124,12 @@ def planning(
         return BlockMask(mask.bits, mask.grid)
 
     plan, before = make(mask), make(seen[-2])
-    trend = Trend()
+    trend = DensityTrend()
     for one in seen:
         trend.note(one)
 
     def ahead() -> Plan:
-        return longest_serving(mask, trend, plan, make, threshold=1.10, budget=0.30, lead=1)
+        return choose_longest_lived(mask, trend, plan, make, threshold=1.10, budget=0.30, lead=1)
 
     found = {
         "judging_ms": without_counting(lambda: before.reused_for(fresh(), compare=False), repeats),
@@ -159,7 +159,7 @@ class NothingButHost:
             mock.patch.object(SequenceGroup, "all_to_all", all_to_all),
             mock.patch.object(SequenceGroup, "shift", shift),
             mock.patch.object(dbsp_core.runtime.ring, "block_attention", kernel),
-            mock.patch.object(dbsp_core.comm.all_to_all, "copy_runs", return_value=None),
+            mock.patch.object(dbsp_core.comm.all_to_all, "copy_segments", return_value=None),
             mock.patch("dbsp_core.runtime.kernel_tables.expand_rows", lambda bits, *_: bits),
         ]
         for patch in self._patches:
@@ -223,11 +223,13 @@ def calling(strategy: Strategy, repeats: int) -> dict[str, float]:
     return found
 
 
-def moved(mask: BlockMask, strategy: Strategy, home: HomeLayout, cost: float, hardware: Hardware) -> dict[str, float]:
+def moved(
+    mask: BlockMask, strategy: Strategy, home: SequenceLayout, cost: float, hardware: Hardware
+) -> dict[str, float]:
     """counted bytes of the busiest rank, and modelled milliseconds, against the contiguous plan at USP's own home."""
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, HEAD_DIM, ELEMENT_BYTES)
     topology = Topology(strategy.world, strategy.world)
-    usp_home = HomeLayout.contiguous(mask.grid.tokens, strategy.world)
+    usp_home = SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
     found: dict[str, float] = {}
     ways = {
         "usp": (make_plan(mask, strategy, "contiguous", home=usp_home), usp_home),
@@ -288,7 +290,7 @@ def main() -> None:
     topology = Topology(args.ranks, args.ranks)
     rows = []
     for strategy in Strategy.all_for(args.ranks):
-        home = HomeLayout.striped(seen[-1].grid, strategy)
+        home = SequenceLayout.striped(seen[-1].grid, strategy)
         cost = exchange_cost_of(seen[-1], strategy, shape, hardware, topology)
         host = planning(seen, strategy, home, cost, args.repeats, args.replans) | calling(strategy, args.repeats)
         row: dict[str, Any] = {"strategy": str(strategy), "exchange_cost": cost, "host": host}

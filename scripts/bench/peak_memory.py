@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import dbsp_core.comm.all_to_all
 import dbsp_core.runtime.ring
 from dbsp_core.comm.groups import PendingShift, SequenceGroup
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.attention import DualBalancedAttention
@@ -47,7 +47,7 @@ class Alive(TorchDispatchMode):
 
 
 def peak_of_attention(
-    plan: Plan, mask: BlockMask, home: HomeLayout, rank: int, head_dim: int, dtype: torch.dtype = torch.float32
+    plan: Plan, mask: BlockMask, home: SequenceLayout, rank: int, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> float:
     """Peak bytes of one rank beside its q, k and v themselves, in units of one of them.
 
@@ -73,7 +73,7 @@ def peak_of_attention(
             return running[0], running[1]
         return torch.empty_like(q, dtype=out_dtype), torch.empty(q.shape[:2])
 
-    def copy_runs(*_: Any) -> None:
+    def copy_segments(*_: Any) -> None:
         pass
 
     alive = Alive(q, k, v)
@@ -81,7 +81,7 @@ def peak_of_attention(
         mock.patch.object(SequenceGroup, "all_to_all", all_to_all),
         mock.patch.object(SequenceGroup, "shift", shift),
         mock.patch.object(dbsp_core.runtime.ring, "block_attention", kernel),
-        mock.patch.object(dbsp_core.comm.all_to_all, "copy_runs", copy_runs),
+        mock.patch.object(dbsp_core.comm.all_to_all, "copy_segments", copy_segments),
         alive,
     ):
         attend(q, k, v)

@@ -17,13 +17,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.balanced.planner import plan_rows
-from dbsp_core.planning.baselines import contiguous_heads, resident_parts
+from dbsp_core.planning.baselines import contiguous_heads, majority_rank
 from dbsp_core.planning.bounds import whole_row_bound
-from dbsp_core.planning.imbalance import imbalance_ratio, period_counts
+from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 
@@ -101,17 +101,17 @@ def work_of(cells: np.ndarray, owner: np.ndarray, strategy: Strategy) -> np.ndar
     by_rank = np.zeros((strategy.world, strategy.ring), dtype=np.int64)
     for slot in range(strategy.ring):
         by_rank[:, slot] = np.bincount(owner.ravel(), weights=cells[..., slot].ravel(), minlength=strategy.world)
-    return period_counts(by_rank, strategy.ulysses)
+    return work_by_ring_step(by_rank, strategy.ulysses)
 
 
 def homes(grid: BlockGrid, strategy: Strategy, layout: str) -> tuple[np.ndarray, np.ndarray]:
     """(int64[nq], int64[nk]): home ring rank of each query and KV block."""
     if layout == "striped":
-        home = HomeLayout.striped(grid, strategy)
+        home = SequenceLayout.striped(grid, strategy)
     else:
-        home = HomeLayout.contiguous(grid.tokens, strategy.world)
+        home = SequenceLayout.contiguous(grid.tokens, strategy.world)
     q, k = home.fragments(grid.q_axis), home.fragments(grid.k_axis)
-    return resident_parts(q.tokens_by_ring(grid.nq, strategy)), resident_parts(k.tokens_by_ring(grid.nk, strategy))
+    return majority_rank(q.tokens_by_ring(grid.nq, strategy)), majority_rank(k.tokens_by_ring(grid.nk, strategy))
 
 
 def measure(
@@ -129,7 +129,7 @@ def measure(
     counted: dict[bytes, np.ndarray] = {}
     away = 0.0
 
-    def count_cells(slots: np.ndarray) -> np.ndarray:
+    def count_work_by_slot(slots: np.ndarray) -> np.ndarray:
         nonlocal away
         start = time.perf_counter()
         key = slots.tobytes()
@@ -141,11 +141,11 @@ def measure(
     times = []
     for _ in range(repeat):
         away, start = 0.0, time.perf_counter()
-        owner, slots = plan_rows(rows, columns, q_home, k_home, strategy.ulysses, strategy.ring, count_cells)
+        owner, slots = plan_rows(rows, columns, q_home, k_home, strategy.ulysses, strategy.ring, count_work_by_slot)
         times.append((time.perf_counter() - start - away) * 1e3)
     q_start, k_start = homes(grid, strategy, "contiguous")
     before = q_start * strategy.ulysses + contiguous_heads(heads, strategy.ulysses)[:, None]
-    cells = rows[..., None] if strategy.ring == 1 else count_cells(slots)
+    cells = rows[..., None] if strategy.ring == 1 else count_work_by_slot(slots)
     cells_before = rows[..., None] if strategy.ring == 1 else cells_of(np.tile(k_start, (heads, 1)))
     pieces = [len(np.unique(column)) for column in owner % strategy.ulysses]
     return {

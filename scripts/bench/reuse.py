@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core import BlockMask, Plan, SequenceGroup, Strategy, make_plan
-from dbsp_core.layout.sequence_layout import HomeLayout
-from dbsp_core.runtime.plan_cache import LaggedPlanCache, PlanCache, ReplanRule
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.runtime.plan_cache import AsyncPlanCache, PlanCache, ReplanRule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
 
-from fig11 import PRESET, steps_of
+from fig11 import PRESET, num_inference_steps_of
 
 LABEL = "measured on synthetic masks, drift fitted to the paper's one point"
 
@@ -49,13 +49,13 @@ def rules(args: argparse.Namespace) -> dict[str, ReplanRule]:
     }
 
 
-def planner_of(strategy: Strategy, home: HomeLayout) -> Callable[[BlockMask], Plan]:
+def planner_of(strategy: Strategy, home: SequenceLayout) -> Callable[[BlockMask], Plan]:
     return lambda mask: make_plan(mask, strategy, home=home)
 
 
 def run(masks: Sequence[BlockMask], plan: Callable[[BlockMask], Plan], rule: ReplanRule, lagged: bool) -> list[float]:
     """[plans made, mean and worst ρ_s used]"""
-    cache = LaggedPlanCache(rule, SequenceGroup(0, 1)) if lagged else PlanCache(rule)
+    cache = AsyncPlanCache(rule, SequenceGroup(0, 1)) if lagged else PlanCache(rule)
     for mask in masks:
         cache.plan_for(0, mask, lambda fresh, _: plan(fresh), lambda later, _: plan(later))
     cache.settle()
@@ -87,10 +87,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
     options = argparse.Namespace(seed=args.seed, coarsen=1)
     found: dict[tuple[str, str, str], list[list[float]]] = {}
     for layer in range(args.layers):
-        by_step = steps_of(layer, options)
+        by_step = num_inference_steps_of(layer, options)
         for name in args.strategies:
             strategy = Strategy.parse(name)
-            plan = planner_of(strategy, HomeLayout.striped(by_step[0].grid, strategy))
+            plan = planner_of(strategy, SequenceLayout.striped(by_step[0].grid, strategy))
             for kind, steps in orders(len(by_step), layer).items():
                 masks = [by_step[step] for step in steps]
                 for rule_name, rule in rules(args).items():

@@ -24,7 +24,7 @@ from rich.table import Table
 from dbsp_cli.calibrate.calibrate import predict_case
 from dbsp_cli.calibrate.cases import Case
 from dbsp_cli.calibrate.measure import Setting, measure_attentions
-from dbsp_cli.calibrate.timing import run_ranks, settled
+from dbsp_cli.calibrate.timing import median_time, run_ranks
 from dbsp_core.cost.hardware import device_class, load_hardware
 from dbsp_core.layout.strategy import Strategy
 
@@ -54,9 +54,9 @@ def main() -> None:
     ways = tuple((case, str(strategy), "dbsp") for case in CASES for strategy in strategies)
     setting = Setting(device, getattr(torch, dtype), "auto", args.repeats, args.patience)
     by_rank = run_ranks(measure_attentions, args.ranks, device, ways, setting)
-    seconds = settled(by_rank).reshape(len(CASES), -1)
+    seconds = median_time(by_rank).reshape(len(CASES), -1)
     turns = ([[laps[first::2] for laps in rank] for rank in by_rank] for first in (0, 1))
-    halves = [settled(half).reshape(len(CASES), -1) for half in turns]
+    halves = [median_time(half).reshape(len(CASES), -1) for half in turns]
     rows = []
     for case, measured, *half in zip(CASES, seconds.tolist(), *halves, strict=True):
         predicted = [predict_case(case, strategy, "dbsp", hardware, dtype).total_s for strategy in strategies]

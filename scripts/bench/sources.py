@@ -21,9 +21,9 @@ import torch.multiprocessing as multiprocessing
 from rich.console import Console
 from rich.table import Table
 
-from dbsp_core import DualBalancedAttention, HomeLayout, SequenceGroup, Strategy, make_plan
+from dbsp_core import DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources import HomeTokens, MaskRequest, SpargeSource
+from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
 from dbsp_core.sources.distributed_pooling import traffic
 
 WAN_14B = BlockGrid(75600, 0, 64, 64)
@@ -31,7 +31,7 @@ WAN_HEADS, WAN_WIDTH, WAN_BYTES = 40, 128, 2  # bfloat16
 
 
 def smooth_tokens(
-    thw: tuple[int, int, int], heads: int, width: int, home: HomeLayout, rank: int
+    thw: tuple[int, int, int], heads: int, width: int, home: SequenceLayout, rank: int
 ) -> list[torch.Tensor]:
     """q, k, v [1, H, shard, D]: waves over the video with some noise, so that blocks resemble their neighbours."""
     generator = torch.Generator().manual_seed(0)
@@ -64,9 +64,9 @@ def measure(rank: int, args: argparse.Namespace, cdf: float, strategy: Strategy)
     source = SpargeSource(args.block, args.block, cdf=cdf)
     request = MaskRequest(0, args.heads, thw)
     grid = source.grid(request)
-    home = HomeLayout.striped(grid, strategy)
+    home = SequenceLayout.striped(grid, strategy)
     q, k, v = smooth_tokens(thw, args.heads, args.width, home, rank)
-    tokens = HomeTokens(q, k, home, SequenceGroup.of(), args.width**-0.5)
+    tokens = LocalQK(q, k, home, SequenceGroup.of(), args.width**-0.5)
     mask = source.mask(request, tokens)
     plan = make_plan(mask, strategy, home=home)
     attend = DualBalancedAttention.prepare(plan, mask, home, SequenceGroup.of())
@@ -104,7 +104,7 @@ def at_wan_size() -> list[dict[str, object]]:
     """Counted: bytes a rank receives for one mask, beside Q, K, V and the output, at Wan2.1-14B's size."""
     rows = []
     for ranks in (4, 8):
-        home = HomeLayout.striped(WAN_14B, Strategy(1, ranks))
+        home = SequenceLayout.striped(WAN_14B, Strategy(1, ranks))
         received = traffic(home, WAN_14B, WAN_HEADS, WAN_WIDTH)
         exchange = 4 * WAN_14B.tokens * WAN_HEADS * WAN_WIDTH * WAN_BYTES * (ranks - 1) // ranks**2
         rows.append({"gpus": ranks, "bytes": received, "bytes_share": received / exchange})

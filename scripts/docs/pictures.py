@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from dbsp_core import BlockMask, Plan, make_plan
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.sources import MaskRequest, SyntheticSource
@@ -38,7 +38,7 @@ def example_mask() -> BlockMask:
 
 
 def plan_of(mask: BlockMask, strategy: str, planner: str) -> Plan:
-    layout = HomeLayout.named(require_planner(planner).home, mask.grid, Strategy.parse(strategy))
+    layout = SequenceLayout.named(require_planner(planner).home, mask.grid, Strategy.parse(strategy))
     return make_plan(mask, strategy, planner, home=layout)
 
 

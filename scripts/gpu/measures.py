@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clock import Sampler
-from dbsp_core import BlockGrid, BlockMask, HomeLayout, make_plan
+from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.comm.all_to_all import build_route
 from dbsp_kernels import available, block_attention
-from dbsp_kernels.packing.segment_copy import copy_runs
+from dbsp_kernels.packing.segment_copy import copy_segments
 from dbsp_kernels.triton.tile_config import HOPPER, Tiles, tiles_for
-from setting import Job, Setting
+from setting import GenerateJob, Setting
 
 __all__ = ["Row", "everything", "largest_error"]
 
@@ -50,7 +50,7 @@ def everything(setting: Setting, sampler: Sampler) -> Iterator[Row]:
         yield from variants(setting.job(block, block, setting.middle), sampler)
 
 
-def largest_error(job: Job, rows: int = 16) -> float:
+def largest_error(job: GenerateJob, rows: int = 16) -> float:
     """Relative error of the first rows of the order and the last, against float64."""
     q, k, v = job.inputs[0]
     out, _ = block_attention(q, k, v, **vars(job.table), kernel="triton")
@@ -95,7 +95,7 @@ def sparse_rates(setting: Setting, sampler: Sampler, block: int, best: float) ->
         job = setting.job(block, block, density)
         yield Row(f"{job.name}: relative error", largest_error(job), "‖·‖", "≤ 0.008")
 
-        def work(kernel: str, job: Job = job):  # type: ignore[no-untyped-def]
+        def work(kernel: str, job: GenerateJob = job):  # type: ignore[no-untyped-def]
             def once(i: int) -> object:
                 return block_attention(*job.inputs[i % setting.sets], **vars(job.table), kernel=kernel)
 
@@ -117,7 +117,7 @@ def sparse_rates(setting: Setting, sampler: Sampler, block: int, best: float) ->
     yield Row(f"{block}×{block}: linearity at {sparsest}", linearity, "", "≤ 1.05")
 
 
-def orders(job: Job, sampler: Sampler) -> Iterator[Row]:
+def orders(job: GenerateJob, sampler: Sampler) -> Iterator[Row]:
     """What the order of rows is worth: as packed, or by count alone, over head by head with heavy rows first."""
     by_count = torch.argsort(job.table.kv_count, descending=True, stable=True).to(torch.int32)
     as_packed = torch.arange(len(by_count), dtype=torch.int32, device=by_count.device)
@@ -131,7 +131,7 @@ def orders(job: Job, sampler: Sampler) -> Iterator[Row]:
         yield Row(f"{job.name}: rows {name} / the table's order", ms[name] / ms["table's"], "")
 
 
-def accumulating(job: Job, sampler: Sampler) -> Iterator[Row]:
+def accumulating(job: GenerateJob, sampler: Sampler) -> Iterator[Row]:
     """Merging into a running result over writing a plain one, and the same by a merge kernel of its own."""
     q, k, v = job.inputs[0]
     table = vars(job.table)
@@ -147,7 +147,7 @@ def accumulating(job: Job, sampler: Sampler) -> Iterator[Row]:
     yield Row(f"{job.name}: accumulate / plain forward", ms["merged"] / ms["plain"], "", "≤ 1.03")
 
 
-def variants(job: Job, sampler: Sampler) -> Iterator[Row]:
+def variants(job: GenerateJob, sampler: Sampler) -> Iterator[Row]:
     """Other tiles than the table's, and pointers instead of the copy engine: over what is used now."""
     from dbsp_kernels.triton.forward import capability_of, triton_attention
 
@@ -170,7 +170,7 @@ def variants(job: Job, sampler: Sampler) -> Iterator[Row]:
                 scale = job.setting.width**-0.5
                 return triton_attention(
                     *inputs, job.table.kv_index, job.table.kv_count, job.table.kv_len, scale,
-                    kv_full=job.table.kv_full, order=job.table.order, tiles=tiles, copy_engine=copies,
+                    kv_full=job.table.kv_full, order=job.table.order, tiles=tiles, use_tma=copies,
                 )  # fmt: skip
 
             name = f"{tiles.queries}×{tiles.keys}, {tiles.warps} warps, {tiles.stages} stages"
@@ -191,7 +191,7 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
     """Packing and unpacking q, k, v of a rank over copies of the same bytes; the exchange itself is left out."""
     grid = BlockGrid.uniform(setting.tokens, setting.blocks[-1])
     plan = make_plan(BlockMask.dense(setting.all_heads, grid), f"U{setting.world}R1")
-    home = HomeLayout.contiguous(setting.tokens, setting.world)
+    home = SequenceLayout.contiguous(setting.tokens, setting.world)
     route = build_route(plan, home, 0, home.shard, torch.device(setting.device))
     options = {"device": setting.device, "dtype": setting.dtype}
     width, heads = setting.width, setting.all_heads
@@ -208,10 +208,10 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
             turn = i % setting.sets
             buffer = sent[turn].transpose(0, 1)[:, None]
             for tensor, runs in zip(hosts[turn], (route.pack_q, route.pack_k, route.pack_v), strict=True):
-                copy_runs(tensor, buffer, runs)
+                copy_segments(tensor, buffer, runs)
             arrived = came[turn].transpose(0, 1)[:, None]
-            copy_runs(arrived, rows, route.unpack_q)
-            copy_runs(arrived, blocks, route.unpack_kv)
+            copy_segments(arrived, rows, route.unpack_q)
+            copy_segments(arrived, blocks, route.unpack_kv)
 
         def copies(i: int) -> None:
             twins[0].copy_(sent[i % setting.sets])
@@ -225,20 +225,20 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
 
 def against_sparge(setting: Setting, sampler: Sampler) -> Iterator[Row]:
     """SpargeAttn's kernel on the same masks, and our predicted masks beside its own, where it is installed."""
-    from dbsp_kernels import WholeHeads, sparge
+    from dbsp_kernels import DenseHeadLayout, sparge
 
     if sparge.missing() is not None:
         return
     ((block_q, block_k),) = sparge.blocks()
-    whole = WholeHeads(setting.heads, setting.tokens)
+    whole = DenseHeadLayout(setting.heads, setting.tokens)
     for density in setting.densities:
         job = setting.job(block_q, block_k, density)
 
-        def theirs(i: int, job: Job = job) -> object:
+        def theirs(i: int, job: GenerateJob = job) -> object:
             inputs = job.inputs[i % setting.sets]
             return block_attention(*inputs, **vars(job.table), kernel="sparge", whole=whole, lse=False)
 
-        def ours(i: int, job: Job = job) -> object:
+        def ours(i: int, job: GenerateJob = job) -> object:
             return block_attention(*job.inputs[i % setting.sets], **vars(job.table), kernel="triton")
 
         ms = sampler.medians({"ours": ours, "theirs": theirs})
@@ -249,12 +249,12 @@ def against_sparge(setting: Setting, sampler: Sampler) -> Iterator[Row]:
 def _mask_agreement(setting: Setting, block_q: int, block_k: int) -> Row:
     from spas_sage_attn.utils import get_block_map_meansim
 
-    from dbsp_core.sources.base import HomeTokens, MaskRequest
+    from dbsp_core.sources.base import LocalQK, MaskRequest
     from dbsp_core.sources.sparge import SpargeSource
 
     shape = (1, setting.heads, setting.tokens, setting.width)
     q, k = (torch.randn(shape, device=setting.device, dtype=setting.dtype).cumsum(2) / 30 for _ in range(2))
     theirs = get_block_map_meansim(q, k, simthreshd1=0.3, cdfthreshd=0.92, return_lut=False)[0].bool()
     source = SpargeSource(block_q=block_q, block_k=block_k, similarity=0.3, cdf=0.92)
-    ours = source.mask(MaskRequest(0, setting.heads, setting.thw), HomeTokens.alone(q, k)).bits
+    ours = source.mask(MaskRequest(0, setting.heads, setting.thw), LocalQK.alone(q, k)).bits
     return Row("blocks on which our masks and SpargeAttn's agree", float((ours == theirs).float().mean()), "")

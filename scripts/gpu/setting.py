@@ -12,7 +12,7 @@ from dbsp_core.runtime.kernel_tables import KernelTable, build_tables, table_lay
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 
-__all__ = ["DENSITIES", "Job", "Setting"]
+__all__ = ["DENSITIES", "GenerateJob", "Setting"]
 
 DENSITIES = (0.2, 0.4, 0.7, 1.0)
 
@@ -48,16 +48,16 @@ class Setting:
     def tokens(self) -> int:
         return self.thw[0] * self.thw[1] * self.thw[2]
 
-    def job(self, block_q: int, block_k: int, density: float) -> Job:
+    def job(self, block_q: int, block_k: int, density: float) -> GenerateJob:
         request = MaskRequest(0, self.heads, self.thw)
         source = SyntheticSource(preset="wan2.1-t2v-14b", density=density, block_q=block_q, block_k=block_k)
         grid = BlockGrid.uniform(self.tokens, block_q=block_q, block_k=block_k)
         mask = BlockMask.dense(self.heads, grid) if density == 1 else source.mask(request)
-        return Job(self, mask, density)
+        return GenerateJob(self, mask, density)
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class GenerateJob:
     """Packed rows of all heads under one mask, as a rank has them."""
 
     setting: Setting

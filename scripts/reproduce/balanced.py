@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 from dbsp_core import Plan, Strategy, make_plan
-from dbsp_core.layout.sequence_layout import HOME_ORDERS, HomeLayout, MaskProfile
+from dbsp_core.layout.sequence_layout import HOME_ORDERS, MaskProfile, SequenceLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources.synthetic.presets import PRESETS
 
@@ -44,7 +44,7 @@ def measure(preset: str, options: argparse.Namespace) -> list[Row]:
     plans: dict[tuple[str, str, str], list[Plan]] = {}
     for strategy, way in itertools.product(STRATEGIES, options.ways):
         planner, home = way.split("@")
-        layout = HomeLayout.named(home, layers[0].grid, Strategy.parse(strategy), profile=profile)
+        layout = SequenceLayout.named(home, layers[0].grid, Strategy.parse(strategy), profile=profile)
         plans[strategy, planner, home] = [
             make_plan(mask, strategy, planner, home=layout, reward=options.reward) for mask in layers
         ]
@@ -99,7 +99,9 @@ def draw(rows: list[Row]) -> Figure:
 def main() -> None:
     parser = arguments(__doc__, layers=3)
     choices = [f"{planner}@{home}" for planner in PLANNERS for home in HOME_ORDERS]
-    whole = [planner for planner in PLANNERS if not PLANNERS[planner].refines]  # a refined mask is y² times as large
+    whole = [
+        planner for planner in PLANNERS if not PLANNERS[planner].subdivides
+    ]  # a refined mask is y² times as large
     default = [f"{planner}@contiguous" for planner in whole] + ["contiguous@striped", "dbsp@striped", "dbsp@learned"]
     parser.add_argument("--ways", nargs="+", choices=choices, default=default, help="PLANNER@HOME to compare")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["wan2.1-t2v-14b", "cogvideox1.5-5b"])

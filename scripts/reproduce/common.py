@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core import BlockMask, Plan, make_plan
-from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, period_counts
+from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, work_by_ring_step
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 
@@ -119,7 +119,7 @@ def rho_under(plan: Plan, bits: np.ndarray) -> float:
     """ρ_s that a plan gives a mask (bool[H, nq, nk]), whatever mask it was made for."""
     strategy = plan.strategy
     cells = cell_counts(bits, plan.q_owner, plan.kv_slot, strategy.world, strategy.ring)
-    return imbalance_ratio(period_counts(cells, strategy.ulysses))
+    return imbalance_ratio(work_by_ring_step(cells, strategy.ulysses))
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:

@@ -13,8 +13,8 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from common import publish
-from dbsp_cli.simulate import LayerTime, Way, summarised
-from dbsp_core.config.models import ZOO
+from dbsp_cli.simulate import LayerTime, RunConfig, summarize
+from dbsp_core.config.models import MODEL_SPECS
 from modelled import MODELLED, PAPER_DYNAMIC, machine, model_masks, modelled_arguments, strategies, times_of
 
 MODELS = ("wan2.1-t2v-14b", "cogvideox1.5-5b")
@@ -40,16 +40,16 @@ class Row:
 def measure(options) -> list[Row]:
     hardware, rows = machine(options), []
     for name in options.models:
-        model = ZOO[name]
+        model = MODEL_SPECS[name]
         masks = [mask for density in DENSITIES for mask in model_masks(name, options, density=density)]
         for planner in PLANNERS:
-            ways = [Way(strategy, planner) for strategy in strategies(8)]
+            ways = [RunConfig(strategy, planner) for strategy in strategies(8)]
             times = {way: times_of(way, masks, model, hardware) for way in ways}
             picks = [min(ways, key=lambda way, i=i: times[way][i].prediction.total_s) for i in range(len(masks))]
             best: list[LayerTime] = [times[way][i] for i, way in enumerate(picks)]
-            dynamic = summarised(ways[0], best, model, hardware)
+            dynamic = summarize(ways[0], best, model, hardware)
             for way in ways:
-                one = summarised(way, times[way], model, hardware)
+                one = summarize(way, times[way], model, hardware)
                 rows.append(
                     Row(
                         name,

@@ -44,7 +44,7 @@ class Row:
     layers: int
 
 
-def steps_of(layer: int, options: argparse.Namespace, **style: Any) -> list[BlockMask]:
+def num_inference_steps_of(layer: int, options: argparse.Namespace, **style: Any) -> list[BlockMask]:
     source, preset = preset_source(PRESET, options, **style), PRESETS[PRESET]
     return [source.mask(MaskRequest(layer, preset.heads, VIDEO, step=call)) for call in range(FIG_11["steps"])]
 
@@ -57,7 +57,7 @@ def replans_and_rho(
     rho: list[list[float]] = [[] for _ in thresholds]
     layers = layer_count(PRESET, options)
     for layer in range(layers):
-        for mask in steps_of(layer, options, **style):
+        for mask in num_inference_steps_of(layer, options, **style):
             for cache, values in zip(caches, rho, strict=True):
                 values.append(cache.plan_for(layer, mask, lambda m, _: make_plan(m, STRATEGY, planner)).plan.rho)
     return [_row(planner, cache, values, layers) for cache, values in zip(caches, rho, strict=True)]

@@ -12,9 +12,9 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from common import publish
-from dbsp_cli.simulate import Way
+from dbsp_cli.simulate import RunConfig
 from dbsp_core import Strategy
-from dbsp_core.config.models import ZOO
+from dbsp_core.config.models import MODEL_SPECS
 from modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arguments, video
 
 MODEL = "wan2.1-t2v-14b"
@@ -38,13 +38,13 @@ class Row:
 
 
 def measure(options) -> list[Row]:
-    masks, hardware, model = model_masks(MODEL, options), machine(options), ZOO[MODEL]
+    masks, hardware, model = model_masks(MODEL, options), machine(options), MODEL_SPECS[MODEL]
     rows = []
     for line, (ulysses, planner) in LINES.items():
         alone = 0.0
         for gpus in (1, 2, 4, 8):
             strategy = Strategy(gpus, 1) if ulysses else Strategy(1, gpus)
-            found = video(Way(strategy, planner), masks, model, hardware)
+            found = video(RunConfig(strategy, planner), masks, model, hardware)
             attention = found.attention_s - (found.pack_s if gpus == 1 else 0)  # one GPU packs nothing
             whole = attention + found.other_s
             alone = whole if gpus == 1 else alone

@@ -11,7 +11,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from common import publish
-from dbsp_cli.simulate import Way
+from dbsp_cli.simulate import RunConfig
 from modelled import (
     MODELLED,
     PAPER_ATTENTION,
@@ -53,7 +53,7 @@ def measure(options) -> list[Row]:
     for model, masks in models_of(options.models, options):
         for gpus in (8, 4):
             found = {
-                (str(strategy), planner): video(Way(strategy, planner), masks, model, hardware)
+                (str(strategy), planner): video(RunConfig(strategy, planner), masks, model, hardware)
                 for strategy, planner in itertools.product(strategies(gpus), PLANNERS)
             }
             least, most = PAPER_END_TO_END[model.name, gpus]

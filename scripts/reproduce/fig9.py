@@ -14,9 +14,9 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from common import publish
-from dbsp_cli.simulate import Way
+from dbsp_cli.simulate import RunConfig
 from dbsp_core import Strategy
-from dbsp_core.config.models import ZOO
+from dbsp_core.config.models import MODEL_SPECS
 from modelled import MODELLED, machine, model_masks, modelled_arguments, video
 
 MODEL = "wan2.1-t2v-14b"
@@ -43,14 +43,14 @@ class Row:
 
 
 def measure(options) -> list[Row]:
-    model, hardware, rows = ZOO[MODEL], machine(options), []
+    model, hardware, rows = MODEL_SPECS[MODEL], machine(options), []
     for name, (key, values) in LEVELS.items():
         strategy = Strategy.parse(name)
         for value in values:
             masks = model_masks(MODEL, options, **{key: value})
-            base = video(Way(strategy, "contiguous"), masks, model, hardware)
+            base = video(RunConfig(strategy, "contiguous"), masks, model, hardware)
             for planner in PLANNERS:
-                one = video(Way(strategy, planner), masks, model, hardware)
+                one = video(RunConfig(strategy, planner), masks, model, hardware)
                 speedup = base.attention_s / one.attention_s
                 rows.append(
                     Row(

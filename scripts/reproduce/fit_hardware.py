@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
-from dbsp_core.config.models import ZOO
+from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, predict
 
@@ -25,12 +25,12 @@ SCALING = {"U8R1": (6.09, 1.355), "U1R8": (5.81, 1.255)}
 
 def dense_compute_s(hardware: Hardware) -> float:
     """Of one forward pass on one GPU."""
-    return ZOO["wan2.1-t2v-14b"].dense_attention_flops / hardware.constants.flops_per_s
+    return MODEL_SPECS["wan2.1-t2v-14b"].dense_attention_flops / hardware.constants.flops_per_s
 
 
 def beside_blocks_s(strategy: str, hardware: Hardware) -> float:
     """One attention's exchange, packing, merging and call: everything but blocks and launches."""
-    model = ZOO["wan2.1-t2v-14b"]
+    model = MODEL_SPECS["wan2.1-t2v-14b"]
     grid = BlockGrid.uniform(model.tokens, 64)
     empty = BlockMask(np.zeros((model.heads, grid.nq, grid.nk), dtype=bool), grid)
     bare = replace(hardware, constants=replace(hardware.constants, launch_s=0.0))
@@ -41,7 +41,7 @@ def beside_blocks_s(strategy: str, hardware: Hardware) -> float:
 
 def fitted(hardware: Hardware) -> tuple[float, float]:
     """(serial_s, launch_s)"""
-    model = ZOO["wan2.1-t2v-14b"]
+    model = MODEL_SPECS["wan2.1-t2v-14b"]
     attention = model.calls * dense_compute_s(hardware) * DENSITY
     linear = model.calls * model.linear_flops / hardware.constants.linear_flops_per_s
     attentions = model.calls * model.layers
@@ -56,7 +56,7 @@ def fitted(hardware: Hardware) -> tuple[float, float]:
 
 
 def main() -> None:
-    hardware, model = load_hardware("a800"), ZOO["wan2.1-t2v-14b"]
+    hardware, model = load_hardware("a800"), MODEL_SPECS["wan2.1-t2v-14b"]
     serial_s, launch_s = fitted(hardware)
     attention = model.calls * (dense_compute_s(hardware) * DENSITY + model.layers * launch_s)
     total = attention + model.calls * model.linear_flops / hardware.constants.linear_flops_per_s + serial_s

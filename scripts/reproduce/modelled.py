@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common import arguments, layer_count, masks
-from dbsp_cli.simulate import LayerTime, Simulated, Way, simulate_layer, summarised
+from dbsp_cli.simulate import LayerTime, RunConfig, SimulationResult, simulate_layer, summarize
 from dbsp_core import BlockMask, Strategy
-from dbsp_core.config.models import ZOO, ModelSpec
+from dbsp_core.config.models import MODEL_SPECS, ModelSpec
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import Topology
 
@@ -49,21 +49,21 @@ def model_masks(preset: str, options: argparse.Namespace, **style: Any) -> list[
 
 
 def times_of(
-    way: Way, layers: Sequence[BlockMask], model: ModelSpec, hardware: Hardware, node_size: int = 8
+    way: RunConfig, layers: Sequence[BlockMask], model: ModelSpec, hardware: Hardware, node_size: int = 8
 ) -> list[LayerTime]:
     """Every layer's predicted time under one way, on nodes of 8 GPUs."""
     topology = Topology(way.strategy.world, node_size)
     return [simulate_layer(way, mask, model, hardware, topology) for mask in layers]
 
 
-def video(way: Way, layers: Sequence[BlockMask], model: ModelSpec, hardware: Hardware) -> Simulated:
-    return summarised(way, times_of(way, layers, model, hardware), model, hardware)
+def video(way: RunConfig, layers: Sequence[BlockMask], model: ModelSpec, hardware: Hardware) -> SimulationResult:
+    return summarize(way, times_of(way, layers, model, hardware), model, hardware)
 
 
 def models_of(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[ModelSpec, list[BlockMask]]]:
     for name in names:
         print(f"{name}: {layer_count(name, options)} layers", flush=True)
-        yield ZOO[name], model_masks(name, options)
+        yield MODEL_SPECS[name], model_masks(name, options)
 
 
 def strategies(world: int) -> tuple[Strategy, ...]:

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from safetensors.torch import load_file
 
-from dbsp_cli.generate.launcher import Watcher, run_watched
+from dbsp_cli.generate.launcher import LogFollower, run_watched
 from dbsp_cli.mask_tools.series import MaskSeries
-from dbsp_cli.tiny_models import hush_libraries, make_tiny
+from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_file import save_mask
 from dbsp_core.reports.html import report_page
@@ -84,7 +84,7 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
     with tempfile.TemporaryDirectory(dir=out, prefix=".run.") as temporary:
         work = Path(temporary)
         task = progress.add_task("making a tiny Wan2.1 checkpoint (trained weights)", total=1)
-        hush_libraries()
+        silence_libraries()
         model = make_tiny("wan-trained", work / "tiny-wan-trained")
         (work / "dbsp.yaml").write_text(yaml.safe_dump({**settings.config(), "record": str(work / "masks")}))
         progress.advance(task)
@@ -161,7 +161,7 @@ def _run(command: list[str], log: Path, work: Path, progress: Progress, task: An
     if torch.cuda.device_count() < 2:  # a single GPU cannot serve several ranks
         environment["CUDA_VISIBLE_DEVICES"] = ""
     steps = int(progress.tasks[task].total or 0)
-    watcher = Watcher(steps, stepped=lambda done: progress.update(task, completed=done))
+    watcher = LogFollower(steps, on_step=lambda done: progress.update(task, completed=done))
     run_watched(command, log, work / "ranks", watcher, environment)
 
 

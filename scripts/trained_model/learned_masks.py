@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from dbsp_cli.mask_tools.series import MaskSeries, drift_of
 from dbsp_core import BlockMask, Plan, make_plan
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_file import save_mask
 from dbsp_core.planning.planners import PLANNERS
@@ -119,7 +119,7 @@ def balance(series: MaskSeries, every: int) -> list[Balance]:
         for planner, home in WAYS:
             if planner not in PLANNERS:
                 continue
-            layout = HomeLayout.named(home, masks[0].grid, Strategy.parse(strategy))
+            layout = SequenceLayout.named(home, masks[0].grid, Strategy.parse(strategy))
             plans = [make_plan(mask, strategy, planner, home=layout) for mask in masks]
             rows.append(Balance(strategy, planner, home, *_means(plans), len(masks)))
     return rows

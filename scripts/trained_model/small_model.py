@@ -14,7 +14,7 @@ from dbsp_cli.tiny_models import TRAINED_WAN
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources import HomeTokens, MaskRequest, MaskSource
+from dbsp_core.sources import LocalQK, MaskRequest, MaskSource
 from dbsp_core.sources.base import Varies
 from dbsp_diffusers.reference import attach_single_process
 from side_by_side import decode_video
@@ -61,7 +61,7 @@ class Watched:
     def version(self, request: MaskRequest) -> Hashable:
         return self.source.version(request)
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         mask = self.source.mask(request, tokens)
         self.densities.append(float(mask.bits.float().mean()))
         if self.keep:

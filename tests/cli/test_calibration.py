@@ -16,7 +16,7 @@ from dbsp_cli.calibrate.calibrate import constants_from, predict_case
 from dbsp_cli.calibrate.cases import Case, held_out, sizes_for
 from dbsp_cli.calibrate.fit import fit
 from dbsp_cli.calibrate.measure import Setting
-from dbsp_cli.calibrate.timing import Clock, core_seconds, quiet_laps, run_ranks, settled
+from dbsp_cli.calibrate.timing import Timer, core_seconds, median_time, run_ranks, undisturbed_samples
 from dbsp_core import Strategy, make_plan
 from dbsp_core.cost.hardware import Constants, load_hardware
 from dbsp_core.cost.latency import MERGE_BYTES
@@ -109,18 +109,18 @@ BUSY = [[(1.0, 0.0, 0.9), (9.0, 8.0, 0.9), (1.2, 0.01, 1.0)], [(1.1, 0.0, 0.8), 
 class TestClock:
     def test_repetitions_in_which_a_rank_lost_its_core_are_left_out(self):
         many = [one[:1] * 3 + one for one in BUSY]
-        assert quiet_laps(many).tolist() == [1.1, 1.1, 1.1, 1.1, 1.2]
+        assert undisturbed_samples(many).tolist() == [1.1, 1.1, 1.1, 1.1, 1.2]
 
     def test_the_three_most_quiet_stand_where_there_are_fewer(self):
-        assert sorted(quiet_laps(BUSY)) == [1.1, 1.2, 9.0]
-        assert settled([[BUSY[0]], [BUSY[1]]]).tolist() == [1.2]
+        assert sorted(undisturbed_samples(BUSY)) == [1.1, 1.2, 9.0]
+        assert median_time([[BUSY[0]], [BUSY[1]]]).tolist() == [1.2]
 
     def test_seconds_on_a_core_are_the_busiest_ranks(self):
         assert core_seconds(BUSY) == 0.9
 
     def test_every_repetition_is_a_lap_and_warming_up_is_not(self):
         calls = []
-        laps = Clock("cpu").laps(lambda: calls.append(1), repeats=4, warm_up=2)
+        laps = Timer("cpu").laps(lambda: calls.append(1), repeats=4, warm_up=2)
         assert (len(laps), len(calls)) == (4, 6)
         assert all(seconds > 0 and waited >= 0 for seconds, waited, _ in laps)
 
@@ -141,7 +141,7 @@ class TestComparison:
             bench, "_rank_period", lambda plan, mask, rank, period, *_: lambda: work[id(plan)][period, rank]
         )
         monkeypatch.setattr(
-            bench.Clock, "laps_alone", lambda self, action, repeats, warm_up: [(float(action()), 0.0, 0.0)]
+            bench.Timer, "samples_alone", lambda self, action, repeats, warm_up: [(float(action()), 0.0, 0.0)]
         )
         seconds = replayed_seconds(plans, mask, 16, Setting("cpu", torch.float32, "auto", 3))
         assert seconds == [plan.work.max(axis=1).sum() for plan in plans]

@@ -15,7 +15,7 @@ from dbsp_cli.mask_tools.plots import heads_to_draw
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.series import MaskSeries, densities_of, drift_of, spread_out
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
-from dbsp_core.masks.schedule import Moment
+from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
 from dbsp_core.runtime.plan_cache import ReplanRule
 from dbsp_core.sources import MaskRequest, SyntheticSource, WindowSource
@@ -45,7 +45,7 @@ def recording(tmp_path):
     recorder = MaskRecorder(RecordSettings(str(tmp_path / "recording")), 3)
     for step in range(5):
         for branch in range(2):
-            recorder.begin(Moment(step, branch))
+            recorder.begin(DenoisingStep(step, branch))
             for layer in range(3):
                 recorder.keep(layer, layer, drifting(layer, step + 7 * branch), False)
                 recorder.used(layer, layer)
@@ -238,8 +238,8 @@ class TestRecord:
         assert (tmp_path / "end").read_text() == "done"
         assert "recorded 2 passes of 2 layers to" in err
         recording = Recording.read(folder)
-        assert list(recording.passes) == [Moment(0), Moment(2)]
-        assert torch.equal(recording.mask(2, Moment(2)).bits, drifting(2, 2).bits)
+        assert list(recording.passes) == [DenoisingStep(0), DenoisingStep(2)]
+        assert torch.equal(recording.mask(2, DenoisingStep(2)).bits, drifting(2, 2).bits)
 
     def test_a_command_without_attention_leaves_nothing_and_that_is_said(self, dbsp, tmp_path):
         code, _, err = dbsp("masks", "record", tmp_path / "out", "--", sys.executable, "-c", "")

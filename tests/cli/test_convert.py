@@ -17,7 +17,7 @@ from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_r
 from dbsp_cli.mask_tools.paro_plan import PARO_ORDERS
 from dbsp_cli.mask_tools.text_blocks import BlockReading, fit_blocks
 from dbsp_core import BlockGrid, BlockMask, MaskFile
-from dbsp_core.masks.schedule import Moment
+from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import MaskRecorder, RecordSettings
 from generators import SEEDS, examples, random_bits
 
@@ -86,8 +86,8 @@ class TestForms:
         axes = [(0, 1, 2), (0, 2, 1), (1, 2, 0), (1, 0, 2), (2, 1, 0), (2, 0, 1)]
         positions = torch.arange(40).reshape(THW)
         for number, order in enumerate(PARO_ORDERS):
-            standing = replace(GRID, orders=(order,)).standing(order)
-            assert positions.permute(axes[number]).flatten().tolist() == standing.tolist()
+            token_permutation = replace(GRID, orders=(order,)).token_permutation(order)
+            assert positions.permute(axes[number]).flatten().tolist() == token_permutation.tolist()
 
     def test_a_short_last_block_of_a_sparse_plan_is_dense_unless_told_otherwise(self, tmp_path):
         grid = BlockGrid(42, 0, 8, 8)
@@ -134,7 +134,7 @@ class TestForms:
         masks = {}
         for step, branch, layer in itertools.product(range(2), range(2), range(2)):
             if layer == 0:
-                recorder.begin(Moment(step, branch))
+                recorder.begin(DenoisingStep(step, branch))
             grid = replace(GRID, orders=(("hwt", "wht", "thw") if layer else ("thw",)))
             masks[step, branch, layer] = BlockMask(random_bits(3, GRID, 4 * step + 2 * branch + layer), grid)
             recorder.keep(layer, layer, masks[step, branch, layer], False)

@@ -16,27 +16,27 @@ from dbsp_core import (
     BlockGrid,
     BlockMask,
     DualBalancedAttention,
-    HomeLayout,
     SequenceGroup,
+    SequenceLayout,
     Strategy,
     make_plan,
     save_mask,
 )
-from dbsp_core.config.models import ZOO, ModelSpec, require_model
+from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_kernels import KERNELS
-from dbsp_kernels.registry import kernel_merges
+from dbsp_kernels.registry import returns_lse
 
 COARSE = ("--coarsen", 16)
 
 
 def test_the_zoo_has_the_paper_models_sizes():
-    wan, cog = ZOO["wan2.1-t2v-14b"], ZOO["cogvideox1.5-5b"]
+    wan, cog = MODEL_SPECS["wan2.1-t2v-14b"], MODEL_SPECS["cogvideox1.5-5b"]
     assert (wan.tokens, wan.width, wan.calls) == (21 * 3600, 5120, 100)
     assert (cog.tokens, cog.width) == (21 * 4080 + 226, 3072)
     keys = 2 * 40 * 5120**2  # of cross-attention, which are left out
     assert 12e9 < wan.linear_flops / 2 / wan.tokens < 14.3e9 - keys + 1e9
-    assert ZOO["wan2.1-t2v-1.3b"].tokens == 32760
+    assert MODEL_SPECS["wan2.1-t2v-1.3b"].tokens == 32760
 
 
 def test_the_model_s_description_is_of_its_fields():
@@ -47,14 +47,14 @@ def test_the_model_s_description_is_of_its_fields():
 
 
 def tiny_mask(heads=40, blocks=48, seed=0):
-    grid = BlockGrid.uniform(ZOO["wan2.1-t2v-14b"].tokens, 75600 // blocks)
+    grid = BlockGrid.uniform(MODEL_SPECS["wan2.1-t2v-14b"].tokens, 75600 // blocks)
     odds = np.linspace(0.1, 0.9, heads)[:, None, None]
     return BlockMask(np.random.default_rng(seed).random((heads, grid.nq, grid.nk)) < odds, grid)
 
 
 class TestSimulate:
     def run(self, gpus, **options):
-        model = ZOO["wan2.1-t2v-14b"]
+        model = MODEL_SPECS["wan2.1-t2v-14b"]
         return simulate(model, [tiny_mask()], load_hardware("a800"), gpus, ["contiguous", "dbsp"], **options)
 
     def test_balance_is_what_makes_it_faster(self):
@@ -75,7 +75,7 @@ class TestSimulate:
         assert apart.other_s == eight.other_s
 
     def test_a_planner_that_cannot_cut_blocks_is_left_out(self):
-        model = ZOO["wan2.1-t2v-14b"]
+        model = MODEL_SPECS["wan2.1-t2v-14b"]
         rows = simulate(model, [tiny_mask()], load_hardware("a800"), [4], ["dbsp", "burst"])
         assert [(row.strategy, row.planner) for row in rows if row.planner == "burst"] == [("U4R1", "burst")]
 
@@ -144,16 +144,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(dbsp, tmp_path, monkeypatch, args
 
 def test_a_kernel_that_returns_no_log_sum_exp_serves_no_ring(monkeypatch):
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], returns_lse=False))
-    assert not kernel_merges("cpu")
+    assert not returns_lse("cpu")
     mask = tiny_mask(heads=2)
-    home = HomeLayout.contiguous(mask.grid.tokens, 2)
+    home = SequenceLayout.contiguous(mask.grid.tokens, 2)
     with pytest.raises(ValueError, match="kernel 'cpu' cannot serve this plan: it returns no log-sum-exp"):
         DualBalancedAttention.prepare(make_plan(mask, "U1R2"), mask, home, SequenceGroup(0, 2), kernel="cpu")
 
 
 def test_every_kernel_that_merges_serves_rings():
     for kernel in ("auto", "cpu", "triton", "reference"):
-        assert kernel_merges(kernel)
-    assert not kernel_merges("sparge")
+        assert returns_lse(kernel)
+    assert not returns_lse("sparge")
     with pytest.raises(ValueError, match="use one of wan"):
         require_model("nothing")

@@ -40,7 +40,7 @@ def test_an_interrupt_after_the_imports_is_quiet_too(dbsp, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dbsp_cli.cli.examine", interrupted)
+    monkeypatch.setattr("dbsp_cli.cli.run_checks", interrupted)
     code, out, _ = dbsp("doctor")
     assert (code, out) == (130, "")
 
@@ -64,7 +64,7 @@ class TestFaultsOfOurOwn:
         def broken():
             raise IndexError("a fault")
 
-        monkeypatch.setattr("dbsp_cli.cli.examine", broken)
+        monkeypatch.setattr("dbsp_cli.cli.run_checks", broken)
         with pytest.raises(IndexError, match="a fault"):
             dbsp("doctor")
 
@@ -86,7 +86,7 @@ class TestFaultsOfOurOwn:
     def test_of_xdit_before_and_in_its_ranks(self, monkeypatch, error, ends, capfd):
         import types
 
-        from dbsp_diffusers.patching import Attachment
+        from dbsp_diffusers.patching import PatchSet
         from dbsp_xdit import patches as seams
 
         def broken(*_: object) -> None:
@@ -97,8 +97,8 @@ class TestFaultsOfOurOwn:
         base = types.ModuleType("base_model")
         base.xFuserModel = type("xFuserModel", (), dict.fromkeys(("initialize", "run"), broken))
         base.xFuserModel._post_load_and_state_initialization = lambda self, arguments: None
-        seams._seam_cli(cli, Attachment())
-        seams._seam_base_model(base, Attachment())
+        seams._seam_cli(cli, PatchSet())
+        seams._seam_base_model(base, PatchSet())
         monkeypatch.setattr("dbsp_xdit.models.preflight", broken)
         monkeypatch.setattr("dbsp_xdit.flags.config_from", broken)
         model = base.xFuserModel()
@@ -127,7 +127,7 @@ class TestFaultsOfOurOwn:
         assert ("Traceback (most recent call last):" in before) is ours
 
     def test_of_a_rank_of_dbsp_generate(self, tmp_path, monkeypatch):
-        from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher, run_watched
+        from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed, run_watched
 
         (tmp_path / "broken_rank.py").write_text(
             "import sys\nimport dbsp_para.generate as host\n"
@@ -139,7 +139,9 @@ class TestFaultsOfOurOwn:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
         arguments = [str(tmp_path / "dbsp.yaml"), str(tmp_path / "video.mp4"), "60"]
         with pytest.raises(RunFailed) as raised:
-            run_watched(Launch().command("broken_rank", arguments), tmp_path / "log", tmp_path / "ranks", Watcher(1))
+            run_watched(
+                Launch().command("broken_rank", arguments), tmp_path / "log", tmp_path / "ranks", LogFollower(1)
+            )
         said = str(raised.value)
         assert said.startswith("rank 0 failed (exit code 1); the end of its output:")
         assert "Traceback (most recent call last)" in said

@@ -6,13 +6,13 @@ from typing import Any
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
-from dbsp_diffusers.effective_config import settings_for
+from dbsp_diffusers.effective_config import resolve_config
 from transformers_for_tests import make_transformer
 
 
 def settings_by_rank(rank: int, world: int, configs: list[Any]) -> DbspConfig:
     """Each rank is given a configuration of its own."""
-    return settings_for(configs[rank], make_transformer("wan"), SequenceGroup.of())
+    return resolve_config(configs[rank], make_transformer("wan"), SequenceGroup.of())
 
 
 def attach_to_another_model(rank: int, world: int, config: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 import dbsp_para
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_diffusers.patching import Attachment, around_calls
+from dbsp_diffusers.patching import PatchSet, around_calls
 
 
 class Pipe:
@@ -28,9 +28,9 @@ def saying(word):
 @pytest.mark.parametrize("cls", [Pipe, Heir])
 def test_one_pipe_s_calls_are_wrapped_in_order_and_as_before_afterwards(cls):
     before, pipe, other = dict(vars(cls)), cls(), cls()
-    with Attachment() as first:
+    with PatchSet() as first:
         around_calls(pipe, saying("inner"), first)
-    with Attachment() as second:
+    with PatchSet() as second:
         around_calls(pipe, saying("outer"), second)
         around_calls(other, saying("else"), second)
     assert pipe("a", last="?") == ["a", "outer", "inner", "?"]
@@ -49,7 +49,7 @@ def test_what_is_wrapped_around_the_class_meanwhile_stays():
         pass
 
     pipe = Own()
-    with Attachment() as attachment:
+    with PatchSet() as attachment:
         around_calls(pipe, saying("ours"), attachment)
     ours = Own.__call__
     Own.__call__ = lambda self, *words, **options: [*ours(self, *words, **options), "theirs"]

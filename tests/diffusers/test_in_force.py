@@ -11,13 +11,13 @@ import torch
 from diffusers import WanTransformer3DModel
 
 import dbsp_diffusers.reference
-from dbsp_cli.generate.job import Wishes, prepare
-from dbsp_cli.generate.launcher import Launch, Watcher
+from dbsp_cli.generate.job import GenerateRequest, prepare
+from dbsp_cli.generate.launcher import Launch, LogFollower
 from dbsp_core import Strategy
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import CHECKPOINTS
-from dbsp_diffusers.effective_config import UNCONFIGURED, settings_for
+from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, resolve_config
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_xdit.flags import config_from, parse_known
 from in_force_cases import attach_to_another_model, settings_by_rank
@@ -41,9 +41,9 @@ def published(name: str):
 @pytest.mark.parametrize("name", [c.name for c in CHECKPOINTS])
 def test_without_a_configuration_a_known_model_has_its_own(name):
     pipe, transformer = published(name)
-    config = settings_for(None, transformer, ALONE, pipe=pipe)
+    config = resolve_config(None, transformer, ALONE, pipe=pipe)
     if name == "cogvideox-5b":
-        assert (config, config.origin) == (DbspConfig(), UNCONFIGURED)
+        assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)
     else:
         assert config == DbspConfig.load(f"{name}-sparge")
         assert config.model == name
@@ -59,9 +59,9 @@ def test_the_single_process_reference_has_the_same(name):
         pipe, sizes = published(name)
         with torch.device("meta"):
             transformer = WanTransformer3DModel(**sizes.config)
-        assert settings_for(None, transformer, ALONE, pipe=pipe) == expected
-    assert settings_for(None, transformer, ALONE) == expected
-    with mock.patch.object(dbsp_diffusers.reference, "MaskFeed") as feed:
+        assert resolve_config(None, transformer, ALONE, pipe=pipe) == expected
+    assert resolve_config(None, transformer, ALONE) == expected
+    with mock.patch.object(dbsp_diffusers.reference, "MaskProvider") as feed:
         attach_single_process(transformer, None).detach()
     assert feed.call_args.args[:2] == (expected.mask, expected.dense)
 
@@ -69,8 +69,8 @@ def test_the_single_process_reference_has_the_same(name):
 def test_a_configuration_of_another_model_is_refused():
     pipe, transformer = published("wan2.1-t2v-1.3b")
     with pytest.raises(ValueError, match=r"sparge\.yaml\) is for wan2\.1-t2v-14b, the model is wan2\.1-t2v-1\.3b"):
-        settings_for("wan2.1-t2v-14b-sparge", transformer, ALONE, pipe=pipe)
-    settings_for({"mask": {"source": "radial"}}, transformer, ALONE, pipe=pipe)
+        resolve_config("wan2.1-t2v-14b-sparge", transformer, ALONE, pipe=pipe)
+    resolve_config({"mask": {"source": "radial"}}, transformer, ALONE, pipe=pipe)
 
 
 def test_all_ranks_refuse_together(pool):
@@ -141,10 +141,10 @@ class TestGenerateRefuses:
 
     def test_more_processes_than_gpus(self, monkeypatch):
         monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # mocked: there is no GPU here
-        wishes = Wishes(config="tiny-wan", prompt="x", host="para", launch=Launch(3), nproc_given=True)
+        wishes = GenerateRequest(config="tiny-wan", prompt="x", host="para", launch=Launch(3), nproc_given=True)
         with pytest.raises(ValueError, match="--nproc 3 is more than the 2 GPUs of this machine"):
             prepare(wishes)
-        assert prepare(Wishes(config="tiny-wan", prompt="x", host="para")).launch.nproc == 2
+        assert prepare(GenerateRequest(config="tiny-wan", prompt="x", host="para")).launch.nproc == 2
 
 
 class TestWhatWouldRun:
@@ -194,7 +194,7 @@ class TestWhatWouldRun:
 class TestWatcher:
     def test_progress_is_that_of_rank_0_and_of_the_denoising(self):
         done: list[int] = []
-        watcher = Watcher(steps=8, stepped=done.append)
+        watcher = LogFollower(steps=8, on_step=done.append)
         for line in (
             "(rank 0) Loading:  50%|#####     | 1/2 [00:00<00:00]",
             "(rank 1)  38%|###8      | 3/8 [00:01<00:02]",
@@ -206,7 +206,7 @@ class TestWatcher:
 
     def test_what_ranks_have_for_the_user_is_told_once(self):
         told: list[str] = []
-        watcher = Watcher(steps=8, noticed=told.append)
+        watcher = LogFollower(steps=8, on_notice=told.append)
         for rank in range(3):
             watcher.line(f"(rank {rank}) dbsp: no accelerator found")
             watcher.line(f"(rank {rank}) dbsp: error: the mask is for another video")

@@ -18,8 +18,8 @@ from cache_cases import (
     run_cached_pipeline,
 )
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core import HomeLayout, SequenceGroup
-from dbsp_diffusers.caching import BY_STEP, DECIDING, WHOLE_BATCH, Together
+from dbsp_core import SequenceGroup, SequenceLayout
+from dbsp_diffusers.caching import BY_STEP, DECIDING, WHOLE_BATCH, ForwardRanks
 from dbsp_diffusers.stream_shards import StreamShards
 from xdit_cases import start_xfuser
 
@@ -159,13 +159,13 @@ def test_padding_and_uneven_shards_weigh_nothing():
     """The shards of 3 and 2 tokens give the change of 5 tokens."""
 
     class Sharding:
-        video = StreamShards(HomeLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
+        video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
 
     before = Sharding.video.take(torch.ones(1, 5, 4), dim=1)
     now = before * 1.5
     now[:, 2] = 50.0
     assert Sharding.video.tokens_here == 2
-    together = Together((SequenceGroup(0, 1),), Sharding())
+    together = ForwardRanks((SequenceGroup(0, 1),), Sharding())
     assert together.change(before, now) == (4.0, 8.0)
     with pytest.raises(ValueError, match="shards of 3 tokens"):
         together.change(before[:, :2], now[:, :2])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from dbsp_core import HomeLayout, Strategy, make_plan
+from dbsp_core import SequenceLayout, Strategy, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import SOURCES, MaskRequest, WindowSource
 from repository import ROOT
@@ -31,7 +31,7 @@ def test_the_table_of_sources(row):
     assert round(mask.density, 3) == density
     for name, rho in (("U8R1", ulysses), ("U1R8", ring)):
         strategy = Strategy.parse(name)
-        home = HomeLayout.striped(source.grid(WAN), strategy)
+        home = SequenceLayout.striped(source.grid(WAN), strategy)
         plan = make_plan(mask, strategy, home=home)
         assert round(plan.rho_before, 3) == rho
         assert plan.rho < 1.0055, "brought to 1.005 or less"

@@ -13,7 +13,7 @@ from dbsp_core import BlockGrid, BlockMask, make_plan
 from dbsp_core.runtime.kernel_tables import build_tables, table_layout
 from dbsp_kernels import KERNELS, available, block_attention, merge_into, merge_states
 from dbsp_kernels.packing.row_bits import expand_rows
-from dbsp_kernels.packing.segment_copy import Runs, copy_runs
+from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
 from packed import full_counts, kinder, packed, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -44,7 +44,7 @@ def assert_right(p, kernel, **options):
 @pytest.mark.parametrize(("block_q", "block_k"), itertools.product((64, 128), repeat=2))
 def test_every_mix_of_blocks(kernel, dtype, width, block_q, block_k):
     if kernel not in available("cuda", dtype):
-        pytest.skip(str(KERNELS[kernel].cannot_serve("cuda", dtype)))
+        pytest.skip(str(KERNELS[kernel].why_unsupported("cuda", dtype)))
     p = packed(rows=40, blocks=30, block_q=block_q, block_k=block_k, width=width, dtype=dtype, seed=block_q + width)
     p = kinder(replace(p, kv_index=p.kv_index.clamp(min=0)))
     for hint in (None, full_counts(p).cuda()):
@@ -134,6 +134,6 @@ def test_runs_equal_the_cpu_twin(mean):
     source = torch.randn(2, 600, 5, 128).transpose(1, 2).bfloat16()
     expected = torch.zeros(2, 1, int((length + 1).sum()), 128).bfloat16()
     copied = torch.full_like(expected, torch.nan, device="cuda")
-    copy_runs(source, expected, Runs.of(table, torch.device("cpu")))
-    copy_runs(source.cuda(), copied, Runs.of(table, torch.device("cuda")))
+    copy_segments(source, expected, CopySegments.of(table, torch.device("cpu")))
+    copy_segments(source.cuda(), copied, CopySegments.of(table, torch.device("cuda")))
     assert torch.equal(copied.cpu(), expected)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from dbsp_kernels import (
     KERNELS,
+    DenseHeadLayout,
     Kernel,
-    Needs,
-    WholeHeads,
+    KernelRequirements,
     available,
     choose_kernel,
     cpu,
@@ -330,22 +330,25 @@ class TestRegistry:
 
 
 class TestCapabilities:
-    PLAIN = Needs(blocks=(64, 64), width=128)
+    PLAIN = KernelRequirements(blocks=(64, 64), width=128)
 
     def test_sparge_is_never_chosen_by_itself(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setitem(KERNELS, "sparge", replace(KERNELS["sparge"], missing=lambda: None))
         monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], missing=lambda: "none here"))
         assert available("cuda", torch.bfloat16)[-1] == "sparge"
-        assert choose_kernel("auto", "cuda", torch.bfloat16, Needs((128, 64), 128)).name == "reference"
+        assert choose_kernel("auto", "cuda", torch.bfloat16, KernelRequirements((128, 64), 128)).name == "reference"
 
     @pytest.mark.parametrize(
         ("needs", "complaint"),
         [
-            (Needs(lse=True), r"returns no log-sum-exp.*use cpu or triton or flex or reference"),
-            (Needs(ragged_rows=True), r"whole heads alone.*use cpu or triton or flex or reference"),
-            (Needs(width=32), r"head dims from 64 to 128, not 32; use cpu or triton or flex or reference"),
-            (Needs(width=512), r"not 512; use cpu or reference"),
+            (KernelRequirements(lse=True), r"returns no log-sum-exp.*use cpu or triton or flex or reference"),
+            (KernelRequirements(ragged_rows=True), r"whole heads alone.*use cpu or triton or flex or reference"),
+            (
+                KernelRequirements(width=32),
+                r"head dims from 64 to 128, not 32; use cpu or triton or flex or reference",
+            ),
+            (KernelRequirements(width=512), r"not 512; use cpu or reference"),
         ],
     )
     def test_a_plan_that_a_kernel_can_never_serve_is_refused_by_name(self, monkeypatch, needs, complaint):
@@ -363,8 +366,8 @@ class TestCapabilities:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         sparge = replace(KERNELS["sparge"], missing=lambda: None)
-        assert sparge.cannot_serve("cuda", torch.float16, Needs(served, 128)) is None
-        reason = sparge.cannot_serve("cuda", torch.float16, Needs(served[::-1], 128))
+        assert sparge.why_unsupported("cuda", torch.float16, KernelRequirements(served, 128)) is None
+        reason = sparge.why_unsupported("cuda", torch.float16, KernelRequirements(served[::-1], 128))
         assert reason == f"it serves blocks of {served[0]}×{served[1]}, not {served[1]}×{served[0]}"
 
     def test_a_block_size_that_a_kernel_does_not_serve_raises_and_names_one_that_does(self, monkeypatch):
@@ -430,7 +433,7 @@ class TestSparge:
         index = torch.argsort(~bits, dim=-1, stable=True) + 5 * torch.arange(heads)[:, None, None]
         length = torch.tensor([6, 6, 6, 6, 5] * heads).int()
         p = Packed(q, k, v, index.flatten(0, 1).int(), count, length)
-        out, lse = sparge.sparge_attention(*vars(p).values(), width**-0.5, whole=WholeHeads(heads, tokens))
+        out, lse = sparge.sparge_attention(*vars(p).values(), width**-0.5, whole=DenseHeadLayout(heads, tokens))
         expected = p.exact()[0].unflatten(0, (heads, 4)).flatten(1, 2)[:, :tokens]
         torch.testing.assert_close(out.view(heads, -1, width)[:, :tokens], expected.float())
         assert (out[6] == 0).all()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_kernels.packing import segment_copy as runs_module
-from dbsp_kernels.packing.segment_copy import Runs, copy_runs
+from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
 from generators import SEEDS, examples
 from interpreter import interpreted
 
@@ -47,8 +47,8 @@ def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     batch, width, count = draw(st.integers(1, 2)), draw(st.sampled_from([1, 8, 24])), draw(st.integers(0, 8))
     from_heads, to_heads, longest = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 5, 40]))
     length, zeros = rng.integers(0, longest + 1, count), rng.integers(0, 3, count)
-    gaps = rng.integers(0, 3, count)
-    to_token = np.cumsum(length + zeros + gaps) - (length + zeros)
+    distances = rng.integers(0, 3, count)
+    to_token = np.cumsum(length + zeros + distances) - (length + zeros)
     from_token = rng.integers(0, 50, count)
     table = np.stack(
         [
@@ -75,7 +75,7 @@ def test_runs_are_copied_and_nothing_else_is_touched(case, sliced):
     expected = one_by_one(source, destination, table)
     whole, runs_module.SLICED = runs_module.SLICED, sliced  # run by run, and by index
     try:
-        copy_runs(source, destination, Runs.of(table, torch.device("cpu")))
+        copy_segments(source, destination, CopySegments.of(table, torch.device("cpu")))
     finally:
         runs_module.SLICED = whole
     assert torch.equal(destination, expected)
@@ -85,14 +85,14 @@ def test_runs_are_copied_and_nothing_else_is_touched(case, sliced):
 @examples(30)
 def test_the_triton_kernel_equals_its_twin(case):
     pytest.importorskip("triton")
-    from dbsp_kernels.triton.segment_copy import triton_copy_runs
+    from dbsp_kernels.triton.segment_copy import triton_copy_segments
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which tests/kernels/test_gpu.py runs the kernel")
     source, destination, table = case
     expected = one_by_one(source, destination, table)
     with interpreted():
-        triton_copy_runs(source, destination, Runs.of(table, torch.device("cpu")))
+        triton_copy_segments(source, destination, CopySegments.of(table, torch.device("cpu")))
     assert torch.equal(destination, expected)
 
 
@@ -101,5 +101,5 @@ def test_a_token_in_the_wrong_place_is_seen():
     table = np.array([[0, 3, 0, 2, 4, 1]])
     source, destination = torch.randn(1, 1, 9, 8), torch.zeros(1, 1, 9, 8)
     expected = one_by_one(source, destination, table)
-    copy_runs(source, destination, Runs.of(np.array([[0, 4, 0, 2, 4, 1]]), torch.device("cpu")))
+    copy_segments(source, destination, CopySegments.of(np.array([[0, 4, 0, 2, 4, 1]]), torch.device("cpu")))
     assert not torch.equal(destination, expected)

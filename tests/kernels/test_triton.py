@@ -81,22 +81,22 @@ class TestInterpreted:
     @pytest.mark.parametrize("width", [128, 40])
     def test_tiles_fetched_by_the_copy_engine(self, width, hint):
         p = kinder(packed(rows=3, blocks=4, block_q=64, block_k=64, width=width, dtype=torch.float16))
-        assert_right(p, copy_engine=True, kv_full=full_counts(p) if hint else None)
+        assert_right(p, use_tma=True, kv_full=full_counts(p) if hint else None)
 
     def test_blocks_larger_than_tiles(self):
         from dbsp_kernels.triton.tile_config import Tiles
 
         p = kinder(packed(rows=3, blocks=3, block_q=96, block_k=64, width=16))
-        for hint, copy_engine in itertools.product((full_counts(p), None), (True, False)):
-            assert_right(p, tiles=Tiles(32, 16, warps=4, stages=2), kv_full=hint, copy_engine=copy_engine)
+        for hint, use_tma in itertools.product((full_counts(p), None), (True, False)):
+            assert_right(p, tiles=Tiles(32, 16, warps=4, stages=2), kv_full=hint, use_tma=use_tma)
 
-    @pytest.mark.parametrize("copy_engine", [True, False])
-    def test_what_lies_beyond_short_blocks_is_not_seen_even_if_not_finite(self, copy_engine):
+    @pytest.mark.parametrize("use_tma", [True, False])
+    def test_what_lies_beyond_short_blocks_is_not_seen_even_if_not_finite(self, use_tma):
         p = kinder(packed(blocks=6, block_q=16, block_k=16))
         k, v = p.k.clone(), p.v.clone()
         for block, n in enumerate(p.kv_len.tolist()):
             k[block, n:], v[block, n:] = torch.nan, torch.inf
-        assert_right(replace(p, k=k, v=v), kv_full=full_counts(p), copy_engine=copy_engine)
+        assert_right(replace(p, k=k, v=v), kv_full=full_counts(p), use_tma=use_tma)
 
     @pytest.mark.parametrize("scale", [-0.7, 0.0, 3.0])
     def test_any_scale(self, scale):
@@ -109,7 +109,7 @@ class TestInterpreted:
         index = p.kv_index.T.contiguous().T
         for q, k, v in (across, backward):
             assert not any(t.is_contiguous() for t in (q, k, v, index))
-            assert_right(replace(p, q=q, k=k, v=v, kv_index=index), copy_engine=True)
+            assert_right(replace(p, q=q, k=k, v=v, kv_index=index), use_tma=True)
 
     def test_rows_in_any_order_give_the_same_bits(self):
         p = packed(rows=6, block_q=16, block_k=16)

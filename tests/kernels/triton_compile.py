@@ -21,7 +21,7 @@ STRIDES = {"q_row", "q_token", "k_block", "k_token", "v_block", "v_token"}  # mu
 
 
 def compile_for(capability: int, kernel: Any, constants: dict[str, Any], **options: int) -> dict[str, Any]:
-    copies = constants.get("COPY_ENGINE", False)
+    copies = constants.get("USE_TMA", False)
     signature, aligned = {}, {}
     for position, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else _type_of(name)
@@ -55,7 +55,7 @@ def forward(capability: int, block_q: int, block_k: int, width: int, running: bo
     constants = {
         "BLOCK_Q": block_q, "BLOCK_K": block_k, "WIDTH": width,
         "TILE_Q": tiles.queries, "TILE_K": tiles.keys, "TILE_D": padded(width),
-        "COPY_ENGINE": capability >= 90, "FULL_FIRST": True, "RUNNING": running, "UPCAST": False,
+        "USE_TMA": capability >= 90, "FULL_FIRST": True, "RUNNING": running, "INTERPRET_FP32": False,
         "STAGES": tiles.stages,
     }  # fmt: skip
     return compile_for(capability, forward_kernel, constants, num_warps=tiles.warps)

@@ -11,7 +11,7 @@ import torch
 import dbsp_para
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_diffusers.patching import Attachment
+from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_para.attach import share_seeds
 from transformers_for_tests import Inputs, make_transformer
@@ -154,7 +154,7 @@ class _Offloaded:
 
 def unseeded_noise(rank: int, world: int) -> tuple[list[float], str]:
     """(noise, device of its generator) of a call without a generator, under model offload."""
-    pipe, attachment = _Offloaded(), Attachment()
+    pipe, attachment = _Offloaded(), PatchSet()
     share_seeds(pipe, SequenceGroup.of(), attachment)
     torch.manual_seed(rank)  # ranks would draw different noise
     noise, device = pipe()

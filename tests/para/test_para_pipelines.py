@@ -95,19 +95,19 @@ def test_first_block_cache_skips_what_one_process_skips(pool, folders, model, wo
 
 def test_ranks_decide_alike_where_stock_averages_would_not():
     """Padding and uneven shards weigh nothing: two shards of 3 and 2 tokens give the decision of 5 tokens."""
-    from dbsp_core import HomeLayout, SequenceGroup
-    from dbsp_diffusers.caching import Together
+    from dbsp_core import SequenceGroup, SequenceLayout
+    from dbsp_diffusers.caching import ForwardRanks
     from dbsp_diffusers.stream_shards import StreamShards
     from dbsp_para.first_block_cache import Parallelized
 
     class Sharding:
-        video = StreamShards(HomeLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
+        video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
 
     whole = torch.ones(1, 5, 4)
     before = Sharding.video.take(whole, dim=1)
     now = before * 1.1
     now[:, 2] = 50.0
-    alone = Parallelized(Together((SequenceGroup(0, 1),), Sharding()))
+    alone = Parallelized(ForwardRanks((SequenceGroup(0, 1),), Sharding()))
     assert Sharding.video.tokens_here == 2
     assert alone.are_similar(before, now, 0.11)
     assert not alone.are_similar(before, now, 0.09)

@@ -11,7 +11,7 @@ import torch
 from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_cli.tiny_models import TRAINED_WAN
 from dbsp_core import make_plan
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from repository import ROOT
 
@@ -140,7 +140,7 @@ def test_learned_masks_are_uneven_and_db_sp_evens_them_out(series, strategy):
     known = {row["planner"]: row for row in rows_of("learned-balance") if row["strategy"] == strategy}
     masks = [series.get(step, layer) for step in series.steps for layer in series.layers]
     for planner in ("contiguous", "dbsp"):
-        layout = HomeLayout.named(known[planner]["home"], masks[0].grid, Strategy.parse(strategy))
+        layout = SequenceLayout.named(known[planner]["home"], masks[0].grid, Strategy.parse(strategy))
         rho = [make_plan(mask, strategy, planner, home=layout).rho for mask in masks]
         assert np.mean(rho) == pytest.approx(float(known[planner]["rho"]), abs=1e-4)
         assert max(rho) == pytest.approx(float(known[planner]["rho_max"]), abs=1e-4)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, HomeLayout, SequenceGroup, Strategy, make_plan
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import MaskProfile
 from interpreter import interpreted
 from oracle import dense_attention
@@ -69,7 +69,7 @@ def run_case(rank: int, world: int, case: Case) -> float:
     mask = random_mask(case, grid)
     strategy = Strategy.parse(case.strategy)
     profile = MaskProfile.of([mask])
-    home = HomeLayout.named(case.home, grid, strategy, split_text=case.split_text, profile=profile)
+    home = SequenceLayout.named(case.home, grid, strategy, split_text=case.split_text, profile=profile)
     generator = torch.Generator().manual_seed(case.seed)
     shape = (case.batch, case.heads, case.tokens, case.width)
     full = [torch.randn(shape, generator=generator, dtype=case.dtype) for _ in range(3)]
@@ -97,7 +97,7 @@ def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _attend(
-    case: Case, mask: BlockMask, strategy: Strategy, home: HomeLayout, local: list[torch.Tensor]
+    case: Case, mask: BlockMask, strategy: Strategy, home: SequenceLayout, local: list[torch.Tensor]
 ) -> torch.Tensor:
     if case.sabotage == "token order off by one":
         home = replace(home, rank=np.roll(home.rank, 1), local=np.roll(home.local, 1))

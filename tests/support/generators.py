@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from dbsp_core import BlockGrid, BlockMask, HomeLayout, Plan, Strategy, make_plan
+from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import HOME_ORDERS, MaskProfile
 from dbsp_core.planning.planners import PLANNERS
 
@@ -42,15 +42,15 @@ def random_bits(heads: int, grid: BlockGrid, seed: int, level: float = 0.5) -> n
 
 
 @st.composite
-def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> HomeLayout:
+def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
     """Every named layout, with text among the video or apart from it, and tokens in no order at all."""
     name = draw(st.sampled_from([*HOME_ORDERS, "shuffled"]))
     if name == "shuffled":
         order = np.random.default_rng(draw(SEEDS)).permutation(grid.tokens)
-        return HomeLayout.from_streams([order], strategy.world)
+        return SequenceLayout.from_streams([order], strategy.world)
     profile = MaskProfile(*np.random.default_rng(draw(SEEDS)).random((2, grid.tokens)))
     split_text = draw(st.booleans()) and grid.text_tokens < grid.tokens
-    return HomeLayout.named(name, grid, strategy, split_text=split_text, profile=profile)
+    return SequenceLayout.named(name, grid, strategy, split_text=split_text, profile=profile)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Problem:
     mask: BlockMask
     strategy: Strategy
     planner: str
-    home: HomeLayout
+    home: SequenceLayout
     reward: float
     head_cap: bool
 
@@ -82,7 +82,7 @@ class Problem:
 @st.composite
 def problems(draw: st.DrawFn, strategy: Strategy, planners: Sequence[str] = tuple(PLANNERS)) -> Problem:
     planner = draw(st.sampled_from(planners))
-    grid = draw(grids(strategy.ring, parts=strategy.ring if PLANNERS[planner].refines else 1))
+    grid = draw(grids(strategy.ring, parts=strategy.ring if PLANNERS[planner].subdivides else 1))
     level = draw(st.sampled_from([0.5, 0.1, 1.0, 0.0]))
     return Problem(
         mask=BlockMask(random_bits(draw(st.integers(1, 9)), grid, draw(SEEDS), level), grid),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-KERNELS = ("triton_forward", "triton_merge", "triton_pooling", "triton_rows", "triton_runs")
+KERNELS = ("forward", "merge", "pooling", "row_bits", "segment_copy")
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def interpreted() -> Iterator[None]:
     try:
         with contextlib.suppress(ModuleNotFoundError):
             for name in KERNELS:
-                importlib.import_module(f"dbsp_kernels.{name}")
+                importlib.import_module(f"dbsp_kernels.triton.{name}")
         yield
     finally:
         del os.environ["TRITON_INTERPRET"]

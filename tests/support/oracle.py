@@ -31,9 +31,9 @@ def standing_place(grid: BlockGrid, head: int) -> torch.Tensor:
         keys = [[*(c // s for c, s in zip(at, tile, strict=True)), *at] for at in coordinates]
     else:
         keys = [[at["thw".index(axis)] for axis in order] for at in coordinates]
-    standing = sorted(range(len(keys)), key=keys.__getitem__)
-    place = torch.empty(len(standing), dtype=torch.long)
-    place[torch.tensor(standing)] = torch.arange(len(standing))
+    token_permutation = sorted(range(len(keys)), key=keys.__getitem__)
+    place = torch.empty(len(token_permutation), dtype=torch.long)
+    place[torch.tensor(token_permutation)] = torch.arange(len(token_permutation))
     return torch.cat([torch.arange(grid.text_tokens), grid.text_tokens + place])
 
 

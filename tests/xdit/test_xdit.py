@@ -12,7 +12,7 @@ import pytest
 from dbsp_core import Strategy
 from dbsp_core.config.models import find_checkpoint
 from dbsp_core.sources import RadialSource, WindowSource
-from dbsp_xdit.autoload import is_xfuser_run, is_xfusers_torchrun, wants_dbsp
+from dbsp_xdit.autoload import dbsp_requested, is_xfuser_run, is_xfusers_torchrun
 from dbsp_xdit.flags import config_from, parse_known
 from dbsp_xdit.models import find_model, preflight, settings_of
 from xdit_cases import XditCase, registered_model, run_xdit_case, start_xfuser
@@ -88,7 +88,7 @@ def test_autoload_knows_the_torchrun_that_xdit_starts(command, expected):
     ],
 )
 def test_only_a_backend_of_ours_makes_a_run_active(arguments, expected):
-    assert wants_dbsp(["xdit", "--model", "m", *arguments]) is expected
+    assert dbsp_requested(["xdit", "--model", "m", *arguments]) is expected
 
 
 def test_importing_torch_elsewhere_loads_nothing_of_ours():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_core import HomeLayout
+from dbsp_core import SequenceLayout
 from dbsp_diffusers.reference import attach_single_process
 from para_cases import fingerprint
 from transformers_for_tests import Inputs, make_transformer
@@ -176,9 +176,9 @@ def expected_latents(case: PipelineCase) -> torch.Tensor:
     return latents_of(pipe, case)
 
 
-def _in_token_order(thw: tuple[int, int, int], text_tokens: int, world: int) -> HomeLayout:
+def _in_token_order(thw: tuple[int, int, int], text_tokens: int, world: int) -> SequenceLayout:
     tokens = np.arange(text_tokens + math.prod(thw))
-    return HomeLayout.from_streams([tokens[:text_tokens], tokens[text_tokens:]], world)
+    return SequenceLayout.from_streams([tokens[:text_tokens], tokens[text_tokens:]], world)
 
 
 def load_cogvideox(folder: str) -> Any:

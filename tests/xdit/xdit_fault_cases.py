@@ -33,9 +33,9 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
 
     pipe = PIPES[kind]()
     with (
-        mock.patch("dbsp_core.runtime.session.agree", compared),
+        mock.patch("dbsp_core.runtime.session.check_consistent", compared),
         mock.patch("dbsp_core.runtime.session.gather_texts", lambda group, text, device: [text]),
-        mock.patch("dbsp_xdit.attach.settings_for", lambda given, *_, **__: DbspConfig.load(given)),
+        mock.patch("dbsp_xdit.attach.resolve_config", lambda given, *_, **__: DbspConfig.load(given)),
         mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused, shift=refused),
     ):
         try:
@@ -108,8 +108,8 @@ PIPES = {
     "wrapper with a backend": _wrapper_with_backend,
     "by diffusers": _by_diffusers,
     "by para-attn": _by_para_attn,
-    "two transformers": lambda: _pipe(make_transformer("wan"), transformer_2=nn.Identity()),
-    "unknown": lambda: _pipe(nn.Identity()),
+    "two transformers": lambda: _pipe(make_transformer("wan"), transformer_2=nn.ModelSignature()),
+    "unknown": lambda: _pipe(nn.ModelSignature()),
     "unknown of xfuser": _unknown_of_xfuser,
     "foreign processor": _foreign_processor,
     "compiled": lambda: _pipe(torch.compile(make_transformer("wan"))),

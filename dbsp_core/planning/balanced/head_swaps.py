@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from dbsp_core.planning.balanced.work import HeadParts
+from dbsp_core.planning.balanced.work import HeadShards
 
-__all__ = ["match_columns"]
+__all__ = ["match_ulysses_ranks"]
 
 EXACT = 18  # bits to which work is rounded here: products of two then add up exactly in float64
 
 
-def match_columns(parts: HeadParts, ulysses: int) -> np.ndarray:
+def match_ulysses_ranks(parts: HeadShards, ulysses: int) -> np.ndarray:
     """Moves and swaps whole heads while that lowers the squared differences between columns.
 
     returns: int64[parts], the column of each part; parts of split heads keep theirs

@@ -14,12 +14,12 @@ import numpy as np
 
 from dbsp_core.planning.baselines import greedy_heads
 
-__all__ = ["balance_heads", "refine_heads", "trade_single_rows"]
+__all__ = ["balance_heads", "local_search_heads", "trade_single_rows"]
 
 PAIR_HEADS = 14  # most heads of two columns together that are shared anew by trying every subset
 
 
-def refine_heads(work: np.ndarray, column: np.ndarray, columns: int, limit: int) -> np.ndarray:
+def local_search_heads(work: np.ndarray, column: np.ndarray, columns: int, limit: int) -> np.ndarray:
     """Moves and swaps whole heads until no column is above `limit`, or the fullest one cannot be helped.
 
     A step is one head out of the fullest column with or without one in return, or, where none helps, the best of all
@@ -148,7 +148,7 @@ def balance_heads(
     total = int(work.sum())
     mean = -(-total // columns)
     limit = max(mean, int(total * tolerance) // columns)
-    column = refine_heads(work, greedy_heads(work, columns), columns, limit)
+    column = local_search_heads(work, greedy_heads(work, columns), columns, limit)
     inside = np.zeros((len(work), columns), dtype=np.int64)
     inside[np.arange(len(work)), column] = work
     cuts = _choose_cuts(inside.sum(axis=0).tolist(), limit, split_cost * total / columns)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dbsp_core.planning.balanced.head_swaps import match_columns
+from dbsp_core.planning.balanced.head_swaps import match_ulysses_ranks
 from dbsp_core.planning.balanced.heads import balance_heads
 from dbsp_core.planning.balanced.ring_slots import balance_slots
-from dbsp_core.planning.balanced.row_moves import balance_items, trade_rows
-from dbsp_core.planning.balanced.work import Periods, head_parts
-from dbsp_core.planning.baselines import stay_at_home
-from dbsp_core.planning.imbalance import imbalance_ratio, period_counts
+from dbsp_core.planning.balanced.row_moves import move_rows, trade_rows
+from dbsp_core.planning.balanced.work import RingSchedule, head_shards
+from dbsp_core.planning.baselines import contiguous_assignment
+from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
 
 __all__ = ["plan_rows"]
 
@@ -27,7 +27,7 @@ def plan_rows(
     k_home: np.ndarray,
     ulysses: int,
     ring: int,
-    count_cells: Callable[[np.ndarray], np.ndarray],
+    count_work_by_slot: Callable[[np.ndarray], np.ndarray],
     *,
     tolerance: float = 1.005,
     head_tolerance: float = 1.002,
@@ -37,8 +37,8 @@ def plan_rows(
 
     rows:           int[H, nq], dense blocks per (head, query block);  columns: int[H, nk], per (head, KV block)
     q_home, k_home: int[nq], int[nk], ring rank where each block lives; int[H, nq], int[H, nk] where heads differ
-    count_cells:    slots int64[H, nk] -> int[H, nq, y], dense blocks of each row by slot; not called when y = 1, once
-                    otherwise, and once more where the plan misses its tolerance
+    count_work_by_slot: slots int64[H, nk] -> int[H, nq, y], dense blocks of each row by slot; not called when y = 1,
+                    once otherwise, and once more where the plan misses its tolerance
     tolerance:      ρ_s that is good enough for a ring or hybrid; `head_tolerance` for Ulysses alone
     exchange_cost:  what exchanging all of Q, K and V once costs, in units of ρ_s (time of the exchange over time of
                     perfectly balanced attention). 0: balance first, and move only what that needs
@@ -56,11 +56,11 @@ def plan_rows(
     whole = 1 + HEAD_SHARE * (tolerance - 1)
     column = balance_heads(rows, ulysses, whole, split_cost, _interleaved(q_home, ring))
     slots = balance_slots(columns, k_home, _main_column(column, ulysses), ring)
-    cells = count_cells(slots)
-    periods = Periods(ulysses, ring)
+    cells = count_work_by_slot(slots)
+    periods = RingSchedule(ulysses, ring)
     for turn in range(TURNS):
-        parts = head_parts(cells, column, q_home, periods)
-        matched = match_columns(parts, ulysses)
+        parts = head_shards(cells, column, q_home, periods)
+        matched = match_ulysses_ranks(parts, ulysses)
         changed = matched != parts.column  # whole heads only
         column[parts.head[changed]] = matched[changed][:, None]
         work = parts.work_by_rank(matched, ulysses)
@@ -69,9 +69,9 @@ def plan_rows(
         column, work = trade_rows(cells, column, q_home, work, periods, (1 + tolerance) / 2)
         if imbalance_ratio(work) <= tolerance:
             break
-    owner, work = balance_items(cells, column, q_home, work, periods, tolerance, exchange_cost)
+    owner, work = move_rows(cells, column, q_home, work, periods, tolerance, exchange_cost)
     rho = imbalance_ratio(work)
-    return _unless_staying_is_better(owner, slots, rho, cells, q_home, k_home, ulysses, count_cells, tolerance)
+    return _unless_staying_is_better(owner, slots, rho, cells, q_home, k_home, ulysses, count_work_by_slot, tolerance)
 
 
 def _unless_staying_is_better(
@@ -82,7 +82,7 @@ def _unless_staying_is_better(
     q_home: np.ndarray,
     k_home: np.ndarray,
     ulysses: int,
-    count_cells: Callable[[np.ndarray], np.ndarray] | None,
+    count_work_by_slot: Callable[[np.ndarray], np.ndarray] | None,
     tolerance: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The plan, or heads in equal runs and blocks at home where a handful of rows is better left alone.
@@ -90,8 +90,8 @@ def _unless_staying_is_better(
     rho: ρ_s of the plan
     """
     if rho > tolerance:
-        stay, at_home = stay_at_home(len(owner), q_home, k_home, ulysses)
-        if _rho(stay, count_cells(at_home) if count_cells else cells, ulysses) < rho:
+        stay, at_home = contiguous_assignment(len(owner), q_home, k_home, ulysses)
+        if _rho(stay, count_work_by_slot(at_home) if count_work_by_slot else cells, ulysses) < rho:
             return stay, at_home
     return owner, slots
 
@@ -100,7 +100,7 @@ def _rho(owner: np.ndarray, cells: np.ndarray, ulysses: int) -> float:
     """ρ_s of an assignment. owner: int64[H, nq];  cells: int[H, nq, y], dense blocks of each row by slot"""
     world = ulysses * cells.shape[2]
     work = np.stack([np.bincount(owner.ravel(), cells[..., s].ravel(), world) for s in range(cells.shape[2])], axis=1)
-    return imbalance_ratio(period_counts(work.astype(np.int64), ulysses))
+    return imbalance_ratio(work_by_ring_step(work.astype(np.int64), ulysses))
 
 
 def _interleaved(q_home: np.ndarray, ring: int) -> np.ndarray:

@@ -15,9 +15,9 @@ from operator import mul
 
 import numpy as np
 
-from dbsp_core.planning.balanced.work import Periods
+from dbsp_core.planning.balanced.work import RingSchedule
 
-__all__ = ["Moves", "balance_items", "pair_up", "trade_rows"]
+__all__ = ["Moves", "move_rows", "pair_up", "trade_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,11 +117,16 @@ EXACT = 17  # bits to which deviations are rounded: their squares then add up ex
 
 
 def trade_rows(
-    cells: np.ndarray, column: np.ndarray, q_home: np.ndarray, work: np.ndarray, periods: Periods, tolerance: float
+    cells: np.ndarray,
+    column: np.ndarray,
+    q_home: np.ndarray,
+    work: np.ndarray,
+    periods: RingSchedule,
+    tolerance: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows of split heads change column within their ring row, which is free, until ρ_s is at most `tolerance`.
 
-    Arguments as in `balance_items`;  returns: int64[H, nq] column, int64[y, P] work
+    Arguments as in `move_rows`;  returns: int64[H, nq] column, int64[y, P] work
     """
     search = _Search.start(cells, column, q_home, work, periods)
     split = np.flatnonzero(search.needed[:, : periods.ulysses].sum(axis=1) > 1)
@@ -130,12 +135,12 @@ def trade_rows(
     return search.owner.reshape(column.shape) % periods.ulysses, search.work
 
 
-def balance_items(
+def move_rows(
     cells: np.ndarray,
     column: np.ndarray,
     q_home: np.ndarray,
     work: np.ndarray,
-    periods: Periods,
+    periods: RingSchedule,
     tolerance: float = 1.005,
     move_cost: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -168,7 +173,7 @@ class _Search:
     cells: np.ndarray
     home: np.ndarray
     needed: np.ndarray
-    periods: Periods
+    periods: RingSchedule
     price: float
     owner: np.ndarray
     work: np.ndarray
@@ -181,7 +186,7 @@ class _Search:
         column: np.ndarray,
         q_home: np.ndarray,
         work: np.ndarray,
-        periods: Periods,
+        periods: RingSchedule,
         price: float = 0.0,
     ) -> _Search:
         """Every row at its home ring rank, in its column."""

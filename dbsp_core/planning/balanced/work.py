@@ -10,11 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
-__all__ = ["HeadParts", "Periods", "head_parts"]
+__all__ = ["HeadShards", "RingSchedule", "head_shards"]
 
 
 @dataclass(frozen=True)
-class Periods:
+class RingSchedule:
     """Which rank computes with which slot in which period, for `ulysses` · `ring` ranks."""
 
     ulysses: int
@@ -36,7 +36,7 @@ class Periods:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadParts:
+class HeadShards:
     """The rows of one head in one Ulysses column are a part; a whole head is one part.
 
     head, column: int64[parts]
@@ -60,7 +60,7 @@ class HeadParts:
         return by_column.transpose(2, 1, 0).reshape(ring, ring * ulysses)
 
 
-def head_parts(cells: np.ndarray, column: np.ndarray, q_home: np.ndarray, periods: Periods) -> HeadParts:
+def head_shards(cells: np.ndarray, column: np.ndarray, q_home: np.ndarray, periods: RingSchedule) -> HeadShards:
     """Sums rows that share a head, a column and a home ring rank.
 
     cells: int[H, nq, y];  column: int[H, nq];  q_home: int[nq] or [H, nq]
@@ -75,4 +75,4 @@ def head_parts(cells: np.ndarray, column: np.ndarray, q_home: np.ndarray, period
         here = at_home if at_home.ndim == 2 else at_home[head[part]]
         by_slot[part] = (here * mine) @ cells[head[part]].astype(np.float64)
     by_period = np.take_along_axis(by_slot, periods.slot[None], axis=2)
-    return HeadParts(head, part_column, by_period.astype(np.int64))
+    return HeadShards(head, part_column, by_period.astype(np.int64))

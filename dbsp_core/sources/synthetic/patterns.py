@@ -12,14 +12,14 @@ import numpy as np
 
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 
-__all__ = ["PATTERNS", "Places", "always_dense", "profile_basis"]
+__all__ = ["PATTERNS", "BlockPositions", "always_dense", "profile_basis"]
 
 KNOTS = 9
 """Knots of the slow wave of a profile over the whole video."""
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class BlockPositions:
     """Where the blocks of one axis lie in the video.
 
     middle:   float64[n], video token at each block's middle; 0 for text
@@ -34,7 +34,7 @@ class Places:
     tokens: int
 
     @classmethod
-    def of(cls, axis: BlockAxis, text_tokens: int, thw: tuple[int, int, int]) -> Places:
+    def of(cls, axis: BlockAxis, text_tokens: int, thw: tuple[int, int, int]) -> BlockPositions:
         frames, height, width = thw
         middle = axis.starts + (axis.lengths - 1) / 2 - text_tokens
         return cls(np.maximum(middle, 0), axis.starts < text_tokens, height * width, frames * height * width)
@@ -45,31 +45,31 @@ class Places:
         return (self.middle // self.frame).astype(np.int64)
 
 
-def _frames(q: Places, k: Places, rng: np.random.Generator) -> np.ndarray:
+def _frames(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
     """Blocks on the diagonal: each frame attends to itself, and less to the frames beside it."""
     apart = np.abs(q.frame_number[:, None] - k.frame_number[None, :])
     return np.clip(1 - apart / 3, 0, 1)
 
 
-def _stripes(q: Places, k: Places, rng: np.random.Generator) -> np.ndarray:
+def _stripes(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
     """Multi-diagonals at frame stride: the same place in every frame."""
     apart = q.middle[:, None] - k.middle[None, :]
     apart = np.abs((apart + q.frame / 2) % q.frame - q.frame / 2)
     return np.clip(1.5 - apart / (0.08 * q.frame), 0, 1)
 
 
-def _sinks(q: Places, k: Places, rng: np.random.Generator) -> np.ndarray:
+def _sinks(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
     """Sink columns: the first frame, and a few key blocks anywhere, draw every query."""
     drawn = (k.frame_number == 0) | (rng.random(len(k.middle)) < 0.04)
     return np.broadcast_to(drawn, (len(q.middle), len(k.middle))).astype(np.float64)
 
 
-def _scattered(q: Places, k: Places, rng: np.random.Generator) -> np.ndarray:
+def _scattered(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
     """No shape: profiles and chance alone."""
     return np.zeros((len(q.middle), len(k.middle)))
 
 
-PATTERNS: tuple[Callable[[Places, Places, np.random.Generator], np.ndarray], ...] = (
+PATTERNS: tuple[Callable[[BlockPositions, BlockPositions, np.random.Generator], np.ndarray], ...] = (
     _frames,
     _stripes,
     _sinks,
@@ -88,7 +88,7 @@ def always_dense(grid: BlockGrid) -> np.ndarray:
     return dense
 
 
-def profile_basis(places: Places) -> np.ndarray:
+def profile_basis(places: BlockPositions) -> np.ndarray:
     """float64[B, n]: a profile is a weighted sum of these rows with standard normal weights.
 
     A slow wave over the video, as scenes have; a wave over the frame, the same in every frame, as pictures have.

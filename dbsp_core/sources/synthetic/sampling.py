@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["FORCED", "Draws", "choose_best", "exact_counts", "in_steps", "logistic_noise"]
+__all__ = ["ALWAYS_DENSE", "DriftingRng", "choose_best", "exact_counts", "logistic_noise", "quantize_logits"]
 
 
 @dataclass(frozen=True)
-class Draws:
+class DriftingRng:
     """seed: ≥ 0; age: drift · call, the number of keyframes passed. A `key` of ints ≥ 0 names each quantity."""
 
     seed: int
@@ -57,14 +57,14 @@ def _uint16(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 STEPS = 512
 """Scores are whole multiples of 1/STEPS logit, int16: their sums do not depend on a processor's rounding."""
 
-FORCED = np.iinfo(np.int16).max
+ALWAYS_DENSE = np.iinfo(np.int16).max
 """The score of what is dense in any case."""
 
 _MIDDLES = (np.arange(65536) + 0.5) / 65536
 _LOGISTIC = np.round(np.log(_MIDDLES / (1 - _MIDDLES)) * STEPS).astype(np.int16)
 
 
-def in_steps(logits: np.ndarray) -> np.ndarray:
+def quantize_logits(logits: np.ndarray) -> np.ndarray:
     """Logits as scores, int16. Cut at ±12, odds of 1 to 160,000: sums of noise and three more stay in range."""
     return np.round(np.clip(logits, -12, 12) * STEPS).astype(np.int16)
 

@@ -12,10 +12,17 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, HomeTokens, MaskRequest, Varies
-from dbsp_core.sources.synthetic.patterns import PATTERNS, Places, always_dense, profile_basis
+from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, Varies
+from dbsp_core.sources.synthetic.patterns import PATTERNS, BlockPositions, always_dense, profile_basis
 from dbsp_core.sources.synthetic.presets import DEFAULT_STYLE, PRESETS, MaskStyle
-from dbsp_core.sources.synthetic.sampling import FORCED, Draws, choose_best, exact_counts, in_steps, logistic_noise
+from dbsp_core.sources.synthetic.sampling import (
+    ALWAYS_DENSE,
+    DriftingRng,
+    choose_best,
+    exact_counts,
+    logistic_noise,
+    quantize_logits,
+)
 from dbsp_core.utils.errors import SettingError, bad_value
 
 __all__ = ["SyntheticSource"]
@@ -72,9 +79,9 @@ class SyntheticSource(BlockSizes):
     def version(self, request: MaskRequest) -> Hashable:
         return request.layer, request.step if self.style.drift else 0
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         grid, style = self.grid(request), self.style
-        draws = Draws(self.seed, style.drift * request.step)
+        draws = DriftingRng(self.seed, style.drift * request.step)
         return BlockMask(torch.from_numpy(_Layer(style, draws, request, grid).bits()), grid)
 
 
@@ -83,7 +90,7 @@ class _Layer:
     """One layer's mask at one call. Heads are made one after the other: one head's scores are in memory at a time."""
 
     style: MaskStyle
-    draws: Draws
+    draws: DriftingRng
     request: MaskRequest
     grid: BlockGrid
 
@@ -91,10 +98,11 @@ class _Layer:
         """bool[H, nq, nk]"""
         heads, layer = self.request.heads, self.request.layer
         q, k = (
-            Places.of(axis, self.grid.text_tokens, self.request.thw) for axis in (self.grid.q_axis, self.grid.k_axis)
+            BlockPositions.of(axis, self.grid.text_tokens, self.request.thw)
+            for axis in (self.grid.q_axis, self.grid.k_axis)
         )
-        rows = in_steps(self._profiles(q, _Stream.ROWS, _Stream.SHARED_ROWS))
-        columns = in_steps(self._profiles(k, _Stream.COLUMNS, _Stream.SHARED_COLUMNS))
+        rows = quantize_logits(self._profiles(q, _Stream.ROWS, _Stream.SHARED_ROWS))
+        columns = quantize_logits(self._profiles(k, _Stream.COLUMNS, _Stream.SHARED_COLUMNS))
         patterns = [
             self._pattern_scores(pattern(q, k, self.draws.fixed(_Stream.SINKS, layer))) for pattern in PATTERNS
         ]
@@ -109,13 +117,13 @@ class _Layer:
             scores += patterns[kinds[head]] * strengths[head]
             scores += rows[head][:, None]
             scores += columns[head]
-            scores[forced] = FORCED
+            scores[forced] = ALWAYS_DENSE
             choose_best(scores, int(counts[head]), out=bits[head])
         return bits
 
     def _pattern_scores(self, pattern: np.ndarray) -> np.ndarray:
         """int16[nq, nk]: a sixteenth of the pattern's scores, to be multiplied by a head's strength in sixteenths."""
-        return in_steps(pattern * (self.style.pattern_strength / 16))
+        return quantize_logits(pattern * (self.style.pattern_strength / 16))
 
     def _counts(self, least: int, most: int) -> np.ndarray:
         """int64[H]: dense blocks of each head, Beta-distributed, of exactly the mean density asked for."""
@@ -133,7 +141,7 @@ class _Layer:
         quantile = [(1 + math.erf(z / math.sqrt(2))) / 2 for z in normal]
         return np.interp(quantile, (np.arange(4096) + 0.5) / 4096, sample)
 
-    def _profiles(self, places: Places, own: _Stream, shared: _Stream) -> np.ndarray:
+    def _profiles(self, places: BlockPositions, own: _Stream, shared: _Stream) -> np.ndarray:
         """float64[H, n], in logits: mean 0 and standard deviation `spread` over the video; 0 for text."""
         basis = profile_basis(places)
         weights = self._profile_weights(len(basis), own, shared)

@@ -6,23 +6,23 @@ import math
 
 import torch
 
-from dbsp_kernels.packing.segment_table import Runs
+from dbsp_kernels.packing.segment_table import CopySegments
 
-__all__ = ["Runs", "copy_runs"]
+__all__ = ["CopySegments", "copy_segments"]
 
 SLICED = 16  # tokens a run from which on the CPU copies run by run, rather than by index
 
 
-def copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Runs) -> None:
+def copy_segments(source: torch.Tensor, destination: torch.Tensor, runs: CopySegments) -> None:
     """Copies runs of tokens: one pass over what is copied, whatever the strides.
 
     source, destination: [B, heads, tokens, D] of one B, D, dtype and device; views are welcome
     Nothing else in the destination is touched.
     """
     if source.is_cuda:
-        from dbsp_kernels.triton.segment_copy import triton_copy_runs  # here: triton need not be installed
+        from dbsp_kernels.triton.segment_copy import triton_copy_segments  # here: triton need not be installed
 
-        triton_copy_runs(source, destination, runs)
+        triton_copy_segments(source, destination, runs)
         return
     if runs.mean >= SLICED:
         for a, i, b, j, length, zeros in runs.entries:

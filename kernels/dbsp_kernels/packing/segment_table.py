@@ -1,4 +1,4 @@
-"""Which runs of tokens are copied: the table that every implementation of `copy_runs` reads.
+"""Which runs of tokens are copied: the table that every implementation of `copy_segments` reads.
 
 A run is a few tokens of one head that lie together on both sides: 24 bytes of table for up to a block of tokens, and
 no index per token in device memory.
@@ -14,14 +14,14 @@ import torch
 
 from dbsp_kernels.packing.h2d import to_device
 
-__all__ = ["COLUMNS", "Runs"]
+__all__ = ["COLUMNS", "CopySegments"]
 
 COLUMNS = ("from_head", "from_token", "to_head", "to_token", "length", "zeros")
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
-    """What `copy_runs` copies; no two runs write to one place.
+class CopySegments:
+    """What `copy_segments` copies; no two runs write to one place.
 
     table: int32[n, 6], COLUMNS: so many tokens are copied, and so many zeros written behind them
     mean:  tokens and zeros of a run, on average
@@ -31,15 +31,15 @@ class Runs:
     mean: float
 
     @classmethod
-    def of(cls, columns: np.ndarray, device: torch.device) -> Runs:
+    def of(cls, columns: np.ndarray, device: torch.device) -> CopySegments:
         """columns: int[n, 6] on the host; runs in which there is nothing to write are left out."""
         size = columns[:, 4] + columns[:, 5]
         kept = np.ascontiguousarray(columns if (size > 0).all() else columns[size > 0], dtype=np.int32)
         return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
 
-    def to(self, device: torch.device) -> Runs:
+    def to(self, device: torch.device) -> CopySegments:
         """The same on a device. The table is on the host."""
-        return Runs(to_device(self.table.numpy(), device), self.mean)
+        return CopySegments(to_device(self.table.numpy(), device), self.mean)
 
     @cached_property
     def entries(self) -> list[list[int]]:

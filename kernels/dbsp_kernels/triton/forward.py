@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dbsp_kernels.merge import Running
+from dbsp_kernels.merge import PartialAttention
 from dbsp_kernels.triton.tile_config import HOPPER, Tiles, padded, tiles_for
 
 __all__ = ["capability_of", "forward_kernel", "triton_attention"]
@@ -21,11 +21,11 @@ LOG2_E = 1 / math.log(2)
 def _keys_tile(  # type: ignore[no-untyped-def]
     source, block, start, block_stride, token_stride, real,
     BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
-    COPY_ENGINE: tl.constexpr, MASKED: tl.constexpr,
+    USE_TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """[TILE_K, TILE_D] of keys or values: tokens `start` and following of `block`; zero beyond WIDTH, and, where
     MASKED, at tokens that are not real."""
-    if COPY_ENGINE:
+    if USE_TMA:
         tile = source.load([(block * BLOCK_K + start).to(tl.int32), 0])
         if MASKED:
             tile = tl.where(real[:, None], tile, 0.0)
@@ -47,7 +47,7 @@ def _attend(  # type: ignore[no-untyped-def]
     q, k_source, v_source, top, total, acc, indices, length_ptr, first, last, scale_log2,
     k_block, k_token, v_block, v_token,
     BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
-    COPY_ENGINE: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    USE_TMA: tl.constexpr, MASKED: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Online softmax in base 2 over entries first … last − 1 of a row; unless MASKED all of them are full blocks.
 
@@ -67,13 +67,13 @@ def _attend(  # type: ignore[no-untyped-def]
         # Scores of keys that are not real are masked, whatever they are; but a NaN in a value survives a weight of 0.
         k = _keys_tile(
             k_source, block, start, k_block, k_token, inside,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, COPY_ENGINE, BLOCK_K % TILE_K != 0 and not COPY_ENGINE,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, BLOCK_K % TILE_K != 0 and not USE_TMA,
         )  # fmt: skip
         v = _keys_tile(
             v_source, block, start, v_block, v_token, real,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, COPY_ENGINE, MASKED,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, MASKED,
         )  # fmt: skip
-        if UPCAST:
+        if INTERPRET_FP32:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -97,13 +97,13 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     q_row, q_token, k_block, k_token, v_block, v_token, index_width, scale_log2,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
-    COPY_ENGINE: tl.constexpr, FULL_FIRST: tl.constexpr, RUNNING: tl.constexpr, UPCAST: tl.constexpr,
+    USE_TMA: tl.constexpr, FULL_FIRST: tl.constexpr, RUNNING: tl.constexpr, INTERPRET_FP32: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program, up to TILE_Q queries of one row; see `triton_attention` for the arguments.
 
     q, out, running: [rows, BLOCK_Q, WIDTH]; k, v: [blocks, BLOCK_K, WIDTH], the last dimension contiguous; given as
-    pointers, or with COPY_ENGINE as tensor descriptors over [blocks · BLOCK_K, WIDTH]. FULL_FIRST: the first full[row]
+    pointers, or with USE_TMA as tensor descriptors over [blocks · BLOCK_K, WIDTH]. FULL_FIRST: the first full[row]
     entries are full blocks, and BLOCK_K is a multiple of TILE_K. RUNNING: the result is merged with running and
     running_lse, which may be out and lse themselves. UPCAST computes in fp32 where the interpreter cannot do bf16.
     """
@@ -112,7 +112,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     width = tl.arange(0, TILE_D)
     in_q = (queries[:, None] < BLOCK_Q) & (width[None, :] < WIDTH)
     q = tl.load(q_ptr + row * q_row + queries[:, None] * q_token + width[None, :], mask=in_q, other=0.0)
-    if UPCAST:
+    if INTERPRET_FP32:
         q = q.to(tl.float32)
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
@@ -124,11 +124,11 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         full = tl.load(full_ptr + row)
         top, total, acc = _attend(
             q, k_source, v_source, top, total, acc, indices, length_ptr, 0, full, scale_log2,
-            k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, COPY_ENGINE, False, UPCAST, STAGES,
+            k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, False, INTERPRET_FP32, STAGES,
         )  # fmt: skip
     top, total, acc = _attend(
         q, k_source, v_source, top, total, acc, indices, length_ptr, full, count, scale_log2,
-        k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, COPY_ENGINE, True, UPCAST,
+        k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, True, INTERPRET_FP32,
         1 if FULL_FIRST else STAGES,
     )  # fmt: skip
     empty = total == 0.0  # a row without blocks: out 0, lse −inf
@@ -161,12 +161,12 @@ def triton_attention(
     *,
     kv_full: torch.Tensor | None = None,
     order: torch.Tensor | None = None,
-    running: Running | None = None,
+    running: PartialAttention | None = None,
     out_dtype: torch.dtype | None = None,
     tiles: Tiles | None = None,
-    copy_engine: bool | None = None,
-) -> Running:
-    """The contract of `dbsp_kernels.block_attention`; tiles and copy_engine override what is best for the device."""
+    use_tma: bool | None = None,
+) -> PartialAttention:
+    """The contract of `dbsp_kernels.block_attention`; tiles and use_tma override what is best for the device."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if scale <= 0:  # the maximum of the scores is taken before they are scaled
         q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
@@ -178,11 +178,11 @@ def triton_attention(
     interpreted = not q.is_cuda
     capability = HOPPER if interpreted else capability_of(q.device)
     tiles = tiles or tiles_for(block_q, block_k, width, q.dtype, capability)
-    if copy_engine is None:
-        copy_engine = capability >= HOPPER and q.itemsize == 2 and not interpreted
-    copy_engine = copy_engine and _copyable(k) and _copyable(v)
+    if use_tma is None:
+        use_tma = capability >= HOPPER and q.itemsize == 2 and not interpreted
+    use_tma = use_tma and _copyable(k) and _copyable(v)
     tile_d = padded(width)
-    k_source, v_source = (_described(t, tiles.keys, tile_d) if copy_engine else t for t in (k, v))
+    k_source, v_source = (_described(t, tiles.keys, tile_d) if use_tma else t for t in (k, v))
     if order is None:
         order = torch.argsort(kv_count, descending=True, stable=True).to(torch.int32)
     other, other_lse = running or (out, lse)
@@ -193,14 +193,14 @@ def triton_attention(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         kv_index.shape[1], scale * LOG2_E,
         BLOCK_Q=block_q, BLOCK_K=block_k, WIDTH=width, TILE_Q=tiles.queries, TILE_K=tiles.keys, TILE_D=tile_d,
-        COPY_ENGINE=copy_engine, FULL_FIRST=kv_full is not None and block_k % tiles.keys == 0,
-        RUNNING=running is not None, UPCAST=q.dtype == torch.bfloat16 and interpreted,
+        USE_TMA=use_tma, FULL_FIRST=kv_full is not None and block_k % tiles.keys == 0,
+        RUNNING=running is not None, INTERPRET_FP32=q.dtype == torch.bfloat16 and interpreted,
         STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
     return out, lse
 
 
-def _destination(q: torch.Tensor, running: Running | None, out_dtype: torch.dtype | None) -> Running:
+def _destination(q: torch.Tensor, running: PartialAttention | None, out_dtype: torch.dtype | None) -> PartialAttention:
     """Where the result goes: over what is running, unless another dtype is asked for."""
     dtype = out_dtype or (running[0].dtype if running else q.dtype)
     lse = running[1] if running else torch.empty(q.shape[:2], device=q.device, dtype=torch.float32)

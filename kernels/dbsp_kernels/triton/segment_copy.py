@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.packing.segment_table import Runs
+from dbsp_kernels.packing.segment_table import CopySegments
 from dbsp_kernels.triton.tile_config import padded
 
-__all__ = ["copy_kernel", "triton_copy_runs"]
+__all__ = ["copy_kernel", "triton_copy_segments"]
 
 ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each of 128 threads, in 16 bits
 
@@ -47,8 +47,8 @@ def copy_kernel(  # type: ignore[no-untyped-def]
         tl.store(to_row[:, None] + token[:, None] * to_token_stride + width[None, :] * to_width, values, mask=written)
 
 
-def triton_copy_runs(source: torch.Tensor, destination: torch.Tensor, runs: Runs) -> None:
-    """The contract of `dbsp_kernels.packing.segment_copy.copy_runs`."""
+def triton_copy_segments(source: torch.Tensor, destination: torch.Tensor, runs: CopySegments) -> None:
+    """The contract of `dbsp_kernels.packing.segment_copy.copy_segments`."""
     count, width = len(runs.table), source.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return

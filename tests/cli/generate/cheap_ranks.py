@@ -100,7 +100,7 @@ def _generate() -> None:
 
     generate.HOSTS["para"] = replace(generate.HOSTS["para"], module="cheap_ranks")
     running.make_tiny = lambda *_: None  # type: ignore[assignment]  # there is no model
-    running.hush_libraries = lambda: None
+    running.silence_libraries = lambda: None
     sys.argv[1:1] = ["generate"]
     main()
 

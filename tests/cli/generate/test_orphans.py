@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from cheap_ranks import LIMIT_S, Ranks, generating, wait_until
-from dbsp_cli.generate.endings import end_in_order
-from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher, run_watched
-from dbsp_diffusers.patching import Attachment
+from dbsp_cli.generate.endings import end_cleanly_on_signals
+from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed, run_watched
+from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.autoload import autoload
 from dbsp_xdit.patches import _seam_cli
 from repository import python_path
@@ -65,7 +65,7 @@ def test_what_nohup_had_ignored_stays_ignored(before, ends):
     kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
     try:
         signal.signal(signal.SIGHUP, before)
-        end_in_order()
+        end_cleanly_on_signals()
         if ends:
             with pytest.raises(SystemExit) as ended:
                 signal.raise_signal(signal.SIGHUP)
@@ -82,7 +82,7 @@ def test_a_killed_command_takes_torchrun_and_ranks_along_and_the_next_one_cleans
         wait_until(lambda: not ranks.left())
     assert len([name for name in names(folder) if name.startswith(".ball.dbsp-")]) == 1
 
-    def finished(command: list[str], log: Path, ranks_folder: Path, watcher: Watcher) -> None:
+    def finished(command: list[str], log: Path, ranks_folder: Path, watcher: LogFollower) -> None:
         (ranks_folder.parent / "video.mp4").write_bytes(b"a video")
 
     monkeypatch.setattr("dbsp_cli.generate.running.run_watched", finished)
@@ -108,7 +108,7 @@ def test_a_killed_torchrun_takes_along_ranks_that_know_nothing_of_db_sp_and_no_r
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(RunFailed, match="torchrun, which runs the ranks, was ended from outside by SIGKILL"):
-        run_watched(command, tmp_path / "log", tmp_path / "ranks", Watcher(1))
+        run_watched(command, tmp_path / "log", tmp_path / "ranks", LogFollower(1))
     killer.join()
     assert found[0].left() == []
 
@@ -118,7 +118,7 @@ def test_a_torchrun_that_was_told_to_end_is_said_to_be_and_no_rank_is_blamed(tmp
         "import sys, signal; print('(rank 0) at work'); print('…SignalException: Process 7 got signal: 15'); exit(1)"
     )
     with pytest.raises(RunFailed, match="torchrun, which runs the ranks, was ended from outside by SIGTERM; all"):
-        run_watched([sys.executable, "-c", told], tmp_path / "log", tmp_path / "ranks", Watcher(1))
+        run_watched([sys.executable, "-c", told], tmp_path / "log", tmp_path / "ranks", LogFollower(1))
 
 
 TORCHRUN = ["python", "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "xfuser.runner", "--model", "m"]
@@ -159,7 +159,7 @@ class TestXdit:
 
         cli = types.ModuleType("xfuser.cli")
         cli.main = main
-        _seam_cli(cli, Attachment())
+        _seam_cli(cli, PatchSet())
         monkeypatch.setattr("dbsp_xdit.models.preflight", lambda arguments: None)
         kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
         try:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dbsp_cli.generate import running
-from dbsp_cli.generate.job import Job, Wishes, prepare
-from dbsp_cli.generate.launcher import Launch, RunFailed, Watcher
+from dbsp_cli.generate.job import GenerateJob, GenerateRequest, prepare
+from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed
 from dbsp_cli.generate.running import Made, run_job
 from dbsp_cli.generate.work_folder import put_folder, work_folder
 from dbsp_core.utils.errors import UserError
@@ -27,7 +27,7 @@ def made(monkeypatch):
     """
     what: list = []
 
-    def ranks(command: list[str], log: Path, ranks_folder: Path, watcher: Watcher) -> None:
+    def ranks(command: list[str], log: Path, ranks_folder: Path, watcher: LogFollower) -> None:
         work = ranks_folder.parent
         (work / "video.mp4").write_bytes(b"a video")
         if "report" in what:
@@ -40,13 +40,13 @@ def made(monkeypatch):
 
     monkeypatch.setattr(running, "run_watched", ranks)
     monkeypatch.setattr(running, "make_tiny", lambda *_: None)
-    monkeypatch.setattr(running, "hush_libraries", lambda: None)
+    monkeypatch.setattr(running, "silence_libraries", lambda: None)
     return what
 
 
-def job(folder: Path, **wishes: object) -> Job:
+def job(folder: Path, **wishes: object) -> GenerateJob:
     asked = {"config": "tiny-wan", "prompt": "x", "out": folder / "ball.mp4", "report": folder / "report"}
-    return prepare(Wishes(**{**asked, **wishes}))
+    return prepare(GenerateRequest(**{**asked, **wishes}))
 
 
 def names(folder: Path) -> set[str]:
@@ -114,7 +114,7 @@ class TestBefore:
 
 def test_all_is_well(tmp_path, made):
     made.append("report")
-    assert run_job(job(tmp_path), Watcher(1)) == Made(tmp_path / "ball.mp4", tmp_path / "report")
+    assert run_job(job(tmp_path), LogFollower(1)) == Made(tmp_path / "ball.mp4", tmp_path / "report")
     assert (tmp_path / "ball.mp4").read_bytes() == b"a video"
     assert {path.name: path.read_bytes() for path in (tmp_path / "report").iterdir()} == REPORT
     assert names(tmp_path) == {"ball.mp4", "report"}
@@ -123,7 +123,7 @@ def test_all_is_well(tmp_path, made):
 def test_a_report_without_a_place_is_kept_and_named_and_the_video_is_there(tmp_path, made):
     made += ["report", lambda work: (tmp_path / "report").touch()]
     asked = job(tmp_path)
-    done = run_job(asked, Watcher(1))
+    done = run_job(asked, LogFollower(1))
     assert (done.video, done.report) == (asked.out, None)
     assert asked.out.read_bytes() == b"a video"
     (kept,) = [path for path in tmp_path.iterdir() if path.is_dir()]
@@ -136,7 +136,7 @@ def test_a_report_without_a_place_is_kept_and_named_and_the_video_is_there(tmp_p
 def test_a_video_without_a_place_is_kept_with_its_report_and_named(tmp_path, made):
     made += ["report", lambda work: (tmp_path / "ball.mp4").mkdir()]
     with pytest.raises(RunFailed, match="the video is made, but cannot be put in its place") as raised:
-        run_job(job(tmp_path), Watcher(1))
+        run_job(job(tmp_path), LogFollower(1))
     (kept,) = [path for path in tmp_path.iterdir() if path.name.startswith(".ball.dbsp-")]
     assert str(raised.value).endswith(f"it is kept: {kept}/video.mp4 and {kept}/report")
     assert (kept / "video.mp4").read_bytes() == b"a video"
@@ -149,7 +149,7 @@ def test_what_is_kept_is_named_again_by_the_next_run_and_never_removed(tmp_path,
     other = tmp_path / ".ball.dbsp-other.dbsp-abc"
     other.mkdir()
     told: list[str] = []
-    run_job(job(tmp_path, report=None), Watcher(1, noticed=told.append))
+    run_job(job(tmp_path, report=None), LogFollower(1, on_notice=told.append))
     assert told == [f"dbsp: an earlier run was cut off; what it had made is still in {folder.path}/video.mp4"]
     assert (folder.path / "video.mp4").read_bytes() == b"hours"
     assert other.is_dir(), "it is another video's"
@@ -203,7 +203,7 @@ class TestWords:
         asked = job(tmp_path, config=str(mine), changes=changes)
         told: list[str] = []
 
-        def ranks(command: list[str], log: Path, ranks_folder: Path, watcher: Watcher) -> None:
+        def ranks(command: list[str], log: Path, ranks_folder: Path, watcher: LogFollower) -> None:
             file = ranks_folder.parent / "dbsp.yaml"
             lines = file.read_text().splitlines()
             density, height, fps = (
@@ -219,7 +219,7 @@ class TestWords:
             (ranks_folder.parent / "video.mp4").touch()
 
         monkeypatch.setattr(running, "run_watched", ranks)
-        run_job(asked, Watcher(1, noticed=told.append))
+        run_job(asked, LogFollower(1, on_notice=told.append))
         origin = f"from {mine}, but for video.height, video.width, video.num_frames"
         assert told == [
             f"dbsp: mask synthetic; {origin}",

@@ -44,14 +44,14 @@ class TestGroups:
     def test_groups_beside_a_destroyed_one_leave_no_thread(self):
         used = """
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.groups import meet, meeting_group
-from dbsp_core.runtime.plan_cache import LaggedPlanCache, ReplanRule
+from dbsp_core.comm.groups import meet, report_group
+from dbsp_core.runtime.plan_cache import AsyncPlanCache, ReplanRule
 
 world = SequenceGroup.of()
 world.control().all_gather(torch.zeros(1))
 assert world.control() == world.control() != world
-meet(meeting_group(world))
-LaggedPlanCache(ReplanRule(), world)._background.submit(lambda: world.control().all_gather(torch.zeros(1))).result()
+meet(report_group(world))
+AsyncPlanCache(ReplanRule(), world)._background.submit(lambda: world.control().all_gather(torch.zeros(1))).result()
 del world
 """
         done = run(SINGLE_RANK + used + LEFT)

@@ -9,10 +9,10 @@ import torch
 
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import CHECKPOINTS, ZOO, find_checkpoint, identity_of_model
+from dbsp_core.config.models import CHECKPOINTS, MODEL_SPECS, find_checkpoint, signature_of_model
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
 from dbsp_core.utils.yaml_file import find_config, read_settings, shipped_configs
-from dbsp_diffusers.effective_config import UNCONFIGURED, default_config, mask_in_words, require_same_model
+from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, default_config, mask_in_words, require_same_model
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
 MODELS = ("wan2.1-t2v-14b", "wan2.1-t2v-1.3b", "cogvideox1.5-5b")
@@ -29,7 +29,7 @@ DENSITY = {  # of all blocks: the tiny CogVideoX has more text, which is dense, 
 
 def request_of(config: DbspConfig) -> MaskRequest:
     """A layer of the configuration's model, at the size that it is for."""
-    identity = identity_of_model(config.model)
+    identity = signature_of_model(config.model)
     video = config.video.filled(find_checkpoint(config.model))
     video.require_frames(identity.pipeline)
     frames = (video.num_frames - 1) // 4 + 1
@@ -101,22 +101,22 @@ def test_a_file_is_for_its_model_alone(name, monkeypatch, tmp_path):
     known = config.model.removesuffix("-trained")  # which has the same sizes
     for other in (*MODELS, "tiny-wan", "tiny-cogvideox"):
         if other == known:
-            require_same_model(config, identity_of_model(other))
+            require_same_model(config, signature_of_model(other))
         else:
             with pytest.raises(ValueError, match=f"is for {known}, the model is {other}"):
-                require_same_model(config, identity_of_model(other))
+                require_same_model(config, signature_of_model(other))
 
 
 def test_a_known_model_has_settings_without_a_configuration():
     for model in MODELS:
         for known in find_checkpoint(model).names:
-            config = default_config(identity_of_model(known))
+            config = default_config(signature_of_model(known))
             assert config == DbspConfig.load(f"{model}-sparge")
     assert mask_in_words(config).startswith("sparge (block_q 128, block_k 64, cdf 0.92, similarity 0.3")
     assert mask_in_words(config).endswith("dense first_steps 5, first_layers 1")
-    for unknown in (None, identity_of_model("tiny-wan"), identity_of_model("cogvideox-5b")):
+    for unknown in (None, signature_of_model("tiny-wan"), signature_of_model("cogvideox-5b")):
         config = default_config(unknown)
-        assert (config, config.origin) == (DbspConfig(), UNCONFIGURED)
+        assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)
 
 
 def test_a_file_of_the_users_own_goes_before_a_shipped_one(tmp_path, monkeypatch):
@@ -129,8 +129,8 @@ def test_a_file_of_the_users_own_goes_before_a_shipped_one(tmp_path, monkeypatch
 
 def test_checkpoints_agree_with_the_simulators_models():
     for checkpoint in CHECKPOINTS:
-        if checkpoint.name in ZOO:
-            spec = ZOO[checkpoint.name]
+        if checkpoint.name in MODEL_SPECS:
+            spec = MODEL_SPECS[checkpoint.name]
             assert (spec.layers, spec.heads, spec.head_dim) == checkpoint.sizes[:3]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_core import BlockGrid, BlockMask, HomeLayout, Strategy, make_plan
+from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.all_to_all import build_route
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Constants, Hardware, load_hardware
@@ -38,7 +38,7 @@ def machine(**changes) -> Hardware:
 def a_plan(strategy="U2R2", planner="dbsp", heads=6, tokens=512, home=None, seed=3):
     grid = BlockGrid.uniform(tokens, 16)
     mask = BlockMask(random_bits(heads, grid, seed), grid)
-    layout = HomeLayout.named(home, grid, Strategy.parse(strategy)) if home else None
+    layout = SequenceLayout.named(home, grid, Strategy.parse(strategy)) if home else None
     return make_plan(mask, strategy, planner, home=layout), mask, layout
 
 
@@ -93,7 +93,7 @@ class TestBytes:
     def test_traffic_with_token_orders_per_head(self):
         grid = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
         mask = BlockMask(random_bits(3, grid, 0), grid)
-        home = HomeLayout.contiguous(480, 4)
+        home = SequenceLayout.contiguous(480, 4)
         plan = make_plan(mask, "U2R2", home=home)
         traffic = traffic_of(plan, home)
         route = build_route(plan, home, 1, home.shard, torch.device("cpu"))
@@ -212,7 +212,7 @@ class TestExchangeCost:
         mask = BlockMask(random_bits(heads, grid, seed=heads), grid)
         shape, one = AttentionShape(1, heads, 2048, 64, 4), Topology(4, 4)
         for strategy in map(Strategy.parse, ("U4R1", "U2R2", "U1R4")):
-            home = HomeLayout.striped(grid, strategy)
+            home = SequenceLayout.striped(grid, strategy)
             cost = exchange_cost_of(mask, strategy, shape, hardware, one)
             assert cost > 0
             free, weighed = (make_plan(mask, strategy, home=home, exchange_cost=c) for c in (0.0, cost))
@@ -245,7 +245,7 @@ class TestMistakes:
         with pytest.raises(ValueError, match="use one of U8R1"):
             predict(plan, shape_of(plan), machine(), Topology(8))
         with pytest.raises(ValueError, match="give the one the plan was made for"):
-            predict(plan, shape_of(plan), machine(), home=HomeLayout.contiguous(512, 2))
+            predict(plan, shape_of(plan), machine(), home=SequenceLayout.contiguous(512, 2))
         with pytest.raises(ValueError, match="head_dim=0 must be at least 1"):
             AttentionShape(1, 1, 1, 0)
         with pytest.raises(ValueError, match="at least one rank"):

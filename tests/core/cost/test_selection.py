@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dbsp_core import BlockGrid, BlockMask, HomeLayout, Strategy, make_plan
+from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
@@ -18,7 +18,7 @@ from selection_cases import choose_together
 GRID = BlockGrid.uniform(64 * 16, 16)
 HEADS = 8
 SHAPE = AttentionShape(1, HEADS, GRID.tokens, 64, 2)
-HOME = HomeLayout.named("striped", GRID, Strategy(1, 4))
+HOME = SequenceLayout.named("striped", GRID, Strategy(1, 4))
 
 
 def mask_of(seed: int) -> BlockMask:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core import BlockGrid, HomeLayout, Strategy
+from dbsp_core import BlockGrid, SequenceLayout, Strategy
 from generators import EVERY_STRATEGY, examples, grids, layouts
 
 
@@ -73,33 +73,33 @@ def test_tokens_by_ring_counts_each_blocks_tokens(problem):
 
 def test_contiguous_keeps_token_order_and_pads_the_last_ranks():
     # 10 tokens on 4 ranks: shards of 3, the last rank has one token and two places of padding.
-    home = HomeLayout.contiguous(10, 4)
+    home = SequenceLayout.contiguous(10, 4)
     assert home.shard == 3
     assert home.rank.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
     assert home.local.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
 
 def test_more_ranks_than_tokens_leave_some_empty():
-    home = HomeLayout.contiguous(2, 5)
+    home = SequenceLayout.contiguous(2, 5)
     assert [len(home.tokens_at(rank)[0]) for rank in range(5)] == [1, 1, 0, 0, 0]
 
 
 def test_striped_deals_blocks_out_over_the_ring():
     # 8 blocks of 4 on U2R2: even blocks are ring rank 0's (ranks 0 and 1), odd blocks ring rank 1's (2 and 3).
     grid = BlockGrid.uniform(32, 4)
-    home = HomeLayout.striped(grid, Strategy(2, 2))
+    home = SequenceLayout.striped(grid, Strategy(2, 2))
     assert (home.rank // 2).tolist() == (np.arange(32) // 4 % 2).tolist()
     assert home.tokens_at(0)[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 def test_striped_deals_out_the_coarser_blocks_so_that_none_is_cut():
-    home = HomeLayout.striped(BlockGrid(32, 0, block_q=2, block_k=8), Strategy(1, 2))
+    home = SequenceLayout.striped(BlockGrid(32, 0, block_q=2, block_k=8), Strategy(1, 2))
     assert home.rank.tolist() == (np.arange(32) // 8 % 2).tolist()
 
 
 def test_split_text_gives_every_rank_its_share_of_text_before_its_share_of_video():
     # 5 text tokens on 2 ranks: 3 + 2 and one of padding; 6 video tokens: 3 + 3.
-    home = HomeLayout.named("contiguous", BlockGrid(11, 5, 4, 4), Strategy(2, 1), split_text=True)
+    home = SequenceLayout.named("contiguous", BlockGrid(11, 5, 4, 4), Strategy(2, 1), split_text=True)
     assert [a.tolist() for a in home.tokens_at(0)] == [[0, 1, 2, 5, 6, 7], [0, 1, 2, 3, 4, 5]]
     assert [a.tolist() for a in home.tokens_at(1)] == [[3, 4, 8, 9, 10], [0, 1, 3, 4, 5]]
     assert home.shard == 6
@@ -107,7 +107,7 @@ def test_split_text_gives_every_rank_its_share_of_text_before_its_share_of_video
 
 def test_split_text_without_text_changes_nothing():
     grid, strategy = BlockGrid(37, 0, 4, 4), Strategy(1, 3)
-    split, joint = (HomeLayout.named("striped", grid, strategy, split_text=s) for s in (True, False))
+    split, joint = (SequenceLayout.named("striped", grid, strategy, split_text=s) for s in (True, False))
     assert split.rank.tolist() == joint.rank.tolist()
     assert split.local.tolist() == joint.local.tolist()
 
@@ -125,20 +125,20 @@ def test_split_text_without_text_changes_nothing():
 )
 def test_bad_layouts_raise(rank, local, world):
     with pytest.raises(ValueError, match="home layout"):
-        HomeLayout(np.array(rank), np.array(local), world, shard=2)
+        SequenceLayout(np.array(rank), np.array(local), world, shard=2)
 
 
 @pytest.mark.parametrize("streams", [[[0, 1, 1]], [[0, 1], [1, 2]], [[0, 1, 3]]])
 def test_streams_that_do_not_hold_every_token_once_raise(streams):
     with pytest.raises(ValueError, match="home layout"):
-        HomeLayout.from_streams([np.array(stream) for stream in streams], 2)
+        SequenceLayout.from_streams([np.array(stream) for stream in streams], 2)
 
 
 def test_a_layout_for_no_ranks_raises():
     with pytest.raises(ValueError, match="at least one rank, got 0"):
-        HomeLayout.contiguous(10, 0)
+        SequenceLayout.contiguous(10, 0)
 
 
 def test_an_unknown_layout_raises_and_names_those_there_are():
     with pytest.raises(ValueError, match="'diagonal'; use one of contiguous, striped, learned"):
-        HomeLayout.named("diagonal", BlockGrid.uniform(8, 4), Strategy(1, 1))
+        SequenceLayout.named("diagonal", BlockGrid.uniform(8, 4), Strategy(1, 1))

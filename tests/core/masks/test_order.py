@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid
 from dbsp_core.masks.token_order import AXIS_ORDERS, video_order
-from dbsp_core.planning.baselines import level_residents, resident_parts
+from dbsp_core.planning.baselines import balanced_majority_rank, majority_rank
 from generators import examples
 from oracle import standing_place
 
@@ -22,8 +22,8 @@ ORDERS = st.sampled_from(AXIS_ORDERS) | SIZES.map(lambda tile: "tile:{}x{}x{}".f
 @given(SIZES, st.integers(0, 9), ORDERS)
 def test_standing_is_the_order_written_out(thw, text_tokens, order):
     grid = BlockGrid(text_tokens + int(np.prod(thw)), text_tokens, 4, 4, thw, (order,))
-    standing = torch.from_numpy(grid.standing(order).copy())
-    assert torch.equal(torch.argsort(standing), standing_place(grid, 0))
+    token_permutation = torch.from_numpy(grid.token_permutation(order).copy())
+    assert torch.equal(torch.argsort(token_permutation), standing_place(grid, 0))
 
 
 def test_tiles_that_fit_are_blocks():
@@ -60,7 +60,7 @@ def test_orders_that_do_not_fit_are_refused(arguments, message):
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**32 - 1))
 def test_level_residents_share_blocks_evenly(blocks, parts, seed):
     tokens = np.random.default_rng(seed).integers(0, 5, (blocks, parts))
-    level = level_residents(tokens)
+    level = balanced_majority_rank(tokens)
     assert np.bincount(level, minlength=parts).max() <= -(-blocks // parts)
     whole = np.eye(parts, dtype=np.int64)[np.arange(blocks) * parts // blocks]  # blocks that lie whole, in even runs
-    assert np.array_equal(level_residents(whole), resident_parts(whole))
+    assert np.array_equal(balanced_majority_rank(whole), majority_rank(whole))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, period_counts
+from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, work_by_ring_step
 from generators import EVERY_STRATEGY, SEEDS, examples
 
 
@@ -21,7 +21,7 @@ def test_ulysses_by_hand():
         bits[head, :dense] = True
     owner = np.repeat([0, 0, 1, 1], 4).reshape(4, 4)
     cells = cell_counts(bits.reshape(4, 4, 4), owner, np.zeros((4, 4), dtype=int), world=2, ring=1)
-    work = period_counts(cells, ulysses=2)
+    work = work_by_ring_step(cells, ulysses=2)
     assert work.tolist() == [[10, 6]]
     assert imbalance_ratio(work) == 1.25
 
@@ -57,7 +57,7 @@ def test_ring_by_hand():
     # Period 1: rank 0 with slot 1 does 1, rank 1 with slot 0 does 3: all wait for 3.
     # ρ_s = (4 + 3) / (8 / 2) = 1.75. In sum the ranks do 5 and 3: with no wait in between it would be 1.25.
     cells = cell_counts(FIRST_HEAD[None], HALVES[None], HALVES[None], world=2, ring=2)
-    work = period_counts(cells, ulysses=1)
+    work = work_by_ring_step(cells, ulysses=1)
     assert cells.tolist() == [[4, 1], [3, 0]]
     assert work.tolist() == [[4, 0], [1, 3]]
     assert imbalance_ratio(work) == 1.75
@@ -70,7 +70,7 @@ def test_hybrid_by_hand():
     # ρ_s = (4 + 4) / (16 / 4) = 2. In sum the ranks do 5, 5, 3, 3: with no wait in between it would be 1.25.
     owner = np.stack([HALVES * 2, HALVES * 2 + 1])
     cells = cell_counts(np.stack([FIRST_HEAD, SECOND_HEAD]), owner, np.stack([HALVES, HALVES]), world=4, ring=2)
-    work = period_counts(cells, ulysses=2)
+    work = work_by_ring_step(cells, ulysses=2)
     assert work.tolist() == [[4, 1, 0, 3], [1, 4, 3, 0]]
     assert imbalance_ratio(work) == 2.0
 
@@ -92,7 +92,7 @@ def test_equals_eq_1_by_plain_loops(strategy, heads, nq, nk, seed):
     for h, i, j in np.argwhere(bits).tolist():
         period = next(p for p in range(y) if (owner[h, i] // x + p) % y == slot[h, j])
         b[period, int(owner[h, i])] += 1
-    work = period_counts(cell_counts(bits, owner, slot, world, y), x)
+    work = work_by_ring_step(cell_counts(bits, owner, slot, world, y), x)
     assert work.tolist() == [[b[period, rank] for rank in range(world)] for period in range(y)]
     slowest = sum(max(b[period, rank] for rank in range(world)) for period in range(y))
     assert imbalance_ratio(work) == pytest.approx(slowest / (b.total() / world) if b else 1.0)

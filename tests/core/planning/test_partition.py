@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dbsp_core import Strategy
 from dbsp_core.layout.sequence_layout import balanced_layout
-from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, dealt_heads, greedy_heads, resident_parts
+from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, greedy_heads, majority_rank, snake_heads
 from dbsp_core.planning.bounds import bins_bound, whole_block_bound
-from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, period_counts
+from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, work_by_ring_step
 from generators import SEEDS, examples
 
 WORKS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(np.array)
@@ -120,10 +120,10 @@ class TestBaselines:
 
     def test_dealt_heads_go_to_and_fro_by_falling_work(self):
         # Heads 0, 2, 4, 3, 1 by falling work, dealt to columns 0 1 1 0 0.
-        assert dealt_heads(np.array([5, 1, 4, 2, 3]), 2).tolist() == [0, 0, 1, 0, 1]
+        assert snake_heads(np.array([5, 1, 4, 2, 3]), 2).tolist() == [0, 0, 1, 0, 1]
 
     def test_resident_parts_hold_most_of_a_block_and_ties_go_to_the_lower(self):
-        assert resident_parts(np.array([[0, 16], [9, 7], [8, 8], [0, 3]])).tolist() == [1, 0, 0, 1]
+        assert majority_rank(np.array([[0, 16], [9, 7], [8, 8], [0, 3]])).tolist() == [1, 0, 0, 1]
 
 
 class TestLearnedLayout:
@@ -206,5 +206,5 @@ class TestBounds:
                 for slot in itertools.product(range(y), repeat=nk):
                     owner = np.array(ring)[None, :] * x + np.array(column)[:, None]
                     cells = cell_counts(bits, owner, np.tile(slot, (heads, 1)), strategy.world, y)
-                    best = min(best, imbalance_ratio(period_counts(cells, x)))
+                    best = min(best, imbalance_ratio(work_by_ring_step(cells, x)))
         assert 1 <= whole_block_bound(bits.sum(axis=2), bits.sum(axis=1), x, y) <= best

@@ -10,19 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dbsp_core import BlockGrid, BlockMask, HomeLayout, Strategy, make_plan
-from dbsp_core.planning.balanced.head_swaps import match_columns
-from dbsp_core.planning.balanced.heads import balance_heads, refine_heads
+from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
+from dbsp_core.planning.balanced.head_swaps import match_ulysses_ranks
+from dbsp_core.planning.balanced.heads import balance_heads, local_search_heads
 from dbsp_core.planning.balanced.planner import plan_rows
 from dbsp_core.planning.balanced.ring_slots import balance_slots
-from dbsp_core.planning.balanced.row_moves import balance_items
-from dbsp_core.planning.balanced.work import Periods, head_parts
+from dbsp_core.planning.balanced.row_moves import move_rows
+from dbsp_core.planning.balanced.work import RingSchedule, head_shards
 from dbsp_core.planning.baselines import greedy_heads
 from dbsp_core.planning.bounds import bins_bound, whole_row_bound
-from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, period_counts
+from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, work_by_ring_step
 
 
-def count_cells(bits: np.ndarray, slots: np.ndarray, ring: int) -> np.ndarray:
+def count_work_by_slot(bits: np.ndarray, slots: np.ndarray, ring: int) -> np.ndarray:
     """int64[H, nq, y]: dense blocks of each row by slot."""
     one_hot = (slots[:, :, None] == np.arange(ring)).astype(np.int64)
     return bits.astype(np.int64) @ one_hot
@@ -33,9 +33,9 @@ def plan(bits: np.ndarray, ulysses: int, ring: int, **options: float) -> tuple[n
     q_home, k_home = np.arange(bits.shape[1]) % ring, np.arange(bits.shape[2]) % ring
     rows, columns = bits.sum(axis=2), bits.sum(axis=1)
     owner, slots = plan_rows(
-        rows, columns, q_home, k_home, ulysses, ring, lambda s: count_cells(bits, s, ring), **options
+        rows, columns, q_home, k_home, ulysses, ring, lambda s: count_work_by_slot(bits, s, ring), **options
     )
-    work = period_counts(cell_counts(bits, owner, slots, ulysses * ring, ring), ulysses)
+    work = work_by_ring_step(cell_counts(bits, owner, slots, ulysses * ring, ring), ulysses)
     return owner, slots, work
 
 
@@ -86,7 +86,7 @@ def test_heads_are_split_at_most_x_minus_1_times_and_columns_stay_within_a_row_o
 def test_refinement_never_fills_the_fullest_column_more(work, columns):
     work = np.array(work)
     before = greedy_heads(work, columns)
-    after = refine_heads(work, before, columns, 0)
+    after = local_search_heads(work, before, columns, 0)
     loads = [np.bincount(column, weights=work, minlength=columns) for column in (before, after)]
     assert loads[1].sum() == loads[0].sum()
     assert loads[1].max() <= loads[0].max()
@@ -127,7 +127,7 @@ def test_small_rings_and_hybrids_are_within_one_row_of_the_best_of_all_owners(se
     rng = np.random.default_rng(seed)
     bits = rng.random((2, 3, 6)) < rng.choice([0.2, 0.5, 0.9], (2, 3, 1))
     _, slots, work = plan(bits, ulysses, ring, tolerance=1.0)
-    cells, periods = count_cells(bits, slots, ring).reshape(6, ring), Periods(ulysses, ring)
+    cells, periods = count_work_by_slot(bits, slots, ring).reshape(6, ring), RingSchedule(ulysses, ring)
     owners = np.array(list(itertools.product(range(ulysses * ring), repeat=6)))
     every = np.zeros((len(owners), ring, ulysses * ring), dtype=np.int64)
     for row in range(6):
@@ -159,23 +159,23 @@ def test_single_rows_only_make_a_plan_better_and_a_dear_exchange_moves_none(seed
     rng = np.random.default_rng(seed)
     cells = rng.binomial(30, rng.random((7, 20, 1)), (7, 20, ring))
     column = np.repeat(greedy_heads(cells.sum(axis=(1, 2)), ulysses), 20).reshape(7, 20)
-    q_home, periods = np.arange(20) * ring // 20, Periods(ulysses, ring)
-    parts = head_parts(cells, column, q_home, periods)
+    q_home, periods = np.arange(20) * ring // 20, RingSchedule(ulysses, ring)
+    parts = head_shards(cells, column, q_home, periods)
     work = parts.work_by_rank(parts.column, ulysses)
     assert np.array_equal(work, _work(cells, q_home * ulysses + column, periods))
-    matched = parts.work_by_rank(match_columns(parts, ulysses), ulysses)
+    matched = parts.work_by_rank(match_ulysses_ranks(parts, ulysses), ulysses)
     assert matched.max(axis=1).sum() <= work.max(axis=1).sum()
-    owner, _ = balance_items(cells, column, q_home, work, periods, tolerance=1.0)
+    owner, _ = move_rows(cells, column, q_home, work, periods, tolerance=1.0)
     assert _work(cells, owner, periods).max(axis=1).sum() <= work.max(axis=1).sum()
-    dear, _ = balance_items(cells, column, q_home, work, periods, tolerance=1.0, move_cost=1e6)
+    dear, _ = move_rows(cells, column, q_home, work, periods, tolerance=1.0, move_cost=1e6)
     assert np.array_equal(dear, q_home * ulysses + column)
 
 
-def _work(cells: np.ndarray, owner: np.ndarray, periods: Periods) -> np.ndarray:
+def _work(cells: np.ndarray, owner: np.ndarray, periods: RingSchedule) -> np.ndarray:
     """int64[y, P] from scratch."""
     by_slot = np.zeros((periods.world, periods.ring), dtype=np.int64)
     np.add.at(by_slot, owner, cells)
-    return period_counts(by_slot, periods.ulysses)
+    return work_by_ring_step(by_slot, periods.ulysses)
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 8), (2, 4), (4, 2), (1, 6), (3, 2)])
@@ -209,6 +209,6 @@ def test_the_planner_is_never_worse_than_leaving_everything_where_it_is():
         bits = rng.random(shape) < rng.random() * 2 * rng.random((shape[0], 1, 1)) * rng.random((1, grid.nq, 1))
         mask = BlockMask(torch.from_numpy(bits), grid)
         for name in ("contiguous", "striped"):
-            home = HomeLayout.named(name, grid, strategy)
+            home = SequenceLayout.named(name, grid, strategy)
             plans = {planner: make_plan(mask, strategy, planner, home=home) for planner in ("dbsp", "contiguous")}
             assert plans["dbsp"].rho <= plans["contiguous"].rho + 1e-12

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core import BlockGrid, BlockMask, HomeLayout, Plan, Strategy, make_plan
+from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
 from dbsp_core.planning.planners import PLANNERS
 from generators import EVERY_STRATEGY, SEEDS, examples, problems, random_bits
 
@@ -208,7 +208,12 @@ class TestErrors:
             make_plan(self.MASK, "2x1")
 
     @pytest.mark.parametrize(
-        "home", [HomeLayout.contiguous(63, 2), HomeLayout.contiguous(64, 4), HomeLayout.striped(GRID, Strategy(1, 3))]
+        "home",
+        [
+            SequenceLayout.contiguous(63, 2),
+            SequenceLayout.contiguous(64, 4),
+            SequenceLayout.striped(GRID, Strategy(1, 3)),
+        ],
     )
     def test_a_home_layout_of_another_size(self, home):
         with pytest.raises(

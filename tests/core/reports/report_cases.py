@@ -20,7 +20,7 @@ from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.reports.collect import make_report
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.runtime.attention import DualBalancedAttention
-from dbsp_core.runtime.mask_provider import MaskFeed
+from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
 from transformers_for_tests import Inputs, make_transformer
 
@@ -51,10 +51,10 @@ def recounted_session(
     session = AttentionSession(config, SequenceGroup.of(), chosen, HEADS, LAYERS)
     masks: dict[Any, BlockMask] = {}
     found: list[Recount] = []
-    take_mask, run = MaskFeed.mask, DualBalancedAttention.__call__
+    take_mask, run = MaskProvider.mask, DualBalancedAttention.__call__
     now: tuple[int, int, int] = (0, 0, 0)
 
-    def kept_mask(feed: MaskFeed, layer: int, tokens: Any) -> BlockMask:
+    def kept_mask(feed: MaskProvider, layer: int, tokens: Any) -> BlockMask:
         mask = take_mask(feed, layer, tokens)
         masks[layer] = masks["last"] = mask
         return mask
@@ -65,7 +65,7 @@ def recounted_session(
 
     draws = torch.Generator().manual_seed(rank)
     with (
-        mock.patch.object(MaskFeed, "mask", kept_mask),
+        mock.patch.object(MaskProvider, "mask", kept_mask),
         mock.patch.object(DualBalancedAttention, "__call__", counted),
     ):
         for step, branch, thw in [(s, b, (4, 6, 7)) for s in range(3) for b in range(2)] + [(3, 0, (3, 6, 7))]:

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup
-from dbsp_core.masks.schedule import Moment
+from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings, parse_layers, parse_size
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from generators import SEEDS, examples, random_bits
 from paro_cases import files_of, run_recorded
 
 GRID = BlockGrid(105, 0, 8, 8, (3, 5, 7))
-MOMENTS = [Moment(step, branch) for step in range(3) for branch in range(2)]
+MOMENTS = [DenoisingStep(step, branch) for step in range(3) for branch in range(2)]
 
 
 def a_mask(seed, grid=GRID):
@@ -65,7 +65,7 @@ class TestOneProcess:
 
     def test_a_pass_is_on_disk_once_its_last_layer_ran(self, tmp_path):
         recorder = new(tmp_path / "r")
-        recorder.begin(Moment())
+        recorder.begin(DenoisingStep())
         keep_and_use(recorder, 0, a_mask(0))
         assert not (tmp_path / "r").exists()
         keep_and_use(recorder, 1, a_mask(1))
@@ -75,7 +75,7 @@ class TestOneProcess:
         recorder = new(tmp_path)
         for moment in MOMENTS:
             recorder.begin(moment)
-            if moment == Moment():
+            if moment == DenoisingStep():
                 recorder.keep("all", 0, a_mask(7), True)
             for layer in range(2):
                 recorder.used(layer, "all")
@@ -89,33 +89,33 @@ class TestOneProcess:
         recording = Recording.read(tmp_path)
         assert list(recording.passes) == [m for m in MOMENTS if m.step != 1]
         assert recording.recorded_layers == (1,)
-        assert torch.equal(recording.mask(1, Moment(2, 1)).bits, a_mask(51).bits)
+        assert torch.equal(recording.mask(1, DenoisingStep(2, 1)).bits, a_mask(51).bits)
         assert len(json.loads((tmp_path / INDEX).read_text())["masks"]) == 4
         with pytest.raises(ValueError, match=r"no mask of layer 0 at step 2, branch 0; it has layers \[1\]"):
-            recording.mask(0, Moment(2))
+            recording.mask(0, DenoisingStep(2))
 
     def test_a_lasting_mask_made_in_a_step_that_is_left_out_is_there_when_it_is_wanted(self, tmp_path):
         recorder = new(tmp_path, every=2)
         for step in range(3):
-            recorder.begin(Moment(step))
+            recorder.begin(DenoisingStep(step))
             for layer in range(2):
                 if step < 2:  # the mask of step 1 goes on to step 2
                     recorder.keep(layer, layer, a_mask(10 * step + layer), True)
                 recorder.used(layer, layer)
         recording = Recording.read(tmp_path)
-        assert torch.equal(recording.mask(1, Moment(2)).bits, a_mask(11).bits)
+        assert torch.equal(recording.mask(1, DenoisingStep(2)).bits, a_mask(11).bits)
         assert not recorder._pending
 
     def test_a_lasting_mask_that_only_other_layers_had_is_there_when_it_is_wanted(self, tmp_path):
         recorder = new(tmp_path, layers=frozenset({1}))
-        recorder.begin(Moment(0))
+        recorder.begin(DenoisingStep(0))
         recorder.keep("all", 0, a_mask(3), True)
         recorder.used(0, "all")
         keep_and_use(recorder, 1, a_mask(4), lasting=True)
-        recorder.begin(Moment(1))
+        recorder.begin(DenoisingStep(1))
         for layer in range(2):
             recorder.used(layer, "all")
-        assert torch.equal(Recording.read(tmp_path).mask(1, Moment(1)).bits, a_mask(3).bits)
+        assert torch.equal(Recording.read(tmp_path).mask(1, DenoisingStep(1)).bits, a_mask(3).bits)
 
     def test_the_limit_stops_it_with_one_notice_and_what_it_has_stays_good(self, tmp_path, capsys):
         recorder = new(tmp_path, limit=1000)
@@ -132,7 +132,7 @@ class TestOneProcess:
     def test_memory_is_that_of_one_pass(self, tmp_path):
         recorder, most = new(tmp_path, of_model=3), 0
         for step in range(20):
-            recorder.begin(Moment(step))
+            recorder.begin(DenoisingStep(step))
             for layer in range(3):
                 keep_and_use(recorder, layer, a_mask(3 * step + layer))
                 most = max(most, len(recorder._pending))
@@ -141,17 +141,17 @@ class TestOneProcess:
 
     def test_generations_are_told_apart_and_the_last_full_one_is_read(self, tmp_path):
         recorder = new(tmp_path)
-        run(recorder, [(0, 0)], [Moment()])  # warming up
+        run(recorder, [(0, 0)], [DenoisingStep()])  # warming up
         run(recorder, [(i, i) for i in range(6)])
-        run(recorder, [(9, 9)], [Moment()])  # cut short
+        run(recorder, [(9, 9)], [DenoisingStep()])  # cut short
         recording = Recording.read(tmp_path)
         assert list(recording.passes) == MOMENTS
-        assert torch.equal(recording.mask(0, Moment(2, 1)).bits, a_mask(5).bits)
+        assert torch.equal(recording.mask(0, DenoisingStep(2, 1)).bits, a_mask(5).bits)
 
     def test_an_older_recording_is_left_alone(self, tmp_path, capsys):
-        run(new(tmp_path), [(0, 1)], [Moment()])
+        run(new(tmp_path), [(0, 1)], [DenoisingStep()])
         before = files_of(tmp_path)
-        run(new(tmp_path), [(2, 3)], [Moment()])
+        run(new(tmp_path), [(2, 3)], [DenoisingStep()])
         assert files_of(tmp_path) == before
         assert "has a recording already; give another folder" in capsys.readouterr().err
 
@@ -172,7 +172,7 @@ class TestOneProcess:
 
 class TestReading:
     def index(self, folder, **changes):
-        run(new(folder), [(0, 1)], [Moment()])
+        run(new(folder), [(0, 1)], [DenoisingStep()])
         content = json.loads((folder / INDEX).read_text())
         (folder / INDEX).write_text(json.dumps(content | changes))
 
@@ -196,10 +196,10 @@ class TestReading:
         (file,) = tmp_path.glob("*.safetensors")
         file.write_bytes(file.read_bytes()[:-3])
         with pytest.raises(ValueError, match="is damaged"):
-            Recording.read(tmp_path).mask(0, Moment())
+            Recording.read(tmp_path).mask(0, DenoisingStep())
         file.unlink()
         with pytest.raises(ValueError, match="is damaged"):
-            Recording.read(tmp_path).mask(0, Moment())
+            Recording.read(tmp_path).mask(0, DenoisingStep())
 
     @pytest.mark.parametrize("key", ["tokens", "block_k"])
     def test_an_index_with_absurd_numbers_raises_and_takes_no_memory(self, tmp_path, key):
@@ -208,25 +208,25 @@ class TestReading:
         content["grids"][0] |= {key: 10**15, "thw": None}
         (tmp_path / INDEX).write_text(json.dumps(content))
         with pytest.raises(ValueError, match=r"is damaged.* does not fit"):
-            Recording.read(tmp_path).mask(0, Moment())
+            Recording.read(tmp_path).mask(0, DenoisingStep())
 
     def test_masks_of_another_dtype_raise(self, tmp_path):
         self.index(tmp_path)
         (file,) = tmp_path.glob("*.safetensors")
         save_file({name: tensor.float() for name, tensor in load_file(file).items()}, file)
         with pytest.raises(ValueError, match="is damaged"):
-            Recording.read(tmp_path).mask(0, Moment())
+            Recording.read(tmp_path).mask(0, DenoisingStep())
 
     def test_files_outside_the_folder_are_not_read(self, tmp_path):
-        run(new(tmp_path / "other"), [(0, 1)], [Moment()])
+        run(new(tmp_path / "other"), [(0, 1)], [DenoisingStep()])
         folder = tmp_path / "r"
-        run(new(folder), [(0, 1)], [Moment()])
+        run(new(folder), [(0, 1)], [DenoisingStep()])
         (file,) = folder.glob("*.safetensors")
         content = (folder / INDEX).read_text().replace(file.name, f"../other/{file.name}")
         (folder / INDEX).write_text(content)
         file.unlink()
         with pytest.raises(ValueError, match="is damaged"):
-            Recording.read(folder).mask(0, Moment())
+            Recording.read(folder).mask(0, DenoisingStep())
 
 
 class TestSettings:

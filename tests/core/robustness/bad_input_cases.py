@@ -10,8 +10,8 @@ from dbsp_core import (
     BlockGrid,
     BlockMask,
     DualBalancedAttention,
-    HomeLayout,
     SequenceGroup,
+    SequenceLayout,
     dual_balanced_attention,
     make_plan,
 )
@@ -26,7 +26,7 @@ def a_mask(seed: int = 0) -> BlockMask:
 
 
 def local_inputs(rank: int, world: int) -> list[torch.Tensor]:
-    n_local = len(HomeLayout.contiguous(TOKENS, world).tokens_at(rank)[0])
+    n_local = len(SequenceLayout.contiguous(TOKENS, world).tokens_at(rank)[0])
     return [torch.randn(1, HEADS, n_local, WIDTH) for _ in range(3)]
 
 
@@ -51,7 +51,7 @@ def call_where_one_rank_differs(rank: int, world: int, culprit: int, fault: str)
             mask = a_mask(seed=1)
         if fault == "other shape":
             q = q[:, :2]
-    home = HomeLayout.contiguous(TOKENS, world)
+    home = SequenceLayout.contiguous(TOKENS, world)
     plan = make_plan(mask, f"U1R{world}", home=home)
     attend = DualBalancedAttention.prepare(plan, mask, home, SequenceGroup.of(), n_local=k.shape[2], debug=True)
     attend(q, k, v)

@@ -11,9 +11,9 @@ from dbsp_core import BlockGrid, BlockMask, SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
-from dbsp_core.runtime.mask_provider import MaskFeed
+from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.sources import HomeTokens, MaskRequest
+from dbsp_core.sources import LocalQK, MaskRequest
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.utils.errors import UserError
 
@@ -30,7 +30,7 @@ class OddOneOut(BlockSizes):
             raise UserError("the file is broken here")
         return super().grid(request)
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         if self._odd("mask"):
             raise UserError("the file is broken here")
         if self._odd("bug"):
@@ -67,7 +67,7 @@ class Forgetful(BlockSizes):
             raise ValueError("the table of contents is gone")
         return "always the same"
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         return BlockMask.dense(request.heads, self.grid(request))
 
 
@@ -86,7 +86,7 @@ def attend_in_two_steps(rank: int, world: int, odd: int) -> None:
 
 def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], steps: int) -> list[list[int]]:
     """By forward pass, the layers that are dense."""
-    feed = MaskFeed(BlockSizes(), schedule, 2, layers, SequenceGroup(0, 1), lambda: steps)
+    feed = MaskProvider(BlockSizes(), schedule, 2, layers, SequenceGroup(0, 1), lambda: steps)
     dense = []
     for timestep in timesteps:
         feed.begin((2, 2, 2), 0, torch.tensor([timestep, timestep]))

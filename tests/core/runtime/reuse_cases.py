@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
-from dbsp_core.runtime.plan_cache import LaggedPlanCache, ReplanRule
+from dbsp_core.runtime.plan_cache import AsyncPlanCache, ReplanRule
 
 GRID = BlockGrid.uniform(8 * 16, 16)
 
@@ -25,7 +25,7 @@ def mask_of(*work: int, grid: BlockGrid = GRID) -> BlockMask:
 
 def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list[int]:
     """Three calls whose masks ask for new plans. returns: fingerprints of the plans they got."""
-    cache = LaggedPlanCache(ReplanRule(1.0), SequenceGroup.of())
+    cache = AsyncPlanCache(ReplanRule(1.0), SequenceGroup.of())
     wrong = False
 
     def make(mask: BlockMask, current: Plan | None) -> Plan:
@@ -50,7 +50,7 @@ def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) 
 def two_caches_of_one_group(rank: int, world: int) -> list[int]:
     """The first cache's job is late on rank 0, until the second's is queued. returns: the next plans' fingerprints."""
     late, queued = threading.Event(), threading.Event()
-    caches = [LaggedPlanCache(ReplanRule(1.0), SequenceGroup.of()) for _ in range(2)]
+    caches = [AsyncPlanCache(ReplanRule(1.0), SequenceGroup.of()) for _ in range(2)]
 
     def make(mask: BlockMask, current: Plan | None) -> Plan:
         if late.is_set() and rank == 0:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, HomeLayout, SequenceGroup, make_plan
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.runtime.mask_provider import MaskFeed
+from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.sources import HomeTokens, MaskRequest
+from dbsp_core.sources import LocalQK, MaskRequest
 from dbsp_core.sources.base import BlockSizes
 from dbsp_diffusers.reference import masked_attention
 
@@ -32,7 +32,7 @@ class Drifting(BlockSizes):
     def version(self, request: MaskRequest) -> tuple[int, int, int]:
         return request.layer, request.step, request.branch
 
-    def mask(self, request: MaskRequest, tokens: HomeTokens | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         grid = self.grid(request)
         rng = np.random.default_rng([request.layer, request.branch])
         score = rng.random((request.heads, grid.nq, grid.nk))
@@ -49,14 +49,16 @@ class Session:
     layers: int = 1
     steps: int = 50
     inner: AttentionSession = field(init=False)
-    feed: MaskFeed = field(init=False)
+    feed: MaskProvider = field(init=False)
 
     def __post_init__(self) -> None:
         config = DbspConfig(**self.settings)
         self.inner = AttentionSession(
             config, SequenceGroup.of(), Strategy.parse(self.strategy), HEADS, self.layers, lambda: self.steps
         )
-        self.feed = MaskFeed(config.mask, config.dense, HEADS, self.layers, SequenceGroup(0, 1), lambda: self.steps)
+        self.feed = MaskProvider(
+            config.mask, config.dense, HEADS, self.layers, SequenceGroup(0, 1), lambda: self.steps
+        )
 
     def attend(
         self,
@@ -79,7 +81,7 @@ class Session:
             for shard, whole in zip(local, full, strict=True):
                 shard[:, :, place] = whole[:, :, token]
             out = self.inner.attend(layer, *local)
-            expected = masked_attention(*full, self.feed.mask(layer, HomeTokens.alone(full[0], full[1])))
+            expected = masked_attention(*full, self.feed.mask(layer, LocalQK.alone(full[0], full[1])))
             worst = max(worst, float((out[:, :, place] - expected[:, :, token]).abs().max()))
         return worst
 
@@ -159,7 +161,7 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
 def a_shard_that_does_not_fit(rank: int, world: int, odd: int, when: str) -> None:
     """One rank prepares for, or calls with, fewer tokens than the layout gives it."""
     mask = BlockMask.dense(HEADS, BlockGrid.uniform(world * 32, 16))
-    home = HomeLayout.contiguous(world * 32, world)
+    home = SequenceLayout.contiguous(world * 32, world)
     plan = make_plan(mask, f"U1R{world}", home=home)
     here, call = (20 if (rank, when) == (odd, moment) else 32 for moment in ("prepare", "call"))
     try:

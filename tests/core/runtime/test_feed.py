@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.consistency import on_all_ranks
+from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.schedule import DenseSchedule, Moment, StepCounter
+from dbsp_core.masks.schedule import DenoisingStep, DenseSchedule, StepCounter
 from feed_cases import OddOneOut, attend_in_two_steps, attend_with, dense_moments
 from workers import WorkerError
 
@@ -44,14 +44,14 @@ def test_alone_a_problem_is_told_as_it_is():
         raise ValueError("ρ_s is not a number")
 
     with pytest.raises(ValueError, match=r"^ρ_s is not a number$"):
-        on_all_ranks(SequenceGroup(0, 1), fail, torch.device("cpu"))
+        run_consistently(SequenceGroup(0, 1), fail, torch.device("cpu"))
 
 
 def test_steps_and_branches_are_told_from_timesteps():
     counter = StepCounter()
     moments = [counter.advance(t) for t in (999, 999, 800, 800, 5, 5, 999, 999, 800)]
     assert moments == [
-        Moment(s, b) for s, b in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0))
+        DenoisingStep(s, b) for s, b in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0))
     ]
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.runtime.forecast import UNIT, ForeseenMask, Trend, ahead_of, longest_serving
-from dbsp_core.runtime.plan_cache import LaggedPlanCache, PlanCache, ReplanRule
+from dbsp_core.runtime.forecast import UNIT, DensityTrend, ForecastMask, choose_longest_lived, forecast_offsets
+from dbsp_core.runtime.plan_cache import AsyncPlanCache, PlanCache, ReplanRule
 from reuse_cases import mask_of
 
 GRID = BlockGrid.uniform(16 * 16, 16)
@@ -25,8 +25,8 @@ def drifting(call: int) -> BlockMask:
     return mask_of(100 + 4 * call, 98 + 4 * call, 102 - 4 * call, 100 - 4 * call, grid=GRID)
 
 
-def noted(*masks: BlockMask) -> Trend:
-    trend = Trend()
+def noted(*masks: BlockMask) -> DensityTrend:
+    trend = DensityTrend()
     for mask in masks:
         trend.note(mask)
     return trend
@@ -57,7 +57,7 @@ class TestTrend:
 def test_a_foreseen_mask_has_the_counts_of_its_heads_times_whole_numbers():
     bits = np.random.default_rng(0).random((3, 16, 16)) < 0.4
     mask, growth = BlockMask(bits, GRID), np.array([5, 7, 11])
-    foreseen = ForeseenMask.of(mask, growth)
+    foreseen = ForecastMask.of(mask, growth)
     slots = np.random.default_rng(1).integers(0, 2, (3, 16))
     owner = np.random.default_rng(2).integers(0, 4, (3, 16))
     repeated = BlockMask(np.repeat(bits, growth, axis=0), GRID)
@@ -68,7 +68,7 @@ def test_a_foreseen_mask_has_the_counts_of_its_heads_times_whole_numbers():
     expected = repeated.counts.work(owner[head], slots[head], strategy)
     assert (foreseen.counts.work(owner, slots, strategy) == expected).all()
     finer = GRID.resized(8, 8)
-    assert (foreseen.refined(finer).counts.rows == mask.refined(finer).counts.rows * growth[:, None]).all()
+    assert (foreseen.subdivided(finer).counts.rows == mask.subdivided(finer).counts.rows * growth[:, None]).all()
 
 
 @pytest.mark.parametrize("lead", [0, 1])
@@ -85,18 +85,18 @@ def test_of_plans_the_one_that_serves_longest_is_taken(lead):
         tried.append(later.counts.rows.sum(axis=1).tolist())
         return apart
 
-    chosen = longest_serving(mask, trend, first, again, threshold=1.1, budget=0.3, lead=lead)
+    chosen = choose_longest_lived(mask, trend, first, again, threshold=1.1, budget=0.3, lead=lead)
     assert chosen.fingerprint == apart.fingerprint
     assert chosen.rho == apart.reused_for(mask).rho
     now, change = np.array([108, 106, 94, 92]), np.array([4, 4, -4, -4])
-    calls = lead + ahead_of(first.strategy)[0]
+    calls = lead + forecast_offsets(first.strategy)[0]
     assert tried[0] == (now * np.rint((1 + calls * change / now) * UNIT)).tolist()
 
 
 def test_the_plan_for_the_mask_at_hand_stands_where_none_serves_longer():
     mask = drifting(2)
     first = plan_u2(mask)
-    assert longest_serving(mask, noted(mask), first, plan_u2, threshold=1.1, budget=0.3, lead=0) is first
+    assert choose_longest_lived(mask, noted(mask), first, plan_u2, threshold=1.1, budget=0.3, lead=0) is first
 
 
 class TestBudget:
@@ -107,7 +107,7 @@ class TestBudget:
     @pytest.mark.parametrize("lagged", [False, True])
     def test_a_plan_is_replaced_when_it_has_wasted_more_than_the_budget(self, lagged):
         rule = ReplanRule(threshold=2.0, budget=0.5)
-        cache = LaggedPlanCache(rule, SequenceGroup(0, 1)) if lagged else PlanCache(rule)
+        cache = AsyncPlanCache(rule, SequenceGroup(0, 1)) if lagged else PlanCache(rule)
         replans = []
         for mask in (self.FIRST, self.WORSE, self.WORSE, self.WORSE, self.WORSE):
             cache.plan_for(0, mask, plan_u2)
@@ -135,7 +135,7 @@ class TestBudget:
             rng = np.random.default_rng(seed)
             start, slope = rng.integers(90, 160, 12), rng.normal(0, 1.5, 12)
             rule = ReplanRule(1.1, 0.2)
-            cache = LaggedPlanCache(rule, SequenceGroup(0, 1)) if lagged else PlanCache(rule)
+            cache = AsyncPlanCache(rule, SequenceGroup(0, 1)) if lagged else PlanCache(rule)
             for call in range(40):
                 mask = mask_of(*np.rint(start + slope * call).astype(int), grid=GRID)
                 cache.plan_for(0, mask, lambda m, _: make_plan(m, "U4R1"), *again)

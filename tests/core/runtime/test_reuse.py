@@ -9,9 +9,9 @@ import pytest
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.layout.sequence_layout import HomeLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.runtime.plan_cache import LaggedPlanCache, PlanCache, ReplanRule
+from dbsp_core.runtime.plan_cache import AsyncPlanCache, PlanCache, ReplanRule
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
@@ -75,7 +75,7 @@ class TestLagged:
 
     @pytest.fixture
     def lagged(self):
-        return LaggedPlanCache(ReplanRule(1.25), SequenceGroup(0, 1))
+        return AsyncPlanCache(ReplanRule(1.25), SequenceGroup(0, 1))
 
     def test_the_first_call_plans_at_once(self, lagged):
         assert lagged.plan_for(0, FIRST, plan_u2).plan.fingerprint == plan_u2(FIRST).fingerprint
@@ -105,7 +105,7 @@ class TestLagged:
 
     def test_what_goes_with_a_new_plan_is_prepared_in_the_thread_before_it_is_adopted(self, lagged):
         grid = FIRST.grid
-        home = HomeLayout.contiguous(grid.tokens, 2)
+        home = SequenceLayout.contiguous(grid.tokens, 2)
         threads = []
 
         def prepare(plan: Plan) -> RankPlan:
@@ -123,7 +123,7 @@ class TestLagged:
 
     def test_a_prepared_part_is_dropped_with_its_plan(self, lagged):
         """Guidance is switched off between two calls: the prepared part is of a plan for more heads."""
-        home = HomeLayout.contiguous(FIRST.grid.tokens, 2)
+        home = SequenceLayout.contiguous(FIRST.grid.tokens, 2)
         for mask in (FIRST, ABOVE):
             lagged.plan_for(0, mask, plan_u2, prepare=lambda plan: RankPlan.of(plan, home, 0))
         planned = lagged.plan_for(0, mask_of(6, 4), plan_u2)
@@ -152,7 +152,7 @@ class TestLagged:
 class TestStandingStill:
     def test_a_thread_that_stands_still_is_waited_for_as_long_as_the_group_would_wait(self, monkeypatch):
         monkeypatch.setattr(SequenceGroup, "timeout", timedelta(seconds=0.05))
-        cache, answer = LaggedPlanCache(ReplanRule(1.25), SequenceGroup(0, 1)), threading.Event()
+        cache, answer = AsyncPlanCache(ReplanRule(1.25), SequenceGroup(0, 1)), threading.Event()
 
         def stand_still(mask: BlockMask, current: Plan | None) -> Plan:
             answer.wait(30)  # ends a hang
@@ -195,10 +195,10 @@ def test_ranks_that_agree_go_on(pool):
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
-        ({"mask": SpargeSource(cdf=0.9)}, LaggedPlanCache),
+        ({"mask": SpargeSource(cdf=0.9)}, AsyncPlanCache),
         ({"mask": SpargeSource(cdf=0.9), "planning": "immediate"}, PlanCache),
         ({"mask": WindowSource()}, PlanCache),
-        ({"mask": WindowSource(), "planning": "lagged"}, LaggedPlanCache),
+        ({"mask": WindowSource(), "planning": "lagged"}, AsyncPlanCache),
     ],
 )
 def test_masks_from_queries_and_keys_are_planned_one_call_behind(settings, kind):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
-from dbsp_core.runtime.kernel_tables import build_tables, table_layout, whole_heads
+from dbsp_core.runtime.kernel_tables import build_tables, dense_head_layout, table_layout
 from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
 from generators import SEEDS, examples, grids, random_bits
 from interpreter import interpreted
@@ -128,7 +128,7 @@ def test_bits_take_an_eighth_of_a_byte_a_block():
 def test_whole_heads_are_recognised(strategy, tokens, text_tokens, heads):
     grid = BlockGrid.uniform(tokens, 16, text_tokens)
     plan = make_plan(BlockMask.dense(4, grid), strategy)
-    found = [whole_heads(plan, rank) for rank in range(plan.strategy.world)]
+    found = [dense_head_layout(plan, rank) for rank in range(plan.strategy.world)]
     if heads is None:
         assert (plan.split_heads > 0) == (strategy == "U3R1")
         assert found == [None] * plan.strategy.world

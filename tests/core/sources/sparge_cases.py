@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dbsp_core import HomeLayout, SequenceGroup, Strategy, make_plan
-from dbsp_core.sources import HomeTokens, MaskRequest, SpargeSource
+from dbsp_core import SequenceGroup, SequenceLayout, Strategy, make_plan
+from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
 
 RUBBISH = 1e4  # fills padding, which must not be seen
 
@@ -60,15 +60,15 @@ def predict_together(rank: int, world: int, case: SpargeCase, strategy: str) -> 
     grid = case.source.grid(case.request)
     if case.home == "shuffled":
         order = np.random.default_rng(7).permutation(grid.tokens)
-        home = HomeLayout.from_streams([order], world)
+        home = SequenceLayout.from_streams([order], world)
     else:
-        home = HomeLayout.named(case.home, grid, parsed, split_text=case.text_tokens > 0)
+        home = SequenceLayout.named(case.home, grid, parsed, split_text=case.text_tokens > 0)
     mine, places = (torch.from_numpy(a) for a in home.tokens_at(rank))
     local = []
     for everywhere in case.tensors():
         here = torch.full((case.batch, case.heads, home.shard, case.width), RUBBISH, dtype=case.dtype)
         here[:, :, places] = everywhere[:, :, mine]
         local.append(here)
-    tokens = HomeTokens(*local, home, SequenceGroup.of(), case.width**-0.5)
+    tokens = LocalQK(*local, home, SequenceGroup.of(), case.width**-0.5)
     mask = case.source.mask(case.request, tokens)
     return mask.fingerprint, make_plan(mask, parsed, home=home).fingerprint

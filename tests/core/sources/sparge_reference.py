@@ -22,14 +22,14 @@ class Margins:
 def predict(q: np.ndarray, k: np.ndarray, grid: BlockGrid, *, cdf=None, topk=None, similarity=0.3, sink=False):
     """q, k: float[H, N, D], tokens in canonical order. returns: (bool[H, nq, nk], margins)"""
     heads = len(q)
-    standing = np.argsort(standing_place(grid, 0).numpy())
+    token_permutation = np.argsort(standing_place(grid, 0).numpy())
     bits = np.zeros((heads, grid.nq, grid.nk), dtype=bool)
     margins = Margins(
         np.full(bits.shape, np.inf), np.full((heads, grid.nq), np.inf), np.full((heads, grid.nk), np.inf)
     )
     for head in range(heads):
-        mean_q, alike_q = pooled(q[head][standing], grid.q_axis)
-        mean_k, alike_k = pooled(k[head][standing], grid.k_axis)
+        mean_q, alike_q = pooled(q[head][token_permutation], grid.q_axis)
+        mean_k, alike_k = pooled(k[head][token_permutation], grid.k_axis)
         margins.similar_q[head], margins.similar_k[head] = np.abs(alike_q - similarity), np.abs(alike_k - similarity)
         for i in range(grid.nq):
             scores = np.array([mean_q[i] @ mean_k[j] for j in range(grid.nk)]) * q.shape[-1] ** -0.5

@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from dbsp_core.sources import HomeTokens
+from dbsp_core.sources import LocalQK
 from dbsp_kernels.packing.pooling import sum_tokens, sum_tokens_torch
 from sparge_cases import SpargeCase
 from sparge_reference import predict
@@ -40,7 +40,7 @@ def xfuser_module() -> ModuleType:
 
 def compare(twin: ModuleType, case: SpargeCase) -> dict[str, float]:
     q, k = case.tensors()
-    mask = case.source.mask(case.request, HomeTokens.alone(q, k))
+    mask = case.source.mask(case.request, LocalQK.alone(q, k))
     source = case.source
     theirs = twin.get_block_map_meansim(
         q, k, False, source.block_q, source.block_k, source.similarity, source.cdf, source.sink

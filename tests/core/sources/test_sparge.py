@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dbsp_core import Strategy
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.sources import HomeTokens, SpargeSource
+from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_core.sources.distributed_pooling import _unpack, pool
 from dbsp_kernels.packing.pooling import sum_tokens
 from dbsp_kernels.packing.row_bits import pack_bits
@@ -40,7 +40,7 @@ CASES = {
 
 
 def alone(case):
-    return case.source.mask(case.request, HomeTokens.alone(*case.tensors()))
+    return case.source.mask(case.request, LocalQK.alone(*case.tensors()))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -127,7 +127,7 @@ def test_values_that_are_not_finite_do_no_harm():
     """They give a useless video, but the ranks must still agree on a mask."""
     q, k = CASES["cdf"].tensors()
     q[0, 0, 0, 0], k[0, 1, 5] = torch.nan, torch.inf
-    first, second = (CASES["cdf"].source.mask(CASES["cdf"].request, HomeTokens.alone(q, k)) for _ in range(2))
+    first, second = (CASES["cdf"].source.mask(CASES["cdf"].request, LocalQK.alone(q, k)) for _ in range(2))
     assert first.fingerprint == second.fingerprint
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dbsp_core import Plan, make_plan
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, period_counts
+from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, work_by_ring_step
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.patterns import always_dense
 from dbsp_core.sources.synthetic.presets import PRESETS
@@ -33,7 +33,7 @@ def bits(source: SyntheticSource, request: MaskRequest = DEMO) -> np.ndarray:
 
 def rho_under(plan: Plan, mask: np.ndarray) -> float:
     cells = cell_counts(mask, plan.q_owner, plan.kv_slot, plan.strategy.world, plan.strategy.ring)
-    return imbalance_ratio(period_counts(cells, plan.strategy.ulysses))
+    return imbalance_ratio(work_by_ring_step(cells, plan.strategy.ulysses))
 
 
 def request_of(name: str, layer: int) -> MaskRequest:

@@ -11,11 +11,11 @@ from typing import BinaryIO
 
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["sole_run"]
+__all__ = ["exclusive_run"]
 
 
 @contextmanager
-def sole_run(lock: Path, video: Path) -> Iterator[bool]:
+def exclusive_run(lock: Path, video: Path) -> Iterator[bool]:
     """Holds a lock file, which is gone afterwards. The system lets go of it however a process ends.
 
     yields: whether this is known to be the only run; False where the file system knows no locks
