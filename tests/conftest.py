@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
 import interpreter  # noqa: F401  before anything else imports triton
+from repository import python_path
 from workers import WorkerPool
+
+os.environ["PYTHONPATH"] = python_path()  # of every process that a test starts
 
 
 @pytest.fixture(scope="session")
