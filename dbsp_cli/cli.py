@@ -118,8 +118,8 @@ def _plan_row(plan: Plan) -> dict[str, str | float | int]:
         "rho": plan.rho,
         "rho_bound": plan.rho_bound,
         "moved": plan.moved,
-        "split_heads": plan.split_heads,
-        "extra_kv": plan.extra_kv,
+        "split_heads": plan.assignment.split_heads,
+        "extra_kv": plan.assignment.extra_kv,
         "plan_ms": plan.plan_ms,
     }
 
@@ -138,7 +138,7 @@ def _plan_table(mask: BlockMask, gpus: int, plans: list[Plan]) -> Table:
         table.add_column(name, justify="left" if name in ("strategy", "planner") else "right", no_wrap=True)
     for p in plans:
         numbers = (f"{p.rho_before:.4f}", f"{p.rho:.4f}", f"{p.rho_bound:.4f}")
-        shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.extra_kv:.0%}")
+        shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.assignment.extra_kv:.0%}")
         tile = f" /{p.strategy.ring}" if p.grid != grid else ""  # works on blocks cut into so many parts
         table.add_row(str(p.strategy), p.planner + tile, *numbers, *shares, f"{p.plan_ms:.2f}")
     return table

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dbsp_core.reports.collect import is_writer, make_report, write_report_files
-from dbsp_core.reports.observer import RunObserver
+from dbsp_core.reports.observer import RunObserver, run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import NOTICE, UserError
 from dbsp_diffusers.patching import PatchSet, around_calls
@@ -32,7 +32,7 @@ def report_calls(
     A call that fails leaves nothing, and waits for nobody.
     whole: makes a rank's latents the whole video's, where each rank denoises a part. Collective
     """
-    observer = session.observer
+    observer = run_observer(session)
     if observer is None:
         return
 
@@ -68,7 +68,8 @@ def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> N
     What goes wrong here is one line on standard error, and what is a fault of db-SP's own has a traceback before it:
     neither that nor a full disk must end a generation that succeeded.
     """
-    folder = Path(session.config.report or ".")
+    observer = run_observer(session)
+    folder = Path(observer.folder if observer is not None else ".")
     try:
         report = make_report(session, model, host)
         if is_writer(session.group):

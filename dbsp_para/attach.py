@@ -12,6 +12,8 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.reports.collect import is_writer, make_report, write_report_files
+from dbsp_core.reports.observed import observed_session
+from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
@@ -117,13 +119,14 @@ def write_report(pipe: Any, folder: str | os.PathLike[str] | None = None) -> Non
     Raises ValueError where there is nothing to report, RuntimeError where a rank does not come.
     """
     session = session_of(pipe)
-    if session is None or session.observer is None:
+    observer = None if session is None else run_observer(session)
+    if session is None or observer is None:
         raise UserError("nothing was collected for a report; parallelize with config={'report': FOLDER, …}")
     name = model_name(pipe) if hasattr(pipe, "transformer") else type(getattr(pipe, "_orig_mod", pipe)).__name__
     report = make_report(session, name, "para")
     if is_writer(session.group):
-        write_report_files(report, session, Path(folder or session.config.report or "."))
-    session.observer.restart()
+        write_report_files(report, session, Path(folder or observer.folder))
+    observer.restart()
 
 
 def _parallelize(
@@ -142,7 +145,7 @@ def _parallelize(
     heads, layers = transformer.config.num_attention_heads, len(architecture.blocks_of(transformer))
     config = resolve_config(config, transformer, ranks.everyone, pipe=pipe)
     strategy = config.strategy_or(ranks.strategy)
-    session = AttentionSession(
+    session = observed_session(
         config, ranks.sequence, strategy, heads, layers, steps, generation=lambda: current_generation_id(pipe)
     )
     device = next(transformer.parameters()).device

@@ -9,6 +9,8 @@ from typing import Any
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.reports.observed import observed_session
+from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
@@ -53,7 +55,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     _require_parallel_kinds()
     config = resolve_config(config, transformer, sequence, pipe=pipe)
     strategy = _strategy(config)
-    session = AttentionSession(
+    session = observed_session(
         config,
         sequence,
         strategy,
@@ -169,12 +171,13 @@ def recorded(pipe: Any, model: str) -> Iterator[None]:
     Without a folder for reports, nothing.
     """
     session = session_of(pipe)
-    if session is None or session.observer is None:
+    observer = None if session is None else run_observer(session)
+    if session is None or observer is None:
         yield
         return
-    session.observer.postponed = True
+    observer.postponed = True
     try:
         yield
     finally:
-        session.observer.postponed = False
+        observer.postponed = False
     report_or_say_why_not(session, shown_name(model), "xdit")

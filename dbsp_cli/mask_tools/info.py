@@ -12,7 +12,7 @@ from dbsp_cli.mask_tools.quality import HeadError, smooth_tokens, sparse_errors
 from dbsp_cli.mask_tools.series import Balance, Drift, MaskSeries, balance_of, densities_of, drift_of, spread_out
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.runtime.plan_cache import ReplanRule
+from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["InfoOptions", "LayerError", "MaskInfo", "examine_masks"]
@@ -20,7 +20,7 @@ __all__ = ["InfoOptions", "LayerError", "MaskInfo", "examine_masks"]
 
 @dataclass(frozen=True)
 class InfoOptions:
-    """gpus, planners: for ρ_s.  threshold, budget: for replans, see `dbsp_core.runtime.plan_cache.ReplanRule`
+    """gpus, planners: for ρ_s.  threshold, budget: for replans, see `dbsp_core.runtime.plan_reuse.rule.ReplanRule`
 
     sample: layers to plan and compare; 0: all
     quality: measure errors;  limit: of the relative L1 error, above which it warns;  thw: where the masks lack it

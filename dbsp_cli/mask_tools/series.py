@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,8 @@ from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.runtime.plan_cache import PlanCache, ReplanRule
+from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
+from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["Balance", "Drift", "MaskSeries", "balance_of", "densities_of", "drift_of", "spread_out"]
@@ -147,7 +147,7 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
 def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, rule: ReplanRule) -> Drift:
     """Over all recorded steps of one layer, which is an attention as a run keeps plans for."""
 
-    def plan(mask: BlockMask, _: Any) -> Plan:
+    def plan(mask: BlockMask) -> Plan:
         return make_plan(mask, strategy, planner, compare=False)
 
     cache = PlanCache(rule, compare=False)
@@ -156,7 +156,7 @@ def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, rule: 
     before: BlockMask | None = None
     for step in series.steps:
         mask = series.get(step, layer)
-        cache.plan_for(layer, mask, plan, plan)
+        cache.plan_for(layer, mask, PlansBy(plan))
         if before is not None and mask.bits.shape == before.bits.shape:
             steps.append(step)
             either = int((mask.bits | before.bits).sum())

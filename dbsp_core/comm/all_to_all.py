@@ -1,9 +1,9 @@
-"""Routes: the uneven all-to-all that takes (head, block) pieces from their homes to their owners, and its inverse.
+"""The uneven all-to-all that takes (head, block) pieces from the ranks that hold them to their owners, and back.
 
-Each piece goes straight from home to owner, q, k and v packed into one exchange (or q apart, where memory asks for it,
-see `dbsp_core.cost.comm_volume`); what does not change rank does not
-travel. A route is tables of runs, made from blocks and fragments: one pass over memory packs what is sent, straight
-from the host's own strides, and one unpacks what came, straight into what the kernel reads.
+Each piece goes straight from holder to owner, q, k and v packed into one exchange (or q apart, where memory asks for
+it, see `exchange_q_separately`); what does not change rank does not travel. An exchange is tables of segments, made
+from blocks and shards: one pass over memory packs what is sent, straight from the host's own strides, and one unpacks
+what came, straight into what the kernel reads.
 """
 
 from __future__ import annotations
@@ -11,158 +11,174 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.cost.comm_volume import exchange_q_separately
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis
-from dbsp_core.planning.plan import Plan
+from dbsp_core.planning.assignment import Assignment
 from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
 
-__all__ = ["Route", "build_route"]
+__all__ = ["Exchange", "Route", "build_route", "exchange_q_separately"]
+
+UNEVEN = 1.05
+"""Rows of the rank that has most over their mean, from which on memory counts more than one more exchange."""
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
-    """One rank's side of the exchange.
+class Exchange:
+    """One rank's side of an all-to-all of uneven parts.
 
-    sent, received:         tokens of q, k and v together, by destination and by source
-    q_sent, q_received:     where queries go ahead, their tokens, and those above are of k and v; else nothing
-    returned, came_back:    tokens of the output, likewise
-    pack_q, pack_k, pack_v: from home to the send buffer, in which each destination's q, k and v follow one another
-    unpack_q, unpack_kv:    from the receive buffer to the packed rows, and to the packed KV blocks (head 0: k, 1: v)
-    pack_out, unpack_out:   the way back
-    q_places, kv_places:    Rq·Bq and Ck·Bk
+    sent, received: tokens by destination and by source
+    pack:   for each tensor that is sent, from its places to the send buffer, in which each destination's tokens of the
+            tensors follow one another
+    unpack: for each tensor that is made of what came, from the receive buffer to its places
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    returned: tuple[int, ...]
-    came_back: tuple[int, ...]
-    pack_q: CopySegments
-    pack_k: CopySegments
-    pack_v: CopySegments
-    unpack_q: CopySegments
-    unpack_kv: CopySegments
-    pack_out: CopySegments
-    unpack_out: CopySegments
+    pack: tuple[CopySegments, ...]
+    unpack: tuple[CopySegments, ...]
+
+    def to(self, device: torch.device) -> Exchange:
+        """The same with its tables on a device."""
+        return replace(self, pack=_moved(self.pack, device), unpack=_moved(self.unpack, device))
+
+    def send_buffer(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """[tokens sent, B, D], packed from tensors [B, heads, n, D] of any strides."""
+        first = tensors[0]
+        buffer = first.new_empty(sum(self.sent), first.shape[0], first.shape[3])
+        for tensor, segments in zip(tensors, self.pack, strict=True):
+            copy_segments(tensor, _by_batch(buffer), segments)
+        return buffer
+
+    def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+        """[tokens received, B, D], for what was packed into a send buffer."""
+        return group.all_to_all(buffer, self.received, self.sent)
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """How one rank's tensors travel between the layout outside attention and the owners of rows.
+
+    dispatch_exchanges: one of q, k and v; or one of q, and then one of k and v
+    combine_exchange:   of the output, on its way back
+    q_places, kv_places: Rq·Bq and Ck·Bk, tokens with the places beyond short blocks
+    """
+
+    dispatch_exchanges: tuple[Exchange, ...]
+    combine_exchange: Exchange
     q_places: int
     kv_places: int
-    q_sent: tuple[int, ...] = ()
-    q_received: tuple[int, ...] = ()
 
     def to(self, device: torch.device) -> Route:
         """The same with its tables on a device."""
-        if self.pack_q.table.device.type == device.type == "cpu":
-            return self
-        moved: dict[str, Any] = {
-            name: one.to(device) for name, one in vars(self).items() if isinstance(one, CopySegments)
-        }
-        return replace(self, **moved)
+        there = tuple(exchange.to(device) for exchange in self.dispatch_exchanges)
+        return replace(self, dispatch_exchanges=there, combine_exchange=self.combine_exchange.to(device))
 
-    def to_owners(
+    def tokens_sent(self, rank: int) -> tuple[int, int]:
+        """How many tokens of one head `rank`, whose route this is, sends to others: in dispatch, and in combine."""
+        dispatch, combine = (
+            sum(sum(one.sent) - one.sent[rank] for one in exchanges)
+            for exchanges in (self.dispatch_exchanges, (self.combine_exchange,))
+        )
+        return dispatch, combine
+
+    def dispatch(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q, k, v: [B, H, n_local, D] at home, of any strides.
+        """q, k, v: [B, H, n_local, D] outside attention, of any strides.
 
         returns: packed q [B, Rq·Bq, D] and packed k, v together [2, B, Ck·Bk, D], zero beyond short blocks
         """
         batch, _, _, width = q.shape
-        parts = (q, self.pack_q), (k, self.pack_k), (v, self.pack_v)
-        if self.q_sent:
-            came = _exchange(parts[:1], self.q_sent, self.q_received, group)
-        else:
-            came = _exchange(parts, self.sent, self.received, group)
+        first, *second = self.dispatch_exchanges
+        came = first.run(first.send_buffer(*((q,) if second else (q, k, v))), group)
         packed_q = q.new_empty(batch, self.q_places, width)
-        copy_segments(_by_batch(came), packed_q[:, None], self.unpack_q)
-        if self.q_sent:
+        copy_segments(_by_batch(came), packed_q[:, None], first.unpack[0])
+        if second:
             del came
-            came = _exchange(parts[1:], self.sent, self.received, group)
+            came = second[0].run(second[0].send_buffer(k, v), group)
         packed_kv = q.new_empty(2, batch, self.kv_places, width)
-        copy_segments(_by_batch(came), packed_kv.transpose(0, 1), self.unpack_kv)
+        copy_segments(_by_batch(came), packed_kv.transpose(0, 1), self.dispatch_exchanges[-1].unpack[-1])
         return packed_q, packed_kv
 
-    def to_homes(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    def combine(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         """The way back. out: packed [B, Rq·Bq, D]; returns: [B, H, n_local, D], strided as `like`, zero at padding."""
-        batch, _, width = out.shape
-        buffer = out.new_empty(sum(self.returned), batch, width)
-        copy_segments(out[:, None], _by_batch(buffer), self.pack_out)
-        del out
-        came = group.all_to_all(buffer, self.came_back, self.returned)
+        buffer = self.combine_exchange.send_buffer(out[:, None])
+        del out  # before what comes is allocated
+        came = self.combine_exchange.run(buffer, group)
         del buffer
-        home = torch.empty_like(like, dtype=came.dtype)
-        copy_segments(_by_batch(came), home, self.unpack_out)
-        return home
+        local = torch.empty_like(like, dtype=came.dtype)
+        copy_segments(_by_batch(came), local, self.combine_exchange.unpack[0])
+        return local
 
 
-def _exchange(
-    parts: Sequence[tuple[torch.Tensor, CopySegments]],
-    sent: tuple[int, ...],
-    received: tuple[int, ...],
-    group: SequenceGroup,
-) -> torch.Tensor:
-    """What comes, [tokens, B, D], for what is packed from these tensors. What is sent is let go."""
-    first = parts[0][0]
-    buffer = first.new_empty(sum(sent), first.shape[0], first.shape[3])
-    for tensor, runs in parts:
-        copy_segments(tensor, _by_batch(buffer), runs)
-    return group.all_to_all(buffer, received, sent)
+def _moved(segments: tuple[CopySegments, ...], device: torch.device) -> tuple[CopySegments, ...]:
+    return tuple(one if one.table.device.type == device.type == "cpu" else one.to(device) for one in segments)
 
 
 def _by_batch(buffer: torch.Tensor) -> torch.Tensor:
-    """A buffer [tokens, B, D] as the one head [B, 1, tokens, D] that it is to runs."""
+    """A buffer [tokens, B, D] as the one head [B, 1, tokens, D] that it is to segments."""
     return buffer.transpose(0, 1)[:, None]
 
 
-def build_route(plan: Plan, home: SequenceLayout, rank: int, n_local: int, device: torch.device) -> Route:
-    """The route of one rank, which holds `n_local` tokens (padding included) at home."""
-    strategy, grid = plan.strategy, plan.grid
-    queries, keys = _axes(plan, home)
-    own_rows = plan.rows_of(rank)
-    own_blocks = plan.slot_blocks(rank // strategy.ulysses, rank % strategy.ulysses)
+def exchange_q_separately(assignment: Assignment) -> bool:
+    """Whether queries have an exchange of their own, before that of keys and values.
+
+    With Ulysses only, memory is fullest when q, k and v are at their owner twice, as they came and as the kernel reads
+    them. Where a rank has many more rows than most, because they are sparse, that would be more than plain Ulysses
+    takes, so that queries are unpacked first. Rings are fullest later.
+    """
+    world = assignment.strategy.world
+    if assignment.strategy.ring > 1 or world == 1:
+        return False
+    rows = np.bincount(assignment.q_owner.ravel(), minlength=world)
+    return bool(rows.max() * world > UNEVEN * assignment.q_owner.size)
+
+
+def build_route(
+    assignment: Assignment, layout: SequenceLayout, rank: int, n_local: int, device: torch.device
+) -> Route:
+    """The route of one rank, which holds `n_local` tokens (padding included) outside attention."""
+    strategy, grid = assignment.strategy, assignment.grid
+    queries, keys = _axes(assignment, layout)
+    own_rows = assignment.rows_of(rank)
+    own_blocks = assignment.slot_blocks(rank // strategy.ulysses, rank % strategy.ulysses)
     # 1. Where this rank's pieces are: at home, by the rank that wants them; packed, by the rank they come from.
-    q_home = queries.at_home(rank, lambda heads, blocks: plan.q_owner[np.ix_(heads, blocks)][..., None])
-    kv_home = keys.at_home(rank, functools.partial(_holders, plan))
+    q_home = queries.at_home(rank, lambda heads, blocks: assignment.q_owner[np.ix_(heads, blocks)][..., None])
+    kv_home = keys.at_home(rank, functools.partial(_holders, assignment))
     q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
-    # 2. Where they are in the buffers that are exchanged.
-    world = strategy.world
-    returned, (return_q,) = _buffer_places(world, q_packed)
-    came_back, (arrive_q,) = _buffer_places(world, q_home)
-    q_sent: tuple[int, ...] = ()
-    q_received: tuple[int, ...] = ()
-    if exchange_q_separately(plan):
-        q_sent, send_q, q_received, receive_q = came_back, arrive_q, returned, return_q  # the way back, turned round
-        sent, (send_k, send_v) = _buffer_places(world, kv_home, kv_home)
-        received, (receive_k, receive_v) = _buffer_places(world, kv_packed, kv_packed)
-    else:
-        sent, (send_q, send_k, send_v) = _buffer_places(world, q_home, kv_home, kv_home)
-        received, (receive_q, receive_k, receive_v) = _buffer_places(world, q_packed, kv_packed, kv_packed)
-    # 3. Runs from the places on one side to those on the other.
-    unpack_k = _from_buffer(receive_k, kv_packed)
-    unpack_v = _from_buffer(receive_v, replace(kv_packed, head=kv_packed.head + 1))
-    return Route(
-        sent=sent,
-        received=received,
-        returned=returned,
-        came_back=came_back,
-        pack_q=CopySegments.of(_to_buffer(q_home, send_q), device),
-        pack_k=CopySegments.of(_to_buffer(kv_home, send_k), device),
-        pack_v=CopySegments.of(_to_buffer(kv_home, send_v), device),
-        unpack_q=CopySegments.of(_from_buffer(receive_q, q_packed), device),
-        unpack_kv=CopySegments.of(np.concatenate([unpack_k, unpack_v]), device),
-        pack_out=CopySegments.of(_to_buffer(q_packed, return_q), device),
-        unpack_out=CopySegments.of(
-            np.concatenate([_from_buffer(arrive_q, q_home), _padding(home, rank, n_local, plan.heads)]), device
-        ),
-        q_places=len(own_rows[0]) * grid.block_q,
-        kv_places=len(own_blocks[0]) * grid.block_k,
-        q_sent=q_sent,
-        q_received=q_received,
+    v_packed = replace(kv_packed, head=kv_packed.head + 1)
+    empty = _padding(layout, rank, n_local, assignment.heads)
+    # 2. Which tensors travel together, and where the pieces of each are in the buffers that are exchanged.
+    apart = exchange_q_separately(assignment)
+    together = (("q",), ("k", "v")) if apart else (("q", "k", "v"),)
+    home, packed = {"q": q_home, "k": kv_home, "v": kv_home}, {"q": q_packed, "k": kv_packed, "v": v_packed}
+    dispatch = []
+    for names in together:
+        sent, send = _buffer_places(strategy.world, *(home[name] for name in names))
+        received, receive = _buffer_places(strategy.world, *(packed[name] for name in names))
+        # 3. Segments from the places on one side to those on the other.
+        pack = [_to_buffer(home[name], start) for name, start in zip(names, send, strict=True)]
+        came = {name: _from_buffer(start, packed[name]) for name, start in zip(names, receive, strict=True)}
+        unpack = [came["q"]] if "q" in came else []
+        if "k" in came:
+            unpack.append(np.concatenate([came["k"], came["v"]]))
+        dispatch.append(Exchange(sent, received, _segments(pack, device), _segments(unpack, device)))
+    returned, (send_out,) = _buffer_places(strategy.world, q_packed)
+    came_back, (receive_out,) = _buffer_places(strategy.world, q_home)
+    unpack_out = np.concatenate([_from_buffer(receive_out, q_home), empty])
+    combine = Exchange(
+        returned, came_back, _segments([_to_buffer(q_packed, send_out)], device), _segments([unpack_out], device)
     )
+    return Route(tuple(dispatch), combine, len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k)
+
+
+def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopySegments, ...]:
+    return tuple(CopySegments.of(table, device) for table in tables)
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,22 +252,22 @@ class _Axis:
         return _Places.sorted_by_rank(parts)
 
 
-def _axes(plan: Plan, home: SequenceLayout) -> tuple[_Axis, _Axis]:
+def _axes(assignment: Assignment, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
     """Those of queries and of keys."""
-    grid = plan.grid
-    found = [(heads, home.block_segments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
+    grid = assignment.grid
+    found = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(assignment.heads)]
     queries, keys = (tuple((heads, both[axis]) for heads, both in found) for axis in (0, 1))
     return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
 
 
-def _holders(plan: Plan, heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """int64[heads, blocks, x]: the ranks that hold KV blocks in period 0, one in each column that needs the head.
+def _holders(assignment: Assignment, heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """int64[heads, blocks, x]: the ranks that hold KV blocks in ring step 0, one per Ulysses rank that needs them.
 
-    Their ring rank is the block's slot; -1 for columns that don't need it.
+    Their ring rank is the block's slot; -1 for Ulysses ranks that don't need it.
     """
-    columns = np.arange(plan.strategy.ulysses)
-    holders = plan.kv_slot[np.ix_(heads, blocks)][..., None] * plan.strategy.ulysses + columns
-    return np.where(plan.head_columns[heads][:, None, :], holders, -1)
+    ulysses_ranks = np.arange(assignment.strategy.ulysses)
+    holders = assignment.kv_slot[np.ix_(heads, blocks)][..., None] * assignment.strategy.ulysses + ulysses_ranks
+    return np.where(assignment.head_ulysses_ranks[heads][:, None, :], holders, -1)
 
 
 def _buffer_places(world: int, *parts: _Places) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:

@@ -1,4 +1,4 @@
-"""Who sends how much to whom: the bytes of a plan, counted from blocks. numpy alone at work; microseconds per plan."""
+"""Who sends how much to whom: the bytes of an assignment, counted from blocks, in microseconds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import numpy as np
 
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
-from dbsp_core.planning.plan import Plan
+from dbsp_core.planning.assignment import Assignment
 
-__all__ = ["Traffic", "exchange_q_separately", "traffic_of"]
-
-UNEVEN = 1.05
-"""Rows of the rank that has most over their mean, from which on memory counts more than one more exchange."""
+__all__ = ["Traffic", "traffic_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,19 +30,19 @@ class Traffic:
     slots: np.ndarray
 
     @property
-    def to_owners(self) -> np.ndarray:
+    def dispatch(self) -> np.ndarray:
         """float64[P, P]: queries, keys and values from home to owner."""
         return self.queries + 2 * self.keys
 
     @property
-    def to_homes(self) -> np.ndarray:
+    def combine(self) -> np.ndarray:
         """float64[P, P]: outputs from owner to home."""
         return self.queries.T
 
 
-def traffic_of(plan: Plan, home: SequenceLayout) -> Traffic:
-    """Counts what `plan` moves under `home`. Raises ValueError when they do not fit each other."""
-    strategy, grid = plan.strategy, plan.grid
+def traffic_of(assignment: Assignment, home: SequenceLayout) -> Traffic:
+    """Counts what an assignment moves under `home`. Raises ValueError when they do not fit each other."""
+    strategy, grid = assignment.strategy, assignment.grid
     if (home.tokens, home.world) != (grid.tokens, strategy.world):
         raise ValueError(
             f"home layout of {home.tokens} tokens on {home.world} ranks does not fit a plan of {grid.tokens} tokens "
@@ -54,29 +51,16 @@ def traffic_of(plan: Plan, home: SequenceLayout) -> Traffic:
     queries = np.zeros((strategy.world, strategy.world))
     keys = np.zeros_like(queries)
     slots = np.zeros(strategy.world, dtype=np.int64)
-    for order, heads in grid.order_groups(plan.heads):
+    for order, heads in grid.order_groups(assignment.heads):
         q_home, k_home = _tokens_at(home, grid, order)
-        queries += q_home.T @ _by_rank(plan.q_owner[heads], strategy.world).T
-        head, column = np.nonzero(plan.head_columns[heads])
-        holder = plan.kv_slot[heads][head] * strategy.ulysses + column[:, None]
+        queries += q_home.T @ _by_rank(assignment.q_owner[heads], strategy.world).T
+        head, column = np.nonzero(assignment.head_ulysses_ranks[heads])
+        holder = assignment.kv_slot[heads][head] * strategy.ulysses + column[:, None]
         held = _by_rank(holder, strategy.world)
         keys += k_home.T @ held.T
         slots += held.sum(axis=1).astype(np.int64)
-    rows = np.bincount(plan.q_owner.ravel(), minlength=strategy.world)
+    rows = np.bincount(assignment.q_owner.ravel(), minlength=strategy.world)
     return Traffic(queries, keys, rows, slots.reshape(strategy.ring, strategy.ulysses))
-
-
-def exchange_q_separately(plan: Plan) -> bool:
-    """Whether queries have an exchange of their own, before that of keys and values.
-
-    With Ulysses alone memory is fullest when q, k and v lie twice at their owner, as they came and as the kernel reads
-    them. Where a rank has many more rows than most, because they are sparse, that would be more than plain Ulysses
-    takes, so that queries are put in their place first. Rings are fullest later.
-    """
-    if plan.strategy.ring > 1 or plan.strategy.world == 1:
-        return False
-    rows = np.bincount(plan.q_owner.ravel(), minlength=plan.strategy.world)
-    return bool(rows.max() * plan.strategy.world > UNEVEN * plan.q_owner.size)
 
 
 def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.cost.comm_volume import Traffic, exchange_q_separately, traffic_of
+from dbsp_core.comm.all_to_all import exchange_q_separately
+from dbsp_core.cost.comm_volume import Traffic, traffic_of
 from dbsp_core.cost.hardware import Constants, Hardware
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -132,10 +133,10 @@ def predict(
     home = home or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     _require_fit(plan, shape, topology)
     _require_network(hardware, topology)
-    traffic = traffic_of(plan, home)
-    exchanged = [traffic.to_owners, traffic.to_homes]
-    if exchange_q_separately(plan):
-        exchanged = [traffic.queries, 2 * traffic.keys, traffic.to_homes]
+    traffic = traffic_of(plan.assignment, home)
+    exchanged = [traffic.dispatch, traffic.combine]
+    if exchange_q_separately(plan.assignment):
+        exchanged = [traffic.queries, 2 * traffic.keys, traffic.combine]
     return Prediction(
         exchange_s=sum(_exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
         periods=_periods(plan, traffic, shape, known, topology),
@@ -186,7 +187,7 @@ def _periods(
     plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
 ) -> tuple[tuple[float, float], ...]:
     grid, ring = plan.grid, plan.strategy.ring
-    rank_s = plan.work * (shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known))
+    rank_s = plan.metrics.work * (shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known))
     rank_s += traffic.rows * (shape.batch * known.row_s)
     merge_s = traffic.rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
     rank_s[1:] += merge_s

@@ -10,9 +10,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.imbalance import work_by_ring_step
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["BlockMask", "MaskCounts"]
@@ -51,7 +49,7 @@ class MaskCounts:
             self._sums = _integers(torch.stack(rows)), _integers(torch.stack(columns))
         return self._sums
 
-    def cells(self, slots: np.ndarray, ring: int) -> np.ndarray:
+    def work_by_slot(self, slots: np.ndarray, ring: int) -> np.ndarray:
         """int[H, nq, ring]: dense blocks of each row by the ring slot its keys travel in. slots: int[H, nk]
 
         In 32 bits, as planners read them many times.
@@ -62,7 +60,7 @@ class MaskCounts:
         return self._counted([slots], ring)[0] if known is None else known
 
     def count(self, many: Sequence[np.ndarray], ring: int) -> None:
-        """Makes ready what `rows`, `columns` and `cells` give for each of these slots: in one pass over the bits."""
+        """Prepares `rows`, `columns` and `work_by_slot` for each of these slots, in one pass over the bits."""
         missing = [slots for slots in many if self._known(slots, ring) is None]
         if ring > 1 and missing:
             self._counted(missing, ring)
@@ -96,12 +94,6 @@ class MaskCounts:
         """Ones and zeros to add up: in 16 bits, products are exact below 2**11."""
         small = head.is_cuda and max(head.shape) <= 2**11
         return head.to(torch.float16 if small else torch.float32)
-
-    def work(self, q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy) -> np.ndarray:
-        """int64[y, P]: b(i, g) of Eq. 1, dense blocks by (period, rank). q_owner: int[H, nq];  kv_slot: int[H, nk]"""
-        cells = self.cells(kv_slot, strategy.ring)
-        by_rank = [np.bincount(q_owner.ravel(), cells[..., s].ravel(), strategy.world) for s in range(strategy.ring)]
-        return work_by_ring_step(np.stack(by_rank, axis=1).astype(np.int64), strategy.ulysses)
 
 
 def _integers(sums: torch.Tensor) -> np.ndarray:

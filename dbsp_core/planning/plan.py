@@ -1,156 +1,126 @@
-"""Plans: who computes which row, and in which slot each KV block travels, with the numbers that justify it."""
+"""Plans: an assignment, the numbers it has for a mask, and how it was made."""
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockAxis, BlockGrid
-from dbsp_core.masks.token_order import CANONICAL
-from dbsp_core.planning.baselines import balanced_majority_rank, contiguous_assignment, majority_rank
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.imbalance import imbalance_ratio
-from dbsp_core.planning.planners import PlannerInput, PlannerSettings, require_planner
+from dbsp_core.planning.majority import baseline_assignment, majority_ring_ranks
+from dbsp_core.planning.planners import Planner, PlannerInput, PlannerSettings, require_planner
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["Plan", "can_subdivide", "make_plan", "require_slots"]
+__all__ = ["Plan", "PlanMetrics", "can_subdivide", "make_plan", "require_slots"]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanMetrics:
+    """The numbers of an assignment for one mask.
+
+    work:          int64[y, P], dense blocks by (ring step, rank)
+    baseline_work: the same of `baseline_assignment`; None where comparing was left out
+    rho_bound:     ρ_s that no plan of this planner's granularity can beat; NaN where comparing was left out
+    """
+
+    work: np.ndarray
+    baseline_work: np.ndarray | None
+    rho_bound: float
+
+    @classmethod
+    def of(
+        cls, assignment: Assignment, mask: BlockMask, planner: Planner, *, head_cap: bool, compare: bool
+    ) -> PlanMetrics:
+        """Counts the blocks of `mask`. compare: whether to count also what needs no assignment, as reports show it"""
+        baseline, bound = None, float("nan")
+        fine = mask.subdivided(assignment.grid)
+        if compare:
+            without = baseline_assignment(mask.grid, mask.heads, assignment.strategy)
+            if fine is mask:
+                mask.counts.count([without.kv_slot, assignment.kv_slot], assignment.strategy.ring)
+            baseline = without.work(mask.counts)
+            bound = planner.bound(fine.counts.rows, fine.counts.columns, assignment.strategy, head_cap)
+        return cls(assignment.work(fine.counts), baseline, bound)
+
+    @property
+    def compared(self) -> tuple[np.ndarray, np.ndarray]:
+        """`work` and `baseline_work`. Raises RuntimeError where comparing was left out."""
+        if self.baseline_work is None:
+            raise RuntimeError("this plan was made without comparing it to the contiguous one")
+        return self.work, self.baseline_work
+
+    @property
+    def rho(self) -> float:
+        """ρ_s of Eq. 1."""
+        return imbalance_ratio(self.work)
+
+    @property
+    def rho_before(self) -> float:
+        """ρ_s without db-SP."""
+        return float("nan") if self.baseline_work is None else imbalance_ratio(self.baseline_work)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """An immutable assignment of work.
+    """An assignment, its numbers for a mask, and how it was made.
 
-    q_owner: int64[H, nq], the rank that computes each (head, query block) row
-    kv_slot: int64[H, nk], the ring slot in which each (head, KV block) travels
-    work:    int64[y, P], dense blocks by (period, rank): b(i, g) of Eq. 1
-    work_before:     int64[y, P], the same of the contiguous plan on the contiguous home layout; None where that was
-                     left out (`make_plan(compare=False)`)
-    rho, rho_before: ρ_s of this plan, and of the contiguous one; nan where that was left out
-    rho_bound:       ρ_s that no plan of this granularity can beat; nan where comparing was left out
-    moved:           share of Q, K, V elements whose owner's ring rank is not their home's
-    head_cap:        see `dbsp_core.planning.planners.PlannerSettings`
-    plan_ms:         time from counts to owners and slots, milliseconds; counting blocks is not in it
-    grid:            the mask's, or for planner "burst" one whose blocks are parts of the mask's
+    moved:    share of Q, K, V elements whose owner's ring rank is not that of the rank that holds them outside
+    head_cap: see `dbsp_core.planning.planners.PlannerSettings`
+    plan_ms:  time from counts to owners and slots, milliseconds; counting blocks is not in it
+    The assignment's grid is the mask's, or for planner "burst" one whose blocks are parts of the mask's.
     """
 
-    strategy: Strategy
+    assignment: Assignment
+    metrics: PlanMetrics
     planner: str
-    grid: BlockGrid
-    q_owner: np.ndarray
-    kv_slot: np.ndarray
-    work: np.ndarray
-    work_before: np.ndarray | None
-    rho_bound: float
     moved: float
     plan_ms: float
     head_cap: bool = False
 
     @property
+    def strategy(self) -> Strategy:
+        return self.assignment.strategy
+
+    @property
+    def grid(self) -> BlockGrid:
+        return self.assignment.grid
+
+    @property
     def heads(self) -> int:
-        return len(self.q_owner)
+        return self.assignment.heads
 
     @property
     def rho(self) -> float:
-        return imbalance_ratio(self.work)
+        return self.metrics.rho
 
     @property
     def rho_before(self) -> float:
-        return float("nan") if self.work_before is None else imbalance_ratio(self.work_before)
+        return self.metrics.rho_before
 
     @property
-    def contiguous_work(self) -> np.ndarray:
-        """`work_before`. Raises RuntimeError where comparing was left out."""
-        if self.work_before is None:
-            raise RuntimeError("this plan was made without comparing it to the contiguous one")
-        return self.work_before
+    def rho_bound(self) -> float:
+        return self.metrics.rho_bound
 
     @property
     def density(self) -> float:
         """Share of blocks that are dense."""
-        return int(self.work.sum()) / (self.heads * self.grid.nq * self.grid.nk)
+        return int(self.metrics.work.sum()) / (self.heads * self.grid.nq * self.grid.nk)
 
-    @cached_property
-    def head_columns(self) -> np.ndarray:
-        """bool[H, x]: the Ulysses columns in which each head has rows, hence needs its keys and values."""
-        columns = np.zeros((self.heads, self.strategy.ulysses), dtype=bool)
-        columns[np.arange(self.heads)[:, None], self.q_owner % self.strategy.ulysses] = True
-        return columns
-
-    @property
-    def split_heads(self) -> int:
-        """Heads whose rows are in more than one Ulysses column."""
-        return int((self.head_columns.sum(axis=1) > 1).sum())
-
-    @property
-    def extra_kv(self) -> float:
-        """K and V elements sent more than once, to further columns of split heads, as a share of all Q, K, V."""
-        return int((self.head_columns.sum(axis=1) - 1).clip(min=0).sum()) * 2 / (3 * self.heads)
-
-    @cached_property
-    def fingerprint(self) -> int:
-        """63 bits that differ between plans: equal on all ranks or the job would hang or be wrong."""
-        digest = hashlib.blake2b(str((self.strategy, self.grid)).encode(), digest_size=8)
-        digest.update(self.q_owner.astype(np.uint16).tobytes())  # no more ranks than that, and a quarter of the bytes
-        digest.update(self.kv_slot.astype(np.uint16).tobytes())
-        return int.from_bytes(digest.digest(), "big") >> 1
-
-    def same_route(self, other: Plan) -> bool:
-        """Whether both send the same pieces to the same ranks."""
-        assignments = (self.q_owner, self.kv_slot), (other.q_owner, other.kv_slot)
-        return (self.strategy, self.grid) == (other.strategy, other.grid) and all(
-            mine is theirs or np.array_equal(mine, theirs) for mine, theirs in zip(*assignments, strict=True)
-        )
-
-    def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(head, query block) of the rows that `rank` computes, int64[Rq] each, in packing order."""
-        return _places_of(self.q_owner == rank)
-
-    def slot_blocks(self, slot: int, column: int) -> tuple[np.ndarray, np.ndarray]:
-        """(head, KV block) of what travels in `slot` along Ulysses column `column`, int64[Ck] each, as packed."""
-        return _places_of((self.kv_slot == slot) & self.head_columns[:, column, None])
-
-    def blocks_by_slot(self, column: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`slot_blocks` of all slots, in one pass."""
-        wanted = np.flatnonzero(np.repeat(self.head_columns[:, column], self.kv_slot.shape[1]))
-        slot = self.kv_slot.reshape(-1)[wanted].astype(np.uint16)  # sorted by radix
-        sizes = np.bincount(slot, minlength=self.strategy.ring)
-        in_order = wanted[np.argsort(slot, kind="stable")]
-        pieces = np.split(in_order, np.cumsum(sizes)[:-1])
-        return [(piece // self.kv_slot.shape[1], piece % self.kv_slot.shape[1]) for piece in pieces]
-
-    def reused_for(self, mask: BlockMask, *, compare: bool = True) -> Plan:
+    def evaluate(self, mask: BlockMask, *, compare: bool = True) -> Plan:
         """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0.
 
         compare: as for `make_plan`
         """
-        if compare and mask.grid == self.grid:
-            mask.counts.count([_stay(mask.grid, mask.heads, self.strategy)[1], self.kv_slot], self.strategy.ring)
-        before = _baseline(mask, self.strategy) if compare else None
-        mask = mask.subdivided(self.grid)
-        counts = mask.counts
-        bound = float("nan")
-        if compare:
-            bound = require_planner(self.planner).bound(counts.rows, counts.columns, self.strategy, self.head_cap)
-        work = counts.work(self.q_owner, self.kv_slot, self.strategy)
-        reused = replace(self, work=work, work_before=before, rho_bound=bound, plan_ms=0.0)
-        # What follows from owners and slots alone is the same.
-        for name in ("head_columns", "fingerprint"):
-            if name in vars(self):
-                vars(reused)[name] = vars(self)[name]
-        return reused
-
-
-def _places_of(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`np.nonzero` of bool[H, n], which takes several times as long in two dimensions as in one."""
-    head, block = np.divmod(np.flatnonzero(chosen), chosen.shape[1])
-    return head, block
+        planner = require_planner(self.planner)
+        metrics = PlanMetrics.of(self.assignment, mask, planner, head_cap=self.head_cap, compare=compare)
+        return replace(self, metrics=metrics, plan_ms=0.0)
 
 
 def require_slots(strategy: Strategy, grid: BlockGrid) -> None:
@@ -192,12 +162,13 @@ def make_plan(
             f"home layout of {home.tokens} tokens on {home.world} ranks does not fit {mask.grid.tokens} tokens on "
             f"{strategy.world}; build it from the same grid and strategy"
         )
-    before = _baseline(mask, strategy) if compare else None
-    if chosen.subdivides:
-        mask = mask.subdivided(_cut(mask.grid, strategy.ring))
-    grid, rows, columns = mask.grid, mask.counts.rows, mask.counts.columns
-    q_home, k_home = _majority_rings(home, grid, mask.heads, strategy)
-    count_work_by_slot = _Stopwatch(lambda slots: mask.counts.cells(slots, strategy.ring))
+    fine = mask.subdivided(_subdivide(mask.grid, strategy.ring)) if chosen.subdivides else mask
+    grid, counts = fine.grid, fine.counts
+    if compare and fine is mask:
+        counts.count([baseline_assignment(grid, mask.heads, strategy).kv_slot], strategy.ring)
+    rows, columns = counts.rows, counts.columns
+    q_home, k_home = majority_ring_ranks(home, grid, mask.heads, strategy)
+    count_work_by_slot = _Stopwatch(lambda slots: counts.work_by_slot(slots, strategy.ring))
     given = PlannerInput(
         strategy=strategy,
         rows=rows,
@@ -210,16 +181,12 @@ def make_plan(
     start = time.perf_counter()
     q_owner, kv_slot = chosen.assign(given)
     seconds = time.perf_counter() - start - count_work_by_slot.seconds
+    assignment = Assignment(strategy, grid, q_owner, kv_slot)
     return Plan(
-        strategy=strategy,
+        assignment=assignment,
+        metrics=PlanMetrics.of(assignment, mask, chosen, head_cap=settings.head_cap, compare=compare),
         planner=planner,
-        grid=grid,
-        q_owner=q_owner,
-        kv_slot=kv_slot,
-        work=mask.counts.work(q_owner, kv_slot, strategy),
-        work_before=before,
-        rho_bound=chosen.bound(rows, columns, strategy, settings.head_cap) if compare else float("nan"),
-        moved=_moved(q_owner, kv_slot, strategy, grid, home),
+        moved=_moved(assignment, home),
         plan_ms=seconds * 1e3,
         head_cap=settings.head_cap,
     )
@@ -240,56 +207,12 @@ class _Stopwatch:
             self.seconds += time.perf_counter() - start
 
 
-def _baseline(mask: BlockMask, strategy: Strategy) -> np.ndarray:
-    """int64[y, P]: the work of the contiguous plan on the contiguous home layout, which is what runs without db-SP."""
-    return mask.counts.work(*_stay(mask.grid, mask.heads, strategy), strategy)
-
-
-@lru_cache(maxsize=16)
-def _stay(grid: BlockGrid, heads: int, strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
-    """Owners and slots of the contiguous plan on the contiguous home layout; equal for all masks of a grid."""
-    home = SequenceLayout.contiguous(grid.tokens, strategy.world)
-    return _read_only(contiguous_assignment(heads, *_majority_rings(home, grid, heads, strategy), strategy.ulysses))
-
-
-@lru_cache(maxsize=16)
-def _majority_rings(
-    home: SequenceLayout, grid: BlockGrid, heads: int, strategy: Strategy
-) -> tuple[np.ndarray, np.ndarray]:
-    """int64[nq], int64[nk]: the ring rank that holds most of each query and KV block.
-
-    [H, nq], [H, nk] where heads have token orders of their own.
-    """
-
-    def residents(fragments: ShardSegments, axis: BlockAxis, order: str) -> np.ndarray:
-        tokens = fragments.tokens_by_ring(len(axis), strategy)
-        return majority_rank(tokens) if order == CANONICAL else balanced_majority_rank(tokens)
-
-    def by_order(order: str) -> tuple[np.ndarray, np.ndarray]:
-        q, k = home.block_segments(grid, order)
-        return residents(q, grid.q_axis, order), residents(k, grid.k_axis, order)
-
-    if grid.common_order is not None:
-        return _read_only(by_order(grid.common_order))
-    q_ring, k_ring = (np.empty((heads, len(axis)), dtype=np.int64) for axis in (grid.q_axis, grid.k_axis))
-    for order, in_order in grid.order_groups(heads):
-        q_ring[in_order], k_ring[in_order] = by_order(order)
-    return _read_only((q_ring, k_ring))
-
-
-def _read_only(arrays: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The same arrays, protected: all plans made from them share them."""
-    for array in arrays:
-        array.flags.writeable = False
-    return arrays
-
-
 def can_subdivide(grid: BlockGrid, parts: int) -> bool:
     """Whether every full block can be cut into `parts` equal ones, as planner "burst" does."""
     return grid.block_q % parts == 0 and grid.block_k % parts == 0
 
 
-def _cut(grid: BlockGrid, parts: int) -> BlockGrid:
+def _subdivide(grid: BlockGrid, parts: int) -> BlockGrid:
     """The grid whose blocks are `parts` of the given one's. Raises ValueError when they cannot be cut evenly."""
     if not can_subdivide(grid, parts):
         raise UserError(
@@ -299,10 +222,9 @@ def _cut(grid: BlockGrid, parts: int) -> BlockGrid:
     return grid.resized(grid.block_q // parts, grid.block_k // parts)
 
 
-def _moved(
-    q_owner: np.ndarray, kv_slot: np.ndarray, strategy: Strategy, grid: BlockGrid, home: SequenceLayout
-) -> float:
+def _moved(assignment: Assignment, home: SequenceLayout) -> float:
     """Share of Q, K, V elements (K and V each counted like Q) that change ring rank on their way to their owner."""
+    strategy, grid, q_owner, kv_slot = assignment.strategy, assignment.grid, assignment.q_owner, assignment.kv_slot
     if strategy.ring == 1:
         return 0.0
     x, moved = strategy.ulysses, 0

@@ -14,11 +14,11 @@ from dbsp_core.planning.baselines import biased_greedy, contiguous_assignment, g
 from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
 from dbsp_core.utils.errors import SettingError, UserError, bad_value
 
-__all__ = ["PLANNERS", "Assignment", "Planner", "PlannerInput", "PlannerSettings", "require_planner"]
+__all__ = ["PLANNERS", "OwnersAndSlots", "Planner", "PlannerInput", "PlannerSettings", "require_planner"]
 
 RING_TOLERANCE, HEAD_TOLERANCE = 1.005, 1.002
 
-Assignment = tuple[np.ndarray, np.ndarray]
+OwnersAndSlots = tuple[np.ndarray, np.ndarray]
 """(int64[H, nq] owner of each row, int64[H, nk] slot of each KV block)"""
 
 
@@ -82,7 +82,7 @@ class Planner:
     subdivides:   whether it plans on blocks cut into y parts
     """
 
-    assign: Callable[[PlannerInput], Assignment]
+    assign: Callable[[PlannerInput], OwnersAndSlots]
     granularity_bound: Callable[..., float] = whole_block_bound
     home: str = "contiguous"
     heeds_cap: bool = False
@@ -94,18 +94,18 @@ class Planner:
         return self.granularity_bound(rows, columns, strategy.ulysses, strategy.ring, **capped)
 
 
-def contiguous(given: PlannerInput) -> Assignment:
+def contiguous(given: PlannerInput) -> OwnersAndSlots:
     """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live."""
     return contiguous_assignment(given.heads, given.q_home, given.k_home, given.strategy.ulysses)
 
 
-def snake(given: PlannerInput) -> Assignment:
+def snake(given: PlannerInput) -> OwnersAndSlots:
     """xDiT's head balancing: heads, densest first, dealt to and fro in equal numbers; blocks where they live."""
     column = snake_heads(given.rows.sum(axis=1), given.strategy.ulysses)
     return whole(column, given.q_home, given.k_home, given.strategy.ulysses)
 
 
-def knapsack(given: PlannerInput) -> Assignment:
+def knapsack(given: PlannerInput) -> OwnersAndSlots:
     """KnapFormer's balancer (§3.3), with heads for sequences and Ulysses columns for bags of y GPUs.
 
     The largest head goes to the least occupied bag (bags being equal, the one with most room), and is cut into even
@@ -115,7 +115,7 @@ def knapsack(given: PlannerInput) -> Assignment:
     return whole(column, given.q_home, given.k_home, given.strategy.ulysses)
 
 
-def burst(given: PlannerInput) -> Assignment:
+def burst(given: PlannerInput) -> OwnersAndSlots:
     """BurstEngine's block-sparse balancing: every block is cut evenly over the ring.
 
     The rows are the parts: the kernel works on tiles of block / y, which is what it costs.
@@ -125,7 +125,7 @@ def burst(given: PlannerInput) -> Assignment:
     return contiguous_assignment(given.heads, q_ring, slot, given.strategy.ulysses)
 
 
-def paper(given: PlannerInput) -> Assignment:
+def paper(given: PlannerInput) -> OwnersAndSlots:
     """Alg. 1: greedy heads, then biased greedy blocks for Q and for K, V on counts summed over heads."""
     x, y = given.strategy.ulysses, given.strategy.ring
     cap = -(-given.heads // x) if given.settings.head_cap else None
@@ -142,7 +142,7 @@ def _of_most_heads(home: np.ndarray) -> np.ndarray:
     return (home[:, :, None] == np.arange(home.max() + 1)).sum(axis=0).argmax(axis=1)
 
 
-def dbsp(given: PlannerInput) -> Assignment:
+def dbsp(given: PlannerInput) -> OwnersAndSlots:
     """Ours: whole heads and the fewest splits, level slots, single rows moved; see `planning.balanced.planner`."""
     settings = given.settings
     return plan_rows(

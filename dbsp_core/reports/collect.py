@@ -20,7 +20,7 @@ from dbsp_core.comm.groups import SequenceGroup, barrier, report_group
 from dbsp_core.cost.hardware import device_class, software_versions
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.html import report_page
-from dbsp_core.reports.observer import ObservedCall, RunObserver
+from dbsp_core.reports.observer import ObservedCall, RunObserver, run_observer
 from dbsp_core.reports.plots import balance_picture
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
 from dbsp_core.utils.atomic_io import write_atomically
@@ -45,10 +45,10 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
 
     Raises ValueError where nothing was collected, RuntimeError where a rank does not come or has seen other plans.
     """
-    observer = session.observer
+    observer = run_observer(session)
     if observer is None:
         raise UserError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
-    session.settle()
+    session.flush()
     calls, group = list(observer.calls), report_group(session.group)
     barrier(group)
     complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
@@ -83,7 +83,8 @@ def write_report_files(report: RunReport, session: AttentionSession, folder: Pat
     """
     with contextlib.suppress(ImportError):  # the page shows the same
         write_atomically(folder / "balance.png", balance_picture(session.records))
-    latents = None if session.observer is None else session.observer.latents
+    observer = run_observer(session)
+    latents = None if observer is None else observer.latents
     if latents is not None:
         write_atomically(folder / "latents.safetensors", save({"latents": latents.cpu().contiguous()}))
     write_atomically(folder / "report.html", report_page(report))

@@ -20,6 +20,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import pack_bits
 from dbsp_core.masks.schedule import DenoisingStep
+from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.utils.atomic_io import ByteTensor, write_atomically, write_byte_tensors
 from dbsp_core.utils.errors import UserError
 
@@ -122,8 +123,8 @@ class _Pass:
 
 
 @dataclass
-class MaskRecorder:
-    """`begin` at each forward pass, `keep` for each mask made, `used` for each attention.
+class MaskRecorder(SessionObserver):
+    """Writes the masks of one session to a folder.
 
     A mask is written once, whatever layers and steps have it. Memory holds the masks of one forward pass. Files:
     one per pass with new masks, and index.json, whole after each pass. `Recording` reads them.
@@ -155,22 +156,17 @@ class MaskRecorder:
         return cls(settings, layers, active=settings.folder is not None and first)
 
     @property
-    def wanted(self) -> bool:
-        """Whether steps need to be told apart, on every rank."""
+    def counts_steps(self) -> bool:  # type: ignore[override]
+        """Where masks are recorded, on every rank."""
         return self.settings.folder is not None
 
     @_never_raises
-    def begin(self, moment: DenoisingStep) -> None:
-        """Starts a forward pass."""
+    def begin(self, step: DenoisingStep, timestep: object = None) -> None:
         self._finish()
-        self._current = _Pass(moment)
+        self._current = _Pass(step)
 
     @_never_raises
-    def keep(self, key: Hashable, layer: int, mask: BlockMask, lasting: bool) -> None:
-        """Takes a mask that was made just now. key: by which `used` will speak of it, until another is kept by it
-
-        lasting: whether it may be used in later passes, or for other layers, without being made again
-        """
+    def mask_made(self, key: Hashable, layer: int, mask: BlockMask, lasting: bool) -> None:
         self._names.pop(key, None)
         if not (lasting or (self._wants_step() and self._wants_layer(layer))):
             return
@@ -180,8 +176,7 @@ class MaskRecorder:
             self._pending[name] = mask.grid, pack_bits(mask.bits)
 
     @_never_raises
-    def used(self, layer: int, key: Hashable) -> None:
-        """Notes that a layer's attention had the mask of this key."""
+    def mask_used(self, layer: int, key: Hashable) -> None:
         now, name = self._current, self._names.get(key)
         if now is None:
             return

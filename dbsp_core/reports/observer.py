@@ -15,11 +15,14 @@ import torch
 
 from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.masks.schedule import DenoisingStep, StepCounter
+from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.observer import SessionObserver
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_kernels import KernelRequirements, choose_kernel
 
-__all__ = ["MOST_CALLS", "ObservedCall", "RunObserver", "SentBytes"]
+__all__ = ["MOST_CALLS", "ObservedCall", "RunObserver", "SentBytes", "run_observer"]
 
 MOST_CALLS = 200_000
 """Attentions that are kept, the latest; more than 40 generations of 50 steps, 40 layers and 2 guidance passes."""
@@ -44,14 +47,15 @@ class SentBytes:
     @classmethod
     def of(cls, executor: DualBalancedAttention, shape: AttentionShape, shard: int) -> SentBytes:
         """Counted from the split sizes and slots that the executor passes to its collectives. shard: tokens at home"""
-        route, rank, strategy = executor.route, executor.group.rank, executor.plan.strategy
+        strategy = executor.plan.strategy
+        dispatched, combined = executor.route.tokens_sent(executor.group.rank)
         handed_on = sum(len(table.kv_len) for table in executor.tables[:-1])
         x, y = strategy.ulysses, strategy.ring
         tensor = shape.heads * shard * shape.token_bytes  # one of q, k, v or the output, at home
         return cls(
-            to_owners=sum(sum(sent) - sent[rank] for sent in (route.q_sent, route.sent) if sent) * shape.token_bytes,
+            to_owners=dispatched * shape.token_bytes,
             ring=handed_on * 2 * executor.plan.grid.block_k * shape.token_bytes,
-            to_homes=(sum(route.returned) - route.returned[rank]) * shape.token_bytes,
+            to_homes=combined * shape.token_bytes,
             usp=4 * tensor * (x - 1) // x + 2 * tensor * (y - 1),
         )
 
@@ -82,11 +86,11 @@ class ObservedCall:
     work: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     work_before: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
-    def judge(self, plan: Plan) -> None:
+    def evaluate(self, plan: Plan) -> None:
         """Takes the numbers of a plan."""
         self.density, self.moved = plan.density, plan.moved
         self.rho_before, self.rho, self.rho_bound = plan.rho_before, plan.rho, plan.rho_bound
-        self.work, self.work_before = plan.work.sum(axis=0), plan.contiguous_work.sum(axis=0)
+        self.work, self.work_before = (one.sum(axis=0) for one in plan.metrics.compared)
 
     @property
     def seconds(self) -> float:
@@ -98,15 +102,19 @@ class ObservedCall:
 
 
 @dataclass
-class RunObserver:
-    """Watches one session: `begin` at each forward pass, `mark` and `attended` around each attention.
+class RunObserver(SessionObserver):
+    """Collects what a report tells of one session.
 
+    folder:   where the report goes
     calls:    of the run so far, oldest first
     seconds:  of the last pipeline call, where a pipeline is watched;  latents: what its scheduler returned last
     postponed: whether somebody else writes the report, when several pipeline calls are over
     kernel, device, dtype: of the last attention
     """
 
+    compares = True
+
+    folder: str
     calls: deque[ObservedCall] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
     seconds: float | None = None
     latents: torch.Tensor | None = None
@@ -114,8 +122,9 @@ class RunObserver:
     kernel: str = ""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = ""
+    _started: Mark = 0.0
     _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
-    _owners: dict[Hashable, np.ndarray] = field(default_factory=dict)
+    _assignments: dict[Hashable, Assignment] = field(default_factory=dict)
     _open: dict[Hashable, ObservedCall] = field(default_factory=dict)
 
     def restart(self) -> None:
@@ -125,41 +134,28 @@ class RunObserver:
         self._open.clear()
         self.seconds = self.latents = None
 
-    def begin(self, timestep: torch.Tensor | float | None) -> None:
-        """Starts a forward pass. timestep: of the denoising; copied on its device, read when the run is over"""
+    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None) -> None:
+        """Copies the timestep on its device, to be read when the run is over."""
         if isinstance(timestep, torch.Tensor):
             timestep = timestep.detach().reshape(-1)[:1].clone()
         self._timesteps.append(timestep)
 
-    def mark(self, device: torch.device) -> Mark:
-        """Now."""
-        if device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
+    def attention_begins(self, device: torch.device) -> None:
+        self._started = _mark(device)
 
-    def attended(
+    def attention_ends(
         self,
         layer: int,
         key: Hashable,
         executor: DualBalancedAttention,
         q: torch.Tensor,
-        started: Mark,
         latest: Mapping[Hashable, Plan],
-        lagged: bool,
+        asynchronous: bool,
     ) -> None:
-        """Takes note of an attention that was computed, or queued on its device, since `started`.
-
-        key:    of its plan;  q: float[B, H, shard, D] at home
-        latest: by key, plans with the numbers of the masks that were counted last
-        lagged: whether its own mask is still being counted: then the executor's plan has the last mask's numbers, and
-                `latest` has this one's once the next attention of the same key has been asked for
-        """
         plan = executor.plan
-        self._settle(key, latest)
-        replanned = self._owners.get(key) is not plan.q_owner
-        self._owners[key] = plan.q_owner
+        self._evaluate(key, latest)
+        replanned = self._assignments.get(key) is not plan.assignment
+        self._assignments[key] = plan.assignment
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
         self.kernel = self.kernel or _kernel_of(executor, q)
         call = ObservedCall(
@@ -169,18 +165,18 @@ class RunObserver:
             replanned=replanned,
             plan_ms=plan.plan_ms if replanned else 0.0,
             sent=_sent_by(executor, q),
-            started=started,
-            ended=self.mark(q.device),
+            started=self._started,
+            ended=_mark(q.device),
         )
-        call.judge(plan)
-        if lagged:
+        call.evaluate(plan)
+        if asynchronous:
             self._open[key] = call
         self.calls.append(call)
 
-    def settle(self, latest: Mapping[Hashable, Plan]) -> None:
-        """Gives calls the numbers of their own masks, once all of these are counted."""
+    def flush(self, latest: Mapping[Hashable, Plan]) -> None:
+        """Gives calls the numbers of their own masks."""
         for key in list(self._open):
-            self._settle(key, latest)
+            self._evaluate(key, latest)
 
     def moments(self) -> list[DenoisingStep]:
         """Step and branch of each forward pass. Waits for the device once."""
@@ -194,10 +190,10 @@ class RunObserver:
                 found.append(counter.advance(float(next(read) if isinstance(timestep, torch.Tensor) else timestep)))
         return found
 
-    def _settle(self, key: Hashable, latest: Mapping[Hashable, Plan]) -> None:
+    def _evaluate(self, key: Hashable, latest: Mapping[Hashable, Plan]) -> None:
         counted = latest.get(key)
         if counted is not None and key in self._open:
-            self._open.pop(key).judge(counted)
+            self._open.pop(key).evaluate(counted)
 
 
 def _sent_by(executor: DualBalancedAttention, q: torch.Tensor) -> SentBytes:
@@ -212,3 +208,17 @@ def _kernel_of(executor: DualBalancedAttention, q: torch.Tensor) -> str:
     blocks, lse = (grid.block_q, grid.block_k), len(executor.tables) > 1
     needs = KernelRequirements(blocks, q.shape[3], lse=lse, ragged_rows=executor.whole is None)
     return choose_kernel(executor.kernel, q.device.type, q.dtype, needs).name
+
+
+def _mark(device: torch.device) -> Mark:
+    """Now."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def run_observer(session: AttentionSession) -> RunObserver | None:
+    """The session's, where a report is wanted."""
+    return next((one for one in session.observers if isinstance(one, RunObserver)), None)

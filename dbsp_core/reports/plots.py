@@ -22,8 +22,8 @@ def balance_picture(records: Mapping[int, Plan]) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 1, sharex=True, sharey=True)
     rows = (
-        (axes[0], "before: contiguous", [records[i].contiguous_work for i in layers]),
-        (axes[1], f"after: {records[layers[0]].planner}", [records[i].work for i in layers]),
+        (axes[0], "before: contiguous", [records[i].metrics.compared[1] for i in layers]),
+        (axes[1], f"after: {records[layers[0]].planner}", [records[i].metrics.work for i in layers]),
     )
     for axis, title, work in rows:
         totals = np.array([periods.sum(axis=0) for periods in work])

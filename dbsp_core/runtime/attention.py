@@ -104,14 +104,14 @@ class DualBalancedAttention:
             require_fit(
                 kernel,
                 KernelRequirements(
-                    lse=plan.strategy.ring > 1, ragged_rows=dense_head_layout(plan, group.rank) is None
+                    lse=plan.strategy.ring > 1, ragged_rows=dense_head_layout(plan.assignment, group.rank) is None
                 ),
             )
             n_local = _require_places(home, group.rank, n_local)
         except UserError as error:
             problem = error
-        check_consistent(group, problem, {PLANS_DIFFER: plan.fingerprint}, device)
-        part = RankPlan.of(plan, home, group.rank, n_local).to(device)
+        check_consistent(group, problem, {PLANS_DIFFER: plan.assignment.fingerprint}, device)
+        part = RankPlan.of(plan.assignment, home, group.rank, n_local).to(device)
         first_call = _FirstCall(pending=True)
         return cls.of_part(part, plan, mask, group, kernel=kernel, debug=debug, first_call=first_call)
 
@@ -133,7 +133,7 @@ class DualBalancedAttention:
         """
         if plan.heads != mask.heads:
             raise UserError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
-        if not plan.same_route(part.plan):
+        if not plan.assignment.equals(part.assignment):
             raise ValueError("this part of a plan was made for another plan")
         tables = build_tables(part.layout, mask.subdivided(plan.grid))
         return cls(part, plan, tables, group, kernel, debug, first_call or _FirstCall(pending=False))
@@ -167,13 +167,13 @@ class DualBalancedAttention:
         """
         self._check(q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return self.route.to_homes(self._at_owners(q, k, v, scale), q, self.group)
+        return self.route.combine(self._at_owners(q, k, v, scale), q, self.group)
 
     def _at_owners(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """[B, Rq·Bq, D], the output of this rank's rows. What they were computed from is released with it."""
         batch, _, _, width = q.shape
         grid, strategy = self.plan.grid, self.plan.strategy
-        packed_q, packed_kv = self.route.to_owners(q, k, v, self.group)
+        packed_q, packed_kv = self.route.dispatch(q, k, v, self.group)
         rows = packed_q.view(-1, grid.block_q, width)
         first_slot = [packed_kv.view(2, batch, -1, grid.block_k, width)]
         del packed_kv  # or slot 0 would be held while all others pass
@@ -187,7 +187,7 @@ class DualBalancedAttention:
             if self.debug and problem is None and not all(bool(t.isfinite().all()) for t in (q, k, v)):
                 problem = "q, k or v has values that are not finite"
             error = None if problem is None else UserError(problem)
-            marks = {PLANS_DIFFER: self.plan.fingerprint, INPUTS_DIFFER: inputs_fingerprint(q)}
+            marks = {PLANS_DIFFER: self.plan.assignment.fingerprint, INPUTS_DIFFER: inputs_fingerprint(q)}
             check_consistent(self.group, error, marks, q.device)
             self._first_call.pending = False
         if problem is not None:

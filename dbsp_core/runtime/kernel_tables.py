@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.planning.plan import Plan
+from dbsp_core.planning.assignment import Assignment
 from dbsp_kernels import DenseHeadLayout
 from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
@@ -107,14 +107,14 @@ class TableLayout:
         return replace(self, **{name: move(value) for name, value in vars(self).items()})
 
 
-def table_layout(plan: Plan, rank: int) -> TableLayout:
+def table_layout(assignment: Assignment, rank: int) -> TableLayout:
     """The layout of one rank's tables. In period i, ring rank r computes with slot (r + i) mod y."""
-    ring_rank, column = divmod(rank, plan.strategy.ulysses)
-    axis, ring = plan.grid.k_axis, plan.strategy.ring
-    row_head, row_block = plan.rows_of(rank)
-    by_slot = plan.blocks_by_slot(column)
+    ring_rank, column = divmod(rank, assignment.strategy.ulysses)
+    axis, ring = assignment.grid.k_axis, assignment.strategy.ring
+    row_head, row_block = assignment.rows_of(rank)
+    by_slot = assignment.blocks_by_slot(column)
     packed = [by_slot[(ring_rank + period) % ring] for period in range(ring)]
-    per_head = np.stack([np.bincount(head, minlength=plan.heads) for head, _ in packed])  # int64[y, H]
+    per_head = np.stack([np.bincount(head, minlength=assignment.heads) for head, _ in packed])  # int64[y, H]
     first = np.cumsum(per_head, axis=1) - per_head
     width = int(per_head.max(initial=0))
     as_masked = ring == 1 and width == len(axis) and bool((per_head[0, np.unique(row_head)] == width).all())
@@ -127,7 +127,7 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     full[present] = axis.lengths[block] == axis.block
     return TableLayout(
         heads=torch.from_numpy(row_head),
-        rows=torch.from_numpy(row_head * plan.grid.nq + row_block),
+        rows=torch.from_numpy(row_head * assignment.grid.nq + row_block),
         turn=torch.from_numpy(row_head * (width + 1)),
         columns=torch.from_numpy(columns),
         present=torch.from_numpy(present),
@@ -158,13 +158,13 @@ def build_tables(layout: TableLayout, mask: BlockMask) -> tuple[RingStepTable, .
     )
 
 
-def dense_head_layout(plan: Plan, rank: int) -> DenseHeadLayout | None:
+def dense_head_layout(assignment: Assignment, rank: int) -> DenseHeadLayout | None:
     """What the kernel is told where the ranks' rows are simply all those of whole heads; None where they are not.
 
     The answer is None on all ranks or on none.
     """
-    grid = plan.grid
+    grid = assignment.grid
     only_the_last_is_short = grid.text_tokens % grid.block_q == grid.text_tokens % grid.block_k == 0
-    if plan.strategy.ring > 1 or plan.split_heads or not only_the_last_is_short:
+    if assignment.strategy.ring > 1 or assignment.split_heads or not only_the_last_is_short:
         return None
-    return DenseHeadLayout(len(plan.rows_of(rank)[0]) // grid.nq, grid.tokens)
+    return DenseHeadLayout(len(assignment.rows_of(rank)[0]) // grid.nq, grid.tokens)

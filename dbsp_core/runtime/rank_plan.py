@@ -8,7 +8,7 @@ import torch
 
 from dbsp_core.comm.all_to_all import Route, build_route
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.planning.plan import Plan
+from dbsp_core.planning.assignment import Assignment
 from dbsp_core.runtime.kernel_tables import TableLayout, dense_head_layout, table_layout
 from dbsp_kernels import DenseHeadLayout
 
@@ -17,27 +17,28 @@ __all__ = ["RankPlan"]
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What a plan means for one rank. It holds its plan, so that neither is used with another's.
+    """What an assignment means for one rank. It holds it, so that neither is used with another's.
 
-    plan:    the plan it was made from
+    assignment: what it was made from
     route:   how tensors travel between homes and owners
     layout:  what the kernel tables of every mask have in common
     n_local: tokens this rank has at home
     whole:   says that the rank's rows are those of whole heads; see `dbsp_kernels.block_attention`
     """
 
-    plan: Plan
+    assignment: Assignment
     route: Route
     layout: TableLayout
     n_local: int
     whole: DenseHeadLayout | None
 
     @classmethod
-    def of(cls, plan: Plan, home: SequenceLayout, rank: int, n_local: int | None = None) -> RankPlan:
+    def of(cls, assignment: Assignment, home: SequenceLayout, rank: int, n_local: int | None = None) -> RankPlan:
         """Made on the host, by any thread. n_local: default with the padding at the end"""
         n_local = home.shard if n_local is None else n_local
-        route = build_route(plan, home, rank, n_local, torch.device("cpu"))
-        return cls(plan, route, table_layout(plan, rank), n_local, dense_head_layout(plan, rank))
+        route = build_route(assignment, home, rank, n_local, torch.device("cpu"))
+        tables, whole = table_layout(assignment, rank), dense_head_layout(assignment, rank)
+        return cls(assignment, route, tables, n_local, whole)
 
     def to(self, device: torch.device) -> RankPlan:
         """The same with its tables on a device. They are on the host."""

@@ -5,25 +5,22 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from dbsp_core.comm.consistency import check_consistent, gather_texts, run_consistently
-from dbsp_core.comm.groups import SequenceGroup, report_group
+from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
-from dbsp_core.cost.selection import StrategySelector, candidates
+from dbsp_core.cost.hardware import Hardware
 from dbsp_core.layout.sequence_layout import MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import Plan, require_slots
-from dbsp_core.reports.mask_recorder import MaskRecorder
-from dbsp_core.reports.observer import RunObserver
 from dbsp_core.runtime.attention import (
     INPUTS_DIFFER,
     NO_GRADIENTS,
@@ -32,13 +29,16 @@ from dbsp_core.runtime.attention import (
     needs_gradients,
 )
 from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.plan_cache import AsyncPlanCache, PlanCache, ReplanRule, ReuseCounters
-from dbsp_core.runtime.size_context import Attention, SizeContext, topology_of
+from dbsp_core.runtime.observer import SessionObserver
+from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, load_constants
+from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
+from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
+from dbsp_core.runtime.size_context import AttentionKey, SizeContext
 from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_kernels import KernelRequirements, choose_kernel, require_fit
-from dbsp_kernels.registry import returns_lse
+from dbsp_kernels import KernelRequirements, require_fit
 
 __all__ = ["MOST_SIZES", "AttentionSession"]
 
@@ -63,7 +63,7 @@ class AttentionSession:
     layers:   number of layers
     steps:    tells how many denoising steps there will be, where the host knows
     generation: gives an object that is another one for each generation, where the host has one
-    observer: collects what a report tells, where one is wanted
+    observers: are told what happens, see `SessionObserver`
     Raises ValueError at construction when strategy, group and kernel don't fit.
     """
 
@@ -74,20 +74,19 @@ class AttentionSession:
     layers: int
     steps: Callable[[], int | None] = lambda: None
     generation: Callable[[], object] = lambda: None
-    observer: RunObserver | None = field(init=False)
+    observers: Sequence[SessionObserver] = ()
     _feed: MaskProvider = field(init=False)
-    _recorder: MaskRecorder = field(init=False)
     _counters: ReuseCounters = field(default_factory=ReuseCounters)
     _sizes: OrderedDict[Hashable, SizeContext] = field(default_factory=OrderedDict)
     """By size of video, the one used last at the end."""
     _hardware: Hardware | None = None
+    _constants_loaded: bool = False
     _reached: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(init=False)
 
     def __post_init__(self) -> None:
         self._lock = _lock_of(self.group)
         self._agree_on_settings()
-        self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
         self._feed = MaskProvider(
             self.config.mask,
             self.config.dense,
@@ -95,18 +94,14 @@ class AttentionSession:
             self.layers,
             self.group,
             self.steps,
-            count_steps=self._recorder.wanted,
+            count_steps=any(observer.counts_steps for observer in self.observers),
             generation=self.generation,
         )
         if self.planning == "lagged":
-            self._plan_cache()  # while no rank can have failed yet: making its process group is a collective
-        self.observer = None
-        if self.config.report is not None:
-            self.observer = RunObserver()
-            report_group(self.group)  # likewise
+            self.group.beside("planning")  # while no rank can have failed yet: making a process group is a collective
 
     def _agree_on_settings(self) -> None:
-        """Raises UserError on all ranks for settings that don't fit or differ. All ranks make reports, or none."""
+        """Raises UserError on all ranks for settings that don't fit or differ."""
         problem = None
         try:
             if self.strategy is not None:
@@ -114,14 +109,8 @@ class AttentionSession:
                 require_fit(self.config.kernel, KernelRequirements(lse=self.strategy.ring > 1))
         except UserError as error:
             problem = error
-        control = self.group.control()
-        shared = replace(self.config, strategy=self.strategy)
-        check_consistent(
-            control, problem, {_SETTINGS_DIFFER: fingerprint_of((shared.fingerprint, self.heads, self.layers))}, _CPU
-        )
-        if control.group is not None:
-            folders = gather_texts(control, self.config.report or "", _CPU)
-            self.config = replace(self.config, report=next((folder for folder in folders if folder), None))
+        shared = fingerprint_of((replace(self.config, strategy=self.strategy).fingerprint, self.heads, self.layers))
+        check_consistent(self.group.control(), problem, {_SETTINGS_DIFFER: shared}, _CPU)
 
     @torch.compiler.disable
     def begin(
@@ -146,9 +135,8 @@ class AttentionSession:
         with self._alone():
             self._reached.clear()
             self._feed.begin(thw, text_tokens, timestep, branch)
-            self._recorder.begin(self._feed.moment)
-            if self.observer is not None:
-                self.observer.begin(timestep)
+            for observer in self.observers:
+                observer.begin(self._feed.moment, timestep)
             size, place = (thw, text_tokens), torch.device(device)
             if self.config.debug:
                 check_consistent(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
@@ -167,7 +155,7 @@ class AttentionSession:
     @property
     def home(self) -> SequenceLayout:
         """The layout of the current forward pass."""
-        return self._now.home
+        return self._now.layout
 
     @torch.compiler.disable
     def attend(
@@ -177,7 +165,8 @@ class AttentionSession:
         with self._alone():
             self._check(q, k, v)
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            started = None if self.observer is None else self.observer.mark(q.device)
+            for observer in self.observers:
+                observer.attention_begins(q.device)
             executor = self._executor(layer, LocalQK(q, k, self.home, self.group, scale))
             self._reached.add(layer)
             try:
@@ -188,17 +177,15 @@ class AttentionSession:
                     out = executor(*items, scale=scale).view(q.shape)
             finally:
                 self._now.plans.start()
-            if self.observer is not None and started is not None:
-                key, latest = self._now.plan_keys[layer], self._now.plans.latest
-                self.observer.attended(layer, key, executor, q, started, latest, self.planning == "lagged")
+            key, latest = self._now.plan_keys[layer], self._now.plans.latest
+            for observer in self.observers:
+                observer.attention_ends(layer, key, executor, q, latest, self.planning == "lagged")
             return out
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Waits for pending plans, so that whatever is read covers every call."""
         for context in self._sizes.values():
-            context.plans.settle()
-            if self.observer is not None:
-                self.observer.settle(context.plans.latest)
+            self._flush(context)
 
     @property
     def records(self) -> dict[int, Plan]:
@@ -208,15 +195,31 @@ class AttentionSession:
     @property
     def chosen(self) -> dict[Strategy, int]:
         """How often each strategy was, where it was left to be chosen; for this size of video."""
-        self.settle()
-        selector = self._now.selector if self._sizes else None
+        self.flush()
+        selector = self._now.maker.selector if self._sizes else None
         return {} if selector is None else dict(selector.chosen)
 
     @property
     def reuse(self) -> ReuseCounters:
         """How often plans were kept."""
-        self.settle()
+        self.flush()
         return self._counters
+
+    def statistics(self) -> dict[str, float]:
+        """How often plans were made, and how even work was, so far; waits for pending plans.
+
+        Returns:
+            "calls", attentions; "plans", made for them; "mean_rho" and "worst_rho", ρ_s of their masks under the plans
+            that were used (1.0 is perfectly even), 1.0 before the first call.
+        """
+        counters = self.reuse
+        mean = counters.rho_used / counters.evaluated if counters.evaluated else 1.0
+        return {
+            "calls": counters.calls,
+            "plans": counters.replans,
+            "mean_rho": mean,
+            "worst_rho": counters.worst_used,
+        }
 
     @property
     def planning(self) -> str:
@@ -247,9 +250,9 @@ class AttentionSession:
         if needs_gradients(q, k, v):
             raise UserError(NO_GRADIENTS)
         now, problem = self._now, None
-        if not (q.ndim == 4 and q.shape == k.shape == v.shape and q.shape[1:3] == (self.heads, now.home.shard)):
+        if not (q.ndim == 4 and q.shape == k.shape == v.shape and q.shape[1:3] == (self.heads, now.layout.shard)):
             shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-            wanted = f"[batch, {self.heads}, {now.home.shard}, head size]"
+            wanted = f"[batch, {self.heads}, {now.layout.shard}, head size]"
             problem = UserError(f"q, k, v must be {wanted} of one shape, as the layout shards them, got {shapes}")
         if self.config.debug or not now.inputs_agreed:
             check_consistent(self.group, problem, {INPUTS_DIFFER: inputs_fingerprint(q)}, q.device)
@@ -260,19 +263,21 @@ class AttentionSession:
     def _executor(self, layer: int, tokens: LocalQK) -> DualBalancedAttention:
         """For this layer's mask now."""
         now = self._now
-        attention = Attention(now.size, layer, self._feed.moment.branch)
+        attention = AttentionKey(now.size, layer, self._feed.moment.branch)
         name = self._feed.version(layer)
 
         def new_mask(key: Hashable) -> BlockMask:
             mask = self._feed.mask(layer, tokens)
-            self._recorder.keep(key, layer, mask, name is not None)
+            for observer in self.observers:
+                observer.mask_made(key, layer, mask, name is not None)
             return mask
 
         if name is None:
             key, executor = now.for_each_call(attention, new_mask, tokens)
         else:
             key, executor = now.for_mask_named(attention, name, self._feed.changes(layer), new_mask, tokens)
-        self._recorder.used(layer, key)
+        for observer in self.observers:
+            observer.mask_used(layer, key)
         return executor
 
     def _new_size(
@@ -285,21 +290,24 @@ class AttentionSession:
         grid = self._feed.grid(device)  # which all ranks have alike
         if self.strategy is not None:
             require_slots(self.strategy, grid)
-        hardware = self._hardware = self._hardware or self._constants(device)
-        home = self._layout(grid, size[1], device) if host_home is None else host_home()
-        selector = None if self.strategy is not None else self._new_selector(grid, home, hardware, device)
-        compare = self.observer is not None
-        plans = self._plan_cache()
-        return SizeContext(
-            self.config, self.group, self.strategy, self.layers, size, home, hardware, selector, plans, compare
+        if not self._constants_loaded:
+            self._hardware = load_constants(self.config, self.group, self.strategy, device)
+            self._constants_loaded = True
+        layout = self._layout(grid, size[1], device) if host_home is None else host_home()
+        maker = ConfiguredPlanMaker.of(
+            self.config, self.group, self.strategy, layout, self._hardware, grid, device, self._compare
         )
+        return SizeContext(self.layers, size, maker, self._plan_cache())
 
     def _drop_oldest_size(self) -> None:
         """Once what is being planned for it is done: on all ranks alike."""
         oldest = self._sizes.pop(next(iter(self._sizes)))
-        oldest.plans.settle()
-        if self.observer is not None:
-            self.observer.settle(oldest.plans.latest)
+        self._flush(oldest)
+
+    def _flush(self, context: SizeContext) -> None:
+        context.plans.flush()
+        for observer in self.observers:
+            observer.flush(context.plans.latest)
 
     def _layout(self, grid: BlockGrid, text_tokens: int, device: torch.device) -> SequenceLayout:
         # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
@@ -309,12 +317,15 @@ class AttentionSession:
             self.config.home_layout, grid, strategy, split_text=text_tokens > 0, profile=profile
         )
 
-    def _plan_cache(self) -> PlanCache | AsyncPlanCache:
+    @property
+    def _compare(self) -> bool:
+        return any(observer.compares for observer in self.observers)
+
+    def _plan_cache(self) -> PlanCache:
         rule = ReplanRule(self.config.replan_threshold, self.config.replan_budget)
-        compare = self.config.report is not None
         if self.planning == "lagged":
-            return AsyncPlanCache(rule, self.group, self._counters, compare)
-        return PlanCache(rule, self._counters, compare)
+            return AsyncPlanCache(rule, self._counters, self._compare, group=self.group)
+        return PlanCache(rule, self._counters, self._compare)
 
     def _profile(self, device: torch.device) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
@@ -322,30 +333,6 @@ class AttentionSession:
             return None
         masks = self._feed.static_masks(device)
         return None if masks is None else MaskProfile.of(masks)
-
-    def _constants(self, device: torch.device) -> Hardware | None:
-        """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
-        weighs = self.config.planner == "dbsp" and self.config.exchange_cost is None and self.group.size > 1
-        if self.strategy is not None and not weighs:
-            return None
-        return run_consistently(
-            self.group,
-            lambda: load_hardware(self.config.hardware or NEAREST[device.type == "cuda"]),
-            device,
-            lambda hardware: hardware.fingerprint,
-            "the hardware file",
-        )
-
-    def _new_selector(
-        self, grid: BlockGrid, home: SequenceLayout, hardware: Hardware | None, device: torch.device
-    ) -> StrategySelector:
-        if hardware is None:
-            raise RuntimeError("strategies are chosen by a machine's constants, and none were loaded")
-        if self.group.rank == 0:
-            kernel = choose_kernel(self.config.kernel, device.type, torch.float32).name
-            warn_if_elsewhere(hardware, device.type, kernel)
-        strategies = candidates(self.group.size, grid, returns_lse(self.config.kernel))
-        return StrategySelector(strategies, hardware, topology_of(self.group), home)
 
 
 _LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()

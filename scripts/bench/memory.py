@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def rows_most(plan: Any) -> int:
-    return int(max(len(plan.rows_of(rank)[0]) for rank in range(plan.strategy.world)))
+    return int(max(len(plan.assignment.rows_of(rank)[0]) for rank in range(plan.strategy.world)))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, device_class, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, packed_bytes, predict
 from dbsp_core.masks.block_mask import MaskCounts
-from dbsp_core.runtime.forecast import DensityTrend, choose_longest_lived
+from dbsp_core.runtime.plan_reuse.forecast import DensityTrend, choose_longest_lived
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest, SyntheticSource
@@ -126,17 +126,17 @@ def planning(
     plan, before = make(mask), make(seen[-2])
     trend = DensityTrend()
     for one in seen:
-        trend.note(one)
+        trend.update(one)
 
     def ahead() -> Plan:
-        return choose_longest_lived(mask, trend, plan, make, threshold=1.10, budget=0.30, lead=1)
+        return choose_longest_lived(mask, trend, plan, make, threshold=1.10, budget=0.30, delay=1)
 
     found = {
-        "judging_ms": without_counting(lambda: before.reused_for(fresh(), compare=False), repeats),
+        "judging_ms": without_counting(lambda: before.evaluate(fresh(), compare=False), repeats),
         "planning_ms": without_counting(lambda: make(fresh()), repeats),
         "planning_ahead_ms": without_counting(ahead, repeats),
-        "part_ms": without_counting(lambda: RankPlan.of(plan, home, RANK), repeats),
-        "fingerprint_ms": without_counting(lambda: replace(plan).fingerprint, repeats),
+        "part_ms": without_counting(lambda: RankPlan.of(plan.assignment, home, RANK), repeats),
+        "fingerprint_ms": without_counting(lambda: replace(plan.assignment).fingerprint, repeats),
     }
     a_plan = sum(found[part] for part in ("planning_ms", "planning_ahead_ms", "part_ms", "fingerprint_ms"))
     return found | {"planning_thread_ms": found["judging_ms"] + replans * a_plan}
@@ -218,7 +218,7 @@ def calling(strategy: Strategy, repeats: int) -> dict[str, float]:
             attend()
             with Operators() as operators:
                 attend()
-            times = [milliseconds(attend, 40, between=session.settle) for _ in range(repeats)]  # it has had 17 ms
+            times = [milliseconds(attend, 40, between=session.flush) for _ in range(repeats)]  # it has had 17 ms
         found |= {name: statistics.median(times), name.replace("_ms", "_operators"): operators.count}
     return found
 
@@ -236,10 +236,9 @@ def moved(
         "dbsp": (make_plan(mask, strategy, home=home, exchange_cost=cost), home),
     }
     for name, (plan, its_home) in ways.items():
-        traffic, predicted = traffic_of(plan, its_home), predict(plan, shape, hardware, topology, its_home)
+        traffic, predicted = traffic_of(plan.assignment, its_home), predict(plan, shape, hardware, topology, its_home)
         sent = sum(
-            (one - one * torch.eye(strategy.world).numpy()).sum(axis=1)
-            for one in (traffic.to_owners, traffic.to_homes)
+            (one - one * torch.eye(strategy.world).numpy()).sum(axis=1) for one in (traffic.dispatch, traffic.combine)
         )
         found |= {
             f"{name}_rho": plan.rho,
@@ -252,7 +251,7 @@ def moved(
         }
     # Bits of rows to indices of blocks, read and written once a call; and the mask is counted where it changes.
     plan = ways["dbsp"][0]
-    rows = traffic_of(plan, home).rows.max()
+    rows = traffic_of(plan.assignment, home).rows.max()
     tables = rows * mask.grid.nk * (1 / 8 + 4)
     # bits read for each kind of sums; or read, widened to 16 bits, and those read for either
     judged = mask.bits.numel() * (2 if strategy.ring == 1 else 1 + 2 * 3)

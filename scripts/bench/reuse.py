@@ -24,11 +24,13 @@ from rich.table import Table
 
 from dbsp_core import BlockMask, Plan, SequenceGroup, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.runtime.plan_cache import AsyncPlanCache, PlanCache, ReplanRule
+from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
+from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
 
-from fig11 import PRESET, num_inference_steps_of
+from fig11 import PRESET, masks_by_step
 
 LABEL = "measured on synthetic masks, drift fitted to the paper's one point"
 
@@ -55,17 +57,17 @@ def planner_of(strategy: Strategy, home: SequenceLayout) -> Callable[[BlockMask]
 
 def run(masks: Sequence[BlockMask], plan: Callable[[BlockMask], Plan], rule: ReplanRule, lagged: bool) -> list[float]:
     """[plans made, mean and worst ρ_s used]"""
-    cache = AsyncPlanCache(rule, SequenceGroup(0, 1)) if lagged else PlanCache(rule)
+    cache = AsyncPlanCache(rule, group=SequenceGroup(0, 1)) if lagged else PlanCache(rule)
     for mask in masks:
-        cache.plan_for(0, mask, lambda fresh, _: plan(fresh), lambda later, _: plan(later))
-    cache.settle()
+        cache.plan_for(0, mask, PlansBy(plan))
+    cache.flush()
     counters = cache.counters
-    return [counters.replans, counters.rho_used / counters.judged, counters.worst_used]
+    return [counters.replans, counters.rho_used / counters.evaluated, counters.worst_used]
 
 
 def oracles(masks: Sequence[BlockMask], plan: Callable[[BlockMask], Plan], most: int) -> dict[str, list[float]]:
     """By kind, the least mean ρ_s with 1, 2, … `most` plans."""
-    rho = np.array([[plan_.reused_for(mask).rho for mask in masks] for plan_ in map(plan, masks)])
+    rho = np.array([[plan_.evaluate(mask).rho for mask in masks] for plan_ in map(plan, masks)])
     before = np.concatenate([np.zeros((len(rho), 1)), rho.cumsum(axis=1)], axis=1)
     any_cost = np.array([[(before[:, j] - before[:, i]).min() for j in range(len(rho) + 1)] for i in range(len(rho))])
     now_cost = before - before[np.arange(len(rho)), np.arange(len(rho))][:, None]
@@ -87,7 +89,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
     options = argparse.Namespace(seed=args.seed, coarsen=1)
     found: dict[tuple[str, str, str], list[list[float]]] = {}
     for layer in range(args.layers):
-        by_step = num_inference_steps_of(layer, options)
+        by_step = masks_by_step(layer, options)
         for name in args.strategies:
             strategy = Strategy.parse(name)
             plan = planner_of(strategy, SequenceLayout.striped(by_step[0].grid, strategy))

@@ -61,7 +61,7 @@ def owners_picture(mask: BlockMask, strategy: str) -> Figure:
         plan = plan_of(mask, strategy, planner)
         _owners(left, plan)
         left.set(title=f"{NAMES[planner]}: owner of each row")
-        work = plan.work.sum(axis=0)
+        work = plan.metrics.work.sum(axis=0)
         right.barh(range(len(work)), work, color=RANKS)
         right.axvline(work.mean(), color="black", linestyle="dotted")
         right.set(title=f"dense blocks per rank, ρ_s {plan.rho:.3f}", yticks=range(len(work)), xlabel="")
@@ -77,7 +77,7 @@ def owners_picture(mask: BlockMask, strategy: str) -> Figure:
 def _owners(axis: Axes, plan: Plan) -> None:
     colours = ListedColormap(RANKS[: plan.strategy.world])
     norm = BoundaryNorm(np.arange(plan.strategy.world + 1) - 0.5, plan.strategy.world)
-    axis.imshow(plan.q_owner, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+    axis.imshow(plan.assignment.q_owner, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
     axis.set(ylabel="head", xlabel="query block", yticks=range(plan.heads))
     axis.set_yticks(np.arange(plan.heads + 1) - 0.5, minor=True)
     axis.grid(which="minor", axis="y", color="white", linewidth=2)
@@ -90,7 +90,7 @@ def timeline_picture(mask: BlockMask, strategy: str) -> Figure:
     for axis, planner in zip(axes, NAMES, strict=True):
         plan = plan_of(mask, strategy, planner)
         start = 0
-        for work in plan.work:
+        for work in plan.metrics.work:
             slowest = work.max()
             for rank, blocks in enumerate(work):
                 axis.barh(rank, blocks, left=start, color=RANKS[rank], edgecolor="white")

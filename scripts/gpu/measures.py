@@ -192,11 +192,12 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
     grid = BlockGrid.uniform(setting.tokens, setting.blocks[-1])
     plan = make_plan(BlockMask.dense(setting.all_heads, grid), f"U{setting.world}R1")
     home = SequenceLayout.contiguous(setting.tokens, setting.world)
-    route = build_route(plan, home, 0, home.shard, torch.device(setting.device))
+    route = build_route(plan.assignment, home, 0, home.shard, torch.device(setting.device))
+    (exchange,) = route.dispatch_exchanges
     options = {"device": setting.device, "dtype": setting.dtype}
     width, heads = setting.width, setting.all_heads
-    sent = [torch.empty(sum(route.sent), 1, width, **options) for _ in range(setting.sets)]
-    came = [torch.randn(sum(route.received), 1, width, **options) for _ in range(setting.sets)]
+    sent = [torch.empty(sum(exchange.sent), 1, width, **options) for _ in range(setting.sets)]
+    came = [torch.randn(sum(exchange.received), 1, width, **options) for _ in range(setting.sets)]
     rows = torch.empty(1, 1, route.q_places, width, **options)
     blocks = torch.empty(1, 2, route.kv_places, width, **options)
     twins = [torch.empty_like(buffer) for buffer in (sent[0], came[0])]
@@ -207,11 +208,11 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
         def ours(i: int, hosts: list[torch.Tensor] = hosts) -> None:
             turn = i % setting.sets
             buffer = sent[turn].transpose(0, 1)[:, None]
-            for tensor, runs in zip(hosts[turn], (route.pack_q, route.pack_k, route.pack_v), strict=True):
+            for tensor, runs in zip(hosts[turn], exchange.pack, strict=True):
                 copy_segments(tensor, buffer, runs)
             arrived = came[turn].transpose(0, 1)[:, None]
-            copy_segments(arrived, rows, route.unpack_q)
-            copy_segments(arrived, blocks, route.unpack_kv)
+            for packed, segments in zip((rows, blocks), exchange.unpack, strict=True):
+                copy_segments(arrived, packed, segments)
 
         def copies(i: int) -> None:
             twins[0].copy_(sent[i % setting.sets])

@@ -118,7 +118,7 @@ def contiguous_rho(
 def rho_under(plan: Plan, bits: np.ndarray) -> float:
     """ρ_s that a plan gives a mask (bool[H, nq, nk]), whatever mask it was made for."""
     strategy = plan.strategy
-    cells = cell_counts(bits, plan.q_owner, plan.kv_slot, strategy.world, strategy.ring)
+    cells = cell_counts(bits, plan.assignment.q_owner, plan.assignment.kv_slot, strategy.world, strategy.ring)
     return imbalance_ratio(work_by_ring_step(cells, strategy.ulysses))
 
 

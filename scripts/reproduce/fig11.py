@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from common import FIG_11, MEASURED, arguments, layer_count, preset_source, publish
 from dbsp_core import BlockMask, make_plan
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.runtime.plan_cache import PlanCache, ReplanRule
+from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
+from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.presets import PRESETS
 
@@ -44,7 +45,7 @@ class Row:
     layers: int
 
 
-def num_inference_steps_of(layer: int, options: argparse.Namespace, **style: Any) -> list[BlockMask]:
+def masks_by_step(layer: int, options: argparse.Namespace, **style: Any) -> list[BlockMask]:
     source, preset = preset_source(PRESET, options, **style), PRESETS[PRESET]
     return [source.mask(MaskRequest(layer, preset.heads, VIDEO, step=call)) for call in range(FIG_11["steps"])]
 
@@ -54,12 +55,13 @@ def replans_and_rho(
 ) -> list[Row]:
     """One row per threshold."""
     caches = [PlanCache(ReplanRule(threshold)) for threshold in thresholds]
+    maker = PlansBy(lambda mask: make_plan(mask, STRATEGY, planner))
     rho: list[list[float]] = [[] for _ in thresholds]
     layers = layer_count(PRESET, options)
     for layer in range(layers):
-        for mask in num_inference_steps_of(layer, options, **style):
+        for mask in masks_by_step(layer, options, **style):
             for cache, values in zip(caches, rho, strict=True):
-                values.append(cache.plan_for(layer, mask, lambda m, _: make_plan(m, STRATEGY, planner)).plan.rho)
+                values.append(cache.plan_for(layer, mask, maker).plan.rho)
     return [_row(planner, cache, values, layers) for cache, values in zip(caches, rho, strict=True)]
 
 

@@ -23,7 +23,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_file import save_mask
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.runtime.plan_cache import ReplanRule
+from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from demo import PREDICTED
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))

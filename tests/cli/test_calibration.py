@@ -136,7 +136,7 @@ class TestComparison:
         case = Case(2, 128, 16, 0.5, block=16)
         mask = case.mask()
         plans = [make_plan(mask, "U2R2", planner) for planner in ("contiguous", "dbsp")]
-        work = {id(plan): plan.work for plan in plans}
+        work = {id(plan): plan.metrics.work for plan in plans}
         monkeypatch.setattr(
             bench, "_rank_period", lambda plan, mask, rank, period, *_: lambda: work[id(plan)][period, rank]
         )
@@ -144,7 +144,7 @@ class TestComparison:
             bench.Timer, "samples_alone", lambda self, action, repeats, warm_up: [(float(action()), 0.0, 0.0)]
         )
         seconds = replayed_seconds(plans, mask, 16, Setting("cpu", torch.float32, "auto", 3))
-        assert seconds == [plan.work.max(axis=1).sum() for plan in plans]
+        assert seconds == [plan.metrics.work.max(axis=1).sum() for plan in plans]
         assert seconds[0] / seconds[1] == pytest.approx(plans[1].rho_before / plans[1].rho)
 
 

@@ -17,7 +17,7 @@ from dbsp_cli.mask_tools.series import MaskSeries, densities_of, drift_of, sprea
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
-from dbsp_core.runtime.plan_cache import ReplanRule
+from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.sources import MaskRequest, SyntheticSource, WindowSource
 from generators import random_bits
 
@@ -47,8 +47,8 @@ def recording(tmp_path):
         for branch in range(2):
             recorder.begin(DenoisingStep(step, branch))
             for layer in range(3):
-                recorder.keep(layer, layer, drifting(layer, step + 7 * branch), False)
-                recorder.used(layer, layer)
+                recorder.mask_made(layer, layer, drifting(layer, step + 7 * branch), False)
+                recorder.mask_used(layer, layer)
     return tmp_path / "recording"
 
 
@@ -216,9 +216,9 @@ RUN = """
 import sys, torch
 from dbsp_core import SequenceGroup, Strategy
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.reports.observed import observed_session
 config = DbspConfig.load({"mask": {"source": "synthetic", "block_q": 16, "block_k": 16, "density": 0.3, "drift": 0.2}})
-session = AttentionSession(config, SequenceGroup(0, 1), Strategy(1, 1), heads=4, layers=3)
+session = observed_session(config, SequenceGroup(0, 1), Strategy(1, 1), heads=4, layers=3)
 q = torch.randn(1, 4, 384, 8)
 for step in range(3):
     session.begin((3, 8, 16), 0, 900.0 - step)

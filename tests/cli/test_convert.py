@@ -137,8 +137,8 @@ class TestForms:
                 recorder.begin(DenoisingStep(step, branch))
             grid = replace(GRID, orders=(("hwt", "wht", "thw") if layer else ("thw",)))
             masks[step, branch, layer] = BlockMask(random_bits(3, GRID, 4 * step + 2 * branch + layer), grid)
-            recorder.keep(layer, layer, masks[step, branch, layer], False)
-            recorder.used(layer, layer)
+            recorder.mask_made(layer, layer, masks[step, branch, layer], False)
+            recorder.mask_used(layer, layer)
         convert_recording(tmp_path / "r", tmp_path / "out.safetensors", step=1, branch=1)
         file = MaskFile(tmp_path / "out.safetensors")
         for layer in range(2):

@@ -93,7 +93,7 @@ def test_tables_and_attention_do_not_synchronise():
 
     def step():
         for rank in range(4):
-            for kept in build_tables(table_layout(plan, rank).to(torch.device("cuda")), mask):
+            for kept in build_tables(table_layout(plan.assignment, rank).to(torch.device("cuda")), mask):
                 table = vars(kept.expanded(2))
                 rows, blocks = len(table["kv_count"]), len(table["kv_len"])
                 block_attention(q[:1].expand(rows, -1, -1), k[:1].expand(blocks, -1, -1), v[:1].expand(blocks, -1, -1),

@@ -107,11 +107,9 @@ def _attend(
     plan = make_plan(mask, strategy, planner, home=home, reward=case.reward, head_cap=case.head_cap)
     if case.planner == "random":
         rng = np.random.default_rng(case.seed)
-        plan = replace(
-            plan,
-            q_owner=rng.integers(strategy.world, size=plan.q_owner.shape),
-            kv_slot=rng.integers(strategy.ring, size=plan.kv_slot.shape),
-        )
+        owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)
+        slots = rng.integers(strategy.ring, size=plan.assignment.kv_slot.shape)
+        plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, kv_slot=slots))
     attend = DualBalancedAttention.prepare(
         plan, mask, home, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )

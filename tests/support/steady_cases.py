@@ -14,7 +14,7 @@ import dbsp_core.runtime.ring
 from dbsp_core import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.reports.observed import observed_session
 
 _SCALARS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose")
 _SIZES = ("nonzero", "masked_select", "unique")
@@ -41,7 +41,7 @@ class Watch(TorchFunctionMode):
 def waits_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> dict[str, int]:
     """The third step of one layer. The kernel is left out: the CPU's own reads its tables, a GPU's does not."""
     config = DbspConfig.load(settings)
-    session = AttentionSession(config, SequenceGroup.of(), Strategy.parse(strategy), heads=4, layers=1)
+    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=4, layers=1)
     watch = Watch()
 
     def no_kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_core.runtime.planning_thread import Background
+from dbsp_core.runtime.plan_reuse.planning_thread import PlanningThread
 
 SINGLE_RANK = """
 import gc, os
@@ -45,7 +45,8 @@ class TestGroups:
         used = """
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.groups import meet, report_group
-from dbsp_core.runtime.plan_cache import AsyncPlanCache, ReplanRule
+from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 
 world = SequenceGroup.of()
 world.control().all_gather(torch.zeros(1))
@@ -67,15 +68,15 @@ class TestBackground:
     def test_jobs_under_way_are_done_before_the_interpreter_ends(self):
         done = run(
             "import time\n"
-            "from dbsp_core.runtime.planning_thread import Background\n"
-            "background = Background()\n"
+            "from dbsp_core.runtime.plan_reuse.planning_thread import PlanningThread\n"
+            "background = PlanningThread()\n"
             "for number in range(3):\n"
             "    background.submit(lambda number=number: (time.sleep(0.1), print(number, flush=True)))\n"
         )
         assert (done.returncode, done.stdout.split()) == (0, ["0", "1", "2"]), done.stderr[-2000:]
 
     def test_its_thread_ends_with_it(self):
-        background, running = Background(), set(threading.enumerate())
+        background, running = PlanningThread(), set(threading.enumerate())
         background.submit(int).result()
         (thread,) = set(threading.enumerate()) - running
         del background

@@ -51,7 +51,7 @@ class TestCompute:
         plan, _, _ = a_plan()
         found = predict(plan, shape_of(plan, batch=3), machine(flops_per_s=1e9, launch_s=0.5))
         block = 4 * 16 * 16 * 8 / 1e9
-        expected = [0.5 + 3 * block * most for most in plan.work.max(axis=1)]
+        expected = [0.5 + 3 * block * most for most in plan.metrics.work.max(axis=1)]
         assert [compute for compute, _ in found.periods] == pytest.approx(expected)
         assert found.total_s == pytest.approx(sum(expected))
 
@@ -65,10 +65,10 @@ class TestCompute:
 
     def test_rows_scores_and_merges_are_counted(self):
         plan, _, _ = a_plan("U1R4")
-        rows = np.bincount(plan.q_owner.ravel(), minlength=4)
+        rows = np.bincount(plan.assignment.q_owner.ravel(), minlength=4)
         shape = shape_of(plan, batch=2)
         assert predict(plan, shape, machine(row_s=1.0)).total_s == 4 * 2 * rows.max()
-        scores = plan.work.max(axis=1).sum() * 2 * 256
+        scores = plan.metrics.work.max(axis=1).sum() * 2 * 256
         assert predict(plan, shape, machine(score_s=1.0)).total_s == scores
         merged = predict(plan, shape, machine(merge_bytes_per_s=1.0))
         assert [c for c, _ in merged.periods][1:] == [pytest.approx(12 * 2 * rows.max() * 16 * 8)] * 3
@@ -81,12 +81,12 @@ class TestBytes:
     @pytest.mark.parametrize("heads", [3, 6])
     def test_traffic_is_what_the_routes_send(self, strategy, home, heads):
         plan, _, layout = a_plan(strategy, heads=heads, tokens=500, home=home)
-        traffic = traffic_of(plan, layout)
+        traffic = traffic_of(plan.assignment, layout)
         for rank in range(4):
-            route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
-            sent = np.add(route.sent, route.q_sent or 0)
+            route = build_route(plan.assignment, layout, rank, layout.shard, torch.device("cpu"))
+            sent = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
             assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys[rank]).tolist()
-            assert list(route.came_back) == traffic.queries[rank].tolist()
+            assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
             assert route.q_places == traffic.rows[rank] * 16
             assert route.kv_places == traffic.slots.ravel()[rank] * 16
 
@@ -95,11 +95,11 @@ class TestBytes:
         mask = BlockMask(random_bits(3, grid, 0), grid)
         home = SequenceLayout.contiguous(480, 4)
         plan = make_plan(mask, "U2R2", home=home)
-        traffic = traffic_of(plan, home)
-        route = build_route(plan, home, 1, home.shard, torch.device("cpu"))
-        sent = np.add(route.sent, route.q_sent or 0)
+        traffic = traffic_of(plan.assignment, home)
+        route = build_route(plan.assignment, home, 1, home.shard, torch.device("cpu"))
+        sent = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
         assert sent.tolist() == (traffic.queries[1] + 2 * traffic.keys[1]).tolist()
-        assert list(route.came_back) == traffic.queries[1].tolist()
+        assert list(route.combine_exchange.received) == traffic.queries[1].tolist()
 
     def test_the_exchange_takes_what_the_busiest_rank_sends_or_receives(self):
         plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
@@ -114,7 +114,7 @@ class TestBytes:
 
     def test_p2p_carries_the_largest_slot_and_ends_before_the_last_period(self):
         plan, _, _ = a_plan("U1R4")
-        largest = np.bincount(plan.kv_slot.ravel()).max()
+        largest = np.bincount(plan.assignment.kv_slot.ravel()).max()
         found = predict(plan, shape_of(plan), machine(p2p_bytes_per_s=1.0, p2p_latency_s=7.0))
         p2p = [p2p for _, p2p in found.periods]
         assert p2p == pytest.approx([7 + 2 * 16 * largest * 8 * 2] * 3 + [0])
@@ -216,7 +216,7 @@ class TestExchangeCost:
             cost = exchange_cost_of(mask, strategy, shape, hardware, one)
             assert cost > 0
             free, weighed = (make_plan(mask, strategy, home=home, exchange_cost=c) for c in (0.0, cost))
-            sent = [sum(traffic_of(plan, home).to_owners.ravel()) for plan in (free, weighed)]
+            sent = [sum(traffic_of(plan.assignment, home).dispatch.ravel()) for plan in (free, weighed)]
             assert sent[1] <= sent[0]
             seconds = [predict(plan, shape, hardware, one, home).total_s for plan in (free, weighed)]
             assert seconds[1] <= 1.01 * seconds[0]

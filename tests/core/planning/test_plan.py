@@ -24,7 +24,7 @@ def eq_1(plan: Plan, mask: BlockMask) -> float:
     columns = mask.grid.k_axis.block_of[plan.grid.k_axis.starts]
     b = Counter()
     for h, i, j in mask.bits[:, rows][:, :, columns].nonzero().tolist():
-        rank, slot = int(plan.q_owner[h, i]), int(plan.kv_slot[h, j])
+        rank, slot = int(plan.assignment.q_owner[h, i]), int(plan.assignment.kv_slot[h, j])
         period = next(p for p in range(y) if (rank // x + p) % y == slot)
         b[period, rank] += 1
     slowest = sum(max(b[period, rank] for rank in range(world)) for period in range(y))
@@ -37,7 +37,11 @@ def eq_1(plan: Plan, mask: BlockMask) -> float:
 def test_every_row_is_computed_by_exactly_one_rank(strategy, data):
     problem = data.draw(problems(strategy))
     plan = problem.plan()
-    rows = [row for rank in range(problem.strategy.world) for row in zip(*map(list, plan.rows_of(rank)), strict=True)]
+    rows = [
+        row
+        for rank in range(problem.strategy.world)
+        for row in zip(*map(list, plan.assignment.rows_of(rank)), strict=True)
+    ]
     assert sorted(rows) == list(np.ndindex(problem.mask.heads, plan.grid.nq))
 
 
@@ -48,11 +52,15 @@ def test_every_kv_block_travels_in_exactly_one_slot_along_the_columns_that_need_
     problem = data.draw(problems(strategy))
     plan, strategy = problem.plan(), problem.strategy
     for column in range(strategy.ulysses):
-        heads = {h for rank in range(column, strategy.world, strategy.ulysses) for h in plan.rows_of(rank)[0].tolist()}
+        heads = {
+            h
+            for rank in range(column, strategy.world, strategy.ulysses)
+            for h in plan.assignment.rows_of(rank)[0].tolist()
+        }
         travelling = [
             block
             for slot in range(strategy.ring)
-            for block in zip(*(a.tolist() for a in plan.slot_blocks(slot, column)), strict=True)
+            for block in zip(*(a.tolist() for a in plan.assignment.slot_blocks(slot, column)), strict=True)
         ]
         assert sorted(travelling) == [(h, j) for h in sorted(heads) for j in range(plan.grid.nk)]
 
@@ -63,10 +71,10 @@ def test_every_kv_block_travels_in_exactly_one_slot_along_the_columns_that_need_
 def test_heads_stay_whole_within_a_column_and_blocks_within_a_ring_rank(strategy, data):
     problem = data.draw(problems(strategy, [name for name in PLANNERS if name != "dbsp"]))
     plan, x = problem.plan(), problem.strategy.ulysses
-    assert (plan.split_heads, plan.extra_kv) == (0, 0.0)
-    assert (plan.q_owner % x == plan.q_owner[:, :1] % x).all()
-    assert (plan.q_owner // x == plan.q_owner[:1] // x).all()
-    assert (plan.kv_slot == plan.kv_slot[:1]).all()
+    assert (plan.assignment.split_heads, plan.assignment.extra_kv) == (0, 0.0)
+    assert (plan.assignment.q_owner % x == plan.assignment.q_owner[:, :1] % x).all()
+    assert (plan.assignment.q_owner // x == plan.assignment.q_owner[:1] // x).all()
+    assert (plan.assignment.kv_slot == plan.assignment.kv_slot[:1]).all()
 
 
 @every_strategy
@@ -90,8 +98,8 @@ def test_moved_is_the_share_of_tokens_that_change_ring_rank(strategy, data):
     for head in range(problem.mask.heads):
         for token in range(grid.tokens):
             ring = home.rank[token] // x
-            moved += plan.q_owner[head, grid.q_axis.block_of[token]] // x != ring
-            moved += 2 * (plan.kv_slot[head, grid.k_axis.block_of[token]] != ring)  # a key and a value
+            moved += plan.assignment.q_owner[head, grid.q_axis.block_of[token]] // x != ring
+            moved += 2 * (plan.assignment.kv_slot[head, grid.k_axis.block_of[token]] != ring)  # a key and a value
     assert plan.moved == pytest.approx(moved / (3 * problem.mask.heads * grid.tokens))
 
 
@@ -111,10 +119,10 @@ def test_equal_arguments_give_equal_plans(strategy, data):
     problem = data.draw(problems(strategy))
     copy = replace(problem, mask=BlockMask(problem.mask.bits.clone(), problem.mask.grid))
     plan, again = problem.plan(), copy.plan()
-    assert (plan.q_owner == again.q_owner).all()
-    assert (plan.kv_slot == again.kv_slot).all()
-    assert plan.fingerprint == again.fingerprint
-    assert 0 <= plan.fingerprint < 2**63
+    assert (plan.assignment.q_owner == again.assignment.q_owner).all()
+    assert (plan.assignment.kv_slot == again.assignment.kv_slot).all()
+    assert plan.assignment.fingerprint == again.assignment.fingerprint
+    assert 0 <= plan.assignment.fingerprint < 2**63
 
 
 @given(st.data())
@@ -123,10 +131,10 @@ def test_the_fingerprint_sees_one_row_or_block_elsewhere(data):
     strategy = Strategy(ulysses=2, ring=3)
     plan = data.draw(problems(strategy)).plan()
     for name, parts in (("q_owner", strategy.world), ("kv_slot", strategy.ring)):
-        changed = getattr(plan, name).copy()
+        changed = getattr(plan.assignment, name).copy()
         index = data.draw(st.integers(0, changed.size - 1))
         changed.flat[index] = (changed.flat[index] + 1) % parts
-        assert replace(plan, **{name: changed}).fingerprint != plan.fingerprint
+        assert replace(plan.assignment, **{name: changed}).fingerprint != plan.assignment.fingerprint
 
 
 @every_strategy
@@ -134,7 +142,8 @@ def test_the_fingerprint_sees_one_row_or_block_elsewhere(data):
 @examples(8)
 def test_the_head_cap_makes_head_counts_equal_up_to_one(strategy, data):
     problem = replace(data.draw(problems(strategy)), planner="paper", head_cap=True)
-    assert problem.plan().head_columns.sum(axis=0).max() <= -(-problem.mask.heads // problem.strategy.ulysses)
+    heads_of_rank = problem.plan().assignment.head_ulysses_ranks.sum(axis=0)
+    assert heads_of_rank.max() <= -(-problem.mask.heads // problem.strategy.ulysses)
 
 
 @every_strategy
@@ -144,8 +153,8 @@ def test_a_reused_plan_has_the_numbers_of_the_new_mask(strategy, data, seed):
     problem = data.draw(problems(strategy))
     plan = problem.plan()
     mask = BlockMask(random_bits(problem.mask.heads, problem.mask.grid, seed), problem.mask.grid)
-    reused, fresh = plan.reused_for(mask), replace(problem, mask=mask).plan()
-    assert reused.fingerprint == plan.fingerprint
+    reused, fresh = plan.evaluate(mask), replace(problem, mask=mask).plan()
+    assert reused.assignment.fingerprint == plan.assignment.fingerprint
     assert reused.rho == pytest.approx(eq_1(plan, mask))
     assert (reused.rho_before, reused.rho_bound) == (fresh.rho_before, fresh.rho_bound)
     assert (reused.moved, reused.plan_ms) == (plan.moved, 0.0)
@@ -157,9 +166,9 @@ def test_a_contiguous_plan_by_hand():
     # (2; 2, 3). Period 1: rank 0 with slot 1 does 0, rank 1 with slot 0 does 4. ρ_s = (3 + 4) / (10 / 2) = 1.4.
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
     plan = make_plan(mask, "U1R2", "contiguous")
-    assert plan.q_owner.tolist() == [[0, 0, 1, 1]]
-    assert plan.kv_slot.tolist() == [[0, 0, 1, 1]]
-    assert plan.work.tolist() == [[3, 3], [0, 4]]
+    assert plan.assignment.q_owner.tolist() == [[0, 0, 1, 1]]
+    assert plan.assignment.kv_slot.tolist() == [[0, 0, 1, 1]]
+    assert plan.metrics.work.tolist() == [[3, 3], [0, 4]]
     assert plan.rho == 1.4
     assert plan.moved == 0.0
 
@@ -172,9 +181,9 @@ def test_a_paper_plan_by_hand():
     # At home ring rank 0 has blocks 0, 1: query blocks 1 and 3, KV blocks 1 and 3 have moved, half of everything.
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
     plan = make_plan(mask, "U1R2", "paper", reward=0.0)
-    assert plan.q_owner.tolist() == [[0, 1, 1, 0]]
-    assert plan.kv_slot.tolist() == [[0, 1, 1, 0]]
-    assert plan.work.tolist() == [[3, 3], [2, 2]]
+    assert plan.assignment.q_owner.tolist() == [[0, 1, 1, 0]]
+    assert plan.assignment.kv_slot.tolist() == [[0, 1, 1, 0]]
+    assert plan.metrics.work.tolist() == [[3, 3], [2, 2]]
     assert (plan.rho, plan.rho_before, plan.rho_bound) == (1.0, 1.4, 1.0)
     assert plan.moved == 0.5
 

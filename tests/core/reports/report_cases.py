@@ -18,6 +18,8 @@ from dbsp_core import BlockMask, SequenceGroup, Strategy, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.reports.collect import make_report
+from dbsp_core.reports.observed import observed_session
+from dbsp_core.reports.observer import run_observer
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.mask_provider import MaskProvider
@@ -48,7 +50,7 @@ def recounted_session(
     """Three steps of two passes over two layers, and then one over a video of another size."""
     config = DbspConfig.load(settings | {"report": "nowhere"})
     chosen = None if strategy is None else Strategy.parse(strategy)
-    session = AttentionSession(config, SequenceGroup.of(), chosen, HEADS, LAYERS)
+    session = observed_session(config, SequenceGroup.of(), chosen, HEADS, LAYERS)
     masks: dict[Any, BlockMask] = {}
     found: list[Recount] = []
     take_mask, run = MaskProvider.mask, DualBalancedAttention.__call__
@@ -85,13 +87,13 @@ def _recount(
     now: tuple[int, int, int],
 ) -> Recount:
     plan, strategy, layer = executor.plan, executor.plan.strategy, now[0]
-    work = plan.reused_for(mask).work
-    before = make_plan(mask, strategy, "contiguous").work
-    traffic = traffic_of(plan, session.home)
+    work = plan.evaluate(mask).metrics.work
+    before = make_plan(mask, strategy, "contiguous").metrics.work
+    traffic = traffic_of(plan.assignment, session.home)
     items = q.shape[0]  # as the executor sees it: 1 where items have masks of their own
     token_bytes = items * q.shape[3] * q.element_size()
     apart = ~np.eye(strategy.world, dtype=bool)
-    to_owners, to_homes = (int((tokens * apart).sum()) for tokens in (traffic.to_owners, traffic.to_homes))
+    to_owners, to_homes = (int((tokens * apart).sum()) for tokens in (traffic.dispatch, traffic.combine))
     ring = int(traffic.slots.sum()) * (strategy.ring - 1) * 2 * plan.grid.block_k * token_bytes
     ratios = [float(w.max(axis=1).sum() * strategy.world / w.sum()) for w in (before, work)]
     return Recount(
@@ -110,7 +112,7 @@ def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder:
     inputs = Inputs.random("wan", (3, 5, 7), 1, 7).arguments
     with torch.no_grad():
         dbsp_para.parallelize_transformer(transformer, config=config)
-        observed = dbsp_para.session_of(transformer).observer is not None
+        observed = run_observer(dbsp_para.session_of(transformer)) is not None
         for step in range(2):
             transformer(**{**inputs, "timestep": torch.tensor([900 - step])})
         try:

@@ -37,8 +37,8 @@ def run(recorder, seeds, moments=MOMENTS, lasting=False):
 
 
 def keep_and_use(recorder, layer, mask, lasting=False):
-    recorder.keep(layer, layer, mask, lasting)
-    recorder.used(layer, layer)
+    recorder.mask_made(layer, layer, mask, lasting)
+    recorder.mask_used(layer, layer)
 
 
 def new(folder, of_model=2, **settings):
@@ -76,9 +76,9 @@ class TestOneProcess:
         for moment in MOMENTS:
             recorder.begin(moment)
             if moment == DenoisingStep():
-                recorder.keep("all", 0, a_mask(7), True)
+                recorder.mask_made("all", 0, a_mask(7), True)
             for layer in range(2):
-                recorder.used(layer, "all")
+                recorder.mask_used(layer, "all")
         recording = Recording.read(tmp_path)
         assert all(torch.equal(recording.mask(i, m).bits, a_mask(7).bits) for i in range(2) for m in MOMENTS)
         assert len(list(tmp_path.glob("*.safetensors"))) == 1
@@ -100,8 +100,8 @@ class TestOneProcess:
             recorder.begin(DenoisingStep(step))
             for layer in range(2):
                 if step < 2:  # the mask of step 1 goes on to step 2
-                    recorder.keep(layer, layer, a_mask(10 * step + layer), True)
-                recorder.used(layer, layer)
+                    recorder.mask_made(layer, layer, a_mask(10 * step + layer), True)
+                recorder.mask_used(layer, layer)
         recording = Recording.read(tmp_path)
         assert torch.equal(recording.mask(1, DenoisingStep(2)).bits, a_mask(11).bits)
         assert not recorder._pending
@@ -109,12 +109,12 @@ class TestOneProcess:
     def test_a_lasting_mask_that_only_other_layers_had_is_there_when_it_is_wanted(self, tmp_path):
         recorder = new(tmp_path, layers=frozenset({1}))
         recorder.begin(DenoisingStep(0))
-        recorder.keep("all", 0, a_mask(3), True)
-        recorder.used(0, "all")
+        recorder.mask_made("all", 0, a_mask(3), True)
+        recorder.mask_used(0, "all")
         keep_and_use(recorder, 1, a_mask(4), lasting=True)
         recorder.begin(DenoisingStep(1))
         for layer in range(2):
-            recorder.used(layer, "all")
+            recorder.mask_used(layer, "all")
         assert torch.equal(Recording.read(tmp_path).mask(1, DenoisingStep(1)).bits, a_mask(3).bits)
 
     def test_the_limit_stops_it_with_one_notice_and_what_it_has_stays_good(self, tmp_path, capsys):
@@ -243,7 +243,7 @@ class TestSettings:
         monkeypatch.setenv("DBSP_RECORD_LIMIT", "plenty")
         recorder = MaskRecorder.of(None, SequenceGroup(0, 1), 2)
         assert not recorder.active
-        assert not recorder.wanted
+        assert not recorder.counts_steps
         assert "size 'plenty' is not of the form '2GiB'" in capsys.readouterr().err
 
     @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "1,,2"])

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.reports.observed import observed_session
+from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest
@@ -53,7 +55,7 @@ class Session:
 
     def __post_init__(self) -> None:
         config = DbspConfig(**self.settings)
-        self.inner = AttentionSession(
+        self.inner = observed_session(
             config, SequenceGroup.of(), Strategy.parse(self.strategy), HEADS, self.layers, lambda: self.steps
         )
         self.feed = MaskProvider(
@@ -70,7 +72,7 @@ class Session:
     ) -> float:
         """A forward pass. returns: how far this rank's output is from one process's."""
         if settle:
-            self.inner.settle()
+            self.inner.flush()
         home = self.inner.begin(thw, text_tokens, timestep)
         self.feed.begin(thw, text_tokens, timestep)
         token, place = (torch.from_numpy(one) for one in home.tokens_at(dist.get_rank()))
@@ -122,7 +124,7 @@ def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int
     session = Session(PREDICTED, f"U{world}R1", layers=2)
     for _ in range(generations):
         assert session.attend(900.0) <= 1e-5
-    session.inner.settle()
+    session.inner.flush()
     (context,) = session.inner._sizes.values()
     return len(context.plans.latest), len(context._executors)
 
@@ -141,8 +143,9 @@ def settings_on_one_rank(rank: int, world: int, odd: int, settings: dict[str, An
     """A session whose settings are other ones on one rank, and a forward pass. returns: its report's folder"""
     session = Session(settings if rank == odd else others, f"U{world}R1")
     session.attend(900.0)
-    session.inner.settle()
-    return session.inner.config.report, session.inner.observer is not None
+    session.inner.flush()
+    observer = run_observer(session.inner)
+    return None if observer is None else observer.folder, observer is not None
 
 
 def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> None:

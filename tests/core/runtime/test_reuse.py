@@ -11,7 +11,10 @@ from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.runtime.plan_cache import AsyncPlanCache, PlanCache, ReplanRule
+from dbsp_core.planning.assignment import Assignment
+from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
+from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
@@ -19,7 +22,7 @@ from reuse_cases import mask_of, plan_where_one_rank_goes_wrong, timeouts, two_c
 from workers import WorkerError
 
 
-def plan_u2(mask: BlockMask, current: Plan | None = None):
+def plan_u2(mask: BlockMask) -> Plan:
     return make_plan(mask, "U2R1", "paper")
 
 
@@ -34,30 +37,41 @@ ABOVE = mask_of(7, 3, 2, 4)
 @pytest.fixture
 def cache():
     cache = PlanCache(ReplanRule(1.25))
-    assert cache.plan_for(0, FIRST, plan_u2).plan.rho == 1.0
+    assert cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan.rho == 1.0
     return cache
 
 
 def test_a_plan_is_kept_up_to_the_threshold_with_the_numbers_of_the_new_mask(cache):
-    first = cache.plan_for(0, FIRST, plan_u2).plan
-    kept = cache.plan_for(0, AT_THRESHOLD, plan_u2).plan
-    assert kept.fingerprint == first.fingerprint
+    first = cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan
+    kept = cache.plan_for(0, AT_THRESHOLD, PlansBy(plan_u2, ahead=False)).plan
+    assert kept.assignment.fingerprint == first.assignment.fingerprint
     assert kept.rho == 1.25
     assert (cache.counters.calls, cache.counters.replans) == (3, 1)
 
 
 def test_above_the_threshold_a_new_plan_is_made_and_kept_from_then_on(cache):
-    plan = cache.plan_for(0, ABOVE, plan_u2).plan
-    assert plan.fingerprint == plan_u2(ABOVE).fingerprint != plan_u2(FIRST).fingerprint
+    plan = cache.plan_for(0, ABOVE, PlansBy(plan_u2, ahead=False)).plan
+    assert (
+        plan.assignment.fingerprint == plan_u2(ABOVE).assignment.fingerprint != plan_u2(FIRST).assignment.fingerprint
+    )
     assert plan.rho == 9 / 8
-    assert cache.plan_for(0, ABOVE, plan_u2).plan.fingerprint == plan.fingerprint
+    assert (
+        cache.plan_for(0, ABOVE, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
+        == plan.assignment.fingerprint
+    )
     assert (cache.counters.calls, cache.counters.replans) == (3, 2)
 
 
 def test_every_layer_has_a_plan_of_its_own(cache):
-    cache.plan_for(1, AT_THRESHOLD, plan_u2)
-    assert cache.plan_for(0, FIRST, plan_u2).plan.fingerprint == plan_u2(FIRST).fingerprint
-    assert cache.plan_for(1, AT_THRESHOLD, plan_u2).plan.fingerprint == plan_u2(AT_THRESHOLD).fingerprint
+    cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2, ahead=False))
+    assert (
+        cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
+        == plan_u2(FIRST).assignment.fingerprint
+    )
+    assert (
+        cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
+        == plan_u2(AT_THRESHOLD).assignment.fingerprint
+    )
     assert (cache.counters.calls, cache.counters.replans) == (4, 2)
 
 
@@ -65,7 +79,7 @@ def test_every_layer_has_a_plan_of_its_own(cache):
     "mask", [mask_of(6, 4, 4, 2, grid=BlockGrid.uniform(9 * 16, 16)), mask_of(6, 4, 4)], ids=["grid", "heads"]
 )
 def test_another_grid_or_number_of_heads_needs_a_new_plan(cache, mask):
-    plan = cache.plan_for(0, mask, plan_u2).plan
+    plan = cache.plan_for(0, mask, PlansBy(plan_u2, ahead=False)).plan
     assert (plan.grid, plan.heads) == (mask.grid, mask.heads)
     assert cache.counters.replans == 2
 
@@ -75,32 +89,35 @@ class TestLagged:
 
     @pytest.fixture
     def lagged(self):
-        return AsyncPlanCache(ReplanRule(1.25), SequenceGroup(0, 1))
+        return AsyncPlanCache(ReplanRule(1.25), group=SequenceGroup(0, 1))
 
     def test_the_first_call_plans_at_once(self, lagged):
-        assert lagged.plan_for(0, FIRST, plan_u2).plan.fingerprint == plan_u2(FIRST).fingerprint
+        assert (
+            lagged.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
+            == plan_u2(FIRST).assignment.fingerprint
+        )
 
     def test_a_new_plan_is_adopted_one_call_later(self, lagged):
         masks = [FIRST, ABOVE, ABOVE, ABOVE, FIRST]
-        plans = [lagged.plan_for(0, mask, plan_u2).plan.fingerprint for mask in masks]
-        old, new = plan_u2(FIRST).fingerprint, plan_u2(ABOVE).fingerprint
+        plans = [lagged.plan_for(0, mask, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint for mask in masks]
+        old, new = plan_u2(FIRST).assignment.fingerprint, plan_u2(ABOVE).assignment.fingerprint
         assert old != new
         assert plans == [old, old, new, new, new]
 
     def test_counters_cover_every_call_once_settled(self, lagged):
         for mask in (FIRST, ABOVE, ABOVE):
-            lagged.plan_for(0, mask, plan_u2)
-        lagged.settle()
+            lagged.plan_for(0, mask, PlansBy(plan_u2, ahead=False))
+        lagged.flush()
         counters = lagged.counters
-        assert (counters.calls, counters.replans, counters.judged) == (3, 2, 3)
+        assert (counters.calls, counters.replans, counters.evaluated) == (3, 2, 3)
         assert counters.rho_used == 1.0 + 1.375 + 9 / 8
         assert counters.worst_used == 1.375
         assert lagged.latest[0].rho == 9 / 8
 
     def test_at_the_threshold_the_plan_is_kept(self, lagged):
         for mask in (FIRST, AT_THRESHOLD, FIRST):
-            plan = lagged.plan_for(0, mask, plan_u2).plan
-        assert plan.fingerprint == plan_u2(FIRST).fingerprint
+            plan = lagged.plan_for(0, mask, PlansBy(plan_u2, ahead=False)).plan
+        assert plan.assignment.fingerprint == plan_u2(FIRST).assignment.fingerprint
         assert lagged.counters.replans == 1
 
     def test_what_goes_with_a_new_plan_is_prepared_in_the_thread_before_it_is_adopted(self, lagged):
@@ -108,61 +125,67 @@ class TestLagged:
         home = SequenceLayout.contiguous(grid.tokens, 2)
         threads = []
 
-        def prepare(plan: Plan) -> RankPlan:
-            threads.append(threading.current_thread().name)
-            return RankPlan.of(plan, home, 0)
+        class Prepares(PlansBy):
+            def rank_plan(self, assignment: Assignment) -> RankPlan:
+                threads.append(threading.current_thread().name)
+                return RankPlan.of(assignment, home, 0)
 
         masks = (FIRST, ABOVE, ABOVE, ABOVE)
-        planned = [lagged.plan_for(0, mask, plan_u2, prepare=prepare) for mask in masks]
-        lagged.settle()
-        old, new = plan_u2(FIRST).fingerprint, plan_u2(ABOVE).fingerprint
+        planned = [lagged.plan_for(0, mask, Prepares(plan_u2, ahead=False)) for mask in masks]
+        lagged.flush()
+        old, new = plan_u2(FIRST).assignment.fingerprint, plan_u2(ABOVE).assignment.fingerprint
         assert threads == ["dbsp-planning"]
-        assert [one.plan.fingerprint for one in planned] == [old, old, new, new]
+        assert [one.plan.assignment.fingerprint for one in planned] == [old, old, new, new]
         assert [one.part is not None for one in planned] == [False, False, True, False], "handed over once"
-        assert planned[2].part.plan.fingerprint == new
+        assert planned[2].part.assignment.fingerprint == new
 
     def test_a_prepared_part_is_dropped_with_its_plan(self, lagged):
         """Guidance is switched off between two calls: the prepared part is of a plan for more heads."""
         home = SequenceLayout.contiguous(FIRST.grid.tokens, 2)
+
+        class Prepares(PlansBy):
+            def rank_plan(self, assignment: Assignment) -> RankPlan:
+                return RankPlan.of(assignment, home, 0)
+
         for mask in (FIRST, ABOVE):
-            lagged.plan_for(0, mask, plan_u2, prepare=lambda plan: RankPlan.of(plan, home, 0))
-        planned = lagged.plan_for(0, mask_of(6, 4), plan_u2)
+            lagged.plan_for(0, mask, Prepares(plan_u2, ahead=False))
+        planned = lagged.plan_for(0, mask_of(6, 4), PlansBy(plan_u2, ahead=False))
         assert (planned.plan.heads, planned.part) == (2, None)
 
     def test_attentions_do_not_mix(self, lagged):
         for _ in range(2):
-            lagged.plan_for("cond", FIRST, plan_u2)
-            lagged.plan_for("uncond", ABOVE, plan_u2)
-        lagged.settle()
+            lagged.plan_for("cond", FIRST, PlansBy(plan_u2, ahead=False))
+            lagged.plan_for("uncond", ABOVE, PlansBy(plan_u2, ahead=False))
+        lagged.flush()
         assert lagged.latest["cond"].rho == 1.0
         assert lagged.latest["uncond"].rho == 9 / 8
         assert lagged.counters.replans == 2
 
     def test_what_went_wrong_is_raised_at_the_next_call_with_its_traceback(self, lagged):
-        lagged.plan_for(0, FIRST, plan_u2)
+        lagged.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False))
 
-        def fail(mask: BlockMask, current: Plan | None):
+        def fail(mask: BlockMask) -> Plan:
             raise ZeroDivisionError("no planner today")
 
-        lagged.plan_for(0, ABOVE, fail)
+        lagged.plan_for(0, ABOVE, PlansBy(fail, ahead=False))
         with pytest.raises(RuntimeError, match=r"(?s)planning failed.*Traceback.*no planner today"):
-            lagged.plan_for(0, ABOVE, plan_u2)
+            lagged.plan_for(0, ABOVE, PlansBy(plan_u2, ahead=False))
 
 
 class TestStandingStill:
     def test_a_thread_that_stands_still_is_waited_for_as_long_as_the_group_would_wait(self, monkeypatch):
         monkeypatch.setattr(SequenceGroup, "timeout", timedelta(seconds=0.05))
-        cache, answer = AsyncPlanCache(ReplanRule(1.25), SequenceGroup(0, 1)), threading.Event()
+        cache, answer = AsyncPlanCache(ReplanRule(1.25), group=SequenceGroup(0, 1)), threading.Event()
 
-        def stand_still(mask: BlockMask, current: Plan | None) -> Plan:
+        def stand_still(mask: BlockMask) -> Plan:
             answer.wait(30)  # ends a hang
             return plan_u2(mask)
 
-        cache.plan_for(0, FIRST, plan_u2)
-        cache.plan_for(0, ABOVE, stand_still)
+        cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False))
+        cache.plan_for(0, ABOVE, PlansBy(stand_still, ahead=False))
         try:
             with pytest.raises(RuntimeError, match=r"planning thread of rank 0 has not answered for 0\.05 s"):
-                cache.settle()
+                cache.flush()
         finally:
             answer.set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_cli.mask_tools.series import MaskSeries, drift_of
-from dbsp_core.runtime.plan_cache import ReplanRule
+from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.runtime.session import MOST_SIZES
 from dbsp_core.runtime.size_context import MOST_PASSES
 from session_cases import (

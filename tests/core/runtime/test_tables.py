@@ -84,10 +84,10 @@ def test_every_rank_and_period_lists_what_the_mask_and_the_plan_say(grid, heads,
     seen = torch.zeros_like(mask.bits, dtype=torch.int64)
     for rank in range(strategy.world):
         ring_rank, column = divmod(rank, strategy.ulysses)
-        row_head, row_block = plan.rows_of(rank)
-        for period, kept in enumerate(build_tables(table_layout(plan, rank).to(torch.device("cpu")), mask)):
+        row_head, row_block = plan.assignment.rows_of(rank)
+        for period, kept in enumerate(build_tables(table_layout(plan.assignment, rank).to(torch.device("cpu")), mask)):
             table = kept.expanded(batch)
-            kv_head, kv_block = plan.slot_blocks((ring_rank + period) % strategy.ring, column)
+            kv_head, kv_block = plan.assignment.slot_blocks((ring_rank + period) % strategy.ring, column)
             lengths = grid.k_axis.lengths[kv_block]
             assert table.kv_len.tolist() == lengths.tolist() * batch
             assert sorted(table.order.tolist()) == list(range(batch * len(row_head)))
@@ -110,7 +110,7 @@ def test_bits_take_an_eighth_of_a_byte_a_block():
     grid = BlockGrid.uniform(75_600)
     mask = BlockMask.dense(5, grid)
     plan = make_plan(mask, "U1R1")
-    (kept,) = build_tables(table_layout(plan, 0).to(torch.device("cpu")), mask)
+    (kept,) = build_tables(table_layout(plan.assignment, 0).to(torch.device("cpu")), mask)
     assert kept.bits.nbytes == 5 * 1182 * 148
     assert sum(t.nbytes for t in vars(kept).values() if isinstance(t, torch.Tensor)) < 1e6
 
@@ -128,9 +128,9 @@ def test_bits_take_an_eighth_of_a_byte_a_block():
 def test_whole_heads_are_recognised(strategy, tokens, text_tokens, heads):
     grid = BlockGrid.uniform(tokens, 16, text_tokens)
     plan = make_plan(BlockMask.dense(4, grid), strategy)
-    found = [dense_head_layout(plan, rank) for rank in range(plan.strategy.world)]
+    found = [dense_head_layout(plan.assignment, rank) for rank in range(plan.strategy.world)]
     if heads is None:
-        assert (plan.split_heads > 0) == (strategy == "U3R1")
+        assert (plan.assignment.split_heads > 0) == (strategy == "U3R1")
         assert found == [None] * plan.strategy.world
     else:
         assert [(whole.heads, whole.tokens) for whole in found] == [(heads, tokens)] * 2

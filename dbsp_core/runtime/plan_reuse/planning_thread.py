@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["Background"]
+__all__ = ["PlanningThread"]
 
 LAST_JOBS_S = 3.0
 """Seconds that the end of the program waits for jobs under way. A thread that the interpreter stops within a tensor
@@ -20,7 +20,7 @@ operation aborts the process."""
 _Jobs = queue.SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
 
 
-class Background:
+class PlanningThread:
     """Runs jobs one after the other in a thread, which ends with this object or with the program.
 
     The order matters: jobs may hold collectives, which every rank must enter in the same order.

@@ -36,14 +36,14 @@ class DensityTrend:
 
     _totals: deque[np.ndarray] = field(default_factory=lambda: deque(maxlen=2 * WINDOW + 1))
 
-    def note(self, mask: BlockMask) -> None:
+    def update(self, mask: BlockMask) -> None:
         """Adds a call's mask. Another number of heads starts anew."""
         totals = mask.counts.rows.sum(axis=1)
         if self._totals and self._totals[-1].shape != totals.shape:
             self._totals.clear()
         self._totals.append(totals)
 
-    def growth(self, calls: Sequence[int]) -> np.ndarray:
+    def predict(self, calls: Sequence[int]) -> np.ndarray:
         """int64[len(calls), H]: each head's blocks so many calls after the last, in 1/UNIT of the last's.
 
         The change over the last window goes on in the share in which the change of the window before went on in it:
@@ -76,8 +76,8 @@ class _ForecastCounts(MaskCounts):
     def columns(self) -> np.ndarray:
         return self._base.columns * self._growth[:, None]
 
-    def cells(self, slots: np.ndarray, ring: int) -> np.ndarray:
-        return self._base.cells(slots, ring) * self._growth[:, None, None]
+    def work_by_slot(self, slots: np.ndarray, ring: int) -> np.ndarray:
+        return self._base.work_by_slot(slots, ring) * self._growth[:, None, None]
 
     def count(self, many: Sequence[np.ndarray], ring: int) -> None:
         self._base.count(many, ring)
@@ -118,36 +118,39 @@ def choose_longest_lived(
     mask: BlockMask,
     trend: DensityTrend,
     first: Plan,
-    again: Callable[[BlockMask], Plan],
+    make_later: Callable[[BlockMask], Plan | None],
     *,
     threshold: float,
     budget: float,
-    lead: int,
+    delay: int,
 ) -> Plan:
     """Of plans made for this mask and for later ones, the one predicted to be kept for most calls;
     with the numbers of the mask at hand.
 
-    trend: has noted `mask`;  first: the plan for this mask;  again: plans another mask with the same strategy
-    threshold, budget: until when a plan is kept, see `dbsp_core.runtime.plan_cache.ReplanRule`
-    lead:  calls until the plan is first used
+    trend: has been updated with `mask`;  first: the plan for this mask
+    make_later: plans a predicted mask with the same strategy; None from it: plans don't look ahead
+    threshold, budget: until when a plan is kept, see `plan_reuse.rule.ReplanRule`
+    delay:  calls until the plan is first used
     """
     ahead = forecast_offsets(first.strategy)
     if not ahead:
         return first
-    calls = range(lead, lead + HORIZON)
-    growth = trend.growth(calls)
+    calls = range(delay, delay + HORIZON)
+    growth = trend.predict(calls)
     best, plan = _service(first, mask, growth, threshold, budget), first
     if (growth == UNIT).all():
         return first
-    for later in trend.growth([lead + calls for calls in ahead]):
-        other = again(ForecastMask.of(mask, later))
+    for later in trend.predict([delay + calls for calls in ahead]):
+        other = make_later(ForecastMask.of(mask, later))
+        if other is None:
+            break
         service = _service(other, mask, growth, threshold, budget)
         if service > best:
             best, plan = service, other
     if plan is first:
         return first
-    compare = first.work_before is not None
-    return replace(plan.reused_for(mask, compare=compare), plan_ms=plan.plan_ms)
+    compare = first.metrics.baseline_work is not None
+    return replace(plan.evaluate(mask, compare=compare), plan_ms=plan.plan_ms)
 
 
 def _service(plan: Plan, mask: BlockMask, growth: np.ndarray, threshold: float, budget: float) -> tuple[int, float]:
@@ -165,9 +168,9 @@ def _service(plan: Plan, mask: BlockMask, growth: np.ndarray, threshold: float, 
 
 def _rho_by_call(plan: Plan, mask: BlockMask, growth: np.ndarray) -> list[float]:
     """ρ_s of Eq. 1 under `plan` at each call. Sums stay below 2^53, so float64 holds them exactly on every rank."""
-    cells = mask.counts.cells(plan.kv_slot, plan.strategy.ring)
+    cells = mask.counts.work_by_slot(plan.assignment.kv_slot, plan.strategy.ring)
     heads, world = plan.heads, plan.strategy.world
-    place = (np.arange(heads)[:, None] * world + plan.q_owner).ravel()
+    place = (np.arange(heads)[:, None] * world + plan.assignment.q_owner).ravel()
     by_slot = [np.bincount(place, cells[..., slot].ravel(), heads * world) for slot in range(plan.strategy.ring)]
     by_head = np.stack(by_slot, axis=-1).reshape(heads, -1)  # float64[H, P · y]
     work = (growth.astype(np.float64) @ by_head).reshape(len(growth), world, plan.strategy.ring)

@@ -1,0 +1,60 @@
+"""What may watch a session from outside: reports and recordings implement it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+import torch
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.schedule import DenoisingStep
+from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.attention import DualBalancedAttention
+
+__all__ = ["SessionObserver"]
+
+
+class SessionObserver:
+    """Is told what a session does; each method does nothing unless it is overridden.
+
+    compares:     whether plans must tell what the contiguous plan would do
+    counts_steps: whether denoising steps must be distinguished, also where masks don't depend on them
+    """
+
+    compares = False
+    counts_steps = False
+
+    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None) -> None:
+        """A forward pass begins. timestep: as the host gave it"""
+
+    def mask_made(self, key: Hashable, layer: int, mask: BlockMask, lasting: bool) -> None:
+        """A mask was made. key: by which `mask_used` will name it, until another is made with that key
+
+        lasting: whether it may be used in later passes, or for other layers, without being made again
+        """
+
+    def mask_used(self, layer: int, key: Hashable) -> None:
+        """A layer's attention is about to use the mask of this key."""
+
+    def attention_begins(self, device: torch.device) -> None:
+        """Before the planning of an attention on this device."""
+
+    def attention_ends(
+        self,
+        layer: int,
+        key: Hashable,
+        executor: DualBalancedAttention,
+        q: torch.Tensor,
+        latest: Mapping[Hashable, Plan],
+        asynchronous: bool,
+    ) -> None:
+        """An attention was computed, or queued on its device.
+
+        key:    of its plan;  q: float[B, H, shard, D], this rank's queries
+        latest: by key, plans with the numbers of the masks that were counted last
+        asynchronous: whether its own mask is still being counted: then the executor's plan has the last mask's
+                numbers, and `latest` has this one's once the next attention of the same key has been asked for
+        """
+
+    def flush(self, latest: Mapping[Hashable, Plan]) -> None:
+        """All masks up to now have been counted."""

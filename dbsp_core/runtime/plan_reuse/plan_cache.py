@@ -1,0 +1,147 @@
+"""One plan per attention, kept while it is even enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.plan_reuse.forecast import DensityTrend, choose_longest_lived
+from dbsp_core.runtime.plan_reuse.rule import PlanUsage, ReplanRule, ReuseCounters
+from dbsp_core.runtime.rank_plan import RankPlan
+
+__all__ = ["PlanCache", "PlanMaker", "Planned", "PlansBy"]
+
+
+class PlanMaker(Protocol):
+    """Makes plans for the calls of one attention."""
+
+    def make(self, mask: BlockMask, current: Plan | None) -> Plan:
+        """The plan for a mask. current: the one in use"""
+        ...
+
+    def make_later(self, later: BlockMask, mask: BlockMask, strategy: Strategy) -> Plan | None:
+        """The plan for a predicted mask, while the mask at hand is `mask`; None: plans don't look ahead."""
+        ...
+
+    def rank_plan(self, assignment: Assignment) -> RankPlan | None:
+        """This rank's part in an assignment, on the host; None: whoever gets the plan makes it."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlansBy:
+    """A `PlanMaker` of one function, for use offline. ahead: whether plans look ahead"""
+
+    plan: Callable[[BlockMask], Plan]
+    ahead: bool = True
+
+    def make(self, mask: BlockMask, current: Plan | None) -> Plan:
+        return self.plan(mask)
+
+    def make_later(self, later: BlockMask, mask: BlockMask, strategy: Strategy) -> Plan | None:
+        return self.plan(later) if self.ahead else None
+
+    def rank_plan(self, assignment: Assignment) -> RankPlan | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan to use, and this rank's part in it where that was prepared beforehand: they belong together."""
+
+    plan: Plan
+    part: RankPlan | None = None
+
+
+@dataclass
+class PlanCache:
+    """One plan per attention, kept as long as `rule` says.
+
+    An attention is a layer's, and a guidance pass's where passes have masks of their own. Whether to keep a plan
+    follows from the masks' bits and the kept plan only, which all ranks share: no rank can decide otherwise than the
+    others. Every call waits for its mask to be counted.
+    compare: whether plans tell what the contiguous plan would do; see `dbsp_core.planning.plan.make_plan`
+    """
+
+    rule: ReplanRule
+    counters: ReuseCounters = field(default_factory=ReuseCounters)
+    compare: bool = True
+    latest: dict[Hashable, Plan] = field(default_factory=dict)
+    """By attention, its plan with the numbers of the mask it was last used for."""
+    _usages: dict[Hashable, PlanUsage] = field(default_factory=dict)
+    _trends: dict[Hashable, DensityTrend] = field(default_factory=dict)
+
+    def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker) -> Planned:
+        """The kept plan if it still serves, else a new one; with this mask's numbers."""
+        self.counters.calls += 1
+        plan = self.latest.get(key)
+        used = plan.evaluate(mask, compare=self.compare) if plan is not None and _fits(plan, mask) else None
+        chosen = self._renewed(key, used, mask, maker, plan, delay=0)
+        self.counters.replans += chosen is not used
+        self.counters.add(chosen)
+        self.latest[key] = chosen
+        return Planned(chosen)
+
+    def count_reuse(self, key: Hashable, plan: Plan) -> bool:
+        """Counts one more call of an attention with a mask that `plan` has the numbers of.
+
+        returns: False, and counts nothing, where the plan has expired: a new one is to be made for the mask
+        """
+        usage = self._usages.setdefault(key, PlanUsage(best_rho=plan.rho))
+        if usage.expired_by(plan, self.rule):
+            return False
+        usage.add(plan)
+        self.counters.calls += 1
+        self.counters.add(plan)
+        self.latest[key] = plan
+        return True
+
+    def forget(self, key: Hashable) -> None:
+        """Drops what is kept for an attention."""
+        for kept in (self.latest, self._usages, self._trends):
+            kept.pop(key, None)
+
+    def start(self) -> None:
+        """Lets begin what may run beside the calls' own work: nothing here."""
+
+    def flush(self) -> None:
+        """Waits for what is pending, so that counters and `latest` cover every call: nothing here."""
+
+    def _renewed(
+        self, key: Hashable, used: Plan | None, mask: BlockMask, maker: PlanMaker, current: Plan | None, delay: int
+    ) -> Plan:
+        """The plan to use after `delay` calls: `used`, which has this mask's numbers, or a new one if it expired."""
+        trend = self._trends.setdefault(key, DensityTrend())
+        if self.rule.budget is not None:
+            trend.update(mask)
+        if used is not None:
+            usage = self._usages.setdefault(key, PlanUsage())
+            expired = usage.expired_by(used, self.rule)
+            usage.add(used)
+            if not expired:
+                return used
+        made = maker.make(mask, current)
+        self._usages[key] = usage = PlanUsage(best_rho=made.rho)
+        if self.rule.budget is None:
+            return made
+        chosen = choose_longest_lived(
+            mask,
+            trend,
+            made,
+            lambda later: maker.make_later(later, mask, made.strategy),
+            threshold=self.rule.threshold,
+            budget=self.rule.budget,
+            delay=delay,
+        )
+        if delay == 0:
+            usage.add(chosen)
+        return chosen
+
+
+def _fits(plan: Plan, mask: BlockMask) -> bool:
+    return plan.heads == mask.heads and (plan.grid == mask.grid or plan.grid.subdivides(mask.grid))

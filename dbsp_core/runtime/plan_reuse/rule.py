@@ -1,0 +1,72 @@
+"""When a plan has expired (paper §4.2.1, threshold P_s), and how often plans were kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dbsp_core.planning.plan import Plan
+
+__all__ = ["PlanUsage", "ReplanRule", "ReuseCounters"]
+
+
+@dataclass(frozen=True)
+class ReplanRule:
+    """When a plan has expired.
+
+    threshold: P_s of the paper: it is kept while ρ_s of the current mask under it stays at or below this
+    budget:    and while its excess, Σ over its calls of ρ_s less the least that was known to be possible when it was
+               made, stays at or below this; in times of a balanced attention. New plans then look ahead (see
+               `plan_reuse.forecast`). None: only the threshold counts, and every plan is for the mask at hand.
+    """
+
+    threshold: float = 1.10
+    budget: float | None = None
+
+
+@dataclass
+class PlanUsage:
+    """What one attention's plan has done so far.
+
+    best_rho: ρ_s of the best plan known when it was made;  excess: what it has wasted, see `ReplanRule`
+    """
+
+    best_rho: float = 1.0
+    excess: float = 0.0
+
+    def expired_by(self, used: Plan, rule: ReplanRule) -> bool:
+        """Whether one more call, which `used` serves, is its last; the call is not counted."""
+        excess = self._excess_with(used)
+        return used.rho > rule.threshold or (rule.budget is not None and excess > rule.budget)
+
+    def add(self, used: Plan) -> None:
+        """Counts a call that `used` served, or would serve."""
+        self.excess = self._excess_with(used)
+
+    def _excess_with(self, used: Plan) -> float:
+        return self.excess + max(0.0, used.rho - self.best_rho)
+
+
+@dataclass
+class ReuseCounters:
+    """What became of plans.
+
+    calls:     attentions asked for
+    replans:   plans made
+    evaluated: masks whose ρ_s under the plan in use is known
+    rho_used:  its sum over those, and `worst_used` its maximum
+    rho_bound: sum over the same of the ρ_s that no plan can beat
+    """
+
+    calls: int = 0
+    replans: int = 0
+    evaluated: int = 0
+    rho_used: float = 0.0
+    worst_used: float = 1.0
+    rho_bound: float = 0.0
+
+    def add(self, plan: Plan) -> None:
+        """Counts a plan with the numbers of the mask it was used for."""
+        self.evaluated += 1
+        self.rho_used += plan.rho
+        self.worst_used = max(self.worst_used, plan.rho)
+        self.rho_bound += plan.rho_bound
