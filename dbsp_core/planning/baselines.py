@@ -1,10 +1,11 @@
-"""What sequence parallelism does without balancing: heads in equal runs, blocks where they are. numpy alone."""
+"""What sequence parallelism does without balancing: heads in equal runs, blocks where they are. Only numpy."""
 
 from __future__ import annotations
 
 import numpy as np
 
 __all__ = [
+    "assign_whole_heads",
     "balanced_majority_rank",
     "biased_greedy",
     "contiguous_assignment",
@@ -12,24 +13,23 @@ __all__ = [
     "greedy_heads",
     "majority_rank",
     "snake_heads",
-    "whole",
 ]
 
 
-def contiguous_heads(heads: int, columns: int) -> np.ndarray:
-    """Heads in order, in runs as equal as they come (Ulysses). returns: int64[H], the column of each head."""
-    return np.arange(heads, dtype=np.int64) * columns // heads
+def contiguous_heads(heads: int, ulysses_degree: int) -> np.ndarray:
+    """Heads in order, in runs as equal as they come (Ulysses). returns: int64[H], the Ulysses rank of each head."""
+    return np.arange(heads, dtype=np.int64) * ulysses_degree // heads
 
 
-def snake_heads(work: np.ndarray, columns: int) -> np.ndarray:
-    """Heads by falling work, dealt out to and fro: 0 1 2 2 1 0 0 1 2 …
+def snake_heads(work: np.ndarray, ulysses_degree: int) -> np.ndarray:
+    """Heads by falling work, dealt out back and forth: 0 1 2 2 1 0 0 1 2 …
 
-    work: int[H], dense blocks per head;  returns: int64[H], the column of each head
+    work: int[H], dense blocks per head;  returns: int64[H], the Ulysses rank of each head
     """
-    turn, place = np.divmod(np.arange(len(work)), columns)
-    column = np.empty(len(work), dtype=np.int64)
-    column[np.argsort(-work, kind="stable")] = np.where(turn % 2 == 0, place, columns - 1 - place)
-    return column
+    turn, place = np.divmod(np.arange(len(work)), ulysses_degree)
+    ulysses_rank = np.empty(len(work), dtype=np.int64)
+    ulysses_rank[np.argsort(-work, kind="stable")] = np.where(turn % 2 == 0, place, ulysses_degree - 1 - place)
+    return ulysses_rank
 
 
 def majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
@@ -49,28 +49,34 @@ def balanced_majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
     """
     blocks, parts = tokens_by_part.shape
     room = [-(-blocks // parts)] * parts
-    wishes = np.argsort(-tokens_by_part, axis=1, kind="stable").tolist()
+    preferences = np.argsort(-tokens_by_part, axis=1, kind="stable").tolist()
     part = np.empty(blocks, dtype=np.int64)
     for block in np.argsort(-tokens_by_part.max(axis=1), kind="stable").tolist():
-        part[block] = next(wish for wish in wishes[block] if room[wish])
+        part[block] = next(preferred for preferred in preferences[block] if room[preferred])
         room[part[block]] -= 1
     return part
 
 
-def whole(column: np.ndarray, q_ring: np.ndarray, slot: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Whole heads to Ulysses columns and whole blocks to ring ranks and slots: owner = ring rank · x + column.
+def assign_whole_heads(
+    ulysses_rank: np.ndarray, q_ring: np.ndarray, slot: np.ndarray, ulysses_degree: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Whole heads to Ulysses ranks and whole blocks to ring ranks and slots: owner = ring rank · x + Ulysses rank.
 
-    column: int64[H];  q_ring: int64[nq] or [H, nq];  slot: int64[nk] or [H, nk];  columns: x
+    ulysses_rank: int64[H];  q_ring: int64[nq] or [H, nq];  slot: int64[nk] or [H, nk];  ulysses_degree: x
     returns: int64[H, nq] owner of each row, int64[H, nk] slot of each KV block
     """
-    return q_ring * columns + column[:, None], np.tile(slot, (len(column), 1)) if slot.ndim == 1 else slot.copy()
+    return q_ring * ulysses_degree + ulysses_rank[:, None], np.tile(
+        slot, (len(ulysses_rank), 1)
+    ) if slot.ndim == 1 else slot.copy()
 
 
 def contiguous_assignment(
-    heads: int, q_home: np.ndarray, k_home: np.ndarray, columns: int
+    heads: int, q_home: np.ndarray, k_home: np.ndarray, ulysses_degree: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live. Arguments as for `whole`."""
-    return whole(contiguous_heads(heads, columns), q_home, k_home, columns)
+    """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live. Arguments as for
+    `assign_whole_heads`.
+    """
+    return assign_whole_heads(contiguous_heads(heads, ulysses_degree), q_home, k_home, ulysses_degree)
 
 
 def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: float) -> np.ndarray:
@@ -95,24 +101,23 @@ def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: flo
     return part
 
 
-def greedy_heads(work: np.ndarray, columns: int, cap: int | None = None) -> np.ndarray:
-    """Largest head first, each to the Ulysses column with the least work so far; ties go to the lower index.
+def greedy_heads(work: np.ndarray, ulysses_degree: int, cap: int | None = None) -> np.ndarray:
+    """Largest head first, each to the Ulysses rank with the least work so far; ties go to the lower index.
 
     work: int[H], dense blocks per head
-    cap:  most heads a column may take, or None for Alg. 1 as printed
-    returns: int64[H], the column of each head
+    cap:  most heads a Ulysses rank may take, or None for Alg. 1 as printed
+    returns: int64[H], the Ulysses rank of each head
     """
-    if cap is not None and cap * columns < len(work):
-        raise ValueError(
-            f"{len(work)} heads do not fit {columns} columns of at most {cap}; use cap ≥ {-(-len(work) // columns)}"
-        )
-    load = [0] * columns
-    count = [0] * columns
-    column = np.empty(len(work), dtype=np.int64)
+    if cap is not None and cap * ulysses_degree < len(work):
+        least = -(-len(work) // ulysses_degree)
+        raise ValueError(f"{len(work)} heads do not fit {ulysses_degree} ranks of at most {cap}; use cap ≥ {least}")
+    load = [0] * ulysses_degree
+    count = [0] * ulysses_degree
+    ulysses_rank = np.empty(len(work), dtype=np.int64)
     for head in np.argsort(-work, kind="stable"):
-        open_columns = [c for c in range(columns) if cap is None or count[c] < cap]
-        best = min(open_columns, key=load.__getitem__)
-        column[head] = best
+        open_ranks = [c for c in range(ulysses_degree) if cap is None or count[c] < cap]
+        best = min(open_ranks, key=load.__getitem__)
+        ulysses_rank[head] = best
         load[best] += int(work[head])
         count[best] += 1
-    return column
+    return ulysses_rank

@@ -1,8 +1,8 @@
-"""Lower bounds on ρ_s: what no plan of a given granularity can beat. numpy alone.
+"""Lower bounds on ρ_s: what no plan of a given granularity can beat. Only numpy.
 
 Write T for all dense blocks, P = x·y ranks, and M = Σ_i max_g b(i,g), so that ρ_s = M·P/T. Then
-M ≥ Σ_i b(i,g) = the work of any one rank, and M ≥ S/x for the work S of any one slot: in each period that slot is
-with x ranks, and the periods together cover it once. M is a whole number. Every bound below follows from these.
+M ≥ Σ_i b(i,g) = the work of any one rank, and M ≥ S/x for the work S of any one slot: in each ring step that slot is
+with x ranks, and the ring steps together cover it once. M is a whole number. Every bound below follows from these.
 """
 
 from __future__ import annotations
@@ -40,30 +40,34 @@ def _capped_bound(items: np.ndarray, bins: int) -> int:
     return int(items[0] + items[len(items) - max(0, least - 1) :].sum())
 
 
-def whole_block_bound(rows: np.ndarray, columns: np.ndarray, ulysses: int, ring: int, head_cap: bool = False) -> float:
-    """Bound on ρ_s for plans that give whole heads to Ulysses columns, and whole blocks to ring ranks and slots.
+def whole_block_bound(
+    row_work: np.ndarray, kv_block_work: np.ndarray, ulysses: int, ring: int, head_cap: bool = False
+) -> float:
+    """Bound on ρ_s for plans that give whole heads to Ulysses ranks, and whole blocks to ring ranks and slots.
 
-    rows:    int[H, nq], dense blocks per (head, query block)
-    columns: int[H, nk], dense blocks per (head, KV block)
-    head_cap: whether no column may take more than ceil(H / x) heads
+    row_work:    int[H, nq], dense blocks per (head, query block)
+    kv_block_work: int[H, nk], dense blocks per (head, KV block)
+    head_cap: whether no Ulysses rank may take more than ceil(H / x) heads
     returns: a float ≥ 1
     """
-    total = int(rows.sum())
+    total = int(row_work.sum())
     if total == 0:
         return 1.0
-    heads = rows.sum(axis=1)
-    fullest_column = max(bins_bound(heads, ulysses), _capped_bound(heads, ulysses) if head_cap else 0)
+    heads = row_work.sum(axis=1)
+    fullest_ulysses_rank = max(bins_bound(heads, ulysses), _capped_bound(heads, ulysses) if head_cap else 0)
     slowest = max(
         -(-total // (ulysses * ring)),
-        -(-fullest_column // ring),  # a column's work is shared by its y ring ranks
-        -(-bins_bound(rows.sum(axis=0), ring) // ulysses),  # a ring rank's work is shared by its x columns
-        -(-bins_bound(columns.sum(axis=0), ring) // ulysses),  # S/x for the fullest slot
-        int(rows.max()),  # one row has one owner
+        -(-fullest_ulysses_rank // ring),  # a Ulysses rank's work is shared by its y ring ranks
+        -(-bins_bound(row_work.sum(axis=0), ring) // ulysses),  # a ring rank's work is shared by its x Ulysses ranks
+        -(-bins_bound(kv_block_work.sum(axis=0), ring) // ulysses),  # S/x for the fullest slot
+        int(row_work.max()),  # one row has one owner
     )
     return max(1.0, slowest * ulysses * ring / total)
 
 
-def whole_row_bound(rows: np.ndarray, columns: np.ndarray, ulysses: int, ring: int, slot: np.ndarray | None) -> float:
+def whole_row_bound(
+    row_work: np.ndarray, kv_block_work: np.ndarray, ulysses: int, ring: int, slot: np.ndarray | None
+) -> float:
     """Bound on ρ_s for plans that give each (head, query block) row to any one rank: split heads, moved rows.
 
     M is a whole number, and
@@ -71,18 +75,18 @@ def whole_row_bound(rows: np.ndarray, columns: np.ndarray, ulysses: int, ring: i
       mean rounded up, the largest row, and what two, three, … rows must share by the pigeonhole principle;
     - M ≥ S/x for the work S of any slot. With the slots given, S is known, and with each (head, KV block) free to
       travel in any slot, the fullest slot has at least `bins_bound` of all of them in y bins.
-    rows:    int[H, nq], dense blocks per (head, query block)
-    columns: int[H, nk], dense blocks per (head, KV block)
+    row_work:    int[H, nq], dense blocks per (head, query block)
+    kv_block_work: int[H, nk], dense blocks per (head, KV block)
     slot:    int[nk] or int[H, nk], the slot of each KV block, or None where plans may choose it
     returns: a float ≥ 1
     """
-    total = int(rows.sum())
+    total = int(row_work.sum())
     if total == 0:
         return 1.0
     if slot is None:
-        fullest_slot = bins_bound(columns.reshape(-1), ring)
+        fullest_slot = bins_bound(kv_block_work.reshape(-1), ring)
     else:
-        slots = np.broadcast_to(slot, columns.shape)
-        fullest_slot = int(np.bincount(slots.reshape(-1), weights=columns.reshape(-1)).max())
-    slowest = max(bins_bound(rows.reshape(-1), ulysses * ring), -(-fullest_slot // ulysses))
+        slots = np.broadcast_to(slot, kv_block_work.shape)
+        fullest_slot = int(np.bincount(slots.reshape(-1), weights=kv_block_work.reshape(-1)).max())
+    slowest = max(bins_bound(row_work.reshape(-1), ulysses * ring), -(-fullest_slot // ulysses))
     return slowest * ulysses * ring / total

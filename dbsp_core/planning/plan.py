@@ -166,20 +166,20 @@ def make_plan(
     grid, counts = fine.grid, fine.counts
     if compare and fine is mask:
         counts.count([baseline_assignment(grid, mask.heads, strategy).kv_slot], strategy.ring)
-    rows, columns = counts.rows, counts.columns
+    row_work, kv_block_work = counts.rows, counts.columns
     q_home, k_home = majority_ring_ranks(home, grid, mask.heads, strategy)
     count_work_by_slot = _Stopwatch(lambda slots: counts.work_by_slot(slots, strategy.ring))
-    given = PlannerInput(
+    inputs = PlannerInput(
         strategy=strategy,
-        rows=rows,
-        columns=columns,
+        row_work=row_work,
+        kv_block_work=kv_block_work,
         q_home=q_home,
         k_home=k_home,
         count_work_by_slot=count_work_by_slot,
         settings=settings,
     )
     start = time.perf_counter()
-    q_owner, kv_slot = chosen.assign(given)
+    q_owner, kv_slot = chosen.assign(inputs)
     seconds = time.perf_counter() - start - count_work_by_slot.seconds
     assignment = Assignment(strategy, grid, q_owner, kv_slot)
     return Plan(

@@ -10,7 +10,13 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.balanced.planner import plan_rows
-from dbsp_core.planning.baselines import biased_greedy, contiguous_assignment, greedy_heads, snake_heads, whole
+from dbsp_core.planning.baselines import (
+    assign_whole_heads,
+    biased_greedy,
+    contiguous_assignment,
+    greedy_heads,
+    snake_heads,
+)
 from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
 from dbsp_core.utils.errors import SettingError, UserError, bad_value
 
@@ -27,7 +33,7 @@ class PlannerSettings:
     """What planners can be told. Raises ValueError for values out of range.
 
     reward:        R_b ≥ 0 of planner "paper"
-    head_cap:      whether planner "paper" gives no Ulysses column more than ceil(H / x) heads
+    head_cap:      whether planner "paper" gives no Ulysses rank more than ceil(H / x) heads
     tolerance:     the ρ_s at which planner "dbsp" is content; None: 1.002 for Ulysses alone, 1.005 with a ring
     exchange_cost: what exchanging all of Q, K and V once would cost, in units of ρ_s (its time over that of perfectly
                    balanced attention): planner "dbsp" then trades balance against bytes; 0: balance comes first
@@ -50,18 +56,18 @@ class PlannerSettings:
 
 @dataclass(frozen=True, eq=False)
 class PlannerInput:
-    """What a planner may look at: sums of the mask, and where blocks live before the exchange.
+    """What a planner may look at: sums of the mask, and where blocks are before the exchange.
 
-    rows:    int64[H, nq], dense blocks per (head, query block)
-    columns: int64[H, nk], dense blocks per (head, KV block)
+    row_work:    int64[H, nq], dense blocks per (head, query block)
+    kv_block_work: int64[H, nk], dense blocks per (head, KV block)
     q_home:  int64[nq], k_home: int64[nk]: ring rank that holds most of each block at home; int64[H, nq], int64[H, nk]
              where heads have token orders of their own
     count_work_by_slot: slots int64[H, nk] → int64[H, nq, y], dense blocks of each row by the slot their keys travel in
     """
 
     strategy: Strategy
-    rows: np.ndarray
-    columns: np.ndarray
+    row_work: np.ndarray
+    kv_block_work: np.ndarray
     q_home: np.ndarray
     k_home: np.ndarray
     count_work_by_slot: Callable[[np.ndarray], np.ndarray]
@@ -69,15 +75,15 @@ class PlannerInput:
 
     @property
     def heads(self) -> int:
-        return len(self.rows)
+        return len(self.row_work)
 
 
 @dataclass(frozen=True)
 class Planner:
     """How work is assigned, and what bounds it.
 
-    granularity_bound: (rows, columns, x, y) → ρ_s that no plan of this granularity can beat
-    home:      the home layout it is meant for: where blocks live when nothing else is asked for
+    granularity_bound: (rows, Ulysses ranks, x, y) → ρ_s that no plan of this granularity can beat
+    home:      the home layout it is meant for: where blocks are when nothing else is asked for
     heeds_cap: whether `PlannerSettings.head_cap` binds it
     subdivides:   whether it plans on blocks cut into y parts
     """
@@ -88,51 +94,53 @@ class Planner:
     heeds_cap: bool = False
     subdivides: bool = False
 
-    def bound(self, rows: np.ndarray, columns: np.ndarray, strategy: Strategy, head_cap: bool = False) -> float:
+    def bound(
+        self, row_work: np.ndarray, kv_block_work: np.ndarray, strategy: Strategy, head_cap: bool = False
+    ) -> float:
         """ρ_s that no plan of this kind can beat; see `PlannerInput` for the arrays."""
         capped = {"head_cap": True} if head_cap and self.heeds_cap else {}
-        return self.granularity_bound(rows, columns, strategy.ulysses, strategy.ring, **capped)
+        return self.granularity_bound(row_work, kv_block_work, strategy.ulysses, strategy.ring, **capped)
 
 
-def contiguous(given: PlannerInput) -> OwnersAndSlots:
+def contiguous(inputs: PlannerInput) -> OwnersAndSlots:
     """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live."""
-    return contiguous_assignment(given.heads, given.q_home, given.k_home, given.strategy.ulysses)
+    return contiguous_assignment(inputs.heads, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
 
 
-def snake(given: PlannerInput) -> OwnersAndSlots:
-    """xDiT's head balancing: heads, densest first, dealt to and fro in equal numbers; blocks where they live."""
-    column = snake_heads(given.rows.sum(axis=1), given.strategy.ulysses)
-    return whole(column, given.q_home, given.k_home, given.strategy.ulysses)
+def snake(inputs: PlannerInput) -> OwnersAndSlots:
+    """xDiT's head balancing: heads, densest first, dealt back and forth in equal numbers; blocks where they live."""
+    ulysses_rank = snake_heads(inputs.row_work.sum(axis=1), inputs.strategy.ulysses)
+    return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
 
 
-def knapsack(given: PlannerInput) -> OwnersAndSlots:
-    """KnapFormer's balancer (§3.3), with heads for sequences and Ulysses columns for bags of y GPUs.
+def knapsack(inputs: PlannerInput) -> OwnersAndSlots:
+    """KnapFormer's balancer (§3.3), with heads for sequences and Ulysses ranks for bags of y GPUs.
 
     The largest head goes to the least occupied bag (bags being equal, the one with most room), and is cut into even
     runs within it.
     """
-    column = greedy_heads(given.rows.sum(axis=1), given.strategy.ulysses)
-    return whole(column, given.q_home, given.k_home, given.strategy.ulysses)
+    ulysses_rank = greedy_heads(inputs.row_work.sum(axis=1), inputs.strategy.ulysses)
+    return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
 
 
-def burst(given: PlannerInput) -> OwnersAndSlots:
+def burst(inputs: PlannerInput) -> OwnersAndSlots:
     """BurstEngine's block-sparse balancing: every block is cut evenly over the ring.
 
     The rows are the parts: the kernel works on tiles of block / y, which is what it costs.
     """
-    y = given.strategy.ring
-    q_ring, slot = (np.arange(counts.shape[1]) % y for counts in (given.rows, given.columns))
-    return contiguous_assignment(given.heads, q_ring, slot, given.strategy.ulysses)
+    y = inputs.strategy.ring
+    q_ring, slot = (np.arange(counts.shape[1]) % y for counts in (inputs.row_work, inputs.kv_block_work))
+    return contiguous_assignment(inputs.heads, q_ring, slot, inputs.strategy.ulysses)
 
 
-def paper(given: PlannerInput) -> OwnersAndSlots:
+def paper(inputs: PlannerInput) -> OwnersAndSlots:
     """Alg. 1: greedy heads, then biased greedy blocks for Q and for K, V on counts summed over heads."""
-    x, y = given.strategy.ulysses, given.strategy.ring
-    cap = -(-given.heads // x) if given.settings.head_cap else None
-    column = greedy_heads(given.rows.sum(axis=1), x, cap)
-    q_ring = biased_greedy(given.rows.sum(axis=0), y, _of_most_heads(given.q_home), given.settings.reward)
-    slot = biased_greedy(given.columns.sum(axis=0), y, _of_most_heads(given.k_home), given.settings.reward)
-    return whole(column, q_ring, slot, x)
+    x, y = inputs.strategy.ulysses, inputs.strategy.ring
+    cap = -(-inputs.heads // x) if inputs.settings.head_cap else None
+    ulysses_rank = greedy_heads(inputs.row_work.sum(axis=1), x, cap)
+    q_ring = biased_greedy(inputs.row_work.sum(axis=0), y, _of_most_heads(inputs.q_home), inputs.settings.reward)
+    slot = biased_greedy(inputs.kv_block_work.sum(axis=0), y, _of_most_heads(inputs.k_home), inputs.settings.reward)
+    return assign_whole_heads(ulysses_rank, q_ring, slot, x)
 
 
 def _of_most_heads(home: np.ndarray) -> np.ndarray:
@@ -142,17 +150,17 @@ def _of_most_heads(home: np.ndarray) -> np.ndarray:
     return (home[:, :, None] == np.arange(home.max() + 1)).sum(axis=0).argmax(axis=1)
 
 
-def dbsp(given: PlannerInput) -> OwnersAndSlots:
+def dbsp(inputs: PlannerInput) -> OwnersAndSlots:
     """Ours: whole heads and the fewest splits, level slots, single rows moved; see `planning.balanced.planner`."""
-    settings = given.settings
+    settings = inputs.settings
     return plan_rows(
-        given.rows,
-        given.columns,
-        given.q_home,
-        given.k_home,
-        given.strategy.ulysses,
-        given.strategy.ring,
-        given.count_work_by_slot,
+        inputs.row_work,
+        inputs.kv_block_work,
+        inputs.q_home,
+        inputs.k_home,
+        inputs.strategy.ulysses,
+        inputs.strategy.ring,
+        inputs.count_work_by_slot,
         tolerance=settings.tolerance or RING_TOLERANCE,
         head_tolerance=settings.tolerance or HEAD_TOLERANCE,
         exchange_cost=settings.exchange_cost,

@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dbsp_core import BlockMask, Plan, make_plan
-from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, work_by_ring_step
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 
@@ -107,19 +106,11 @@ def contiguous_rho(
     plans: dict[str, Plan] = {}
     rho: dict[str, list[float]] = {strategy: [] for strategy in strategies}
     for mask in masks(name, options, **style):
-        bits = mask.bits.numpy()
         for strategy, values in rho.items():
             if strategy not in plans:
                 plans[strategy] = make_plan(mask, strategy, "contiguous")
-            values.append(rho_under(plans[strategy], bits))
+            values.append(plans[strategy].evaluate(mask, compare=False).rho)
     return list(rho.values())
-
-
-def rho_under(plan: Plan, bits: np.ndarray) -> float:
-    """ρ_s that a plan gives a mask (bool[H, nq, nk]), whatever mask it was made for."""
-    strategy = plan.strategy
-    cells = cell_counts(bits, plan.assignment.q_owner, plan.assignment.kv_slot, strategy.world, strategy.ring)
-    return imbalance_ratio(work_by_ring_step(cells, strategy.ulysses))
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import torch
 
 from dbsp_core import BlockGrid, BlockMask
@@ -53,3 +54,30 @@ def dense_attention(
     scores = scores.masked_fill(~allowed, -torch.inf)
     weights = torch.softmax(scores, dim=-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
     return weights @ v.double()
+
+
+def _row_cells(bits: np.ndarray, kv_slot: np.ndarray, ring: int) -> np.ndarray:
+    """Dense blocks of each row by the ring slot their keys travel in.
+
+    bits:    bool[H, nq, nk]
+    kv_slot: int[H, nk], slot of each KV block
+    returns: int64[H, nq, ring]
+    """
+    cells = np.empty((*bits.shape[:2], ring), dtype=np.int64)
+    for head, (head_bits, slot) in enumerate(zip(bits, kv_slot, strict=True)):
+        one_hot = (slot[:, None] == np.arange(ring)).astype(np.float32)
+        cells[head] = head_bits.astype(np.float32) @ one_hot  # exact: counts stay below 2**24
+    return cells
+
+
+def cell_counts(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, world: int, ring: int) -> np.ndarray:
+    """Dense blocks by (rank that computes them, ring slot their keys travel in).
+
+    bits:    bool[H, nq, nk]
+    q_owner: int[H, nq], rank of each row
+    kv_slot: int[H, nk], slot of each KV block
+    returns: int64[world, ring]
+    """
+    cells = np.zeros((world, ring), dtype=np.int64)
+    np.add.at(cells, q_owner, _row_cells(bits, kv_slot, ring))
+    return cells

@@ -1,4 +1,4 @@
-"""Planner "dbsp": the stages in order. Arrays in, owners and slots out. numpy alone."""
+"""Planner "dbsp": the stages in order. Arrays in, owners and slots out. Only numpy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
 
 __all__ = ["plan_rows"]
 
-HEAD_SHARE = 0.6  # of a hybrid's tolerance, what its columns may take
+HEAD_SHARE = 0.6  # of a hybrid's tolerance, what its Ulysses ranks may take
 TURNS = 4  # most turns of whole heads and rows of split heads making way for each other
 
 
 def plan_rows(
-    rows: np.ndarray,
-    columns: np.ndarray,
+    row_work: np.ndarray,
+    kv_block_work: np.ndarray,
     q_home: np.ndarray,
     k_home: np.ndarray,
     ulysses: int,
@@ -35,7 +35,7 @@ def plan_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The owner of every row and the slot of every (head, KV block): heads, then slots, then single rows.
 
-    rows:           int[H, nq], dense blocks per (head, query block);  columns: int[H, nk], per (head, KV block)
+    row_work:       int[H, nq], dense blocks per (head, query block);  kv_block_work: int[H, nk]
     q_home, k_home: int[nq], int[nk], ring rank where each block lives; int[H, nq], int[H, nk] where heads differ
     count_work_by_slot: slots int64[H, nk] -> int[H, nq, y], dense blocks of each row by slot; not called when y = 1,
                     once otherwise, and once more where the plan misses its tolerance
@@ -44,41 +44,49 @@ def plan_rows(
                     perfectly balanced attention). 0: balance first, and move only what that needs
     returns:        int64[H, nq], int64[H, nk]
     """
-    heads = len(rows)
-    split_cost = exchange_cost * 2 / (3 * heads)  # one more column for a head: its K and V once more
+    heads = len(row_work)
+    split_cost = exchange_cost * 2 / (3 * heads)  # one more Ulysses rank for a head: its K and V once more
+    # 1. Heads to Ulysses ranks; without a ring that is all.
     if ring == 1:
-        slots = np.zeros(columns.shape, dtype=np.int64)
-        owner = balance_heads(rows, ulysses, head_tolerance, split_cost)
-        cells = rows[:, :, None]
-        rho = _rho(owner, cells, ulysses)
-        return _unless_staying_is_better(owner, slots, rho, cells, q_home, k_home, ulysses, None, head_tolerance)
-    # moved rows are much cheaper than split heads, but cannot level columns: leave them a part of the tolerance
-    whole = 1 + HEAD_SHARE * (tolerance - 1)
-    column = balance_heads(rows, ulysses, whole, split_cost, _interleaved(q_home, ring))
-    slots = balance_slots(columns, k_home, _main_column(column, ulysses), ring)
-    cells = count_work_by_slot(slots)
-    periods = RingSchedule(ulysses, ring)
+        slots = np.zeros(kv_block_work.shape, dtype=np.int64)
+        owner = balance_heads(row_work, ulysses, head_tolerance, split_cost)
+        work_by_slot = row_work[:, :, None]
+        rho = _rho(owner, work_by_slot, ulysses)
+        return _unless_staying_is_better(
+            owner, slots, rho, work_by_slot, q_home, k_home, ulysses, None, head_tolerance
+        )
+    # moved rows are much cheaper than split heads, but cannot level Ulysses ranks: leave them a part of the tolerance
+    whole_head_tolerance = 1 + HEAD_SHARE * (tolerance - 1)
+    ulysses_rank = balance_heads(row_work, ulysses, whole_head_tolerance, split_cost, _interleaved(q_home, ring))
+    # 2. KV blocks to ring slots of equal work.
+    slots = balance_slots(kv_block_work, k_home, _main_ulysses_rank(ulysses_rank, ulysses), ring)
+    work_by_slot = count_work_by_slot(slots)
+    schedule = RingSchedule(ulysses, ring)
+    # 3. In turn, whole heads swapped and rows of split heads traded within a ring row, which moves no K or V.
     for turn in range(TURNS):
-        parts = head_shards(cells, column, q_home, periods)
+        parts = head_shards(work_by_slot, ulysses_rank, q_home, schedule)
         matched = match_ulysses_ranks(parts, ulysses)
-        changed = matched != parts.column  # whole heads only
-        column[parts.head[changed]] = matched[changed][:, None]
+        changed = matched != parts.ulysses_rank  # whole heads only
+        ulysses_rank[parts.head[changed]] = matched[changed][:, None]
         work = parts.work_by_rank(matched, ulysses)
-        if parts.whole.all() or imbalance_ratio(work) <= tolerance or (turn > 0 and not changed.any()):
+        if parts.is_unsplit.all() or imbalance_ratio(work) <= tolerance or (turn > 0 and not changed.any()):
             break
-        column, work = trade_rows(cells, column, q_home, work, periods, (1 + tolerance) / 2)
+        ulysses_rank, work = trade_rows(work_by_slot, ulysses_rank, q_home, work, schedule, (1 + tolerance) / 2)
         if imbalance_ratio(work) <= tolerance:
             break
-    owner, work = move_rows(cells, column, q_home, work, periods, tolerance, exchange_cost)
+    # 4. Single rows moved to other ring ranks, as few as bring ρ_s to the tolerance.
+    owner, work = move_rows(work_by_slot, ulysses_rank, q_home, work, schedule, tolerance, exchange_cost)
     rho = imbalance_ratio(work)
-    return _unless_staying_is_better(owner, slots, rho, cells, q_home, k_home, ulysses, count_work_by_slot, tolerance)
+    return _unless_staying_is_better(
+        owner, slots, rho, work_by_slot, q_home, k_home, ulysses, count_work_by_slot, tolerance
+    )
 
 
 def _unless_staying_is_better(
     owner: np.ndarray,
     slots: np.ndarray,
     rho: float,
-    cells: np.ndarray,
+    work_by_slot: np.ndarray,
     q_home: np.ndarray,
     k_home: np.ndarray,
     ulysses: int,
@@ -91,15 +99,17 @@ def _unless_staying_is_better(
     """
     if rho > tolerance:
         stay, at_home = contiguous_assignment(len(owner), q_home, k_home, ulysses)
-        if _rho(stay, count_work_by_slot(at_home) if count_work_by_slot else cells, ulysses) < rho:
+        if _rho(stay, count_work_by_slot(at_home) if count_work_by_slot else work_by_slot, ulysses) < rho:
             return stay, at_home
     return owner, slots
 
 
-def _rho(owner: np.ndarray, cells: np.ndarray, ulysses: int) -> float:
+def _rho(owner: np.ndarray, work_by_slot: np.ndarray, ulysses: int) -> float:
     """ρ_s of an assignment. owner: int64[H, nq];  cells: int[H, nq, y], dense blocks of each row by slot"""
-    world = ulysses * cells.shape[2]
-    work = np.stack([np.bincount(owner.ravel(), cells[..., s].ravel(), world) for s in range(cells.shape[2])], axis=1)
+    world = ulysses * work_by_slot.shape[2]
+    work = np.stack(
+        [np.bincount(owner.ravel(), work_by_slot[..., s].ravel(), world) for s in range(work_by_slot.shape[2])], axis=1
+    )
     return imbalance_ratio(work_by_ring_step(work.astype(np.int64), ulysses))
 
 
@@ -116,6 +126,6 @@ def _interleaved(q_home: np.ndarray, ring: int) -> np.ndarray:
     return np.argsort(turn, kind="stable")
 
 
-def _main_column(column: np.ndarray, ulysses: int) -> np.ndarray:
-    """int64[H]: the column with most rows of each head; ties go to the lower index. column: int[H, nq]"""
-    return np.stack([(column == u).sum(axis=1) for u in range(ulysses)]).argmax(axis=0)
+def _main_ulysses_rank(ulysses_rank: np.ndarray, ulysses: int) -> np.ndarray:
+    """int64[H]: the Ulysses rank with most rows of each head; ties go to the lower index. ulysses_rank: int[H, nq]"""
+    return np.stack([(ulysses_rank == u).sum(axis=1) for u in range(ulysses)]).argmax(axis=0)

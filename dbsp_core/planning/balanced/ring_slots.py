@@ -1,6 +1,7 @@
-"""Ring slots of KV blocks: equal work in every slot, the fewest (head, KV block) pieces moved. numpy alone.
+"""Ring slots of KV blocks: equal work in every slot, the fewest (head, KV block) pieces moved. Only numpy.
 
-In each period a slot's keys are with other ranks, so no assignment of rows makes up for a slot that has more than its
+In each ring step a slot's keys are with other ranks, so no assignment of rows makes up for a slot that has more than
+its
 share: ρ_s ≥ y · (work of the fullest slot) / T. Slots are therefore levelled first. A piece is one head's KV block:
 moving it alone costs 1/H of moving the block for all heads, and what is missing is seldom a whole block.
 """
@@ -15,26 +16,26 @@ __all__ = ["balance_slots"]
 
 
 def balance_slots(
-    columns: np.ndarray, slot: np.ndarray, group: np.ndarray, ring: int, tolerance: float = 1.001
+    kv_block_work: np.ndarray, slot: np.ndarray, group: np.ndarray, ring: int, tolerance: float = 1.001
 ) -> np.ndarray:
     """Moves the fewest pieces between slots that bring every slot of every group of heads near the group's mean.
 
-    columns: int[H, nk], dense blocks per (head, KV block)
+    kv_block_work: int[H, nk], dense blocks per (head, KV block)
     slot:    int[nk] or int[H, nk], where the blocks are now
-    group:   int[H], heads whose work must be level together: the Ulysses column that computes the head
+    group:   int[H], heads whose work must be level together: the Ulysses rank that computes the head
     returns: int64[H, nk]
     """
-    slots = np.array(np.broadcast_to(slot, columns.shape), dtype=np.int64, order="C")
+    slots = np.array(np.broadcast_to(slot, kv_block_work.shape), dtype=np.int64, order="C")
     for one in range(int(group.max()) + 1):
         heads = np.flatnonzero(group == one)
-        weight, where = columns[heads], slots[heads]
+        weight, where = kv_block_work[heads], slots[heads]
         loads = np.bincount(where.ravel(), weights=weight.ravel(), minlength=ring).astype(np.int64).tolist()
         limit = max(-(-sum(loads) // ring), int(sum(loads) * tolerance) // ring)
         for source in np.argsort(loads, kind="stable")[::-1].tolist():
             if loads[source] > limit:
                 pieces = np.flatnonzero((where == source) & (weight > 0))
                 for piece, target in _shed(weight.ravel()[pieces], source, loads, limit):
-                    head, block = divmod(int(pieces[piece]), columns.shape[1])
+                    head, block = divmod(int(pieces[piece]), kv_block_work.shape[1])
                     slots[heads[head], block] = target
     return slots
 

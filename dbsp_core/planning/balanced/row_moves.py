@@ -1,8 +1,8 @@
-"""Single rows moved between ranks until every cell of Eq. 1 (period × rank) is near its period's mean. numpy alone.
+"""Single rows moved until each rank's work in each ring step (Eq. 1) is near that step's mean. Only numpy.
 
-The search lowers Φ = Σ over periods and ranks of (work − mean of the period)², a smooth stand-in for Σ_p max_g. Each
-round scores a fresh sample of rows against every rank that may own them, takes the best few, and keeps the prefix of
-them that is best together. Only rows that pay are moved, so few are.
+The search lowers Φ = Σ over ring steps and ranks of (work − mean of the ring step)², a smooth stand-in for Σ_p max_g.
+Each round scores a fresh sample of rows against every rank that may own them, takes the best few, and keeps the prefix
+of them that is best together. Only rows that pay are moved, so few are.
 
 Every number that decides is an integer, or a float64 that holds one exactly: all ranks decide the same.
 """
@@ -25,7 +25,7 @@ class Moves:
     """Row `first` goes from rank `source` to rank `target`, and row `second`, if there is one, the other way.
 
     first, source, target: int64[k];  second: int64[k] or None
-    out, into: int64[k, y], what the periods of source lose and those of target gain, in all
+    out, into: int64[k, y], what the ring steps of source lose and those of target gain, in all
     """
 
     first: np.ndarray
@@ -65,7 +65,7 @@ class Moves:
         Plain lists: numpy is slower on a few numbers at a time.
         """
         world = len(deviation)
-        drift = [0] * len(deviation[0])  # what the periods' sums have grown by
+        drift = [0] * len(deviation[0])  # what the ring steps' sums have grown by
         kept = []
         each = zip(
             self.source.tolist(),
@@ -108,7 +108,7 @@ def pair_up(moves: Moves, gain: np.ndarray) -> Moves:
 
 SAMPLE = 4096  # rows looked at in a round
 BATCH = 96  # most rows moved in a round, unless far more work than that is in the wrong place
-MEMORY = 1 << 21  # most numbers (moves × periods × ranks) held for a larger batch
+MEMORY = 1 << 21  # most numbers (moves × ring steps × ranks) held for a larger batch
 ROUNDS = 24
 FREE_ROUNDS = 8
 PATIENCE, PROGRESS = 6, 0.85  # the search ends when this many rounds leave more than this much of the gap to its goal
@@ -117,63 +117,64 @@ EXACT = 17  # bits to which deviations are rounded: their squares then add up ex
 
 
 def trade_rows(
-    cells: np.ndarray,
-    column: np.ndarray,
+    work_by_slot: np.ndarray,
+    ulysses_rank: np.ndarray,
     q_home: np.ndarray,
     work: np.ndarray,
-    periods: RingSchedule,
+    schedule: RingSchedule,
     tolerance: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of split heads change column within their ring row, which is free, until ρ_s is at most `tolerance`.
+    """Rows of split heads change Ulysses rank within their ring row, which is free, until ρ_s is at most `tolerance`.
 
-    Arguments as in `move_rows`;  returns: int64[H, nq] column, int64[y, P] work
+    Arguments as in `move_rows`;  returns: int64[H, nq] Ulysses rank, int64[y, P] work
     """
-    search = _Search.start(cells, column, q_home, work, periods)
-    split = np.flatnonzero(search.needed[:, : periods.ulysses].sum(axis=1) > 1)
-    rows = split[:, None] * column.shape[1] + np.arange(column.shape[1])
-    search.run(rows.reshape(-1), True, int(work.sum() * tolerance) // periods.world, FREE_ROUNDS)
-    return search.owner.reshape(column.shape) % periods.ulysses, search.work
+    search = _Search.start(work_by_slot, ulysses_rank, q_home, work, schedule)
+    split = np.flatnonzero(search.needed[:, : schedule.ulysses].sum(axis=1) > 1)
+    rows = split[:, None] * ulysses_rank.shape[1] + np.arange(ulysses_rank.shape[1])
+    search.run(rows.reshape(-1), True, int(work.sum() * tolerance) // schedule.world, FREE_ROUNDS)
+    return search.owner.reshape(ulysses_rank.shape) % schedule.ulysses, search.work
 
 
 def move_rows(
-    cells: np.ndarray,
-    column: np.ndarray,
+    work_by_slot: np.ndarray,
+    ulysses_rank: np.ndarray,
     q_home: np.ndarray,
     work: np.ndarray,
-    periods: RingSchedule,
+    schedule: RingSchedule,
     tolerance: float = 1.005,
     move_cost: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The owner of every row: its home ring rank and its column, but for the few rows that bring ρ_s to `tolerance`.
+    """The owner of every row: its home ring rank and Ulysses rank, but for the few rows that bring ρ_s to `tolerance`.
 
-    A row may go to any ring rank, in any column in which its head is needed anyway.
-    cells:     int[H, nq, y], dense blocks of each row by the slot their keys travel in
-    column:    int[H, nq], Ulysses column of each row
+    A row may go to any ring rank, in any Ulysses rank in which its head is needed anyway.
+    work_by_slot: int[H, nq, y], dense blocks of each row by the slot their keys travel in
+    ulysses_rank: int[H, nq], Ulysses rank of each row
     q_home:    int[nq] or [H, nq], ring rank where each query block lives
-    work:      int64[y, P], dense blocks by (period, rank) with every row at its home ring rank
+    work:      int64[y, P], dense blocks by (ring step, rank) with every row at its home ring rank
     move_cost: what moving all of Q, K and V would cost, in units of ρ_s
     returns:   int64[H, nq], and int64[y, P], the work then
     """
     total = int(work.sum())
-    price = move_cost * total / (3 * column.size * periods.world)
-    search = _Search.start(cells, column, q_home, work, periods, price)
-    search.run(np.arange(column.size), False, int(total * tolerance) // periods.world, ROUNDS)
-    return search.owner.reshape(column.shape), search.work
+    price = move_cost * total / (3 * ulysses_rank.size * schedule.world)
+    search = _Search.start(work_by_slot, ulysses_rank, q_home, work, schedule, price)
+    search.run(np.arange(ulysses_rank.size), False, int(total * tolerance) // schedule.world, ROUNDS)
+    return search.owner.reshape(ulysses_rank.shape), search.work
 
 
 @dataclass(eq=False)
 class _Search:
     """A local search on owners; `owner` and `work` are its state, all else is given.
 
-    cells: int[n, y], n = H · nq rows;  home: int[n], ring rank;  needed: bool[H, P], ranks whose column has the head
+    work_by_slot: int[n, y], n = H · nq rows;  home: int[n], ring rank;  needed: bool[H, P], ranks whose Ulysses rank
+                  has the head
     price: slowest work (Σ_p max_g) that moving one row must save
-    owner: int64[n];  work: int64[y, P] by (period, rank)
+    owner: int64[n];  work: int64[y, P] by (ring step, rank)
     """
 
-    cells: np.ndarray
+    work_by_slot: np.ndarray
     home: np.ndarray
     needed: np.ndarray
-    periods: RingSchedule
+    schedule: RingSchedule
     price: float
     owner: np.ndarray
     work: np.ndarray
@@ -182,20 +183,20 @@ class _Search:
     @classmethod
     def start(
         cls,
-        cells: np.ndarray,
-        column: np.ndarray,
+        work_by_slot: np.ndarray,
+        ulysses_rank: np.ndarray,
         q_home: np.ndarray,
         work: np.ndarray,
-        periods: RingSchedule,
+        schedule: RingSchedule,
         price: float = 0.0,
     ) -> _Search:
-        """Every row at its home ring rank, in its column."""
-        heads, _, ring = cells.shape
-        needed = np.zeros((heads, periods.ulysses), dtype=bool)
-        needed[np.arange(heads)[:, None], column] = True
-        owner = (q_home * periods.ulysses + column).reshape(-1)
-        home = np.broadcast_to(q_home, column.shape).reshape(-1)
-        return cls(cells.reshape(-1, ring), home, np.tile(needed, (1, ring)), periods, price, owner, work)
+        """Every row at its home ring rank, in its Ulysses rank."""
+        heads, _, ring = work_by_slot.shape
+        needed = np.zeros((heads, schedule.ulysses), dtype=bool)
+        needed[np.arange(heads)[:, None], ulysses_rank] = True
+        owner = (q_home * schedule.ulysses + ulysses_rank).reshape(-1)
+        home = np.broadcast_to(q_home, ulysses_rank.shape).reshape(-1)
+        return cls(work_by_slot.reshape(-1, ring), home, np.tile(needed, (1, ring)), schedule, price, owner, work)
 
     @property
     def slowest(self) -> int:
@@ -206,10 +207,12 @@ class _Search:
 
         rows: int64[k], the rows to look at;  free: whether rows must stay at their ring rank
         """
-        over = np.maximum(self._deviation(self.work), 0).sum() // self.periods.world
-        batch = int(over * len(self.cells) // max(1, self.work.sum())) // 2
+        # 1. How much work is in the wrong place decides how many rows move in a round, and how many are looked at.
+        over = np.maximum(self._deviation(self.work), 0).sum() // self.schedule.world
+        batch = int(over * len(self.work_by_slot) // max(1, self.work.sum())) // 2
         batch = max(BATCH, min(batch, MEMORY // self.work.size))
-        stride = _stride(len(rows), max(SAMPLE, 8 * batch), len(self.cells) // len(self.needed))
+        stride = _stride(len(rows), max(SAMPLE, 8 * batch), len(self.work_by_slot) // len(self.needed))
+        # 2. Rounds over samples; where moves lose pace, they take turns with swaps.
         states = [(float(self.slowest), self.work)]
         self.undo, moved, gaps, swaps = [], 0, [], False
         for turn in range(rounds if len(rows) else 0):
@@ -223,6 +226,7 @@ class _Search:
                 states.append((self.slowest + self.price * moved * (not free), self.work))
             elif turn + 1 >= stride:
                 break
+        # 3. Back to the state that is cheapest by its slowest work and the rows moved.
         best = min(range(len(states)), key=lambda state: states[state][0])
         self.work = states[best][1]
         for chosen, before in reversed(self.undo[best:]):
@@ -230,6 +234,8 @@ class _Search:
 
     def _round(self, sample: np.ndarray, batch: int, swaps: bool, free: bool, goal: int) -> int:
         """Makes at most `batch` moves, or swaps, of rows in `sample` (int64[k]); returns how many rows it moved."""
+        # 1. The moves that each lower Φ most; 2. of these, the ones that still do after those before them; 3. as many
+        # of these as the goal needs.
         deviation = self._deviation(self.work).T
         moves = self._best_swaps(sample, free, batch) if swaps else self._best_moves(sample, free, batch)
         moves = moves.take(moves.lowering(deviation.tolist()))
@@ -243,20 +249,20 @@ class _Search:
     def _best_moves(self, sample: np.ndarray, free: bool, batch: int) -> Moves:
         """Each row to the rank to which moving it lowers Φ most; the `batch` best of them.
 
-        Moving cells c from rank a to b changes Φ by 2·c·(deviation of b − deviation of a) + 2·|c|².
+        Moving work by slot c from rank a to b changes Φ by 2·c·(deviation of b − deviation of a) + 2·|c|².
         """
-        source, cells = self.owner[sample], self.cells[sample].astype(np.float64)
-        world, every = self.periods.world, np.arange(len(sample))
+        source, work_by_slot = self.owner[sample], self.work_by_slot[sample].astype(np.float64)
+        world, every = self.schedule.world, np.arange(len(sample))
         shift, toward = self._toward()
-        cost = cells @ toward
+        cost = work_by_slot @ toward
         here = cost[every, source]
-        if self.periods.ulysses > 1:
+        if self.schedule.ulysses > 1:
             cost[~self._needed(sample)] = np.inf
         if free:
-            cost[np.arange(world) // self.periods.ulysses != self.home[sample, None]] = np.inf
+            cost[np.arange(world) // self.schedule.ulysses != self.home[sample, None]] = np.inf
         cost[every, source] = np.inf
         target = cost.argmin(axis=1)
-        gain = here - cost[every, target] - np.einsum("ks,ks->k", cells, cells) * (world / (1 << shift))
+        gain = here - cost[every, target] - np.einsum("ks,ks->k", work_by_slot, work_by_slot) * (world / (1 << shift))
         best = np.argsort(-gain, kind="stable")  # stable: ties go to the lower index on any processor
         best = best[: min(batch, int((gain > 0).sum()))]
         return self._moves(sample[best], source[best], target[best])
@@ -264,52 +270,56 @@ class _Search:
     def _best_swaps(self, sample: np.ndarray, free: bool, batch: int) -> Moves:
         """Rows of ranks that differ most exchanged, the best for one with the best for the other; the `batch` best."""
         _, toward = self._toward()
-        target = _partners(toward, self.periods.ulysses, free)[self.owner[sample]]
+        target = _partners(toward, self.schedule.ulysses, free)[self.owner[sample]]
         fits = (target >= 0) & self._needed(sample)[np.arange(len(sample)), target]
         sample, target = sample[fits], target[fits]
         source = self.owner[sample]
-        gain = (self.cells[sample] * (toward.T[source] - toward.T[target])).sum(axis=1)
+        gain = (self.work_by_slot[sample] * (toward.T[source] - toward.T[target])).sum(axis=1)
         swaps = pair_up(self._moves(sample, source, target), gain)
         change = swaps.change(self._deviation(self.work).T)
         return swaps.take(np.argsort(change, kind="stable")[: min(batch, int((change < 0).sum()))])
 
     def _needed(self, sample: np.ndarray) -> np.ndarray:
-        """bool[k, P]: ranks whose column has the row's head."""
-        return self.needed[sample // (len(self.cells) // len(self.needed))]
+        """bool[k, P]: ranks whose Ulysses rank has the row's head."""
+        return self.needed[sample // (len(self.work_by_slot) // len(self.needed))]
 
     def _toward(self) -> tuple[int, np.ndarray]:
         """Bits dropped so that `EXACT` are left, and float64[y, P]: deviation by (slot, rank) without them."""
         deviation = self._deviation(self.work)
         shift = max(0, int(np.abs(deviation).max()).bit_length() - EXACT)
-        return shift, (deviation >> shift)[self.periods.period, np.arange(self.periods.world)].astype(np.float64)
+        return shift, (deviation >> shift)[self.schedule.ring_step, np.arange(self.schedule.world)].astype(np.float64)
 
     def _moves(self, row: np.ndarray, source: np.ndarray, target: np.ndarray) -> Moves:
-        slot, ulysses, cells = self.periods.slot, self.periods.ulysses, self.cells[row].astype(np.int64)
-        out = np.take_along_axis(cells, slot[source // ulysses], axis=1)
-        into = np.take_along_axis(cells, slot[target // ulysses], axis=1)
+        slot, ulysses, work_by_slot = (
+            self.schedule.slot,
+            self.schedule.ulysses,
+            self.work_by_slot[row].astype(np.int64),
+        )
+        out = np.take_along_axis(work_by_slot, slot[source // ulysses], axis=1)
+        into = np.take_along_axis(work_by_slot, slot[target // ulysses], axis=1)
         return Moves(row, None, source, target, out, into)
 
     def _until(self, moves: Moves, goal: int) -> tuple[int, np.ndarray]:
         """How many of the moves it takes to reach the goal, or all, and the work after them."""
-        step, period = np.arange(1, len(moves.first) + 1)[:, None], np.arange(len(self.work))
+        step, ring_step = np.arange(1, len(moves.first) + 1)[:, None], np.arange(len(self.work))
         change = np.zeros((len(moves.first) + 1, *self.work.shape), dtype=np.int64)
         change[0] = self.work
-        change[step, period, moves.source[:, None]] -= moves.out
-        change[step, period, moves.target[:, None]] += moves.into
+        change[step, ring_step, moves.source[:, None]] -= moves.out
+        change[step, ring_step, moves.target[:, None]] += moves.into
         work = change.cumsum(axis=0)
         reached = np.flatnonzero(work.max(axis=2).sum(axis=1) <= goal)
         count = int(reached[0]) if len(reached) else len(moves.first)
         return count, work[count]
 
     def _deviation(self, work: np.ndarray) -> np.ndarray:
-        """P · work minus the period's sum over ranks, of the same shape [..., y, P]."""
-        return work * self.periods.world - work.sum(axis=-1, keepdims=True)
+        """P · work minus the ring step's sum over ranks, of the same shape [..., y, P]."""
+        return work * self.schedule.world - work.sum(axis=-1, keepdims=True)
 
 
 def _partners(toward: np.ndarray, ulysses: int, free: bool) -> np.ndarray:
     """int64[P]: who exchanges rows with whom, those who differ most first; −1 for nobody. toward: float64[y, P]
 
-    free: with ranks of the same ring row, else with ranks of the same column
+    free: with ranks of the same ring row, else with ranks of the same Ulysses rank
     """
     world = toward.shape[1]
     place = np.arange(world) // ulysses if free else np.arange(world) % ulysses

@@ -1,6 +1,7 @@
-"""Where work falls in Eq. 1: (rank, slot) cells and (period, rank) work, and the share of each part of a head.
+"""Where work falls in Eq. 1: (rank, slot) work by slot and (ring step, rank) work, and the share of each part of a
+head.
 
-numpy alone. In period p, ring rank r computes with slot (r + p) mod y, and r = rank // x.
+Only numpy. In ring step p, ring rank r computes with slot (r + p) mod y, and r = rank // x.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["HeadShards", "RingSchedule", "head_shards"]
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """Which rank computes with which slot in which period, for `ulysses` · `ring` ranks."""
+    """Which rank computes with which slot in which ring step, for `ulysses` · `ring` ranks."""
 
     ulysses: int
     ring: int
@@ -26,53 +27,55 @@ class RingSchedule:
 
     @cached_property
     def slot(self) -> np.ndarray:
-        """int64[y, y]: the slot that (ring rank, period) computes with."""
+        """int64[y, y]: the slot that (ring rank, ring step) computes with."""
         return (np.arange(self.ring)[:, None] + np.arange(self.ring)) % self.ring
 
     @cached_property
-    def period(self) -> np.ndarray:
-        """int64[y, P]: the period in which (slot, rank) meet."""
+    def ring_step(self) -> np.ndarray:
+        """int64[y, P]: the ring step in which (slot, rank) meet."""
         return (np.arange(self.ring)[:, None] - np.arange(self.world) // self.ulysses) % self.ring
 
 
 @dataclass(frozen=True, eq=False)
 class HeadShards:
-    """The rows of one head in one Ulysses column are a part; a whole head is one part.
+    """The rows of one head in one Ulysses rank are a part; a whole head is one part.
 
-    head, column: int64[parts]
-    work:         int64[parts, y, y], dense blocks by (ring rank, period) while rows are at their home ring rank
+    head, ulysses_rank: int64[parts]
+    work:         int64[parts, y, y], dense blocks by (ring rank, ring step) while rows are at their home ring rank
     """
 
     head: np.ndarray
-    column: np.ndarray
+    ulysses_rank: np.ndarray
     work: np.ndarray
 
     @cached_property
-    def whole(self) -> np.ndarray:
+    def is_unsplit(self) -> np.ndarray:
         """bool[parts]: whether the part is all of its head."""
         return np.bincount(self.head)[self.head] == 1
 
-    def work_by_rank(self, column: np.ndarray, ulysses: int) -> np.ndarray:
-        """int64[y, P]: dense blocks by (period, rank), with part i in `column`[i]."""
+    def work_by_rank(self, ulysses_rank: np.ndarray, ulysses: int) -> np.ndarray:
+        """int64[y, P]: dense blocks by (ring step, rank), with part i in `ulysses_rank`[i]."""
         ring = self.work.shape[1]
-        by_column = np.zeros((ulysses, ring, ring), dtype=np.int64)
-        np.add.at(by_column, column, self.work)
-        return by_column.transpose(2, 1, 0).reshape(ring, ring * ulysses)
+        by_ulysses_rank = np.zeros((ulysses, ring, ring), dtype=np.int64)
+        np.add.at(by_ulysses_rank, ulysses_rank, self.work)
+        return by_ulysses_rank.transpose(2, 1, 0).reshape(ring, ring * ulysses)
 
 
-def head_shards(cells: np.ndarray, column: np.ndarray, q_home: np.ndarray, periods: RingSchedule) -> HeadShards:
-    """Sums rows that share a head, a column and a home ring rank.
+def head_shards(
+    work_by_slot: np.ndarray, ulysses_rank: np.ndarray, q_home: np.ndarray, schedule: RingSchedule
+) -> HeadShards:
+    """Sums rows that share a head, a Ulysses rank and a home ring rank.
 
-    cells: int[H, nq, y];  column: int[H, nq];  q_home: int[nq] or [H, nq]
+    work_by_slot: int[H, nq, y];  ulysses_rank: int[H, nq];  q_home: int[nq] or [H, nq]
     """
-    present = np.zeros((len(cells), periods.ulysses), dtype=bool)
-    present[np.arange(len(cells))[:, None], column] = True
-    head, part_column = np.nonzero(present)
-    at_home = (np.arange(periods.ring)[:, None] == q_home[..., None, :]).astype(np.float64)
-    by_slot = (at_home @ cells.astype(np.float64))[head]  # sums of integers below 2**53: exact
+    present = np.zeros((len(work_by_slot), schedule.ulysses), dtype=bool)
+    present[np.arange(len(work_by_slot))[:, None], ulysses_rank] = True
+    head, part_rank = np.nonzero(present)
+    at_home = (np.arange(schedule.ring)[:, None] == q_home[..., None, :]).astype(np.float64)
+    by_slot = (at_home @ work_by_slot.astype(np.float64))[head]  # sums of integers below 2**53: exact
     for part in np.flatnonzero(present.sum(axis=1)[head] > 1):
-        mine = column[head[part]] == part_column[part]
+        mine = ulysses_rank[head[part]] == part_rank[part]
         here = at_home if at_home.ndim == 2 else at_home[head[part]]
-        by_slot[part] = (here * mine) @ cells[head[part]].astype(np.float64)
-    by_period = np.take_along_axis(by_slot, periods.slot[None], axis=2)
-    return HeadShards(head, part_column, by_period.astype(np.int64))
+        by_slot[part] = (here * mine) @ work_by_slot[head[part]].astype(np.float64)
+    by_ring_step = np.take_along_axis(by_slot, schedule.slot[None], axis=2)
+    return HeadShards(head, part_rank, by_ring_step.astype(np.int64))

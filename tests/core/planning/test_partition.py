@@ -13,8 +13,9 @@ from dbsp_core import Strategy
 from dbsp_core.layout.sequence_layout import balanced_layout
 from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, greedy_heads, majority_rank, snake_heads
 from dbsp_core.planning.bounds import bins_bound, whole_block_bound
-from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, work_by_ring_step
+from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
 from generators import SEEDS, examples
+from oracle import cell_counts
 
 WORKS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(np.array)
 PARTS = st.integers(1, 6)
@@ -46,7 +47,7 @@ class TestGreedyHeads:
         assert greedy_heads(np.array([1, 5]), 4).tolist() == [1, 0]
 
     def test_a_cap_that_cannot_hold_all_heads_raises_and_names_one_that_can(self):
-        with pytest.raises(ValueError, match="5 heads do not fit 2 columns of at most 2; use cap ≥ 3"):
+        with pytest.raises(ValueError, match="5 heads do not fit 2 ranks of at most 2; use cap ≥ 3"):
             greedy_heads(np.ones(5, dtype=int), 2, cap=2)
 
     @given(WORKS, PARTS)

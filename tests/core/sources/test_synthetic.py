@@ -9,11 +9,12 @@ import pytest
 
 from dbsp_core import Plan, make_plan
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.planning.imbalance import cell_counts, imbalance_ratio, work_by_ring_step
+from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.patterns import always_dense
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.sources.synthetic.sampling import choose_best, exact_counts
+from oracle import cell_counts
 
 DEMO = MaskRequest(0, 12, (7, 13, 9))
 WITH_TEXT = MaskRequest(1, 5, (7, 13, 9), text_tokens=100)
