@@ -128,12 +128,12 @@ def test_small_rings_and_hybrids_are_within_one_row_of_the_best_of_all_owners(se
     rng = np.random.default_rng(seed)
     bits = rng.random((2, 3, 6)) < rng.choice([0.2, 0.5, 0.9], (2, 3, 1))
     _, slots, work = plan(bits, ulysses, ring, tolerance=1.0)
-    cells, periods = count_work_by_slot(bits, slots, ring).reshape(6, ring), RingSchedule(ulysses, ring)
+    cells, schedule = count_work_by_slot(bits, slots, ring).reshape(6, ring), RingSchedule(ulysses, ring)
     owners = np.array(list(itertools.product(range(ulysses * ring), repeat=6)))
     every = np.zeros((len(owners), ring, ulysses * ring), dtype=np.int64)
     for row in range(6):
-        period = periods.period[:, owners[:, row]]  # [y, candidates]
-        every[np.arange(len(owners)), period, owners[:, row]] += cells[row][:, None]
+        ring_step = schedule.ring_step[:, owners[:, row]]  # [y, candidates]
+        every[np.arange(len(owners)), ring_step, owners[:, row]] += cells[row][:, None]
     best, ours = int(every.max(axis=2).sum(axis=1).min()), int(work.max(axis=1).sum())
     bound = whole_row_bound(bits.sum(axis=2), bits.sum(axis=1), ulysses, ring, slots)
     assert bound * bits.sum() <= best * ulysses * ring + 1e-9
@@ -162,7 +162,7 @@ def test_single_rows_only_make_a_plan_better_and_a_dear_exchange_moves_none(seed
     column = np.repeat(greedy_heads(cells.sum(axis=(1, 2)), ulysses), 20).reshape(7, 20)
     q_home, periods = np.arange(20) * ring // 20, RingSchedule(ulysses, ring)
     parts = head_shards(cells, column, q_home, periods)
-    work = parts.work_by_rank(parts.column, ulysses)
+    work = parts.work_by_rank(parts.ulysses_rank, ulysses)
     assert np.array_equal(work, _work(cells, q_home * ulysses + column, periods))
     matched = parts.work_by_rank(match_ulysses_ranks(parts, ulysses), ulysses)
     assert matched.max(axis=1).sum() <= work.max(axis=1).sum()
