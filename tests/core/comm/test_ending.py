@@ -44,15 +44,17 @@ class TestGroups:
     def test_groups_beside_a_destroyed_one_leave_no_thread(self):
         used = """
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.groups import meet, report_group
+from dbsp_core.comm.groups import barrier, report_group
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 
 world = SequenceGroup.of()
 world.control().all_gather(torch.zeros(1))
 assert world.control() == world.control() != world
-meet(report_group(world))
-AsyncPlanCache(ReplanRule(), world)._background.submit(lambda: world.control().all_gather(torch.zeros(1))).result()
+barrier(report_group(world))
+cache = AsyncPlanCache(ReplanRule(), group=world)
+cache._thread.submit(lambda: world.control().all_gather(torch.zeros(1))).result()
+del cache
 del world
 """
         done = run(SINGLE_RANK + used + LEFT)
