@@ -4,7 +4,7 @@
 scripts/bench/overhead.py                    8 ranks, all strategies, constants of the H200
 scripts/bench/overhead.py --json > FILE      the same numbers for a program
 
-measured: on one core of this machine, with masks that change at every call: the planning thread (judging, and the
+measured: on one core of this machine, with masks that change at every call: the planning thread (evaluating, and the
           share of new plans, plans ahead and their parts), with the counting of masks left out, which is the device's;
           and the calling thread (one attention of a session, new kernel tables included), on stand-ins of a few
           numbers, so that what a device or the network would do is left out. A GPU's launches take longer than
@@ -132,14 +132,14 @@ def planning(
         return choose_longest_lived(mask, trend, plan, make, threshold=1.10, budget=0.30, delay=1)
 
     found = {
-        "judging_ms": without_counting(lambda: before.evaluate(fresh(), compare=False), repeats),
+        "evaluation_ms": without_counting(lambda: before.evaluate(fresh(), compare=False), repeats),
         "planning_ms": without_counting(lambda: make(fresh()), repeats),
         "planning_ahead_ms": without_counting(ahead, repeats),
         "part_ms": without_counting(lambda: RankPlan.of(plan.assignment, home, RANK), repeats),
         "fingerprint_ms": without_counting(lambda: replace(plan.assignment).fingerprint, repeats),
     }
     a_plan = sum(found[part] for part in ("planning_ms", "planning_ahead_ms", "part_ms", "fingerprint_ms"))
-    return found | {"planning_thread_ms": found["judging_ms"] + replans * a_plan}
+    return found | {"planning_thread_ms": found["evaluation_ms"] + replans * a_plan}
 
 
 class NothingButHost:
@@ -254,9 +254,9 @@ def moved(
     rows = traffic_of(plan.assignment, home).rows.max()
     tables = rows * mask.grid.nk * (1 / 8 + 4)
     # bits read for each kind of sums; or read, widened to 16 bits, and those read for either
-    judged = mask.bits.numel() * (2 if strategy.ring == 1 else 1 + 2 * 3)
+    read = mask.bits.numel() * (2 if strategy.ring == 1 else 1 + 2 * 3)
     rate = hardware.constants.merge_bytes_per_s  # of memory
-    found |= {"tables_ms": tables / rate * 1e3, "judging_on_device_ms": judged / rate * 1e3}
+    found |= {"tables_ms": tables / rate * 1e3, "evaluation_on_device_ms": read / rate * 1e3}
     return found
 
 
@@ -269,7 +269,7 @@ def shares(row: dict[str, Any]) -> dict[str, float]:
     )
     return {
         "device_and_network_more": (more + device["tables_ms"]) / attention,
-        "judging_on_device": device["judging_on_device_ms"] / attention,
+        "evaluation_on_device": device["evaluation_on_device_ms"] / attention,
         "calling_thread_in_the_shade": row["host"]["calling_thread_ms"] / attention,
         "planning_thread_in_the_shade": row["host"]["planning_thread_ms"] / attention,
     }

@@ -25,7 +25,7 @@ __all__ = ["DensityTrend", "ForecastMask", "choose_longest_lived", "forecast_off
 WINDOW = 4
 """Calls over which a head's change is measured: one call's is mostly noise."""
 HORIZON = 25
-"""Calls over which a plan is judged."""
+"""Calls over which a plan is evaluated."""
 UNIT = 1024
 """What 1 is where masks are scaled: counts stay whole numbers, and ρ_s knows no scale."""
 

@@ -1,4 +1,4 @@
-"""Counting a mask's blocks, also by several threads at once: a plan in use is judged while another thread plans."""
+"""Counting a mask's blocks, also by several threads at once: a plan in use is evaluated while another thread plans."""
 
 from __future__ import annotations
 
