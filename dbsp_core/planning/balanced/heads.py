@@ -202,15 +202,15 @@ def _plan_splits(load: list[int], limit: int) -> tuple[list[HeadSplit], int]:
                                                                                                             1 cuts.
     """
     load = list(load)
-    ulysses_degree = range(len(load))
+    ranks = range(len(load))
     mean = -(-sum(load) // len(load))
     splits: list[HeadSplit] = []
     while len(splits) < len(load) - 1:
-        full = max(ulysses_degree, key=load.__getitem__)
+        full = max(ranks, key=load.__getitem__)
         surplus = load[full] - limit
         if surplus <= 0:
             break
-        room = {c: limit - load[c] for c in ulysses_degree if load[c] < limit}
+        room = {c: limit - load[c] for c in ranks if load[c] < limit}
         enough = [c for c in room if room[c] >= surplus]
         target = min(enough, key=room.__getitem__) if enough else max(room, key=room.__getitem__)
         # within what the target takes, leave the source between `limit` and the mean, clear of both limits
