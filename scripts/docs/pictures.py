@@ -85,7 +85,7 @@ def _owners(axis: Axes, plan: Plan) -> None:
 
 
 def timeline_picture(mask: BlockMask, strategy: str) -> Figure:
-    """A ring's periods: each ends when the slowest rank is through, and the others wait."""
+    """A ring's steps: each ends when the slowest rank is through, and the others wait."""
     figure, axes = pyplot.subplots(2, 1, figsize=(10, 3.8), layout="constrained", sharex=True)
     for axis, planner in zip(axes, NAMES, strict=True):
         plan = plan_of(mask, strategy, planner)
@@ -100,23 +100,23 @@ def timeline_picture(mask: BlockMask, strategy: str) -> Figure:
         axis.set(title=f"{NAMES[planner]}: ρ_s {plan.rho:.3f}", yticks=range(plan.strategy.world))
         axis.set_yticklabels([f"rank {rank}" for rank in range(plan.strategy.world)])
         axis.invert_yaxis()
-    axes[1].set_xlabel("dense blocks of the slowest rank, period after period (hatched: waiting)")
+    axes[1].set_xlabel("dense blocks of the slowest rank, ring step after ring step (hatched: waiting)")
     figure.suptitle(strategy)
     return figure
 
 
 def call_picture() -> Figure:
-    """One call, from home to home."""
+    """One call, from the layout outside attention and back."""
     figure, axis = pyplot.subplots(figsize=(10, 2.1), layout="constrained")
     axis.set(xlim=(0, 100), ylim=(4, 27))
     axis.axis("off")
     steps = (
-        (1, "q, k, v\nat home", "each rank: its shard\nof the sequence"),
+        (1, "q, k, v\nsharded", "each rank: its shard\nof the sequence"),
         (18, "mask\nand plan", "the same bits\non every rank"),
-        (35, "route\nto owners", "one uneven\nall-to-all"),
-        (52, "period 0 … y−1", "kernel on slot (r + i) mod y\n∥ next slot under way"),
-        (72, "merge\nby LSE", "with the period's\nkernel"),
-        (87, "route\nhome", "the same\nbackwards"),
+        (35, "dispatch\nto owners", "one uneven\nall-to-all"),
+        (52, "ring step 0 … y−1", "kernel on slot (r + i) mod y\n∥ next slot in flight"),
+        (72, "merge\nby LSE", "with the step's\nkernel"),
+        (87, "combine", "the same\nbackwards"),
     )
     for index, (left, title, detail) in enumerate(steps):
         right = steps[index + 1][0] - 4 if index + 1 < len(steps) else 99
