@@ -90,7 +90,7 @@ class AttentionSession:
         self._recorder = MaskRecorder.of(self.config.record, self.group, self.layers)
         self._feed = MaskProvider(
             self.config.mask,
-            self.config.dense,
+            self.config.dense_schedule,
             self.heads,
             self.layers,
             self.group,
@@ -98,7 +98,7 @@ class AttentionSession:
             count_steps=self._recorder.wanted,
             generation=self.generation,
         )
-        if self.planning == "lagged":
+        if self.planning == "async":
             self._plan_cache()  # while no rank can have failed yet: making its process group is a collective
         self.observer = None
         if self.config.report is not None:
@@ -190,7 +190,7 @@ class AttentionSession:
                 self._now.plans.start()
             if self.observer is not None and started is not None:
                 key, latest = self._now.plan_keys[layer], self._now.plans.latest
-                self.observer.attended(layer, key, executor, q, started, latest, self.planning == "lagged")
+                self.observer.attended(layer, key, executor, q, started, latest, self.planning == "async")
             return out
 
     def settle(self) -> None:
@@ -220,10 +220,10 @@ class AttentionSession:
 
     @property
     def planning(self) -> str:
-        """ "immediate" or "lagged": what "auto" comes to for these masks."""
-        if self.config.planning != "auto":
-            return self.config.planning
-        return "lagged" if self.config.mask.varies == "calls" else "immediate"
+        """ "sync" or "async": what "auto" comes to for these masks."""
+        if self.config.reuse.mode != "auto":
+            return self.config.reuse.mode
+        return "async" if self.config.mask.varies == "calls" else "sync"
 
     @property
     def _now(self) -> SizeContext:
@@ -306,31 +306,32 @@ class AttentionSession:
         strategy = self.strategy or Strategy(1, self.group.size)
         profile = self._profile(device)
         return SequenceLayout.named(
-            self.config.home_layout, grid, strategy, split_text=text_tokens > 0, profile=profile
+            self.config.effective_layout, grid, strategy, split_text=text_tokens > 0, profile=profile
         )
 
     def _plan_cache(self) -> PlanCache | AsyncPlanCache:
-        rule = ReplanRule(self.config.replan_threshold, self.config.replan_budget)
+        rule = ReplanRule(self.config.reuse.threshold, self.config.reuse.budget)
         compare = self.config.report is not None
-        if self.planning == "lagged":
+        if self.planning == "async":
             return AsyncPlanCache(rule, self.group, self._counters, compare)
         return PlanCache(rule, self._counters, compare)
 
     def _profile(self, device: torch.device) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
-        if self.config.home_layout != "learned":
+        if self.config.effective_layout != "learned":
             return None
         masks = self._feed.static_masks(device)
         return None if masks is None else MaskProfile.of(masks)
 
     def _constants(self, device: torch.device) -> Hardware | None:
         """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
-        weighs = self.config.planner == "dbsp" and self.config.exchange_cost is None and self.group.size > 1
+        planner = self.config.planner
+        weighs = planner.name == "dbsp" and planner.exchange_cost is None and self.group.size > 1
         if self.strategy is not None and not weighs:
             return None
         return run_consistently(
             self.group,
-            lambda: load_hardware(self.config.hardware or NEAREST[device.type == "cuda"]),
+            lambda: load_hardware(self.config.cost_model or NEAREST[device.type == "cuda"]),
             device,
             lambda hardware: hardware.fingerprint,
             "the hardware file",

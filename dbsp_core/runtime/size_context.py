@@ -151,23 +151,23 @@ class SizeContext:
 
     def _plan_with(self, strategy: Strategy, mask: BlockMask, shape: AttentionShape, real: BlockMask) -> Plan:
         """real: the mask at hand, where `mask` is one that is foreseen"""
-        config = self.config
+        planner = self.config.planner
         return make_plan(
             mask,
             strategy,
-            config.planner,
+            planner.name,
             home=self.home,
-            reward=config.reward,
-            head_cap=config.head_cap,
-            tolerance=config.tolerance,
+            reward=planner.paper.reward,
+            head_cap=planner.paper.equal_heads,
+            tolerance=planner.target_rho,
             exchange_cost=self._exchange_cost(strategy, shape, real),
             compare=self.compare and mask is real,
         )
 
     def _exchange_cost(self, strategy: Strategy, shape: AttentionShape, mask: BlockMask) -> float:
         """The user's, or what the machine's constants say."""
-        if self.config.exchange_cost is not None:
-            return self.config.exchange_cost
+        if self.config.planner.exchange_cost is not None:
+            return self.config.planner.exchange_cost
         if self.hardware is None:
             return 0.0
         return exchange_cost_of(mask, strategy, shape, self.hardware, topology_of(self.group))

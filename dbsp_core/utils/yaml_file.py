@@ -109,13 +109,13 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
     """Raises SettingError, naming the nearest valid key, for a key that is not known.
 
     where:     the keys are, in words; "" where the error's place says it
-    elsewhere: keys that are valid at another level, and there
+    elsewhere: keys that are valid in a mapping under another key, and which
     """
     if key in known:
         return
     close = difflib.get_close_matches(str(key), list(known), n=1)
     if str(key) in (elsewhere or {}):
-        hint = f"it belongs under {(elsewhere or {})[str(key)]}"
+        hint = f"it belongs under {(elsewhere or {})[str(key)]!r}"
     elif close:
         hint = f"did you mean {close[0]!r}?"
     else:
