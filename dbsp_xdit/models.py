@@ -34,7 +34,7 @@ class Model:
 def find_model(name: str) -> Model:
     """The model that `--model name` means: a name of a published checkpoint, in any case, or a local folder.
 
-    Raises ValueError, in one line, for anything else.
+    Raises UserError, in one line, for anything else.
     """
     spec = find_model_spec(name)
     if spec is not None:
@@ -51,7 +51,7 @@ def find_model(name: str) -> Model:
 
 
 def require_video_size(model: Model, args: Mapping[str, Any]) -> None:
-    """Raises ValueError, in one line, for arguments of a run that the model cannot serve.
+    """Raises UserError, in one line, for arguments of a run that the model cannot serve.
 
     args: xfuser's, by name; what is missing or None takes the model's default
     """
@@ -111,7 +111,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def preflight(argv: Sequence[str]) -> None:
-    """Raises ValueError for what is wrong with an xdit command line that asks for db-SP; quiet otherwise."""
+    """Raises UserError for what is wrong with an xdit command line that asks for db-SP; quiet otherwise."""
     if "-h" in argv or "--help" in argv:
         return
     args = parse_known(argv)
@@ -124,7 +124,7 @@ def settings_of(args: Mapping[str, Any]) -> tuple[DbspConfig, Model | None] | No
     """The configuration and the model that a run's arguments ask for; None for backend "usp".
 
     args: xfuser's, by name; without a model, which xfuser then asks for, there is none
-    Raises ValueError, in one line, for arguments that make no sense.
+    Raises UserError, in one line, for arguments that make no sense.
     """
     config = config_from(args)
     if config is None:

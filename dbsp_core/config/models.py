@@ -32,9 +32,6 @@ __all__ = [
 TINY = "tiny-"
 """Before a key of `TINY_MODELS`, the name of a model that is made where it is needed."""
 
-VAE_FRAMES = 4
-"""Frames that become one latent frame, after the first, in all models."""
-
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -67,7 +64,7 @@ PIPELINES = {
 
 def token_grid(num_frames: int, height: int, width: int, patch_frames: int) -> tuple[int, int, int]:
     """Frames, rows and columns of the tokens of a video, whose size is given in frames and pixels."""
-    latent_frames = (num_frames - 1) // VAE_FRAMES + 1
+    latent_frames = (num_frames - 1) // 4 + 1  # all models' VAEs make one latent frame of 4, after the first
     return -(-latent_frames // patch_frames), height // TOKEN_PIXELS, width // TOKEN_PIXELS
 
 
@@ -95,7 +92,6 @@ class ModelSpec:
     cross_text: text tokens that cross-attention looks at; 0: there is none
     preset:     of dbsp_core.sources.synthetic.presets, whose masks stand for its own
     video:      the usual one; all is set but prompt and seed, and flow_shift where the scheduler comes with one
-    forwards:   passes a step, the two of classifier-free guidance; guidance in a batch counts as two
     paper_thw:  the token grid that times are predicted for, where that is not the usual video's
     """
 
@@ -111,7 +107,6 @@ class ModelSpec:
     cross_text: int
     preset: str
     video: VideoSettings
-    forwards: int = 2
     paper_thw: tuple[int, int, int] | None = None
 
     @property
@@ -150,8 +145,8 @@ class ModelSpec:
 
     @property
     def calls(self) -> int:
-        """Forward passes of one video."""
-        return self.steps * self.forwards
+        """Forward passes of one video: two a step, of classifier-free guidance, also where they are one batch."""
+        return 2 * self.steps
 
     @property
     def linear_flops(self) -> float:
@@ -170,73 +165,57 @@ class ModelSpec:
         return 4.0 * self.layers * self.tokens**2 * self.width
 
 
-_WAN_VIDEO = VideoSettings(
-    None, _WAN_NEGATIVE, 720, 1280, num_frames=81, steps=50, guidance_scale=5.0, flow_shift=5.0, fps=16
+_WAN_14B = ModelSpec(
+    name="wan2.1-t2v-14b",
+    hub="Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    aliases=("Wan2.1-T2V",),
+    pipeline="WanPipeline",
+    layers=40,
+    heads=40,
+    head_dim=128,
+    patch_frames=1,
+    ffn=13824,
+    cross_text=512,
+    preset="wan2.1-t2v-14b",
+    video=VideoSettings(
+        None, _WAN_NEGATIVE, 720, 1280, num_frames=81, steps=50, guidance_scale=5.0, flow_shift=5.0, fps=16
+    ),
 )
-_COGVIDEOX_VIDEO = VideoSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16)
-
-MODEL_SPECS = {
-    spec.name: spec
-    for spec in (
-        ModelSpec(
-            name="wan2.1-t2v-14b",
-            hub="Wan-AI/Wan2.1-T2V-14B-Diffusers",
-            aliases=("Wan2.1-T2V",),
-            pipeline="WanPipeline",
-            layers=40,
-            heads=40,
-            head_dim=128,
-            patch_frames=1,
-            ffn=13824,
-            cross_text=512,
-            preset="wan2.1-t2v-14b",
-            video=_WAN_VIDEO,
-        ),
-        ModelSpec(
-            name="wan2.1-t2v-1.3b",
-            hub="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-            aliases=("Wan2.1-T2V-1.3B",),
-            pipeline="WanPipeline",
-            layers=30,
-            heads=12,
-            head_dim=128,
-            patch_frames=1,
-            ffn=8960,
-            cross_text=512,
-            preset="wan2.1-t2v-14b",
-            video=replace(_WAN_VIDEO, height=480, width=832, flow_shift=3.0),
-        ),
-        ModelSpec(
-            name="cogvideox1.5-5b",
-            hub="zai-org/CogVideoX1.5-5B",
-            aliases=("THUDM/CogVideoX1.5-5B", "CogVideoX1.5"),
-            pipeline="CogVideoXPipeline",
-            layers=42,
-            heads=48,
-            head_dim=64,
-            patch_frames=2,
-            ffn=12288,
-            cross_text=0,
-            preset="cogvideox1.5-5b",
-            video=_COGVIDEOX_VIDEO,
-            paper_thw=(21, 51, 80),  # §6.1
-        ),
-        ModelSpec(
-            name="cogvideox-5b",
-            hub="zai-org/CogVideoX-5b",
-            aliases=("THUDM/CogVideoX-5b", "CogVideoX-5B"),
-            pipeline="CogVideoXPipeline",
-            layers=42,
-            heads=48,
-            head_dim=64,
-            patch_frames=1,
-            ffn=12288,
-            cross_text=0,
-            preset="cogvideox1.5-5b",
-            video=replace(_COGVIDEOX_VIDEO, height=480, width=720, num_frames=49, fps=8),
-        ),
-    )
-}
+_WAN_1_3B = replace(
+    _WAN_14B,
+    name="wan2.1-t2v-1.3b",
+    hub="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    aliases=("Wan2.1-T2V-1.3B",),
+    layers=30,
+    heads=12,
+    ffn=8960,
+    video=replace(_WAN_14B.video, height=480, width=832, flow_shift=3.0),
+)
+_COGVIDEOX_1_5 = ModelSpec(
+    name="cogvideox1.5-5b",
+    hub="zai-org/CogVideoX1.5-5B",
+    aliases=("THUDM/CogVideoX1.5-5B", "CogVideoX1.5"),
+    pipeline="CogVideoXPipeline",
+    layers=42,
+    heads=48,
+    head_dim=64,
+    patch_frames=2,
+    ffn=12288,
+    cross_text=0,
+    preset="cogvideox1.5-5b",
+    video=VideoSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16),
+    paper_thw=(21, 51, 80),  # §6.1
+)
+_COGVIDEOX = replace(
+    _COGVIDEOX_1_5,
+    name="cogvideox-5b",
+    hub="zai-org/CogVideoX-5b",
+    aliases=("THUDM/CogVideoX-5b", "CogVideoX-5B"),
+    patch_frames=1,
+    video=replace(_COGVIDEOX_1_5.video, height=480, width=720, num_frames=49, fps=8),
+    paper_thw=None,
+)
+MODEL_SPECS = {spec.name: spec for spec in (_WAN_14B, _WAN_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
 """By name."""
 
 

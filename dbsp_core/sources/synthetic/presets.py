@@ -71,4 +71,4 @@ PRESETS: dict[str, Preset] = {
     "wan2.1-t2v-14b-sparge": _sparge(_WAN, head_concentration=2.18, drift=0.015),
     "cogvideox1.5-5b-sparge": _sparge(_COGVIDEOX, head_concentration=0.78, drift=0.015),
 }
-"""By the name that stands after `preset:` in a configuration. PAROAttention's static masks unless -sparge."""
+"""By the name after `preset:` in a configuration. PAROAttention's static masks unless -sparge."""
