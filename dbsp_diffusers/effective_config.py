@@ -41,8 +41,8 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
 
 def default_config(identity: ModelSignature | None) -> DbspConfig:
     """What holds where nothing is configured: the shipped settings of a known model, plain attention for others."""
-    checkpoint = None if identity is None else identity.checkpoint
-    path = None if checkpoint is None else shipped_configs() / f"{checkpoint.name}-sparge.yaml"
+    spec = None if identity is None else identity.spec
+    path = None if spec is None else shipped_configs() / f"{spec.name}-sparge.yaml"
     if path is None or not path.is_file():
         return DbspConfig(origin=DEFAULT_ORIGIN)
     return DbspConfig.load(path)
@@ -74,7 +74,7 @@ def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_p
 
     with_pipeline: whether the actual pipeline is known, not only its transformer
     """
-    wanted = None if config.model is None else signature_of_model(config.model)
+    wanted = None if config.generate.model is None else signature_of_model(config.generate.model)
     if wanted is None or actual is None:
         return
     same = wanted == actual if with_pipeline else wanted.sizes == actual.sizes
@@ -97,7 +97,7 @@ def log_config(
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
     ranks = f"{group.size} rank{'s' if group.size > 1 else ''}"
-    layout = f"planner {config.planner}, home {config.home_layout}, kernel {kernel}"
+    layout = f"planner {config.planner.name}, layout {config.effective_layout}, kernel {kernel}"
     _say(f"{identity} on {ranks}, strategy {strategy or 'auto'}, {layout}")
     origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {config.origin}"
     _say(f"mask {mask_in_words(config)}" + (f"; {origin}" if origin else ""))
@@ -109,7 +109,7 @@ def mask_in_words(config: DbspConfig) -> str:
     name = next((name for name, cls in SOURCES.items() if type(mask) is cls), type(mask).__name__)
     default: Any = DenseSource() if isinstance(mask, DenseSource) else None
     settings = _set_apart(mask, default) if is_dataclass(mask) else ""
-    schedule = _set_apart(config.dense, DenseSchedule())
+    schedule = _set_apart(config.dense_schedule, DenseSchedule())
     return name + (f" ({settings})" if settings else "") + (f", dense {schedule}" if schedule else "")
 
 

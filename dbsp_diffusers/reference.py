@@ -39,7 +39,7 @@ def attach_single_process(
     config = resolve_config(config, transformer, _ALONE)
     blocks = architecture.blocks_of(transformer)
     heads = transformer.config.num_attention_heads
-    feed = MaskProvider(config.mask, config.dense, heads, len(blocks), _ALONE, steps)
+    feed = MaskProvider(config.mask, config.dense_schedule, heads, len(blocks), _ALONE, steps)
     attachment = PatchSet()
     token_permutation: dict[Hashable, BlockMask] = {}
 

@@ -32,10 +32,10 @@ def generate(config: DbspConfig, video: Path) -> None:
 
     from dbsp_para.attach import parallelize_pipe
 
-    wanted = config.video
-    pipe = diffusers.DiffusionPipeline.from_pretrained(config.model, torch_dtype=config.torch_dtype)
+    wanted = config.generate.video
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.generate.model, torch_dtype=config.generate.torch_dtype)
     pipe.to(_device())
-    if config.torch_dtype == torch.float64:
+    if config.generate.torch_dtype == torch.float64:
         pipe = in_float64(pipe)
     if wanted.flow_shift is not None and "flow_shift" in pipe.scheduler.config:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=wanted.flow_shift)

@@ -30,10 +30,10 @@ def attach_strips(transformer: Any, session: AttentionSession, attachment: Patch
 
     Raises ValueError for a configuration that asks for another home layout than the host's.
     """
-    if session.config.home is not None and session.config.home != "contiguous":
+    if session.config.layout not in (None, "contiguous"):
         raise UserError(
-            f"home: {session.config.home} is not for xFuserCogVideoXPipeline, which shards by strips of rows itself; "
-            "leave it out, or attach to diffusers' CogVideoXPipeline instead"
+            f"layout: {session.config.layout} is not for xFuserCogVideoXPipeline, which shards by strips of rows "
+            "itself; leave it out, or attach to diffusers' CogVideoXPipeline instead"
         )
     _explain_heights(session.group.size, attachment)
     _StripSharding(transformer, session).attach(attachment)

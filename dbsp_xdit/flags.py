@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 def parse_known(argv: Sequence[str]) -> dict[str, Any]:
     """What db-SP needs to know of an xdit command line, before xfuser parses all of it.
 
-    Raises ValueError for an argument that cannot be understood.
+    Raises UserError for an argument that cannot be understood.
     """
     parser = _Parser(prog="xdit", add_help=False, allow_abbrev=False)
     add_flags(parser)
@@ -88,7 +88,7 @@ def parse_known(argv: Sequence[str]) -> dict[str, Any]:
 def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
     """The configuration that parsed arguments ask for, or None for backend "usp".
 
-    Raises ValueError for settings that make no sense, alone or together.
+    Raises UserError for settings that make no sense, each or together.
     """
     if args.get("sp_backend", "usp") == "usp":
         given = [name for name in _SETTINGS if args.get(name) is not None]
@@ -115,7 +115,7 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
 
 
 def _require_no_rival(args: Mapping[str, Any]) -> None:
-    """Raises ValueError for options of xfuser that also decide how self-attention is computed, or whether."""
+    """Raises UserError for options of xfuser that also decide how self-attention is computed, or whether."""
     for name, why in _SWITCHES.items():
         if args.get(name):
             raise UserError(f"--{name} does not go with --sp-backend dbsp: {why}; leave it out")
@@ -135,7 +135,7 @@ def _require_no_rival(args: Mapping[str, Any]) -> None:
 def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> Strategy | None:
     """The configured strategy, else the host's degrees; None for "auto".
 
-    Raises ValueError when they need different numbers of GPUs.
+    Raises UserError when they need different numbers of GPUs.
     """
     host = Strategy(ulysses_degree, ring_degree)
     strategy = config.strategy_or(host)

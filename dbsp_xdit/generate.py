@@ -29,10 +29,10 @@ def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
 
 def runner_arguments(config_file: Path, config: DbspConfig, world: int) -> list[str]:
     """xdit's arguments for the video that a configuration describes. What else xfuser writes goes beside the file."""
-    video = config.video
+    video = config.generate.video
     strategy = config.strategy_or(Strategy(world, 1)) or Strategy(world, 1)  # "auto" needs degrees for their product
     options = {
-        "model": config.model,
+        "model": config.generate.model,
         "sp_backend": "dbsp",
         "sp_config": config_file,
         "ulysses_degree": strategy.ulysses,
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
     limit_group_timeouts(float(seconds))  # xfuser says nothing of timeouts
     config = DbspConfig.load(config_file)
     install(active=True)
-    _save_on_rank_0(Path(video), config.video.fps or 16)
+    _save_on_rank_0(Path(video), config.generate.video.fps or 16)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     sys.argv = ["xfuser.runner", *runner_arguments(Path(config_file), config, world)]
     runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)

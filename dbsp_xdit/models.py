@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import CHECKPOINTS, Checkpoint, checkpoint_of, find_checkpoint
+from dbsp_core.config.models import MODEL_SPECS, PIPELINES, ModelSpec, find_model_spec, model_signature
+from dbsp_core.config.video import side_complaint
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.paths import require_folder_place
 from dbsp_xdit.flags import config_from, parse_known
 
-__all__ = ["Model", "find_model", "preflight", "require_fit", "settings_of"]
-
-PIPELINES = {"WanPipeline": "Wan2.1 text-to-video", "CogVideoXPipeline": "CogVideoX text-to-video"}
-_PIXELS = 16  # a token's height and width: 8 of the VAE times 2 of the patch, in both
-_CHUNK = {"WanPipeline": 4, "CogVideoXPipeline": 8}  # frames that are decoded together, after the first
+__all__ = ["Model", "find_model", "preflight", "require_video_size", "settings_of"]
 
 
 @dataclass(frozen=True)
@@ -27,47 +24,47 @@ class Model:
     """A pipeline that can be loaded.
 
     source: its repository on Hugging Face, or the local folder it is in
-    like:   the published checkpoint whose settings are its defaults
+    like:   the published model whose settings are its defaults
     """
 
     source: str
-    like: Checkpoint
+    like: ModelSpec
 
 
 def find_model(name: str) -> Model:
     """The model that `--model name` means: a name of a published checkpoint, in any case, or a local folder.
 
-    Raises ValueError, in one line, for anything else.
+    Raises UserError, in one line, for anything else.
     """
-    checkpoint = find_checkpoint(name)
-    if checkpoint is not None:
-        hub = next(n for n in checkpoint.names if n.casefold() == name.casefold())
-        return Model(hub if "/" in hub else checkpoint.hub, checkpoint)
+    spec = find_model_spec(name)
+    if spec is not None:
+        hub = next(n for n in spec.names if n.casefold() == name.casefold())
+        return Model(hub if "/" in hub else spec.hub, spec)
     folder = Path(name)
     if not folder.is_dir():
         looks_local = name.startswith((".", os.sep, "~")) or name.count("/") > 1
         fault = "that folder does not exist" if looks_local else "db-SP does not know that name"
-        known = ", ".join(c.name for c in CHECKPOINTS)
+        known = ", ".join(MODEL_SPECS)
         raise UserError(f"--model {name}: {fault}; use one of {known}, their names on Hugging Face, or a local folder")
     pipeline = _pipeline_of(folder)
     return Model(name, _most_like(pipeline, _read_json(folder / "transformer" / "config.json")))
 
 
-def require_fit(model: Model, args: Mapping[str, Any]) -> None:
-    """Raises ValueError, in one line, for arguments of a run that the model cannot serve.
+def require_video_size(model: Model, args: Mapping[str, Any]) -> None:
+    """Raises UserError, in one line, for arguments of a run that the model cannot serve.
 
     args: xfuser's, by name; what is missing or None takes the model's default
     """
     name = model.like.pipeline
     for side in ("height", "width"):
         value = args.get(side)
-        if value is not None and (value <= 0 or value % _PIXELS):
-            below = max(value // _PIXELS, 1) * _PIXELS
-            raise UserError(f"--{side} {value} must be a multiple of {_PIXELS}, for example {below}")
-    frames, chunk = args.get("num_frames"), _CHUNK[name]
-    if frames is not None and (frames < 1 or (frames - 1) % chunk):
-        near = max((frames - 1) // chunk, 1) * chunk + 1
-        raise UserError(f"--num_frames {frames} must be {chunk}k + 1 for {PIPELINES[name]}, for example {near}")
+        complaint = None if value is None else side_complaint(value)
+        if complaint is not None:
+            raise UserError(f"--{side} {value} {complaint}")
+    frames = args.get("num_frames")
+    complaint = None if frames is None else PIPELINES[name].frames_complaint(frames)
+    if complaint is not None:
+        raise UserError(f"--num_frames {frames} {complaint}")
     if args.get("use_cfg_parallel") and name == "WanPipeline":
         raise UserError(
             "--use_cfg_parallel: xDiT runs the two guidance passes of Wan2.1 text-to-video one after the other; leave "
@@ -87,7 +84,7 @@ def _pipeline_of(folder: Path) -> str:
     pipeline = parts.get("_class_name")
     two = (parts.get("transformer_2") or [None])[0] is not None
     if pipeline not in PIPELINES or two:
-        kinds = " and ".join(f"{cls} ({what})" for cls, what in PIPELINES.items())
+        kinds = " and ".join(f"{cls} ({pipeline.title})" for cls, pipeline in PIPELINES.items())
         raise UserError(
             f"--model {folder}: db-SP runs {kinds}, with one transformer, in xDiT; this is {pipeline}"
             f"{' with two' if two else ''}; use --sp-backend usp for it"
@@ -95,14 +92,12 @@ def _pipeline_of(folder: Path) -> str:
     return str(pipeline)
 
 
-def _most_like(pipeline: str, config: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint of that size, or the first of the same pipeline that patches frames alike."""
-    exact = checkpoint_of(pipeline, config)
-    if exact is not None:
-        return exact
-    same = [c for c in CHECKPOINTS if c.pipeline == pipeline]
-    frames = config.get("patch_size_t") or 1
-    return next((c for c in same if c.sizes[3] == frames), same[0])
+def _most_like(pipeline: str, config: Mapping[str, Any]) -> ModelSpec:
+    """The model of that size, or the first of the same pipeline that patches frames alike."""
+    signature = model_signature(pipeline, config)
+    same = [spec for spec in MODEL_SPECS.values() if spec.pipeline == pipeline]
+    alike = (spec for spec in same if spec.patch_frames == signature.sizes[3])
+    return signature.spec or next(alike, same[0])
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -116,7 +111,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def preflight(argv: Sequence[str]) -> None:
-    """Raises ValueError for what is wrong with an xdit command line that asks for db-SP; quiet otherwise."""
+    """Raises UserError for what is wrong with an xdit command line that asks for db-SP; quiet otherwise."""
     if "-h" in argv or "--help" in argv:
         return
     args = parse_known(argv)
@@ -129,7 +124,7 @@ def settings_of(args: Mapping[str, Any]) -> tuple[DbspConfig, Model | None] | No
     """The configuration and the model that a run's arguments ask for; None for backend "usp".
 
     args: xfuser's, by name; without a model, which xfuser then asks for, there is none
-    Raises ValueError, in one line, for arguments that make no sense.
+    Raises UserError, in one line, for arguments that make no sense.
     """
     config = config_from(args)
     if config is None:
@@ -137,5 +132,5 @@ def settings_of(args: Mapping[str, Any]) -> tuple[DbspConfig, Model | None] | No
     if args.get("model") is None:
         return config, None
     model = find_model(args["model"])
-    require_fit(model, args)
+    require_video_size(model, args)
     return config, model

@@ -23,7 +23,7 @@ def register(name: str, model: Model, config: DbspConfig) -> None:
     from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
 
     make = {"WanPipeline": _wan, "CogVideoXPipeline": _cogvideox}[model.like.pipeline]
-    MODEL_REGISTRY[name] = make(model, config.torch_dtype)
+    MODEL_REGISTRY[name] = make(model, config.generate.torch_dtype)
 
 
 def _wan(model: Model, dtype: torch.dtype) -> type:
@@ -31,13 +31,13 @@ def _wan(model: Model, dtype: torch.dtype) -> type:
     from xfuser.model_executor.models.runner_models.wan import xFuserWan21T2VModel
 
     like = model.like
-    own = like.name == "wan2.1-t2v-14b"  # whose defaults are xfuser's
+    own = like.name == "wan2.1-t2v-14b"
     no_low_precision = {"use_fp8_gemms": False, "use_fp4_gemms": False, "use_fp6_gemms": False}
 
     class WanModel(xFuserWan21T2VModel):
         # its choice of layers for low precision is for the 14B model
         capabilities = replace(xFuserWan21T2VModel.capabilities, **({} if own else no_low_precision))
-        default_input_values = replace(xFuserWan21T2VModel.default_input_values, **({} if own else _defaults(model)))
+        default_input_values = replace(xFuserWan21T2VModel.default_input_values, **_defaults(model))
 
         def _customize_settings(self, config: Any) -> None:
             super()._customize_settings(config)
@@ -81,7 +81,7 @@ def _cogvideox(model: Model, dtype: torch.dtype) -> type:
             model_output_type="video",
             mod_value=16,
             resolution_divisor=16,
-            fps=model.like.fps,
+            fps=model.like.video.fps,
         )
 
         def _load_model(self) -> Any:
@@ -103,12 +103,6 @@ def _cogvideox(model: Model, dtype: torch.dtype) -> type:
 
 def _defaults(model: Model) -> dict[str, Any]:
     """By the names of xfuser's DefaultInputValues."""
-    like = model.like
-    return {
-        "height": like.height,
-        "width": like.width,
-        "num_frames": like.num_frames,
-        "num_inference_steps": like.steps,
-        "guidance_scale": like.guidance_scale,
-        "flow_shift": like.flow_shift,
-    }
+    video = model.like.video
+    names = ("height", "width", "num_frames", "guidance_scale", "flow_shift")
+    return {name: getattr(video, name) for name in names} | {"num_inference_steps": video.steps}

@@ -46,7 +46,7 @@ def attach_wan(transformer: Any, session: AttentionSession, branch: Branch, atta
             )
         attachment.set_attribute(processor, "attention_function", LayerAttention(session, layer))
     strategy = session.strategy
-    if session.config.home_layout != "contiguous" and (strategy is None or strategy.ring > 1):
+    if session.config.effective_layout != "contiguous" and (strategy is None or strategy.ring > 1):
         _lay_out(transformer, session, attachment)  # Ulysses alone has nothing to lay out
     attachment.hook(transformer.register_forward_hook, _End(session, len(transformer.blocks)))
 

@@ -103,7 +103,7 @@ def _run(job: GenerateJob) -> Made:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    steps = job.config.video.steps or 0
+    steps = job.config.generate.video.steps or 0
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(f"{job.launch.world} × {job.host}", total=steps)
         watcher = LogFollower(

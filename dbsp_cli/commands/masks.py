@@ -22,7 +22,8 @@ from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_core.masks.mask_file import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.reports.mask_recorder import ENVIRONMENT, parse_layers, parse_size
+from dbsp_core.reports.mask_recorder import parse_layers, parse_size
+from dbsp_core.utils import env
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
 
@@ -113,16 +114,14 @@ def record(
 ) -> None:
     """Run a command and keep the masks of its attentions, on rank 0. The run itself is not changed."""
     parse_size(limit)
-    settings = {"": str(folder.absolute()), "_EVERY": str(every), "_LIMIT": limit}
+    settings = {env.RECORD: str(folder.absolute()), env.RECORD_EVERY: str(every), env.RECORD_LIMIT: limit}
     if layers is not None:
         parse_layers(layers)
-        settings["_LAYERS"] = layers
+        settings[env.RECORD_LAYERS] = layers
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; give another, or remove it")
     try:
-        code = subprocess.call(
-            command, env=os.environ | {f"{ENVIRONMENT}{name}": value for name, value in settings.items()}
-        )
+        code = subprocess.call(command, env=os.environ | settings)
     except OSError as error:
         raise UserError(f"cannot run {command[0]!r}: {error.strerror}") from error
     print(_summary(folder), file=sys.stderr)
@@ -136,7 +135,7 @@ def info(
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between.")] = "dbsp",
     threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made anew.")] = 1.10,
     budget: Annotated[
-        float, typer.Option(min=0, help="replan_budget, in times of a balanced attention; 0: P_s alone.")
+        float, typer.Option(min=0, help="reuse.budget, in times of a balanced attention; 0: P_s alone.")
     ] = 0.30,
     sample: Annotated[int, typer.Option(min=0, help="How many layers to plan and compare; 0: all.")] = 4,
     quality: Annotated[bool, typer.Option("--quality", help="Measure the error on made, smooth tokens.")] = False,

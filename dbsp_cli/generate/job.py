@@ -17,11 +17,11 @@ import yaml
 from dbsp_cli.generate.launcher import Launch
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import (
-    CHECKPOINTS,
+    MODEL_SPECS,
     TINY,
     TINY_MODELS,
     ModelSignature,
-    find_checkpoint,
+    find_model_spec,
     signature_of_model,
     tiny_architecture,
 )
@@ -132,10 +132,9 @@ def prepare(wishes: GenerateRequest) -> GenerateJob:
     settings = _settings(wishes)
     config = DbspConfig.load(settings)
     model, identity = _model(wishes, config)
-    checkpoint = identity.checkpoint
     with settings.located(), blame_setting("video"):
-        video = config.video.filled(checkpoint)
-        video.require_frames(identity.pipeline)
+        video = config.generate.video.filled(None if identity.spec is None else identity.spec.video)
+        identity.require_frames(video)
     if not video.prompt:
         raise UserError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
     launch = _launch(wishes)
@@ -151,7 +150,7 @@ def prepare(wishes: GenerateRequest) -> GenerateJob:
         raise UserError(f"--timeout {wishes.timeout:g} must be above 0 seconds; {TIMEOUT_S:g} is usual")
     tiny = tiny_architecture(model)
     job = GenerateJob(
-        config=replace(config, video=video, strategy=strategy),
+        config=replace(config, generate=replace(config.generate, video=video), strategy=strategy),
         settings={**settings.values, "video": _plain(video), "strategy": str(strategy)},
         given=settings,
         origin=_origin_in_words(settings, wishes.changes),
@@ -169,7 +168,7 @@ def prepare(wishes: GenerateRequest) -> GenerateJob:
 
 def _settings(wishes: GenerateRequest) -> Settings:
     if wishes.config is None and wishes.model is None:
-        names = ", ".join(c.name for c in CHECKPOINTS)
+        names = ", ".join(MODEL_SPECS)
         raise UserError(f"nothing says which model; give --model ({names}, or a folder) or --config")
     if wishes.config is not None:
         settings = read_settings(find_config(wishes.config), "configuration file")
@@ -214,12 +213,12 @@ def _origin_in_words(settings: Settings, changes: Sequence[str]) -> str:
 
 
 def _model(wishes: GenerateRequest, config: DbspConfig) -> tuple[str, ModelSignature]:
-    model = wishes.model or config.model
+    model = wishes.model or config.generate.model
     if model is None:
         raise UserError(f"{wishes.config} does not say which model it is for; add --model")
     identity = signature_of_model(model)
     if identity is None:
-        names = ", ".join([*(c.name for c in CHECKPOINTS), *(f"{TINY}{name}" for name in TINY_MODELS)])
+        names = ", ".join([*MODEL_SPECS, *(f"{TINY}{name}" for name in TINY_MODELS)])
         raise UserError(
             f"--model {model}: neither a known model ({names}) nor a folder with model_index.json and "
             "transformer/config.json, as save_pretrained writes it"
@@ -229,8 +228,8 @@ def _model(wishes: GenerateRequest, config: DbspConfig) -> tuple[str, ModelSigna
 
 
 def _to_load(model: str) -> str:
-    checkpoint = find_checkpoint(model)
-    return os.path.abspath(model) if checkpoint is None else checkpoint.hub
+    spec = find_model_spec(model)
+    return os.path.abspath(model) if spec is None else spec.hub
 
 
 def _launch(wishes: GenerateRequest) -> Launch:

@@ -1,4 +1,4 @@
-"""The published checkpoints that db-SP knows: their names, and how they are usually run."""
+"""The models that db-SP knows, in one table: their names, their sizes, and how they are usually run."""
 
 from __future__ import annotations
 
@@ -6,30 +6,67 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.utils.errors import UserError
+from dbsp_core.config.video import TOKEN_PIXELS, VideoSettings
+from dbsp_core.utils.errors import UserError, bad_value
 
 __all__ = [
-    "CHECKPOINTS",
     "MODEL_SPECS",
+    "PIPELINES",
     "TINY",
     "TINY_MODELS",
-    "Checkpoint",
     "ModelSignature",
     "ModelSpec",
-    "checkpoint_of",
-    "find_checkpoint",
+    "Pipeline",
+    "find_model_spec",
     "model_signature",
     "require_model",
     "signature_of_model",
     "tiny_architecture",
+    "token_grid",
 ]
 
 TINY = "tiny-"
 """Before a key of `TINY_MODELS`, the name of a model that is made where it is needed."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What the models of one of diffusers' pipeline classes share.
+
+    title:        for users
+    frame_stride: by how many frames videos get longer: Wan's VAE makes 4 of one latent frame, CogVideoX decodes two of
+                  those at a time
+    text_tokens:  that are part of self-attention's sequence
+    """
+
+    title: str
+    frame_stride: int
+    text_tokens: int
+
+    def frames_complaint(self, frames: int) -> str | None:
+        """What is wrong with a number of frames, which such a pipeline would change or refuse; None: nothing."""
+        if frames > 0 and (frames - 1) % self.frame_stride == 0:
+            return None
+        less = max(0, (frames - 1) // self.frame_stride) * self.frame_stride + 1
+        return f"must be {self.frame_stride}k + 1 for {self.title}, for example {less} or {less + self.frame_stride}"
+
+
+PIPELINES = {
+    "WanPipeline": Pipeline("Wan2.1 text-to-video", 4, 0),
+    "CogVideoXPipeline": Pipeline("CogVideoX text-to-video", 8, 226),
+}
+"""By the name of diffusers' class."""
+
+
+def token_grid(num_frames: int, height: int, width: int, patch_frames: int) -> tuple[int, int, int]:
+    """Frames, rows and columns of the tokens of a video, whose size is given in frames and pixels."""
+    latent_frames = (num_frames - 1) // 4 + 1  # all models' VAEs make one latent frame of 4, after the first
+    return -(-latent_frames // patch_frames), height // TOKEN_PIXELS, width // TOKEN_PIXELS
+
 
 _WAN_NEGATIVE = (
     "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
@@ -41,113 +78,186 @@ _WAN_NEGATIVE = (
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """One published pipeline, with the settings of its model card.
+class ModelSpec:
+    """A published video diffusion transformer, with the settings of its model card.
 
-    name:     short; also names its files in configs/
-    hub:      repository on Hugging Face
-    aliases:  other names, of other repositories or in xfuser's registry
-    pipeline: diffusers' class
-    sizes:    (layers, heads, head_dim, patch_size_t) of the transformer, which tell a local folder apart
-    flow_shift: of the scheduler, or None for the one it comes with
+    name:       short; also names its files in configs/
+    hub:        repository on Hugging Face
+    aliases:    other names, of other repositories or in xfuser's registry
+    pipeline:   diffusers' class
+    layers, heads: of self-attention
+    head_dim:   the width of a head
+    patch_frames: latent frames that make one token (patch_size_t)
+    ffn:        width of the MLP
+    cross_text: text tokens that cross-attention looks at; 0: there is none
+    preset:     of dbsp_core.sources.synthetic.presets, whose masks stand for its own
+    video:      the usual one; all is set but prompt and seed, and flow_shift where the scheduler comes with one
+    paper_thw:  the token grid that times are predicted for, where that is not the usual video's
     """
 
     name: str
     hub: str
     aliases: tuple[str, ...]
     pipeline: str
-    sizes: tuple[int, int, int, int]
-    height: int
-    width: int
-    num_frames: int
-    fps: int
-    guidance_scale: float
-    steps: int = 50
-    flow_shift: float | None = None
-    negative_prompt: str = ""
+    layers: int
+    heads: int
+    head_dim: int
+    patch_frames: int
+    ffn: int
+    cross_text: int
+    preset: str
+    video: VideoSettings
+    paper_thw: tuple[int, int, int] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, self.hub, *self.aliases)
 
+    @property
+    def signature(self) -> ModelSignature:
+        return ModelSignature(self.pipeline, (self.layers, self.heads, self.head_dim, self.patch_frames))
 
-CHECKPOINTS = (
-    Checkpoint(
-        name="wan2.1-t2v-14b",
-        hub="Wan-AI/Wan2.1-T2V-14B-Diffusers",
-        aliases=("Wan2.1-T2V",),
-        pipeline="WanPipeline",
-        sizes=(40, 40, 128, 1),
-        height=720,
-        width=1280,
-        num_frames=81,
-        fps=16,
-        guidance_scale=5.0,
-        flow_shift=5.0,
-        negative_prompt=_WAN_NEGATIVE,
-    ),
-    Checkpoint(
-        name="wan2.1-t2v-1.3b",
-        hub="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-        aliases=("Wan2.1-T2V-1.3B",),
-        pipeline="WanPipeline",
-        sizes=(30, 12, 128, 1),
-        height=480,
-        width=832,
-        num_frames=81,
-        fps=16,
-        guidance_scale=5.0,
-        flow_shift=3.0,
-        negative_prompt=_WAN_NEGATIVE,
-    ),
-    Checkpoint(
-        name="cogvideox1.5-5b",
-        hub="zai-org/CogVideoX1.5-5B",
-        aliases=("THUDM/CogVideoX1.5-5B", "CogVideoX1.5"),
-        pipeline="CogVideoXPipeline",
-        sizes=(42, 48, 64, 2),
-        height=768,
-        width=1360,
-        num_frames=81,
-        fps=16,
-        guidance_scale=6.0,
-    ),
-    Checkpoint(
-        name="cogvideox-5b",
-        hub="zai-org/CogVideoX-5b",
-        aliases=("THUDM/CogVideoX-5b", "CogVideoX-5B"),
-        pipeline="CogVideoXPipeline",
-        sizes=(42, 48, 64, 1),
-        height=480,
-        width=720,
-        num_frames=49,
-        fps=8,
-        guidance_scale=6.0,
+    @property
+    def text_tokens(self) -> int:
+        """Text tokens that are part of self-attention's sequence."""
+        return PIPELINES[self.pipeline].text_tokens
+
+    @property
+    def thw(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the video's token grid."""
+        if self.paper_thw is not None:
+            return self.paper_thw
+        frames, height, width = (getattr(self.video, name) for name in ("num_frames", "height", "width"))
+        return token_grid(frames, height, width, self.patch_frames)
+
+    @property
+    def tokens(self) -> int:
+        return self.text_tokens + math.prod(self.thw)
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def steps(self) -> int:
+        """Of a denoising."""
+        return self.video.steps or 0
+
+    @property
+    def calls(self) -> int:
+        """Forward passes of one video: two a step, of classifier-free guidance, also where they are one batch."""
+        return 2 * self.steps
+
+    @property
+    def linear_flops(self) -> float:
+        """FLOP of one forward pass but for self-attention's scores: projections, MLP, cross-attention.
+
+        The keys and values of cross-attention's text are left out: 512 tokens beside tens of thousands.
+        """
+        projections = 4 * self.width**2 + 2 * self.width * self.ffn
+        if self.cross_text:
+            projections += 2 * self.width**2 + 2 * self.width * self.cross_text
+        return 2.0 * self.layers * self.tokens * projections
+
+    @property
+    def dense_attention_flops(self) -> float:
+        """FLOP of the scores and values of self-attention in one forward pass, all of them."""
+        return 4.0 * self.layers * self.tokens**2 * self.width
+
+
+_WAN_14B = ModelSpec(
+    name="wan2.1-t2v-14b",
+    hub="Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    aliases=("Wan2.1-T2V",),
+    pipeline="WanPipeline",
+    layers=40,
+    heads=40,
+    head_dim=128,
+    patch_frames=1,
+    ffn=13824,
+    cross_text=512,
+    preset="wan2.1-t2v-14b",
+    video=VideoSettings(
+        None, _WAN_NEGATIVE, 720, 1280, num_frames=81, steps=50, guidance_scale=5.0, flow_shift=5.0, fps=16
     ),
 )
+_WAN_1_3B = replace(
+    _WAN_14B,
+    name="wan2.1-t2v-1.3b",
+    hub="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    aliases=("Wan2.1-T2V-1.3B",),
+    layers=30,
+    heads=12,
+    ffn=8960,
+    video=replace(_WAN_14B.video, height=480, width=832, flow_shift=3.0),
+)
+_COGVIDEOX_1_5 = ModelSpec(
+    name="cogvideox1.5-5b",
+    hub="zai-org/CogVideoX1.5-5B",
+    aliases=("THUDM/CogVideoX1.5-5B", "CogVideoX1.5"),
+    pipeline="CogVideoXPipeline",
+    layers=42,
+    heads=48,
+    head_dim=64,
+    patch_frames=2,
+    ffn=12288,
+    cross_text=0,
+    preset="cogvideox1.5-5b",
+    video=VideoSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16),
+    paper_thw=(21, 51, 80),  # §6.1
+)
+_COGVIDEOX = replace(
+    _COGVIDEOX_1_5,
+    name="cogvideox-5b",
+    hub="zai-org/CogVideoX-5b",
+    aliases=("THUDM/CogVideoX-5b", "CogVideoX-5B"),
+    patch_frames=1,
+    video=replace(_COGVIDEOX_1_5.video, height=480, width=720, num_frames=49, fps=8),
+    paper_thw=None,
+)
+MODEL_SPECS = {spec.name: spec for spec in (_WAN_14B, _WAN_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
+"""By name."""
 
 
-def find_checkpoint(name: str) -> Checkpoint | None:
-    """The checkpoint of that name, upper or lower case, or None."""
+def find_model_spec(name: str) -> ModelSpec | None:
+    """The model of that name, upper or lower case, or None."""
     wanted = name.casefold()
-    return next((c for c in CHECKPOINTS if wanted in {known.casefold() for known in c.names}), None)
+    return next((s for s in MODEL_SPECS.values() if wanted in {known.casefold() for known in s.names}), None)
+
+
+def require_model(name: str) -> ModelSpec:
+    """The model of that name. Raises UserError when there is none."""
+    spec = find_model_spec(name)
+    if spec is None:
+        raise UserError(f"unknown model {name!r}; use one of {', '.join(MODEL_SPECS)}")
+    return spec
 
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """What tells a pipeline's checkpoint apart: diffusers' class and the transformer's sizes (see `Checkpoint`)."""
+    """What distinguishes models: diffusers' pipeline class, and the transformer's sizes.
+
+    sizes: (layers, heads, head_dim, patch_frames), see `ModelSpec`
+    """
 
     pipeline: str
     sizes: tuple[int, int, int, int]
 
     @property
-    def checkpoint(self) -> Checkpoint | None:
-        """The published checkpoint that it is of, or None."""
-        return next((c for c in CHECKPOINTS if (c.pipeline, c.sizes) == (self.pipeline, self.sizes)), None)
+    def spec(self) -> ModelSpec | None:
+        """The published model that it is of, or None."""
+        return next((spec for spec in MODEL_SPECS.values() if spec.signature == self), None)
+
+    def require_frames(self, video: VideoSettings) -> None:
+        """Raises SettingError for a number of frames that the pipeline would change or refuse."""
+        if self.pipeline in PIPELINES and video.num_frames is not None:
+            complaint = PIPELINES[self.pipeline].frames_complaint(video.num_frames)
+            if complaint is not None:
+                raise bad_value(video, "num_frames", complaint, "video.")
 
     def __str__(self) -> str:
-        if self.checkpoint is not None:
-            return self.checkpoint.name
+        if self.spec is not None:
+            return self.spec.name
         for name, tiny in TINY_MODELS.items():
             if tiny == self:
                 return f"{TINY}{name}"
@@ -167,18 +277,13 @@ def model_signature(pipeline: str, config: Mapping[str, Any]) -> ModelSignature:
     """Of a transformer.
 
     pipeline: its pipeline's class name
-    config:   the transformer's configuration, a mapping as diffusers keeps it, or as it stands in config.json
+    config:   the transformer's configuration, a mapping as diffusers keeps it, or as in config.json
     """
     patch = config.get("patch_size")
     frames = patch[0] if isinstance(patch, (list, tuple)) else config.get("patch_size_t") or 1
     names = ("num_layers", "num_attention_heads", "attention_head_dim")
     layers, heads, head_dim = (int(config.get(name) or 0) for name in names)
     return ModelSignature(pipeline, (layers, heads, head_dim, int(frames)))
-
-
-def checkpoint_of(pipeline: str, config: Mapping[str, Any]) -> Checkpoint | None:
-    """The checkpoint that a transformer is of, by its sizes, or None. See `model_signature`."""
-    return model_signature(pipeline, config).checkpoint
 
 
 def tiny_architecture(model: str) -> str | None:
@@ -190,9 +295,9 @@ def tiny_architecture(model: str) -> str | None:
 def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
     """Of a checkpoint's name, a tiny model's, or a local folder in diffusers' form; None for what is neither."""
     text = os.fspath(model)
-    checkpoint, tiny = find_checkpoint(text), tiny_architecture(text)
-    if checkpoint is not None:
-        return ModelSignature(checkpoint.pipeline, checkpoint.sizes)
+    spec, tiny = find_model_spec(text), tiny_architecture(text)
+    if spec is not None:
+        return spec.signature
     if tiny is not None:
         return TINY_MODELS[tiny]
     try:
@@ -201,77 +306,3 @@ def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
         return model_signature(str(index["_class_name"]), config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A video diffusion transformer at its usual resolution.
-
-    layers, heads: of self-attention;  head_dim: the width of a head
-    ffn:         width of the MLP
-    thw:         frames, rows and columns of the video's token grid
-    text_tokens: that stand in the self-attention's sequence
-    cross_text:  text tokens that cross-attention looks at; 0: there is none
-    preset:      of dbsp_core.sources.synthetic.presets, whose masks stand for its own
-    steps:       of a denoising
-    forwards:    passes a step, the two of classifier-free guidance; guidance in a batch counts as two
-    """
-
-    name: str
-    layers: int
-    heads: int
-    head_dim: int
-    ffn: int
-    thw: tuple[int, int, int]
-    text_tokens: int
-    cross_text: int
-    preset: str
-    steps: int = 50
-    forwards: int = 2
-
-    @property
-    def tokens(self) -> int:
-        return self.text_tokens + math.prod(self.thw)
-
-    @property
-    def width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def calls(self) -> int:
-        """Forward passes of one video."""
-        return self.steps * self.forwards
-
-    @property
-    def linear_flops(self) -> float:
-        """FLOP of one forward pass but for self-attention's scores: projections, MLP, cross-attention.
-
-        The keys and values of cross-attention's text are left out: 512 tokens beside tens of thousands.
-        """
-        projections = 4 * self.width**2 + 2 * self.width * self.ffn
-        if self.cross_text:
-            projections += 2 * self.width**2 + 2 * self.width * self.cross_text
-        return 2.0 * self.layers * self.tokens * projections
-
-    @property
-    def dense_attention_flops(self) -> float:
-        """FLOP of the scores and values of self-attention in one forward pass, all of them."""
-        return 4.0 * self.layers * self.tokens**2 * self.width
-
-
-MODEL_SPECS = {
-    spec.name: spec
-    for spec in (
-        ModelSpec("wan2.1-t2v-14b", 40, 40, 128, 13824, (21, 45, 80), 0, 512, "wan2.1-t2v-14b"),
-        ModelSpec("wan2.1-t2v-1.3b", 30, 12, 128, 8960, (21, 30, 52), 0, 512, "wan2.1-t2v-14b"),
-        ModelSpec("cogvideox1.5-5b", 42, 48, 64, 12288, (21, 51, 80), 226, 0, "cogvideox1.5-5b"),
-    )
-}
-"""By name: Wan2.1 14B at 720×1280 and 1.3B at 480×832, 81 frames; CogVideoX1.5 as the paper runs it (§6.1)."""
-
-
-def require_model(name: str) -> ModelSpec:
-    """The model of that name. Raises ValueError when there is none."""
-    if name not in MODEL_SPECS:
-        raise UserError(f"unknown model {name!r}; use one of {', '.join(MODEL_SPECS)}")
-    return MODEL_SPECS[name]

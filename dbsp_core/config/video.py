@@ -1,28 +1,30 @@
-"""What is to be generated: prompt, size, steps and the like."""
+"""What is to be generated: the model, and prompt, size, steps and the like of the video."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from dbsp_core.config.models import Checkpoint
+import torch
+
 from dbsp_core.utils.errors import SettingError, bad_value
+from dbsp_core.utils.schema import require_choice
 
-__all__ = ["VideoSettings"]
+__all__ = ["DTYPES", "TOKEN_PIXELS", "GenerateSettings", "VideoSettings", "side_complaint"]
 
-_LEAST = {
-    "height": 16,
-    "width": 16,
-    "num_frames": 1,
-    "steps": 1,
-    "fps": 1,
-    "seed": 0,
-    "guidance_scale": 0.0,
-    "flow_shift": 0.0,
-}
-_STRIDES = {"WanPipeline": 4, "CogVideoXPipeline": 8}
-"""By pipeline, how many frames each further step of `num_frames` takes: Wan's VAE makes 4 of one latent frame;
-CogVideoX decodes two of those at a time."""
+TOKEN_PIXELS = 16
+"""Height and width of a token: 8 of the VAE times 2 of the patch, in all models."""
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+
+_LEAST = {"num_frames": 1, "steps": 1, "fps": 1, "seed": 0, "guidance_scale": 0, "flow_shift": 0}
+
+
+def side_complaint(pixels: int) -> str | None:
+    """What is wrong with a video's height or width; None: nothing."""
+    if pixels > 0 and pixels % TOKEN_PIXELS == 0:
+        return None
+    near = max(1, round(pixels / TOKEN_PIXELS)) * TOKEN_PIXELS
+    return f"must be a multiple of {TOKEN_PIXELS}, for example {near}"
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class VideoSettings:
     flow_shift:     of the scheduler, for models of flow matching
     seed:           of the noise
     fps:            frames per second of the mp4 file
-    Raises ValueError for numbers that no model takes.
+    Raises SettingError for numbers that no model takes.
     """
 
     prompt: str | None = None
@@ -57,21 +59,20 @@ class VideoSettings:
                 raise bad_value(self, name, f"must be at least {least}", "video.")
         for name in ("height", "width"):
             value = getattr(self, name)
-            if value is not None and value % 16:
-                near = max(16, round(value / 16) * 16)
-                raise bad_value(self, name, f"must be a multiple of 16, for example {near}", "video.")
+            complaint = None if value is None else side_complaint(value)
+            if complaint is not None:
+                raise bad_value(self, name, complaint, "video.")
 
-    def filled(self, checkpoint: Checkpoint | None) -> VideoSettings:
+    def filled(self, usual: VideoSettings | None) -> VideoSettings:
         """A copy in which everything but the prompt is set, but for flow_shift where the model has its own.
 
-        Raises ValueError for a size that is not given and not known.
+        usual: of the model, where that is known
+        Raises SettingError for a size that is not given and not known.
         """
-        usual: dict[str, Any] = {"steps": 50, "guidance_scale": 5.0, "seed": 42, "fps": 16, "negative_prompt": ""}
-        if checkpoint is not None:
-            names = {f.name for f in fields(self)} - {"prompt", "seed"}
-            usual |= {name: getattr(checkpoint, name) for name in names}
-        missing = {name: usual.get(name) for name in (f.name for f in fields(self)) if getattr(self, name) is None}
-        full = replace(self, **missing)
+        usual = usual or VideoSettings(negative_prompt="", steps=50, guidance_scale=5.0, fps=16)
+        missing = [f.name for f in fields(self) if getattr(self, f.name) is None]
+        values: dict[str, Any] = {name: 42 if name == "seed" else getattr(usual, name) for name in missing}
+        full = replace(self, **values)
         unknown = [name for name in ("height", "width", "num_frames") if getattr(full, name) is None]
         if unknown:
             raise SettingError(
@@ -81,10 +82,28 @@ class VideoSettings:
             )
         return full
 
-    def require_frames(self, pipeline: str) -> None:
-        """Raises ValueError for a number of frames that a pipeline would change or refuse."""
-        stride = _STRIDES.get(pipeline)
-        if stride and self.num_frames is not None and (self.num_frames - 1) % stride:
-            less = (self.num_frames - 1) // stride * stride + 1
-            complaint = f"is not {stride}k + 1, as {pipeline} makes videos; use {less} or {less + stride}"
-            raise bad_value(self, "num_frames", complaint, "video.")
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    """What a configuration says besides how attention is computed: which model, and what is made with it.
+
+    model: the checkpoint that the file's settings are for, a name or a folder (see dbsp_core.config.models): attaching
+           to another one is refused; None: for any
+    dtype: in which its weights are loaded; auto is bfloat16 on an accelerator, float32 without
+    video: a mapping such as {height: 480, width: 832, steps: 50}
+    """
+
+    model: str | None = None
+    dtype: str = "auto"
+    video: VideoSettings = field(default_factory=VideoSettings)
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """In which a checkpoint is loaded."""
+        if self.dtype == "auto":
+            return torch.bfloat16 if torch.accelerator.is_available() else torch.float32
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype

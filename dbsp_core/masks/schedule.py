@@ -53,7 +53,7 @@ class DenseSchedule:
     def __post_init__(self) -> None:
         for setting in fields(self):
             if getattr(self, setting.name) < 0:
-                raise bad_value(self, setting.name, "must not be negative", "dense.")
+                raise bad_value(self, setting.name, "must not be negative", "dense_schedule.")
 
     @property
     def by_step(self) -> bool:

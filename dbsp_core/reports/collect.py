@@ -66,7 +66,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
         host=host,
         world_size=group.size,
         strategy=_in_words(session.strategy, columns),
-        planner=session.config.planner,
+        planner=session.config.planner.name,
         max_abs_diff=None,
         layers=_last_of_each_layer(calls),
         seconds=_seconds(observer, calls),
@@ -172,7 +172,8 @@ def _environment(session: AttentionSession, observer: RunObserver, hardware: lis
         except PackageNotFoundError:
             continue
     settings = {f.name: _plain(getattr(session.config, f.name)) for f in fields(session.config)}
-    settings |= {"home": session.config.home_layout, "planning": session.planning, "kernel": observer.kernel}
+    settings |= {"layout": session.config.effective_layout, "kernel": observer.kernel}
+    settings["reuse"] |= {"mode": session.planning}
     return Environment(settings, software, hardware, observer.kernel, observer.dtype)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Hashable
@@ -21,14 +20,13 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import pack_bits
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.runtime.observer import SessionObserver
+from dbsp_core.utils import env
 from dbsp_core.utils.atomic_io import ByteTensor, write_atomically, write_byte_tensors
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["ENVIRONMENT", "INDEX", "MaskRecorder", "RecordSettings", "parse_layers", "parse_size"]
+__all__ = ["INDEX", "MaskRecorder", "RecordSettings", "parse_layers", "parse_size"]
 
 INDEX = "index.json"
-ENVIRONMENT = "DBSP_RECORD"
-"""Names the folder; with _EVERY, _LAYERS and _LIMIT after it, the other settings."""
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -53,22 +51,21 @@ class RecordSettings:
     @classmethod
     def of(cls, folder: str | None) -> RecordSettings:
         """A configuration's folder, or else the environment's; the rest from the environment."""
-        read = os.environ.get
-        folder = folder or read(ENVIRONMENT) or None
+        folder = folder or env.read(env.RECORD)
         if folder is None:
             return cls()
-        layers = read(f"{ENVIRONMENT}_LAYERS")
+        layers = env.read(env.RECORD_LAYERS)
         return cls(
             folder,
-            every=_every(read(f"{ENVIRONMENT}_EVERY") or "1"),
+            every=_every(env.read(env.RECORD_EVERY) or "1"),
             layers=parse_layers(layers) if layers else None,
-            limit=parse_size(read(f"{ENVIRONMENT}_LIMIT") or "2GiB"),
+            limit=parse_size(env.read(env.RECORD_LIMIT) or "2GiB"),
         )
 
 
 def _every(text: str) -> int:
     if not text.strip().isdecimal():
-        raise UserError(f"{ENVIRONMENT}_EVERY={text!r} is no whole number; 1 keeps every step")
+        raise UserError(f"{env.RECORD_EVERY}={text!r} is no whole number; 1 keeps every step")
     return max(1, int(text))
 
 

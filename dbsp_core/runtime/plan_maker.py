@@ -90,23 +90,23 @@ class ConfiguredPlanMaker:
 
     def _plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
         """real: the mask at hand, where `mask` is a predicted one"""
-        config = self.config
+        planner = self.config.planner
         return make_plan(
             mask,
             strategy,
-            config.planner,
+            planner.name,
             home=self.layout,
-            reward=config.reward,
-            head_cap=config.head_cap,
-            tolerance=config.tolerance,
+            reward=planner.paper.reward,
+            head_cap=planner.paper.equal_heads,
+            tolerance=planner.target_rho,
             exchange_cost=self._exchange_cost(strategy, real),
             compare=self.compare and mask is real,
         )
 
     def _exchange_cost(self, strategy: Strategy, mask: BlockMask) -> float:
         """The user's, or what the machine's constants say."""
-        if self.config.exchange_cost is not None:
-            return self.config.exchange_cost
+        if self.config.planner.exchange_cost is not None:
+            return self.config.planner.exchange_cost
         if self.hardware is None:
             return 0.0
         return exchange_cost_of(mask, strategy, self._shape, self.hardware, _topology_of(self.group))
@@ -116,12 +116,12 @@ def load_constants(
     config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
 ) -> Hardware | None:
     """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
-    weighs = config.planner == "dbsp" and config.exchange_cost is None and group.size > 1
+    weighs = config.planner.name == "dbsp" and config.planner.exchange_cost is None and group.size > 1
     if strategy is not None and not weighs:
         return None
     return run_consistently(
         group,
-        lambda: load_hardware(config.hardware or NEAREST[device.type == "cuda"]),
+        lambda: load_hardware(config.cost_model or NEAREST[device.type == "cuda"]),
         device,
         lambda hardware: hardware.fingerprint,
         "the hardware file",

@@ -89,7 +89,7 @@ class AttentionSession:
         self._agree_on_settings()
         self._feed = MaskProvider(
             self.config.mask,
-            self.config.dense,
+            self.config.dense_schedule,
             self.heads,
             self.layers,
             self.group,
@@ -97,7 +97,7 @@ class AttentionSession:
             count_steps=any(observer.counts_steps for observer in self.observers),
             generation=self.generation,
         )
-        if self.planning == "lagged":
+        if self.planning == "async":
             self.group.beside("planning")  # while no rank can have failed yet: making a process group is a collective
 
     def _agree_on_settings(self) -> None:
@@ -179,7 +179,7 @@ class AttentionSession:
                 self._now.plans.start()
             key, latest = self._now.plan_keys[layer], self._now.plans.latest
             for observer in self.observers:
-                observer.attention_ends(layer, key, executor, q, latest, self.planning == "lagged")
+                observer.attention_ends(layer, key, executor, q, latest, self.planning == "async")
             return out
 
     def flush(self) -> None:
@@ -223,10 +223,10 @@ class AttentionSession:
 
     @property
     def planning(self) -> str:
-        """ "immediate" or "lagged": what "auto" comes to for these masks."""
-        if self.config.planning != "auto":
-            return self.config.planning
-        return "lagged" if self.config.mask.varies == "calls" else "immediate"
+        """ "sync" or "async": what "auto" comes to for these masks."""
+        if self.config.reuse.mode != "auto":
+            return self.config.reuse.mode
+        return "async" if self.config.mask.varies == "calls" else "sync"
 
     @property
     def _now(self) -> SizeContext:
@@ -314,7 +314,7 @@ class AttentionSession:
         strategy = self.strategy or Strategy(1, self.group.size)
         profile = self._profile(device)
         return SequenceLayout.named(
-            self.config.home_layout, grid, strategy, split_text=text_tokens > 0, profile=profile
+            self.config.effective_layout, grid, strategy, split_text=text_tokens > 0, profile=profile
         )
 
     @property
@@ -322,14 +322,14 @@ class AttentionSession:
         return any(observer.compares for observer in self.observers)
 
     def _plan_cache(self) -> PlanCache:
-        rule = ReplanRule(self.config.replan_threshold, self.config.replan_budget)
-        if self.planning == "lagged":
+        rule = ReplanRule(self.config.reuse.threshold, self.config.reuse.budget)
+        if self.planning == "async":
             return AsyncPlanCache(rule, self._counters, self._compare, group=self.group)
         return PlanCache(rule, self._counters, self._compare)
 
     def _profile(self, device: torch.device) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
-        if self.config.home_layout != "learned":
+        if self.config.effective_layout != "learned":
             return None
         masks = self._feed.static_masks(device)
         return None if masks is None else MaskProfile.of(masks)

@@ -16,36 +16,33 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, Varies
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
+from dbsp_core.utils.schema import require_choice
 
 __all__ = ["CallableSource"]
-
-_PER = ("all", "layer", "step")
 
 
 @dataclass(frozen=True)
 class CallableSource(BlockSizes):
     """Imports a function and asks it for masks: function(grid, request, **parameters).
 
-    function:   "package.module:name". It is given the BlockGrid and the MaskRequest and returns bits, a bool numpy
-                array or tensor of shape [heads, nq, nk], or [nq, nk] for all heads; the same on every rank
-    parameters: passed to it as keywords
-    per:        what its masks depend on. "all": one mask for all layers and steps; "layer": one per layer; "step": one
-                per layer, denoising step and guidance pass. The request says layer 0, step 0 and branch 0 where the
-                mask must not depend on it.
-    orders:     the token order, or one per head, in which the function's blocks are cut (see `BlockGrid`)
+    function:     "package.module:name". It is given the BlockGrid and the MaskRequest and returns bits, a bool numpy
+                  array or tensor of shape [heads, nq, nk], or [nq, nk] for all heads; the same on every rank
+    parameters:   passed to it as keywords
+    depends_on:   what its masks depend on. "nothing": one mask for all layers and steps; "layer": one per layer;
+                  "step": one per layer, denoising step and guidance pass. The request says layer 0, step 0 and
+                  branch 0 where the mask must not depend on it.
+    token_orders: the token order, or one per head, in which the function's blocks are cut (see `BlockGrid`)
     Raises ValueError, naming the function and the fix, when it cannot be imported, raises, or returns something else.
     """
 
     function: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    per: str = "layer"
-    orders: tuple[str, ...] = (CANONICAL,)
+    depends_on: str = "layer"
+    token_orders: tuple[str, ...] = (CANONICAL,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.per not in _PER:
-            message = f"unknown per {self.per!r} of mask source 'callable'; use one of {', '.join(_PER)}"
-            raise SettingError(message, ("per",))
+        require_choice("depends_on", self.depends_on, ("nothing", "layer", "step"), "mask.")
         strange = [name for name in self.parameters if not isinstance(name, str)]
         if strange:
             message = f"parameters of {self.function} need names, {strange[0]!r} is none; quote it"
@@ -77,19 +74,19 @@ class CallableSource(BlockSizes):
 
     @property
     def varies(self) -> Varies:
-        return "steps" if self.per == "step" else "never"
+        return "steps" if self.depends_on == "step" else "never"
 
     def version(self, request: MaskRequest) -> Hashable:
         seen = self._seen(request)
         return seen.layer, seen.step, seen.branch
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        if len(self.orders) not in (1, request.heads):
+        if len(self.token_orders) not in (1, request.heads):
             raise UserError(
-                f"mask function {self.function}: {len(self.orders)} orders for {request.heads} heads; give one order "
-                "for all heads or one per head"
+                f"mask function {self.function}: {len(self.token_orders)} token_orders for {request.heads} heads; "
+                "give one order for all heads or one per head"
             )
-        return replace(super().grid(request), orders=self.orders)
+        return replace(super().grid(request), orders=self.token_orders)
 
     def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         grid = self.grid(request)
@@ -104,9 +101,9 @@ class CallableSource(BlockSizes):
 
     def _seen(self, request: MaskRequest) -> MaskRequest:
         """The request without what the mask must not depend on."""
-        if self.per == "step":
+        if self.depends_on == "step":
             return request
-        return replace(request, layer=request.layer if self.per == "layer" else 0, step=0, branch=0)
+        return replace(request, layer=request.layer if self.depends_on == "layer" else 0, step=0, branch=0)
 
     def _bits(self, result: Any, heads: int, grid: BlockGrid) -> torch.Tensor:
         """bool[heads, nq, nk], a copy: the function may go on with its own."""

@@ -78,9 +78,9 @@ class SpargeSource(BlockSizes):
     """SpargeAttn's block predictor: each head's pooled attention says where most of its probability will be.
 
     cdf, topk, similarity: see `SpargeThresholds`; one of cdf and topk is needed
-    sink:       whether the first key block is dense in every row (attention sink)
-    dense_text: whether rows and columns of text are dense
-    order:      the token order that is cut into blocks; see `dbsp_core.masks.token_order`
+    attention_sink: whether the first key block is dense in every row
+    dense_text:     whether rows and columns of text are dense
+    token_order:    the token order that is cut into blocks; see `dbsp_core.masks.token_order`
 
     Blocks are pooled from each rank's home tokens, each head is decided by one rank, and the bits are shared, so that
     the plan is known before any q, k or v travels, for every strategy. The bits are those that a single process would
@@ -92,14 +92,14 @@ class SpargeSource(BlockSizes):
     cdf: float | None = None
     topk: float | None = None
     similarity: float = 0.3
-    sink: bool = False
+    attention_sink: bool = False
     dense_text: bool = True
-    order: str = CANONICAL
+    token_order: str = CANONICAL
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        with blame_setting("order"):
-            require_order(self.order)
+        with blame_setting("token_order"):
+            require_order(self.token_order)
         self.selection  # noqa: B018  raises for values out of range
         for name in ("block_q", "block_k"):
             if getattr(self, name) > LARGEST_BLOCK:
@@ -116,7 +116,7 @@ class SpargeSource(BlockSizes):
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         sizes = request.tokens, request.text_tokens, self.block_q, self.block_k
-        return BlockGrid(*sizes, request.thw, (self.order,))
+        return BlockGrid(*sizes, request.thw, (self.token_order,))
 
     def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
         """Collective. Raises ValueError without tokens."""
@@ -141,7 +141,7 @@ class SpargeSource(BlockSizes):
         return bits
 
     def _force(self, bits: torch.Tensor, grid: BlockGrid) -> None:
-        if self.sink:
+        if self.attention_sink:
             bits[:, :, 0] = True
         if self.dense_text:
             bits[:, : int((grid.q_axis.starts < grid.text_tokens).sum())] = True  # text stands first

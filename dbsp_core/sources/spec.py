@@ -19,7 +19,7 @@ _BETWEEN_KEYS = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")
 
 
 def mask_settings(text: str) -> dict[str, Any]:
-    """What stands under `mask:` in a configuration, from one word of a command line.
+    """What a configuration has under `mask:`, from one word of a command line.
 
     text: NAME, NAME:key=value,key=value with values as YAML has them (window:window=[7,21,33]), or a mask file's path
     Raises ValueError, naming the fix, for text that is none of these; the source itself checks keys and values.

@@ -1,4 +1,4 @@
-"""Reading YAML files strictly: what every settings file has in common, and where in it each setting stands."""
+"""Reading YAML files strictly: what every settings file has in common, and where in the file each setting is."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Settings:
         return next((self.places[outer] for outer in around if outer in self.places), self.origin)
 
     def changed(self, path: Sequence[str], value: Any, place: str) -> Settings:
-        """A copy with one setting replaced or added. Raises ValueError where something else than a mapping stands."""
+        """A copy with one setting replaced or added. Raises UserError where there is something else than a mapping."""
         values = _put(self.values, path, value, place)
         inside = tuple(path)
         places = {known: where for known, where in self.places.items() if known[: len(inside)] != inside}
@@ -63,7 +63,7 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, place: str)
 
 
 def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
-    """The mapping in a YAML file (empty for an empty file). Raises ValueError for others, naming file and line.
+    """The mapping in a YAML file (empty for an empty file). Raises UserError for others, naming file and line.
 
     what: it is, for example "configuration file"
     """
@@ -91,7 +91,7 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
 def _note_places(
     node: yaml.Node, path: KeyPath, file: str, places: dict[KeyPath, str], above: list[yaml.Node]
 ) -> None:
-    """Notes the line of each key in `node`. Raises ValueError for a key that is given twice."""
+    """Notes the line of each key in `node`. Raises UserError for a key that is given twice."""
     if any(node is outer for outer in above):
         raise UserError(f"{file}:{node.start_mark.line + 1}: this is not YAML that ends: it holds itself")
     if not isinstance(node, yaml.MappingNode):
@@ -109,13 +109,13 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
     """Raises SettingError, naming the nearest valid key, for a key that is not known.
 
     where:     the keys are, in words; "" where the error's place says it
-    elsewhere: keys that are valid at another level, and there
+    elsewhere: keys that are valid in a mapping under another key, and which
     """
     if key in known:
         return
     close = difflib.get_close_matches(str(key), list(known), n=1)
     if str(key) in (elsewhere or {}):
-        hint = f"it belongs under {(elsewhere or {})[str(key)]}"
+        hint = f"it belongs under {(elsewhere or {})[str(key)]!r}"
     elif close:
         hint = f"did you mean {close[0]!r}?"
     else:
@@ -125,14 +125,14 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
 
 def shipped_configs() -> Path:
     """Where the configurations that come with db-SP are: in the repository, or installed as `dbsp_configs`."""
-    repository = Path(__file__).resolve().parents[1] / "configs"
+    repository = Path(__file__).resolve().parents[2] / "configs"
     found = None if repository.is_dir() else importlib.util.find_spec("dbsp_configs")
     locations = list(found.submodule_search_locations or ()) if found is not None else []
     return Path(locations[0]) if locations else repository
 
 
 def find_config(name: str | os.PathLike[str]) -> Path:
-    """The configuration file at a path, or else the shipped one of that name. Raises ValueError for neither."""
+    """The configuration file at a path, or else the shipped one of that name. Raises UserError for neither."""
     if Path(name).is_file():
         return Path(name)
     shipped = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}

@@ -89,7 +89,7 @@ def main() -> None:
 
     dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())
     preset = PRESETS[PRESET]
-    mask = SyntheticSource(preset=PRESET).mask(MaskRequest(0, preset.heads, VIDEO))
+    mask = SyntheticSource(preset=PRESET).mask(MaskRequest(0, preset.model.heads, VIDEO))
     rows = []
     for strategy in Strategy.all_for(args.ranks):
         home = SequenceLayout.striped(mask.grid, strategy)

@@ -56,7 +56,7 @@ PRESET, HEAD_DIM, ELEMENT_BYTES, RANK = "wan2.1-t2v-14b", 128, 2, 0
 
 def masks(calls: int) -> list[BlockMask]:
     source, preset = SyntheticSource(preset=PRESET, drift=0.015), PRESETS[PRESET]
-    return [source.mask(MaskRequest(0, preset.heads, preset.thw, step=step)) for step in range(calls)]
+    return [source.mask(MaskRequest(0, preset.model.heads, preset.model.thw, step=step)) for step in range(calls)]
 
 
 def milliseconds(action: Callable[[], object], repeats: int, between: Callable[[], object] = lambda: None) -> float:
@@ -210,7 +210,7 @@ def calling(strategy: Strategy, repeats: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, source in ("calling_thread_ms", Alternating(8, 8, masks)), ("fixed_mask_ms", Fixed(8, 8, masks[:1])):
         # A budget that lasts: new plans are the planning thread's, and change nothing here.
-        config = DbspConfig(mask=source, replan_threshold=9.0, replan_budget=None, exchange_cost=0.0)
+        config = DbspConfig(mask=source, reuse={"threshold": 9.0, "budget": None}, planner={"exchange_cost": 0.0})
         session = AttentionSession(config, SequenceGroup(RANK, strategy.world), strategy, heads, layers=1)
         q, k, v = torch.zeros(3, 1, heads, session.begin(thw).shard, 1)
         attend = functools.partial(session.attend, 0, q, k, v)

@@ -55,9 +55,9 @@ def planner_of(strategy: Strategy, home: SequenceLayout) -> Callable[[BlockMask]
     return lambda mask: make_plan(mask, strategy, home=home)
 
 
-def run(masks: Sequence[BlockMask], plan: Callable[[BlockMask], Plan], rule: ReplanRule, lagged: bool) -> list[float]:
+def run(masks: Sequence[BlockMask], plan: Callable[[BlockMask], Plan], rule: ReplanRule, behind: bool) -> list[float]:
     """[plans made, mean and worst ρ_s used]"""
-    cache = AsyncPlanCache(rule, group=SequenceGroup(0, 1)) if lagged else PlanCache(rule)
+    cache = AsyncPlanCache(rule, group=SequenceGroup(0, 1)) if behind else PlanCache(rule)
     for mask in masks:
         cache.plan_for(0, mask, PlansBy(plan))
     cache.flush()
@@ -96,9 +96,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, object]]:
             for kind, steps in orders(len(by_step), layer).items():
                 masks = [by_step[step] for step in steps]
                 for rule_name, rule in rules(args).items():
-                    for lagged in (False, True):
-                        way = f"{rule_name}, {'lagged' if lagged else 'immediate'}"
-                        found.setdefault((name, kind, way), []).append(run(masks, plan, rule, lagged))
+                    for behind in (False, True):
+                        way = f"{rule_name}, {'async' if behind else 'sync'}"
+                        found.setdefault((name, kind, way), []).append(run(masks, plan, rule, behind))
                 if strategy.ring == 1:
                     for oracle, means in oracles(masks, plan, args.plans).items():
                         found.setdefault((name, kind, f"oracle: {oracle}"), []).append([args.plans, means[-1], 0.0])
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the masks")
     parser.add_argument("--strategies", nargs="+", default=["U8R1", "U4R2", "U1R8"])
     parser.add_argument("--threshold", type=float, default=1.10, help="P_s")
-    parser.add_argument("--budget", type=float, default=0.30, help="replan_budget")
+    parser.add_argument("--budget", type=float, default=0.30, help="reuse.budget")
     parser.add_argument("--plans", type=int, default=5, help="how many an oracle may make")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()

@@ -6,7 +6,7 @@ scripts/bench/selection.py --json > FILE                       the same numbers 
 
 Every strategy's attention is measured under planner "dbsp", and predicted with the constants of --hardware. Regret is
 the measured time of the one predicted to be fastest over that of the one measured to be fastest, less one. "Of
-measuring" is what the same costs where the choice is made by every second measurement and evaluated by the others: with
+measuring" is what the same costs where the choice is made by every second measurement and checked by the others: with
 strategies as close as these, nobody can do better on this machine.
 """
 

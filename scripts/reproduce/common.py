@@ -88,15 +88,15 @@ def preset_source(name: str, options: argparse.Namespace, **style: Any) -> Synth
 
 
 def layer_count(name: str, options: argparse.Namespace) -> int:
-    layers = PRESETS[name].layers
+    layers = PRESETS[name].model.layers
     return min(options.layers, layers) if options.layers > 0 else layers
 
 
 def masks(name: str, options: argparse.Namespace, **style: Any) -> Iterator[BlockMask]:
     """The first mask of each of the model's first layers."""
-    source, preset = preset_source(name, options, **style), PRESETS[name]
+    source, model = preset_source(name, options, **style), PRESETS[name].model
     for layer in range(layer_count(name, options)):
-        yield source.mask(MaskRequest(layer, preset.heads, preset.thw, preset.text_tokens))
+        yield source.mask(MaskRequest(layer, model.heads, model.thw, model.text_tokens))
 
 
 def contiguous_rho(

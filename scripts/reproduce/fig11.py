@@ -47,7 +47,7 @@ class Row:
 
 def masks_by_step(layer: int, options: argparse.Namespace, **style: Any) -> list[BlockMask]:
     source, preset = preset_source(PRESET, options, **style), PRESETS[PRESET]
-    return [source.mask(MaskRequest(layer, preset.heads, VIDEO, step=call)) for call in range(FIG_11["steps"])]
+    return [source.mask(MaskRequest(layer, preset.model.heads, VIDEO, step=call)) for call in range(FIG_11["steps"])]
 
 
 def replans_and_rho(

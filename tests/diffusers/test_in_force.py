@@ -16,7 +16,7 @@ from dbsp_cli.generate.launcher import Launch, LogFollower
 from dbsp_core import Strategy
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import CHECKPOINTS
+from dbsp_core.config.models import MODEL_SPECS
 from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, resolve_config
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_xdit.flags import config_from, parse_known
@@ -30,15 +30,15 @@ ALONE = SequenceGroup(0, 1)
 
 def published(name: str):
     """A pipeline with a published checkpoint's transformer, apart from its weights."""
-    checkpoint = next(c for c in CHECKPOINTS if c.name == name)
-    layers, heads, head_dim, frames = checkpoint.sizes
-    wan = checkpoint.pipeline == "WanPipeline"
+    signature = MODEL_SPECS[name].signature
+    layers, heads, head_dim, frames = signature.sizes
+    wan = signature.pipeline == "WanPipeline"
     patch = {"patch_size": (1, 2, 2)} if wan else {"patch_size": 2, "patch_size_t": frames if frames > 1 else None}
     config = {"num_layers": layers, "num_attention_heads": heads, "attention_head_dim": head_dim, **patch}
-    return type(checkpoint.pipeline, (), {})(), types.SimpleNamespace(config=config)
+    return type(signature.pipeline, (), {})(), types.SimpleNamespace(config=config)
 
 
-@pytest.mark.parametrize("name", [c.name for c in CHECKPOINTS])
+@pytest.mark.parametrize("name", MODEL_SPECS)
 def test_without_a_configuration_a_known_model_has_its_own(name):
     pipe, transformer = published(name)
     config = resolve_config(None, transformer, ALONE, pipe=pipe)
@@ -46,7 +46,7 @@ def test_without_a_configuration_a_known_model_has_its_own(name):
         assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)
     else:
         assert config == DbspConfig.load(f"{name}-sparge")
-        assert config.model == name
+        assert config.generate.model == name
 
 
 @pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", None])
@@ -78,7 +78,7 @@ def test_all_ranks_refuse_together(pool):
         assert "is for wan2.1-t2v-14b, the model is a WanPipeline with" in said
     same = {"mask": {"source": "window"}, "strategy": "U1R2"}
     assert len(set(map(repr, pool(2).run(settings_by_rank, [same, same])))) == 1
-    for other in (same | {"reward": 2}, same | {"mask": {"source": "window", "block_q": 32}}):
+    for other in (same | {"planner": {"paper": {"reward": 2}}}, same | {"mask": {"source": "window", "block_q": 32}}):
         with pytest.raises(WorkerError) as raised:
             pool(2).run(settings_by_rank, [same, other])
         assert [kind for _, kind, _ in raised.value.errors] == ["UserError"] * 2
@@ -97,7 +97,7 @@ def test_xdit_without_a_configuration():
     assert asked("--model", "Wan2.1-T2V") == DbspConfig.load("wan2.1-t2v-14b-sparge")
     assert asked("--model", "Wan2.1-T2V", "--sp-mask", "radial") != asked("--model", "Wan2.1-T2V")
     assert asked("--model", "unheard-of") == DbspConfig()
-    assert asked("--model", "Wan2.1-T2V", "--sp-planner", "paper").planner == "paper"
+    assert asked("--model", "Wan2.1-T2V", "--sp-planner", "paper").planner.name == "paper"
     with pytest.raises(ValueError, match=r"is for cogvideox1\.5-5b, the model is wan2.1-t2v-14b"):
         asked("--model", "Wan2.1-T2V", "--sp-config", "cogvideox1.5-5b-sparge")
 
@@ -119,7 +119,7 @@ class TestGenerateRefuses:
             ("--config tiny-wan --prompt x --set debug.x=1", "--set debug.x: 'debug' is True, not a mapping"),
             ("--config tiny-wan --prompt x --set video.steps", "--set video.steps is no KEY=VALUE"),
             ("--config tiny-wan --prompt x --set mask=[", "--set mask: '[' is not YAML"),
-            ("--config tiny-wan --prompt x --set video.num_frames=32", "video.num_frames=32 is not 4k + 1"),
+            ("--config tiny-wan --prompt x --set video.num_frames=32", "video.num_frames=32 must be 4k + 1"),
             ("--config tiny-wan --prompt x --seed -1", "--seed: video.seed=-1 must be at least 0"),
             ("--config tiny-wan --prompt x --out a.avi", "--out a.avi must end in .mp4"),
             ("--config tiny-wan --prompt x --host xfuser", "unknown host 'xfuser'; use xdit or para"),
@@ -166,10 +166,14 @@ class TestWhatWouldRun:
         assert said["command"][-6:-3] == ["-m", "dbsp_start.rank", "dbsp_para.generate"]
 
     def test_changes_go_before_the_file(self, dbsp):
-        changes = ("--set", "mask.density=0.5", "--set", "strategy=auto", "--set", "dense={first_steps: 1}")
+        changes = ("--set", "mask.density=0.5", "--set", "strategy=auto", "--set", "dense_schedule={first_steps: 1}")
         settings = self.asked(dbsp, "--config", "tiny-wan", *changes, "--seed", 3)["settings"]
         assert settings["mask"] == {"source": "synthetic", "density": 0.5, "block_q": 32, "block_k": 32}
-        assert (settings["strategy"], settings["dense"], settings["video"]["seed"]) == ("auto", {"first_steps": 1}, 3)
+        assert (settings["strategy"], settings["dense_schedule"], settings["video"]["seed"]) == (
+            "auto",
+            {"first_steps": 1},
+            3,
+        )
 
     def test_several_nodes_meet_as_torchrun_has_it(self, dbsp):
         meeting = ("--nnodes", 2, "--rdzv-endpoint", "host:29500", "--rdzv-id", "a", "--nproc", 4)

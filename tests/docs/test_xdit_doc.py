@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.config.models import CHECKPOINTS
+from dbsp_core.config.models import MODEL_SPECS
 from dbsp_xdit.flags import _SWITCHES, add_flags
 from dbsp_xdit.models import find_model, preflight
 from repository import ROOT
@@ -31,8 +31,8 @@ def test_its_commands_are_right(tmp_path, monkeypatch, command):
 
 def test_it_has_a_command_for_each_model_and_all_their_names():
     models = {re.search(r"--model (\S+)", command)[1] for command in COMMANDS}  # type: ignore[index]
-    assert {find_model(name).like.name for name in models - {"./tiny"}} == {c.name for c in CHECKPOINTS}
-    missing = [name for c in CHECKPOINTS for name in c.names if f"`{name}`".casefold() not in PAGE.casefold()]
+    assert {find_model(name).like.name for name in models - {"./tiny"}} == set(MODEL_SPECS)
+    missing = [name for c in MODEL_SPECS.values() for name in c.names if f"`{name}`".casefold() not in PAGE.casefold()]
     assert not missing
 
 

@@ -29,7 +29,7 @@ SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.1, "block_q": 16, "blo
 def test_equals_one_process(pool, model, world):
     for strategy in Strategy.all_for(world):
         for home in ("contiguous", "striped"):
-            config = {"mask": MASK, "strategy": str(strategy), "home": home, "debug": True}
+            config = {"mask": MASK, "strategy": str(strategy), "layout": home, "debug": True}
             case = ParaCase(model, thw=(3, 5, 7), config=config, batch=2)
             for difference, from_dense in pool(world).run(run_para_case, case):
                 assert difference <= TOLERANCE, case
@@ -54,7 +54,7 @@ def test_equals_one_process(pool, model, world):
 def test_more_ranks_layouts_and_batch_groups_equal_one_process(
     pool, model, world, strategy, home, groups, text_tokens
 ):
-    config = {"mask": MASK, "strategy": strategy, "home": home, "debug": True}
+    config = {"mask": MASK, "strategy": strategy, "layout": home, "debug": True}
     case = ParaCase(model, (5, 3, 7), config, batch=4, text_tokens=text_tokens, batch_groups=groups)
     for difference, from_dense in pool(world).run(run_para_case, case):
         assert difference <= TOLERANCE
@@ -97,7 +97,7 @@ def test_whole_pipelines_with_predicted_masks_and_dense_ends(pool, tmp_path, mod
     schedules: tuple[dict, ...] = ({}, {"first_steps": 1}, {"last_steps": 1, "first_layers": 1}, {"first_steps": 9})
     videos = set()
     for dense in schedules:
-        config = {"mask": mask, "strategy": "U1R3", "dense": dense}
+        config = {"mask": mask, "strategy": "U1R3", "dense_schedule": dense}
         results = pool(3).run(run_pipeline_case, model, folder, config)
         assert all(difference <= TOLERANCE for difference, _ in results), (dense, results)
         videos.add(results[0][1])

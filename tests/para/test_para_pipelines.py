@@ -12,7 +12,13 @@ pytest.importorskip("para_attn")
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
-BAND = {"source": "callable", "function": "user_masks:band_unless_told", "per": "step", "block_q": 8, "block_k": 8}
+BAND = {
+    "source": "callable",
+    "function": "user_masks:band_unless_told",
+    "depends_on": "step",
+    "block_q": 8,
+    "block_k": 8,
+}
 SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": -1.0, "block_q": 8, "block_k": 8}
 MODELS = ("wan", "cogvideox")
 

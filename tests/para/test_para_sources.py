@@ -16,8 +16,8 @@ SOURCES = {
     "callable": {
         "source": "callable",
         "function": "user_masks:band",
-        "per": "step",
-        "orders": ["thw", "hwt", "tile:2x2x2", "wht", "thw", "htw"],
+        "depends_on": "step",
+        "token_orders": ["thw", "hwt", "tile:2x2x2", "wht", "thw", "htw"],
         **BLOCKS,
     },
 }
@@ -27,7 +27,7 @@ SOURCES = {
 @pytest.mark.parametrize(("model", "strategy"), [("wan", "U1R3"), ("cogvideox", "U2R2"), ("wan", "U1R4")])
 def test_equals_one_process(pool, model, strategy, name):
     for home in ("striped", "contiguous") if model == "cogvideox" else ("striped",):
-        config = {"mask": SOURCES[name], "strategy": strategy, "home": home, "debug": True}
+        config = {"mask": SOURCES[name], "strategy": strategy, "layout": home, "debug": True}
         world = int(strategy[1]) * int(strategy[3])
         for difference, from_dense in pool(world).run(run_para_case, ParaCase(model, (3, 5, 7), config)):
             assert difference <= TOLERANCE

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dbsp_core import Strategy
-from dbsp_core.config.models import find_checkpoint
+from dbsp_core.config.models import find_model_spec
 from dbsp_core.sources import RadialSource, WindowSource
 from dbsp_xdit.autoload import dbsp_requested, is_xfuser_run, is_xfusers_torchrun
 from dbsp_xdit.flags import config_from, parse_known
@@ -22,7 +22,7 @@ MASKS = (
     {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},
     {"source": "window", "window": [1, 3, 3], "block_q": 8, "block_k": 16},
     {"source": "svg", "frames": 1, "band": 0.2, "block_q": 16, "block_k": 8},
-    {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8, "order": "tile:2x3x2"},
+    {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8, "token_order": "tile:2x3x2"},
 )
 
 
@@ -38,12 +38,12 @@ def test_equals_one_process(pool, world):
             ("striped", MASKS[2]),
             ("striped", MASKS[3]),
         ):
-            config = {"mask": mask, "strategy": str(strategy), "home": home, "debug": True}
+            config = {"mask": mask, "strategy": str(strategy), "layout": home, "debug": True}
             # 3·5·7 = 105 tokens: xfuser pads them on 2 and 4 ranks
             for difference, from_dense in workers.run(run_xdit_case, XditCase((3, 5, 7), config, batch=2)):
                 assert difference <= TOLERANCE, (strategy, config)
                 assert from_dense > 100 * TOLERANCE, "the mask must matter"
-    for config in ({"mask": {"source": "dense"}}, {"mask": MASKS[0], "strategy": "auto", "hardware": "a800"}):
+    for config in ({"mask": {"source": "dense"}}, {"mask": MASKS[0], "strategy": "auto", "cost_model": "a800"}):
         for difference, _ in workers.run(run_xdit_case, XditCase((3, 5, 7), config)):
             assert difference <= TOLERANCE, config
 
@@ -99,11 +99,11 @@ def test_importing_torch_elsewhere_loads_nothing_of_ours():
 
 def test_flags_override_the_file(tmp_path):
     file = tmp_path / "dbsp.yaml"
-    file.write_text("mask: {source: window}\nplanner: contiguous\nreward: 2\n")
+    file.write_text("mask: {source: window}\nplanner: {name: contiguous, paper: {reward: 2}}\n")
     line = ["--sp-backend=dbsp", "--sp-config", str(file), "--sp-planner", "paper", "--sp-strategy", "u2r2"]
     config = config_from(parse_known([*line, "--ulysses-degree", "4", "--prompt", "a", "b"]))
     assert config is not None
-    assert (config.planner, config.reward, config.strategy) == ("paper", 2.0, Strategy(2, 2))
+    assert (config.planner.name, config.planner.paper.reward, config.strategy) == ("paper", 2.0, Strategy(2, 2))
     assert type(config.mask).__name__ == "WindowSource"
 
 
@@ -174,9 +174,9 @@ def test_published_checkpoints_by_any_name(pool, name, source):
     workers = pool(1)
     workers.run(start_xfuser)
     (settings,) = workers.run(registered_model, name)
-    like = find_checkpoint(name)
+    like = find_model_spec(name)
     assert like is not None
-    assert (settings["model_name"], settings["fps"], settings["height"]) == (source, like.fps, like.height)
+    assert (settings["model_name"], settings["fps"], settings["height"]) == (source, like.video.fps, like.video.height)
     assert settings["cfg"] is (like.pipeline == "CogVideoXPipeline")
 
 

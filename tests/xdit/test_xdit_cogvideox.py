@@ -39,7 +39,7 @@ def test_xfusers_own_pipeline_equals_one_process(pool, tiny, world):
     for strategy in Strategy.all_for(world):
         config = {"mask": MASK, "strategy": str(strategy), "debug": True}
         assert_equal(workers, PipelineCase(tiny, config, HEIGHT[world]), some=True)
-    for config in ({"mask": CDF, "strategy": str(strategy)}, {"mask": MASK, "strategy": "auto", "hardware": "a800"}):
+    for config in ({"mask": CDF, "strategy": str(strategy)}, {"mask": MASK, "strategy": "auto", "cost_model": "a800"}):
         assert_equal(workers, PipelineCase(tiny, config, HEIGHT[world]), some=True)
 
 
@@ -71,7 +71,7 @@ def test_the_stock_pipeline_equals_one_process(pool, tiny, world):
     workers.run(start_xfuser)
     for strategy in Strategy.all_for(world):
         for mask, home in ((MASK, "striped"), (CDF, "contiguous")):
-            config = {"mask": mask, "strategy": str(strategy), "home": home, "debug": True}
+            config = {"mask": mask, "strategy": str(strategy), "layout": home, "debug": True}
             assert_equal(workers, PipelineCase(tiny, config, height=80, width=112, own=False))
 
 

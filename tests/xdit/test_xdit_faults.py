@@ -12,7 +12,7 @@ from xdit_cases import PipelineCase, start_xfuser
 from xdit_fault_cases import attach_error, fail_then_generate, run_until_error, strip_errors
 
 TOLERANCE = 1e-5
-BY_STEP = {"source": "callable", "function": "user_masks:band", "per": "step", "block_q": 8, "block_k": 8}
+BY_STEP = {"source": "callable", "function": "user_masks:band", "depends_on": "step", "block_q": 8, "block_k": 8}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_xfusers_own_cogvideox_says_what_it_cannot_do(pool, tiny):
     workers.run(start_xfuser)
     height, home = zip(*workers.run(strip_errors, PipelineCase(tiny, {}, height=96)), strict=True)
     assert_alike(height, "height 96 is not a multiple of 64, which xFuserCogVideoXPipeline needs on 4 ranks")
-    assert_alike(home, "home: striped is not for xFuserCogVideoXPipeline")
+    assert_alike(home, "layout: striped is not for xFuserCogVideoXPipeline")
 
 
 @pytest.mark.parametrize("own", [True, False])

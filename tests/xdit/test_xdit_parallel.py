@@ -11,7 +11,7 @@ from xdit_parallel_cases import run_compiled, run_data_parallel, run_image_to_vi
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
 CDF = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8}
-BY_BRANCH = {"source": "callable", "function": "user_masks:band", "per": "step", "block_q": 8, "block_k": 8}
+BY_BRANCH = {"source": "callable", "function": "user_masks:band", "depends_on": "step", "block_q": 8, "block_k": 8}
 
 
 def test_wan_branches_on_groups_of_their_own_keep_their_masks(pool, tmp_path):
@@ -43,7 +43,7 @@ def test_six_and_eight_ranks(pool, world, strategies):
     workers.run(start_xfuser)
     for strategy in strategies:
         for model in ("wan", "cogvideox1.0"):
-            config = {"mask": MASK, "strategy": strategy, "home": "striped", "debug": True}
+            config = {"mask": MASK, "strategy": strategy, "layout": "striped", "debug": True}
             for difference, from_dense in workers.run(run_xdit_case, XditCase((3, 5, 7), config, 2, model)):
                 assert difference <= TOLERANCE, (strategy, model)
                 assert from_dense > 100 * TOLERANCE, "the mask must matter"

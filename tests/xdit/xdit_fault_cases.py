@@ -148,7 +148,7 @@ def strip_errors(rank: int, world: int, case: PipelineCase) -> tuple[str, str]:
     messages = []
     for call in (
         lambda: latents_of(pipe, case),
-        lambda: (detach(pipe), attach(pipe, {**case.config, "home": "striped"})),
+        lambda: (detach(pipe), attach(pipe, {**case.config, "layout": "striped"})),
     ):
         try:
             call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dbsp_core.config.models import MODEL_SPECS, ModelSpec
 from dbsp_core.utils.errors import bad_value
 
 __all__ = ["DEFAULT_STYLE", "PRESETS", "MaskStyle", "Preset"]
@@ -43,41 +44,19 @@ class MaskStyle:
 
 @dataclass(frozen=True)
 class Preset:
-    """A model as the paper ran it, and the style of its masks.
+    """A model as the paper ran it, and the style of its masks."""
 
-    thw: frames, rows and columns of the video's token grid
-    """
-
-    layers: int
-    heads: int
-    thw: tuple[int, int, int]
-    text_tokens: int
-    block_q: int
-    block_k: int
+    model: ModelSpec
     style: MaskStyle
+    block_q: int = 64
+    block_k: int = 64
 
 
 DEFAULT_STYLE = MaskStyle(density=0.4, spread=0.6, head_concentration=8.0)
 
 # Fitted by scripts/reproduce/fit; docs/masks-synthetic.md says to what, and how well the rest agrees.
-_WAN = Preset(
-    layers=40,
-    heads=40,
-    thw=(21, 45, 80),
-    text_tokens=0,
-    block_q=64,
-    block_k=64,
-    style=MaskStyle(density=0.414, spread=0.432, head_concentration=3.8),
-)
-_COGVIDEOX = Preset(
-    layers=42,
-    heads=48,
-    thw=(21, 51, 80),
-    text_tokens=226,
-    block_q=64,
-    block_k=64,
-    style=MaskStyle(density=0.414, spread=0.643, head_concentration=1.54),
-)
+_WAN = Preset(MODEL_SPECS["wan2.1-t2v-14b"], MaskStyle(density=0.414, spread=0.432, head_concentration=3.8))
+_COGVIDEOX = Preset(MODEL_SPECS["cogvideox1.5-5b"], MaskStyle(density=0.414, spread=0.643, head_concentration=1.54))
 
 
 def _sparge(preset: Preset, head_concentration: float, drift: float) -> Preset:
@@ -92,4 +71,4 @@ PRESETS: dict[str, Preset] = {
     "wan2.1-t2v-14b-sparge": _sparge(_WAN, head_concentration=2.18, drift=0.015),
     "cogvideox1.5-5b-sparge": _sparge(_COGVIDEOX, head_concentration=0.78, drift=0.015),
 }
-"""By the name that stands after `preset:` in a configuration. PAROAttention's static masks unless -sparge."""
+"""By the name after `preset:` in a configuration. PAROAttention's static masks unless -sparge."""

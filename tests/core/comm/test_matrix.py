@@ -45,7 +45,7 @@ def references(folders, tmp_path_factory):
 
 def cases(host: str, model: str, world: int) -> list[MatrixCase]:
     return [
-        MatrixCase(host, model, f"{model} {name}", {"mask": mask, "strategy": str(strategy), "home": home})
+        MatrixCase(host, model, f"{model} {name}", {"mask": mask, "strategy": str(strategy), "layout": home})
         for strategy, home, (name, mask) in product(Strategy.all_for(world), ("contiguous", "striped"), MASKS.items())
     ]
 

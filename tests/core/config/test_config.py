@@ -10,8 +10,8 @@ import pytest
 
 import dbsp_core
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
-from dbsp_core.config.config import DbspConfig, setting_names
-from dbsp_core.config.video import VideoSettings
+from dbsp_core.config.config import DbspConfig, PaperConfig, PlannerConfig, ReuseConfig
+from dbsp_core.config.video import GenerateSettings, VideoSettings
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import (
@@ -27,19 +27,20 @@ from dbsp_core.sources import (
 )
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import SettingError, UserError
+from dbsp_core.utils.schema import setting_names
 from dbsp_kernels import KERNELS
 
 
 def test_nothing_gives_the_defaults():
     config = DbspConfig.load(None)
     assert config == DbspConfig() == DbspConfig.load({})
-    assert (config.strategy, config.planner, config.home, config.mask) == (None, "dbsp", None, DenseSource())
+    assert (config.strategy, config.planner.name, config.layout, config.mask) == (None, "dbsp", None, DenseSource())
 
 
-def test_each_planner_has_the_home_layout_it_is_meant_for():
-    assert DbspConfig().home_layout == "striped"
-    assert DbspConfig(planner="paper").home_layout == "contiguous"
-    assert DbspConfig(planner="paper", home="learned").home_layout == "learned"
+def test_each_planner_has_the_layout_it_is_meant_for():
+    assert DbspConfig().effective_layout == "striped"
+    assert DbspConfig(planner="paper").effective_layout == "contiguous"
+    assert DbspConfig(planner="paper", layout="learned").effective_layout == "learned"
 
 
 def test_yaml_and_dict_say_the_same(tmp_path):
@@ -48,11 +49,10 @@ def test_yaml_and_dict_say_the_same(tmp_path):
         """
         mask: {source: window, window: [3, 5, 7], block_q: 32}
         strategy: u2r3
-        planner: contiguous
-        home: striped
-        reward: 2
-        head_cap: true
-        replan_threshold: 1.5
+        layout: striped
+        planner: {name: contiguous, paper: {reward: 2, equal_heads: true}}
+        reuse: {threshold: 1.5}
+        cost_model: a800
         kernel: reference
         dtype: bfloat16
         report: out
@@ -62,24 +62,22 @@ def test_yaml_and_dict_say_the_same(tmp_path):
     expected = DbspConfig(
         mask=WindowSource(window=(3, 5, 7), block_q=32),
         strategy=Strategy(2, 3),
-        planner="contiguous",
-        home="striped",
-        reward=2.0,
-        head_cap=True,
-        replan_threshold=1.5,
+        layout="striped",
+        planner=PlannerConfig("contiguous", paper=PaperConfig(reward=2.0, equal_heads=True)),
+        reuse=ReuseConfig(threshold=1.5),
+        cost_model="a800",
         kernel="reference",
-        dtype="bfloat16",
+        generate=GenerateSettings(dtype="bfloat16"),
         report="out",
         debug=True,
     )
     settings = {
         "mask": {"source": "window", "window": [3, 5, 7], "block_q": 32},
         "strategy": "U2R3",
-        "planner": "contiguous",
-        "home": "striped",
-        "reward": 2,
-        "head_cap": True,
-        "replan_threshold": 1.5,
+        "layout": "striped",
+        "planner": {"name": "contiguous", "paper": {"reward": 2, "equal_heads": True}},
+        "reuse": {"threshold": 1.5},
+        "cost_model": "a800",
         "kernel": "reference",
         "dtype": "bfloat16",
         "report": Path("out"),
@@ -88,6 +86,19 @@ def test_yaml_and_dict_say_the_same(tmp_path):
     assert DbspConfig.load(path) == DbspConfig.load(str(path)) == expected
     assert DbspConfig.load(settings) == expected
     assert DbspConfig.load(expected) is expected
+
+
+def test_a_planners_name_is_short_for_a_mapping():
+    assert DbspConfig.load({"planner": "snake"}) == DbspConfig.load({"planner": {"name": "snake"}})
+    assert DbspConfig(planner="snake").planner == PlannerConfig("snake")
+
+
+def test_a_file_holds_what_to_generate_besides_and_attention_does_not_depend_on_it(tmp_path):
+    path = tmp_path / "dbsp.yaml"
+    path.write_text("model: tiny-wan\nvideo: {steps: 3}\ndtype: float32\nlayout: striped\n")
+    config = DbspConfig.load(path)
+    assert config.generate == GenerateSettings("tiny-wan", "float32", VideoSettings(steps=3))
+    assert config.fingerprint == DbspConfig(layout="striped").fingerprint
 
 
 def test_an_empty_yaml_file_gives_the_defaults(tmp_path):
@@ -113,8 +124,13 @@ def test_every_source_can_be_named(tmp_path):
         ({"source": "svg", "temporal_heads": [0, 3]}, SvgSource(temporal_heads=(0, 3))),
         ({"source": "svg", "temporal_heads": []}, SvgSource(temporal_heads=())),
         (
-            {"source": "callable", "function": "user_masks:band", "parameters": {"blocks": 2}, "orders": ["hwt"]},
-            CallableSource(function="user_masks:band", parameters={"blocks": 2}, orders=("hwt",)),
+            {
+                "source": "callable",
+                "function": "user_masks:band",
+                "parameters": {"blocks": 2},
+                "token_orders": ["hwt"],
+            },
+            CallableSource(function="user_masks:band", parameters={"blocks": 2}, token_orders=("hwt",)),
         ),
         ({"source": "synthetic", "density": 1, "seed": 3}, SyntheticSource(density=1.0, seed=3)),
     ):
@@ -135,8 +151,13 @@ class TestMasksOnACommandLine:
             ("radial:width=0.5,decay=1", {"source": "radial", "width": 0.5, "decay": 1}),
             ("svg:temporal_heads=[]", {"source": "svg", "temporal_heads": []}),
             (
-                "callable:function=a.b:c,parameters={x: [1, 2], y: no},per=all",
-                {"source": "callable", "function": "a.b:c", "parameters": {"x": [1, 2], "y": False}, "per": "all"},
+                "callable:function=a.b:c,parameters={x: [1, 2], y: no},depends_on=nothing",
+                {
+                    "source": "callable",
+                    "function": "a.b:c",
+                    "parameters": {"x": [1, 2], "y": False},
+                    "depends_on": "nothing",
+                },
             ),
             ("file:path=a,b=.safetensors", {"source": "file", "path": "a", "b": ".safetensors"}),
             ("a,b=.safetensors", {"source": "file", "path": "a,b=.safetensors"}),
@@ -175,9 +196,13 @@ class TestMasksOnACommandLine:
 
 class TestOverrides:
     def test_given_values_replace_and_none_keeps(self):
-        config = DbspConfig(planner="contiguous", reward=3.0)
-        changed = config.with_overrides(planner=None, reward=0.0, strategy="U2R2", mask={"source": "window"})
-        assert changed == DbspConfig(WindowSource(), strategy=Strategy(2, 2), planner="contiguous", reward=0.0)
+        config = DbspConfig(planner="contiguous", cost_model="a800")
+        changed = config.with_overrides(planner=None, cost_model="h200", strategy="U2R2", mask={"source": "window"})
+        assert changed == DbspConfig(WindowSource(), strategy=Strategy(2, 2), planner="contiguous", cost_model="h200")
+
+    def test_a_planners_name_keeps_what_else_is_set_of_planners(self):
+        config = DbspConfig(planner={"target_rho": 1.01})
+        assert config.with_overrides(planner="paper").planner == PlannerConfig("paper", target_rho=1.01)
 
     def test_false_is_a_value(self):
         assert DbspConfig(debug=True).with_overrides(debug=False).debug is False
@@ -193,7 +218,7 @@ class TestOverrides:
 
 MISTAKES = {
     "an unknown key": ({"planer": "paper"}, "unknown key 'planer' in the configuration; did you mean 'planner'?"),
-    "a key unlike any": ({"zzz": 1}, "known keys: mask, dense, strategy, hardware"),
+    "a key unlike any": ({"zzz": 1}, "known keys: mask, dense_schedule, strategy, layout, planner, reuse, cost_model"),
     "a key that is no text": ({3: 1}, "unknown key 3"),
     "an unknown key of a source": (
         {"mask": {"source": "window", "windw": [1, 1, 1]}},
@@ -219,21 +244,27 @@ MISTAKES = {
     "a block that is no number": ({"mask": {"source": "dense", "block_q": "64"}}, "must be int, got '64'"),
     "an unknown planner": ({"planner": "greedy"}, f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"),
     "an unknown kernel": ({"kernel": "cuda"}, f"unknown kernel 'cuda'; use one of auto, {', '.join(KERNELS)}"),
-    "an unknown home": ({"home": "random"}, "unknown home 'random'; use one of contiguous, striped, learned"),
+    "an unknown layout": ({"layout": "random"}, "unknown layout 'random'; use one of contiguous, striped, learned"),
     "an unknown dtype": ({"dtype": "int8"}, "unknown dtype 'int8'"),
     "a strategy of another form": ({"strategy": "4x2"}, "not of the form UxRy"),
     "a strategy that is no text": (
         {"strategy": 42},
         "'strategy' in the configuration must be a strategy such as U4R2 or auto, got 42",
     ),
-    "a negative reward": ({"reward": -1}, "must not be negative"),
-    "a reward that is no number": ({"reward": "a lot"}, "must be float, got 'a lot'"),
-    "a reward that is not a number": ({"reward": float("nan")}, "must not be negative"),
-    "a threshold below 1": ({"replan_threshold": 0.9}, "must be at least 1"),
+    "a negative reward": ({"planner": {"paper": {"reward": -1}}}, "planner.paper.reward=-1.0 must not be negative"),
+    "a reward that is no number": (
+        {"planner": {"paper": {"reward": "a lot"}}},
+        "'reward' in 'paper' must be float, got 'a lot'",
+    ),
+    "a reward that is not a number": ({"planner": {"paper": {"reward": float("nan")}}}, "must not be negative"),
+    "a threshold below 1": ({"reuse": {"threshold": 0.9}}, "reuse.threshold=0.9 must be at least 1"),
     "text for a switch": ({"debug": "yes"}, "must be bool, got 'yes'"),
     "a number for a switch": ({"debug": 1}, "must be bool, got 1"),
-    "a switch for a number": ({"reward": True}, "must be float, got True"),
-    "null where there must be a value": ({"planner": None}, "must be str, got None"),
+    "a switch for a number": ({"planner": {"exchange_cost": True}}, "must be float, got True"),
+    "null where there must be a value": (
+        {"planner": None},
+        "must be a mapping of name, target_rho, exchange_cost, paper or str, got None",
+    ),
 }
 
 
@@ -252,19 +283,33 @@ BAD_FILES = {
     "a list": (b"- planner\n- paper\n", "must be a mapping, not a list"),
     "text": (b"U4R2", "must be a mapping, not a str"),
     "with an unknown key": (
-        b"# one\n\ntolerence: 1.01\n",
-        ":3: unknown key 'tolerence'; did you mean 'tolerance'?",
+        b"# one\n\nstrategie: U1R2\n",
+        ":3: unknown key 'strategie'; did you mean 'strategy'?",
+    ),
+    "with an unknown key of a group": (
+        b"planner:\n  name: dbsp\n  target_ro: 1.01\n",
+        ":3: unknown key 'target_ro' in 'planner'; did you mean 'target_rho'?",
+    ),
+    "with a value out of range in a group within a group": (
+        b"planner:\n  paper:\n    equal_heads: true\n    reward: -1",
+        ":4: planner.paper.reward=-1.0 must",
+    ),
+    "with an unknown mode": (b"reuse:\n  mode: lazy", ":2: unknown reuse.mode 'lazy'; use one of auto, sync, async"),
+    "with a planner's name in a group": (b"planner:\n  paper: {}\n  name: greedy", ":3: unknown planner 'greedy'"),
+    "with a key of a group within a group at the wrong level": (
+        b"planner: paper\nreward: 1",
+        ":2: unknown key 'reward'; it belongs under 'planner.paper'",
     ),
     "with a wrong type": (b"planner: paper\ndebug: 3", ":2: 'debug' must be bool, got 3"),
-    "with a value out of range": (b"planner: paper\nreward: -1", ":2: "),
-    "with an unknown name": (b"kernel: cpu\nplanner: greedy\nhome: striped", ":2: unknown planner 'greedy'"),
+    "with a value out of range": (b"planner: paper\nreuse: {budget: -1}", ":2: "),
+    "with an unknown name": (b"kernel: cpu\nplanner: greedy\nlayout: striped", ":2: unknown planner 'greedy'"),
     "with a strategy of another form": (b"\nstrategy: 4x2", ":2: strategy '4x2' is not of the form UxRy"),
     "with a key at the wrong level": (
         b"mask: {source: sparge}\ncdf: 0.9",
         ":2: unknown key 'cdf'; it belongs under 'mask'",
     ),
     "with a video's key at the wrong level": (b"steps: 30", ":1: unknown key 'steps'; it belongs under 'video'"),
-    "with a key twice": (b"planner: paper\nhome: striped\nplanner: dbsp", ":3: 'planner' is given twice, first in "),
+    "with a key twice": (b"planner: paper\nlayout: striped\nplanner: dbsp", ":3: 'planner' is given twice, first in "),
     "with a nested key twice": (b"mask:\n  source: dense\n  source: window", ":3: 'source' is given twice, first in "),
     "with an unknown nested key": (
         b"mask:\n  source: window\n  tile: [3, 5, 8]\n  windw: [3, 5, 5]",
@@ -288,15 +333,18 @@ BAD_FILES = {
         b"strategy: U1R2\nkernel: sparge",
         ":2: kernel 'sparge' cannot serve this plan: it returns no",
     ),
-    "with an unknown key in dense": (
-        b"dense:\n  frist_steps: 3",
-        ":2: unknown key 'frist_steps' in 'dense'; did",
+    "with an unknown key in a schedule": (
+        b"dense_schedule:\n  frist_steps: 3",
+        ":2: unknown key 'frist_steps' in 'dense_schedule'; did",
     ),
-    "with a wrong number in dense": (
-        b"dense: {last_steps: 1,\n  first_steps: -3}",
-        ":2: dense.first_steps=-3 must",
+    "with a wrong number in a schedule": (
+        b"dense_schedule: {last_steps: 1,\n  first_steps: -3}",
+        ":2: dense_schedule.first_steps=-3 must",
     ),
-    "with a dense that is no mapping": (b"dense: 3", ":1: 'dense' must be a mapping such as {first_steps: 10}, got 3"),
+    "with a schedule that is no mapping": (
+        b"dense_schedule: 3",
+        ":1: 'dense_schedule' must be a mapping of first_steps, last_steps, first_layers, last_layers, got 3",
+    ),
     "with an odd height": (
         b"video:\n  width: 832\n  height: 719",
         ":3: video.height=719 must be a multiple",
@@ -335,7 +383,7 @@ def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
     ("make", "at_fault"),
     [
         (lambda: SpargeSource(cdf=1.5), "cdf"),
-        (lambda: SpargeSource(cdf=0.9, order="hhh"), "order"),
+        (lambda: SpargeSource(cdf=0.9, token_order="hhh"), "token_order"),
         (lambda: SpargeSource(cdf=0.9, block_k=1 << 20), "block_k"),
         (lambda: SyntheticSource(density=0.2, drift=2.0), "drift"),
         (lambda: WindowSource(window=(1, 1, 1), tile=(1, 1)), "tile"),
@@ -343,8 +391,9 @@ def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
         (lambda: FileSource(), "path"),
         (lambda: DenseSchedule(last_layers=-1), "last_layers"),
         (lambda: VideoSettings(height=720, width=1), "width"),
-        (lambda: DbspConfig(replan_budget=-1.0), "replan_budget"),
-        (lambda: DbspConfig(tolerance=0.5), "tolerance"),
+        (lambda: ReuseConfig(budget=-1.0), "budget"),
+        (lambda: PlannerConfig(target_rho=0.5), "target_rho"),
+        (lambda: GenerateSettings(dtype="int8"), "dtype"),
     ],
 )
 def test_settings_made_in_python_say_which_is_at_fault(make, at_fault):
@@ -368,6 +417,17 @@ def test_a_file_that_is_not_there_raises(tmp_path):
         DbspConfig.load(tmp_path / "none.yaml")
 
 
+GROUPS = {
+    "Keys": DbspConfig,
+    "`dense_schedule`": DenseSchedule,
+    "`planner`": PlannerConfig,
+    "`planner.paper`": PaperConfig,
+    "`reuse`": ReuseConfig,
+    "Keys of generation": GenerateSettings,
+    "`video`": VideoSettings,
+}
+
+
 class TestDocumentation:
     TEXT = (Path(dbsp_core.__file__).parent.parent / "docs" / "configuration.md").read_text()
 
@@ -377,9 +437,7 @@ class TestDocumentation:
         lines = [line for line in part.splitlines() if line.startswith("| `")]
         return {line.split("`")[1]: line for line in lines}
 
-    @pytest.mark.parametrize(
-        ("heading", "cls"), [("Keys", DbspConfig), ("`dense`", DenseSchedule), ("`video`", VideoSettings)]
-    )
+    @pytest.mark.parametrize(("heading", "cls"), GROUPS.items())
     def test_every_key_has_a_row_and_every_row_is_a_key(self, heading, cls):
         assert sorted(self.rows(heading)) == sorted(setting_names(cls))
 
@@ -393,7 +451,7 @@ class TestDocumentation:
         assert sorted(self.rows("`mask`")) == sorted(SOURCES)
 
     def test_defaults_are_true(self):
-        for heading, cls in (("Keys", DbspConfig), ("`dense`", DenseSchedule)):
+        for heading, cls in GROUPS.items():
             rows = self.rows(heading)
             for f in fields(cls):
                 if type(f.default) in (int, float, str):

@@ -9,8 +9,11 @@ import torch
 
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import CHECKPOINTS, MODEL_SPECS, find_checkpoint, signature_of_model
+from dbsp_core.config.models import MODEL_SPECS, find_model_spec, signature_of_model, token_grid
+from dbsp_core.config.video import GenerateSettings
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
+from dbsp_core.sources.synthetic.presets import PRESETS
+from dbsp_core.utils.schema import setting_names
 from dbsp_core.utils.yaml_file import find_config, read_settings, shipped_configs
 from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, default_config, mask_in_words, require_same_model
 
@@ -29,11 +32,11 @@ DENSITY = {  # of all blocks: the tiny CogVideoX has more text, which is dense, 
 
 def request_of(config: DbspConfig) -> MaskRequest:
     """A layer of the configuration's model, at the size that it is for."""
-    identity = signature_of_model(config.model)
-    video = config.video.filled(find_checkpoint(config.model))
-    video.require_frames(identity.pipeline)
-    frames = (video.num_frames - 1) // 4 + 1
-    thw = (math.ceil(frames / identity.sizes[3]), video.height // 16, video.width // 16)
+    identity = signature_of_model(config.generate.model)
+    spec = find_model_spec(config.generate.model)
+    video = config.generate.video.filled(None if spec is None else spec.video)
+    identity.require_frames(video)
+    thw = token_grid(video.num_frames, video.height, video.width, identity.sizes[3])
     text = 226 if identity.pipeline == "CogVideoXPipeline" else 0
     return MaskRequest(0, identity.sizes[1], thw, text_tokens=text)
 
@@ -97,8 +100,8 @@ def test_a_file_is_for_its_model_alone(name, monkeypatch, tmp_path):
         config = DbspConfig.load(settings)
     else:
         config = DbspConfig.load(name)
-    assert name.startswith(config.model)
-    known = config.model.removesuffix("-trained")  # which has the same sizes
+    assert name.startswith(config.generate.model)
+    known = config.generate.model.removesuffix("-trained")  # which has the same sizes
     for other in (*MODELS, "tiny-wan", "tiny-cogvideox"):
         if other == known:
             require_same_model(config, signature_of_model(other))
@@ -109,7 +112,7 @@ def test_a_file_is_for_its_model_alone(name, monkeypatch, tmp_path):
 
 def test_a_known_model_has_settings_without_a_configuration():
     for model in MODELS:
-        for known in find_checkpoint(model).names:
+        for known in find_model_spec(model).names:
             config = default_config(signature_of_model(known))
             assert config == DbspConfig.load(f"{model}-sparge")
     assert mask_in_words(config).startswith("sparge (block_q 128, block_k 64, cdf 0.92, similarity 0.3")
@@ -122,36 +125,42 @@ def test_a_known_model_has_settings_without_a_configuration():
 def test_a_file_of_the_users_own_goes_before_a_shipped_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny-wan").write_text("planner: paper\n")
-    assert DbspConfig.load("tiny-wan").planner == "paper"
+    assert DbspConfig.load("tiny-wan").planner.name == "paper"
     with pytest.raises(ValueError, match=r"does not exist; .* did you mean the shipped 'tiny-wan-sparge'"):
         find_config("tiny-wan-sparg.yaml")
 
 
-def test_checkpoints_agree_with_the_simulators_models():
-    for checkpoint in CHECKPOINTS:
-        if checkpoint.name in MODEL_SPECS:
-            spec = MODEL_SPECS[checkpoint.name]
-            assert (spec.layers, spec.heads, spec.head_dim) == checkpoint.sizes[:3]
+def test_token_grids_are_those_of_the_usual_video_but_for_the_papers():
+    grids = {name: spec.thw for name, spec in MODEL_SPECS.items()}
+    assert grids == {
+        "wan2.1-t2v-14b": (21, 45, 80),
+        "wan2.1-t2v-1.3b": (21, 30, 52),
+        "cogvideox1.5-5b": (21, 51, 80),
+        "cogvideox-5b": (13, 30, 45),
+    }
+    for spec in MODEL_SPECS.values():
+        spec.signature.require_frames(spec.video)
+        assert spec.signature.spec is spec
+        assert spec.preset in PRESETS
 
 
-def test_checkpoints_agree_with_the_pipelines_defaults():
+def test_models_agree_with_the_pipelines_defaults():
     """Of diffusers' WanPipeline and CogVideoXPipeline, and of the sources' names in the documentation."""
     diffusers = pytest.importorskip("diffusers")
     import inspect
 
-    for checkpoint in CHECKPOINTS:
-        call = inspect.signature(getattr(diffusers, checkpoint.pipeline).__call__).parameters
-        assert call["guidance_scale"].default == checkpoint.guidance_scale
-        assert call["num_inference_steps"].default == checkpoint.steps
-        examples = inspect.getsource(inspect.getmodule(getattr(diffusers, checkpoint.pipeline)))
-        if checkpoint.negative_prompt:
-            assert checkpoint.negative_prompt in examples
-            assert f"{checkpoint.flow_shift} for {checkpoint.height}P" in examples
-            assert call["num_frames"].default == checkpoint.num_frames
+    for spec in MODEL_SPECS.values():
+        video = spec.video
+        call = inspect.signature(getattr(diffusers, spec.pipeline).__call__).parameters
+        assert call["guidance_scale"].default == video.guidance_scale
+        assert call["num_inference_steps"].default == video.steps
+        examples = inspect.getsource(inspect.getmodule(getattr(diffusers, spec.pipeline)))
+        if video.negative_prompt:
+            assert video.negative_prompt in examples
+            assert f"{video.flow_shift} for {video.height}P" in examples
+            assert call["num_frames"].default == video.num_frames
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_mask_source_has_a_key_of_the_configuration_itself(source):
-    from dbsp_core.config.config import setting_names
-
-    assert not set(setting_names(SOURCES[source])) & {"model", "video", "planner"}
+    assert not set(setting_names(SOURCES[source])) & {*setting_names(DbspConfig), *setting_names(GenerateSettings)}

@@ -274,7 +274,7 @@ class TestRuns:
 
     def test_a_run_over_ranks_is_recorded_and_not_changed(self, pool, tmp_path):
         folder = tmp_path / "r"
-        config = {"mask": self.DRIFTING, "strategy": "U1R3", "debug": True, "dense": {"first_layers": 1}}
+        config = {"mask": self.DRIFTING, "strategy": "U1R3", "debug": True, "dense_schedule": {"first_layers": 1}}
         results = pool(3).run(run_recorded, str(folder), config, {})
         assert results == [[0.0] * 6] * 3
         recording = Recording.read(folder)

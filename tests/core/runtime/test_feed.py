@@ -93,4 +93,4 @@ def test_last_steps_need_the_number_of_steps():
 )
 def test_schedules_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        DbspConfig.load({"dense": settings})
+        DbspConfig.load({"dense_schedule": settings})

@@ -159,7 +159,7 @@ class TestBudget:
 
 
 def test_a_budget_must_be_positive_or_none():
-    assert DbspConfig.load({"replan_budget": None}).replan_budget is None
+    assert DbspConfig.load({"reuse": {"budget": None}}).reuse.budget is None
     for wrong in (0.0, -1.0):
-        with pytest.raises(ValueError, match=r"replan_budget=.* or null to replan by the threshold alone"):
-            DbspConfig.load({"replan_budget": wrong})
+        with pytest.raises(ValueError, match=r"reuse.budget=.* or null to replan by the threshold alone"):
+            DbspConfig.load({"reuse": {"budget": wrong}})

@@ -219,9 +219,9 @@ def test_ranks_that_agree_go_on(pool):
     ("settings", "kind"),
     [
         ({"mask": SpargeSource(cdf=0.9)}, AsyncPlanCache),
-        ({"mask": SpargeSource(cdf=0.9), "planning": "immediate"}, PlanCache),
+        ({"mask": SpargeSource(cdf=0.9), "reuse": {"mode": "sync"}}, PlanCache),
         ({"mask": WindowSource()}, PlanCache),
-        ({"mask": WindowSource(), "planning": "lagged"}, AsyncPlanCache),
+        ({"mask": WindowSource(), "reuse": {"mode": "async"}}, AsyncPlanCache),
     ],
 )
 def test_masks_from_queries_and_keys_are_planned_one_call_behind(settings, kind):

@@ -44,10 +44,10 @@ def test_a_plan_that_waits_is_not_used_for_another_batch(pool, strategy, batches
 
 
 class TestMasksThatChangeByStep:
-    @pytest.mark.parametrize("planning", ["immediate", "lagged"])
+    @pytest.mark.parametrize("mode", ["sync", "async"])
     @pytest.mark.parametrize("slope", [0.0, 0.01])
-    def test_plans_are_kept_from_step_to_step(self, pool, slope, planning):
-        settings = {"mask": Drifting(16, 16, slope=slope), "planning": planning, "exchange_cost": 0.0}
+    def test_plans_are_kept_from_step_to_step(self, pool, slope, mode):
+        settings = {"mask": Drifting(16, 16, slope=slope), "reuse": {"mode": mode}, "planner": {"exchange_cost": 0.0}}
         steps = 12
         for worst, calls, plans, kept, executors in pool(2).run(changing_masks, settings, steps):
             assert worst <= 1e-5
@@ -58,13 +58,13 @@ class TestMasksThatChangeByStep:
 
     def test_a_threshold_of_1_asks_for_plans_at_every_step(self, pool):
         """The bound above can fail."""
-        settings = {"mask": Drifting(16, 16, slope=0.03), "replan_threshold": 1.0, "replan_budget": None}
+        settings = {"mask": Drifting(16, 16, slope=0.03), "reuse": {"threshold": 1.0, "budget": None}}
         for _, calls, plans, kept, executors in pool(2).run(changing_masks, settings, 8):
             assert plans > calls / 2
             assert kept == executors == LAYERS * PASSES
 
     def test_the_command_tells_of_reuse_what_the_runtime_did(self, pool, tmp_path):
-        settings = {"mask": Drifting(16, 16, slope=0.02), "exchange_cost": 0.0, "record": str(tmp_path)}
+        settings = {"mask": Drifting(16, 16, slope=0.02), "planner": {"exchange_cost": 0.0}, "record": str(tmp_path)}
         made, same = pool(2).run(recorded_masks, settings, 12)
         series, rule = MaskSeries.read(tmp_path), ReplanRule(1.10, 0.30)
         told = [drift_of(series, layer, "U2R1", "dbsp", rule).replans for layer in range(LAYERS)]
@@ -72,7 +72,11 @@ class TestMasksThatChangeByStep:
         assert LAYERS < made < 12 * LAYERS, "some plans are kept and some are not"
 
     def test_a_schedule_of_dense_steps_has_a_plan_for_them(self, pool):
-        settings = {"mask": Drifting(16, 16), "dense": {"first_steps": 2, "last_steps": 2}, "exchange_cost": 0.0}
+        settings = {
+            "mask": Drifting(16, 16),
+            "dense_schedule": {"first_steps": 2, "last_steps": 2},
+            "planner": {"exchange_cost": 0.0},
+        }
         for worst, calls, plans, *_ in pool(2).run(changing_masks, settings, 8):
             assert (worst <= 1e-5, calls, plans) == (True, 8 * PASSES * LAYERS, LAYERS * PASSES + 1)
 
@@ -85,19 +89,20 @@ def test_passes_that_cannot_be_told_apart_do_not_pile_up(pool):
 class TestSizes:
     @pytest.mark.parametrize("settings", [PREDICTED, {"mask": {"source": "window", "block_q": 16, "block_k": 16}}])
     def test_sizes_that_take_turns_keep_their_plans(self, pool, settings):
-        for worst, plans in pool(2).run(changing_sizes, settings | {"exchange_cost": 0.0}, [7, 20], 4):
+        for worst, plans in pool(2).run(changing_sizes, settings | {"planner": {"exchange_cost": 0.0}}, [7, 20], 4):
             assert (worst <= 1e-5, plans) == (True, 2)
 
     def test_the_size_used_least_recently_goes(self, pool):
         texts = list(range(MOST_SIZES + 1))
-        for worst, plans in pool(2).run(changing_sizes, PREDICTED | {"exchange_cost": 0.0}, texts, 2):
+        for worst, plans in pool(2).run(changing_sizes, PREDICTED | {"planner": {"exchange_cost": 0.0}}, texts, 2):
             assert (worst <= 1e-5, plans) == (True, 2 * len(texts))
 
 
 class TestSettings:
     @pytest.mark.parametrize("odd", [0, 1])
     @pytest.mark.parametrize(
-        "other", [{"mask": PREDICTED["mask"] | {"cdf": 0.9}}, {"planning": "immediate"}, {"replan_threshold": 1.3}]
+        "other",
+        [{"mask": PREDICTED["mask"] | {"cdf": 0.9}}, {"reuse": {"mode": "sync"}}, {"reuse": {"threshold": 1.3}}],
     )
     def test_other_settings_on_one_rank_stop_all(self, pool, odd, other):
         settings = PREDICTED | other

@@ -15,10 +15,10 @@ WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
 @pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
 def test_nothing_waits_for_the_device(pool, world, mask):
     for strategy in Strategy.all_for(world):
-        settings = {"mask": mask, "replan_threshold": 100.0}  # the plan stays: to adopt another is no steady state
+        settings = {"mask": mask, "reuse": {"threshold": 100.0}}  # the plan stays: to adopt another is no steady state
         assert pool(world).run(waits_of_a_steady_step, settings, str(strategy)) == [{}] * world
 
 
 def test_planning_at_once_would_be_seen(pool):
-    for waits in pool(2).run(waits_of_a_steady_step, {"mask": SPARGE, "planning": "immediate"}, "U1R2"):
+    for waits in pool(2).run(waits_of_a_steady_step, {"mask": SPARGE, "reuse": {"mode": "sync"}}, "U1R2"):
         assert waits.get("cpu", 0) > 0

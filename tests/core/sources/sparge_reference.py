@@ -19,7 +19,9 @@ class Margins:
     similar_k: np.ndarray
 
 
-def predict(q: np.ndarray, k: np.ndarray, grid: BlockGrid, *, cdf=None, topk=None, similarity=0.3, sink=False):
+def predict(
+    q: np.ndarray, k: np.ndarray, grid: BlockGrid, *, cdf=None, topk=None, similarity=0.3, attention_sink=False
+):
     """q, k: float[H, N, D], tokens in canonical order. returns: (bool[H, nq, nk], margins)"""
     heads = len(q)
     token_permutation = np.argsort(standing_place(grid, 0).numpy())
@@ -44,7 +46,7 @@ def predict(q: np.ndarray, k: np.ndarray, grid: BlockGrid, *, cdf=None, topk=Non
                     take = place == 0 or cdf == 1 or total <= cdf
                     margins.chosen[head, i, j] = abs(total - cdf)
                 bits[head, i, j] = take or alike_q[i] <= similarity or alike_k[j] <= similarity
-    if sink:
+    if attention_sink:
         bits[:, :, 0] = True
     bits[:, grid.q_axis.starts < grid.text_tokens] = True
     bits[:, :, grid.k_axis.starts < grid.text_tokens] = True

@@ -22,7 +22,9 @@ CASES = (
     SpargeCase((4, 8, 16), heads=6, settings={"block_q": 32, "block_k": 16, "cdf": 0.6, "similarity": 0.2}),
     SpargeCase((7, 9, 7), heads=4, batch=2, settings={"block_q": 16, "block_k": 32, "cdf": 0.8, "similarity": 0.1}),
     SpargeCase(
-        (4, 8, 16), heads=4, settings={"block_q": 16, "block_k": 16, "cdf": 0.5, "similarity": -1, "sink": True}
+        (4, 8, 16),
+        heads=4,
+        settings={"block_q": 16, "block_k": 16, "cdf": 0.5, "similarity": -1, "attention_sink": True},
     ),
 )
 # The twin normalises and multiplies in float16, and sums probabilities in float32.
@@ -43,7 +45,7 @@ def compare(twin: ModuleType, case: SpargeCase) -> dict[str, float]:
     mask = case.source.mask(case.request, LocalQK.alone(q, k))
     source = case.source
     theirs = twin.get_block_map_meansim(
-        q, k, False, source.block_q, source.block_k, source.similarity, source.cdf, source.sink
+        q, k, False, source.block_q, source.block_k, source.similarity, source.cdf, source.attention_sink
     )
     different = mask.bits.numpy() != theirs.flatten(0, 1).numpy()
     _, margins = predict(*case.by_head(), mask.grid, cdf=source.cdf, similarity=source.similarity)

@@ -29,11 +29,11 @@ def test_one_mask_for_all_heads_or_one_each():
 
 
 @pytest.mark.parametrize(
-    ("per", "varies", "asked"),
-    [("all", "never", (0, 0, 0)), ("layer", "never", (2, 0, 0)), ("step", "steps", (2, 4, 1))],
+    ("depends_on", "varies", "asked"),
+    [("nothing", "never", (0, 0, 0)), ("layer", "never", (2, 0, 0)), ("step", "steps", (2, 4, 1))],
 )
-def test_masks_depend_on_what_was_said_and_on_nothing_else(per, varies, asked):
-    mine = source("band", per=per)
+def test_masks_depend_on_what_was_said_and_on_nothing_else(depends_on, varies, asked):
+    mine = source("band", depends_on=depends_on)
     assert (mine.varies, mine.version(REQUEST)) == (varies, asked)
     seen = replace(REQUEST, layer=asked[0], step=asked[1], branch=asked[2])
     mask = mine.mask(REQUEST)
@@ -51,14 +51,16 @@ def test_the_function_may_go_on_with_its_own_bits(monkeypatch, bits):
 def test_parameters_and_orders_come_from_yaml(tmp_path):
     file = tmp_path / "dbsp.yaml"
     file.write_text(
-        "mask: {source: callable, function: 'user_masks:band', parameters: {blocks: 2}, per: all, "
-        "orders: [thw, hwt, 'tile:2x2x2'], block_q: 16, block_k: 8}"
+        "mask: {source: callable, function: 'user_masks:band', parameters: {blocks: 2}, depends_on: nothing, "
+        "token_orders: [thw, hwt, 'tile:2x2x2'], block_q: 16, block_k: 8}"
     )
     mine = DbspConfig.load(file).mask
-    assert mine == source("band", parameters={"blocks": 2}, per="all", orders=("thw", "hwt", "tile:2x2x2"))
+    assert mine == source(
+        "band", parameters={"blocks": 2}, depends_on="nothing", token_orders=("thw", "hwt", "tile:2x2x2")
+    )
     mask = mine.mask(REQUEST)
     assert mask.grid.orders == ("thw", "hwt", "tile:2x2x2")
-    assert mask.density > source("band", per="all").mask(REQUEST).density
+    assert mask.density > source("band", depends_on="nothing").mask(REQUEST).density
 
 
 def test_a_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
@@ -79,16 +81,16 @@ def test_a_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
         ({"function": "user_masks:bnad"}, "user_masks has no such name; name a function"),
         ({"function": "user_masks:NOT_A_FUNCTION"}, "names a int, which cannot be called"),
         (
-            {"function": "user_masks:band", "per": "call"},
-            "unknown per 'call' of mask source 'callable'; use one of all,",
+            {"function": "user_masks:band", "depends_on": "call"},
+            "unknown mask.depends_on 'call'; use one of nothing, layer, step",
         ),
         ({"function": "user_masks:band", "parameters": {1: 2}}, "parameters of user_masks:band need names, 1 is none"),
         (
             {"function": "user_masks:band", "parameters": [1]},
             "'parameters' in mask source 'callable' must be a mapping",
         ),
-        ({"function": "user_masks:band", "orders": "hwt"}, "must be a list of str, got 'hwt'"),
-        ({"function": "user_masks:band", "orders": [3]}, "must be a list of str, got [3]"),
+        ({"function": "user_masks:band", "token_orders": "hwt"}, "must be a list of str, got 'hwt'"),
+        ({"function": "user_masks:band", "token_orders": [3]}, "must be a list of str, got [3]"),
     ],
 )
 def test_settings_that_make_no_sense_raise_at_once(keys, message):
@@ -106,8 +108,12 @@ def test_settings_that_make_no_sense_raise_at_once(keys, message):
         ("transposed", {}, "returned shape [6, 9]; return [3, 5, 9], heads × query blocks × key blocks, or [5, 9]"),
         ("raises", {}, "raised KeyError: 'no such\\nlayer' for layer 2; correct it"),
         ("band", {"parameters": {"width": 3}}, "raised TypeError: band() got an unexpected keyword argument 'width'"),
-        ("band", {"orders": ("thw", "hwt")}, "2 orders for 3 heads; give one order for all heads or one per head"),
-        ("band", {"orders": ("xyz",)}, "unknown token order 'xyz'"),
+        (
+            "band",
+            {"token_orders": ("thw", "hwt")},
+            "2 token_orders for 3 heads; give one order for all heads or one per head",
+        ),
+        ("band", {"token_orders": ("xyz",)}, "unknown token order 'xyz'"),
     ],
 )
 def test_what_a_function_should_not_do_is_one_line(name, keys, message):
@@ -118,7 +124,7 @@ def test_what_a_function_should_not_do_is_one_line(name, keys, message):
 
 
 def test_masks_that_depend_on_step_and_guidance_pass_equal_one_process(pool, tmp_path):
-    mask = {"source": "callable", "function": "user_masks:band", "per": "step", "block_q": 8, "block_k": 16}
+    mask = {"source": "callable", "function": "user_masks:band", "depends_on": "step", "block_q": 8, "block_k": 16}
     folder = str(make_tiny("wan", tmp_path / "wan"))
     results = pool(3).run(run_pipeline_case, "wan", folder, {"mask": mask, "strategy": "U1R3"})
     assert all(difference <= 1e-5 for difference, _ in results), results
@@ -137,7 +143,7 @@ def test_masks_that_depend_on_step_and_guidance_pass_equal_one_process(pool, tmp
 def test_what_one_rank_does_raises_on_all(pool, fault, message, home):
     workers = pool(3)
     mask = {"source": "callable", "function": "user_masks:on_one_rank", "parameters": {"fault": fault}}
-    config = {"mask": mask | {"block_q": 16, "block_k": 8}, "strategy": "U1R3", "home": home}
+    config = {"mask": mask | {"block_q": 16, "block_k": 8}, "strategy": "U1R3", "layout": home}
     for raised in workers.run(run_until_error, ParaCase("wan", (3, 5, 7), config)):
         assert message in raised
         assert "\n" not in raised

@@ -129,7 +129,7 @@ def test_equals_one_process_whatever_the_order_of_each_head(pool, path, tmp_path
     save_mask(ignored, file_masks(2, ordered=False), groups="1-1,2-2")
     for strategy in strategies:
         mask = {"source": "paro", "path": str(path)}
-        config = {"mask": mask, "strategy": strategy, "home": home, "debug": True}
+        config = {"mask": mask, "strategy": strategy, "layout": home, "debug": True}
         wrong = {"mask": mask | {"path": str(ignored)}}
         for same, dense, unordered in pool(world).run(run_paro_case, "wan", THW, 7, config, wrong):
             assert max(same) <= TOLERANCE, (strategy, home)

@@ -31,10 +31,10 @@ CASES = {
     "topk": SpargeCase(settings={"topk": 0.3, "similarity": -1.0}),
     "text, batch of two": SpargeCase(text_tokens=21, batch=2, thw=(4, 5, 11)),
     "sink, small blocks": SpargeCase(
-        settings={"cdf": 0.5, "similarity": 0.1, "sink": True, "block_q": 8, "block_k": 24}
+        settings={"cdf": 0.5, "similarity": 0.1, "attention_sink": True, "block_q": 8, "block_k": 24}
     ),
     "bfloat16": SpargeCase(dtype=torch.bfloat16),
-    "tiles": SpargeCase(settings={"cdf": 0.7, "similarity": 0.3, "order": "tile:2x4x4"}, thw=(4, 8, 9), heads=2),
+    "tiles": SpargeCase(settings={"cdf": 0.7, "similarity": 0.3, "token_order": "tile:2x4x4"}, thw=(4, 8, 9), heads=2),
     "everything": SpargeCase(settings={"cdf": 1.0, "similarity": -1.0}),
 }
 
@@ -46,7 +46,9 @@ def alone(case):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_follows_the_paper(case):
     mask = alone(case)
-    settings = {key: value for key, value in case.settings.items() if key in ("cdf", "topk", "similarity", "sink")}
+    settings = {
+        key: value for key, value in case.settings.items() if key in ("cdf", "topk", "similarity", "attention_sink")
+    }
     expected, margins = predict(*case.by_head(), mask.grid, **settings)
     different = mask.bits.numpy() != expected
     # Directions are counted in units of 2^-20: nothing may differ that was not that near to going the other way.
@@ -150,7 +152,7 @@ def test_bits_survive_packing(count, seed):
         ({"topk": -0.1}, "topk=-0.1"),
         ({"cdf": float("nan")}, "cdf=nan"),
         ({"cdf": 0.9, "similarity": 1.5}, "similarity=1.5"),
-        ({"cdf": 0.9, "order": "xyz"}, "unknown token order"),
+        ({"cdf": 0.9, "token_order": "xyz"}, "unknown token order"),
         ({"cdf": 0.9, "block_k": 1 << 17}, "at most 65536"),
         ({"cdf": "much"}, "must be float"),
     ],

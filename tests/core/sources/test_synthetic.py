@@ -40,8 +40,8 @@ def rho_under(plan: Plan, mask: np.ndarray) -> float:
 
 
 def request_of(name: str, layer: int) -> MaskRequest:
-    preset = PRESETS[name]
-    return MaskRequest(layer, preset.heads, preset.thw, preset.text_tokens)
+    model = PRESETS[name].model
+    return MaskRequest(layer, model.heads, model.thw, model.text_tokens)
 
 
 @pytest.mark.parametrize("density", [0.1, 0.4, 0.414, 0.75, 0.97, 1.0])
@@ -156,7 +156,7 @@ def test_without_drift_masks_are_static():
 def test_presets_give_table_1(name):
     """For every second layer, on a grid as coarse as ring shards allow: ρ_s is within 0.01 of that at block 64."""
     source = SyntheticSource(preset=name, block_q=256, block_k=256)
-    layers = [source.mask(request_of(name, layer)) for layer in range(0, PRESETS[name].layers, 2)]
+    layers = [source.mask(request_of(name, layer)) for layer in range(0, PRESETS[name].model.layers, 2)]
     for strategy, paper in PAPER[name].items():
         plan = make_plan(layers[0], strategy, "contiguous")  # asks for nothing in a mask: serves all layers
         rho = np.mean([rho_under(plan, mask.bits.numpy()) for mask in layers])

@@ -1,0 +1,115 @@
+"""Settings as frozen dataclasses: built from the mappings that YAML gives, strictly, by the types of their fields."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting
+from dbsp_core.utils.yaml_file import require_known
+
+__all__ = ["build", "checked", "convert", "keys_within", "require_choice", "setting_names"]
+
+
+def setting_names(cls: type) -> list[str]:
+    """The keys that a mapping for a settings class may have: its fields, except those with metadata setting=False."""
+    return [f.name for f in fields(cls) if f.metadata.get("setting", True)]
+
+
+def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    """cls(**values), once every key is known and every value of the right type. Raises SettingError.
+
+    where: the values are, in words; "" where the error's place says it
+    """
+    settings = checked(cls, values, where)
+    try:
+        return cls(**settings)
+    except SettingError:
+        raise
+    except UserError as error:  # what makes no sense together is blamed on the whole
+        raise SettingError(str(error)) from error
+
+
+def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values of a dataclass's fields, converted to the fields' types. Raises SettingError otherwise.
+
+    A field with metadata read=function is converted by function(value, its name in words).
+    """
+    hints, known = get_type_hints(cls), setting_names(cls)
+    readers = {f.name: f.metadata["read"] for f in fields(cls) if "read" in f.metadata}
+    converted = {}
+    for key in values:
+        require_known(key, known, where)
+    for key, value in values.items():
+        name = f"{key!r} in {where}" if where else repr(key)
+        with blame_setting(key):
+            converted[key] = readers[key](value, name) if key in readers else convert(value, hints[key], name, key)
+    return converted
+
+
+def keys_within(cls: type) -> dict[str, str]:
+    """The keys of a settings class's own settings classes, and under which of its keys they belong."""
+    inner: dict[str, str] = {}
+    for name, hint in get_type_hints(cls).items():
+        if isinstance(hint, type) and is_dataclass(hint) and name in setting_names(cls):
+            inner |= {key: f"{name}.{place}" for key, place in keys_within(hint).items()}
+            inner |= dict.fromkeys(setting_names(hint), name)
+    return inner
+
+
+def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
+    """`value` as YAML gives it, for a field of type `hint`. Raises UserError for a value of another type.
+
+    name: of the setting, in words;  key: its key, for errors in a mapping that it holds
+    """
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        origin = get_origin(option)
+        if origin is Literal and value in get_args(option):
+            return value
+        if option in (bool, int) and type(value) is option:
+            return value
+        if option is float and type(value) in (int, float):
+            return float(value)
+        if option is str and isinstance(value, (str, os.PathLike)):
+            return os.fspath(value)
+        if isinstance(option, type) and is_dataclass(option):
+            if isinstance(value, option):
+                return value
+            if isinstance(value, Mapping):
+                return build(option, value, repr(key))
+        if origin is Mapping and isinstance(value, Mapping):
+            return dict(value)
+        if origin is tuple and _is_list_of(get_args(option)[0], value):
+            return tuple(value)
+    wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
+    raise UserError(f"{name} must be {wanted}, got {value!r}")
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(element) is kind for element in value)
+
+
+def _in_words(option: Any) -> str:
+    """What a value of that type is called."""
+    origin = get_origin(option)
+    if origin is tuple:
+        return f"a list of {get_args(option)[0].__name__}"
+    if origin is Literal:
+        return " or ".join(map(repr, get_args(option)))
+    if origin is Mapping:
+        return "a mapping"
+    if is_dataclass(option) and isinstance(option, type):
+        return f"a mapping of {', '.join(setting_names(option))}"
+    return getattr(option, "__name__", str(option))
+
+
+def require_choice(key: str, value: object, choices: tuple[str, ...], section: str = "") -> None:
+    """Raises SettingError for a value that is none of the choices. section: for the message, before the key"""
+    if value not in choices:
+        raise SettingError(f"unknown {section}{key} {value!r}; use one of {', '.join(choices)}", (key,))
