@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -18,7 +17,8 @@ from dbsp_core.config.models import ModelSignature, model_signature, signature_o
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.sources import SOURCES, DenseSource
-from dbsp_core.utils.errors import NOTICE, UserError
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.log import log
 from dbsp_core.utils.yaml_file import Settings, shipped_configs
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
 from dbsp_kernels import choose_kernel
@@ -98,9 +98,9 @@ def log_config(
         kernel = config.kernel
     ranks = f"{group.size} rank{'s' if group.size > 1 else ''}"
     layout = f"planner {config.planner}, home {config.home_layout}, kernel {kernel}"
-    _say(f"{identity} on {ranks}, strategy {strategy or 'auto'}, {layout}")
+    _log_once(f"{identity} on {ranks}, strategy {strategy or 'auto'}, {layout}")
     origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {config.origin}"
-    _say(f"mask {mask_in_words(config)}" + (f"; {origin}" if origin else ""))
+    _log_once(f"mask {mask_in_words(config)}" + (f"; {origin}" if origin else ""))
 
 
 def mask_in_words(config: DbspConfig) -> str:
@@ -126,6 +126,5 @@ def _set_apart(settings: Any, default: Any) -> str:
 
 
 @functools.cache
-def _say(text: str) -> None:
-    sys.stderr.write(f"{NOTICE}{text}\n")
-    sys.stderr.flush()
+def _log_once(text: str) -> None:
+    log.info(text)

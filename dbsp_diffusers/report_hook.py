@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,7 +13,8 @@ import torch
 from dbsp_core.reports.collect import is_writer, make_report, write_report_files
 from dbsp_core.reports.observer import RunObserver
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.utils.errors import NOTICE, UserError
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.log import log
 from dbsp_diffusers.patching import PatchSet, around_calls
 
 __all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name"]
@@ -77,7 +77,7 @@ def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> N
         if not isinstance(error, (UserError, RuntimeError, OSError)):
             traceback.print_exc()
         text = " ".join(str(error).split()) or type(error).__name__
-        print(f"{NOTICE}no report in {folder}: {text}", file=sys.stderr, flush=True)
+        log.warning("no report in %s: %s", folder, text)
 
 
 def model_name(pipe: Any) -> str:

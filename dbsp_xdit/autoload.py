@@ -35,6 +35,7 @@ def autoload() -> None:
 
             install(active=ours)
     except Exception as error:
+        # by no logger: loading one may be what failed
         print(f"dbsp: not loaded into this xfuser run: {type(error).__name__}: {error}", file=sys.stderr)
 
 

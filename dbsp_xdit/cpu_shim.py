@@ -10,7 +10,6 @@ for is listed here in full:
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dbsp_core.utils.log import log
 from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["cpu_patches"]
@@ -27,7 +27,7 @@ def cpu_patches(attachment: PatchSet) -> dict[str, Callable[[ModuleType, PatchSe
     """Changes to make after each of these modules is imported; none where there is an accelerator."""
     if torch.accelerator.is_available():
         return {}
-    print("dbsp: no accelerator found: running xfuser on the CPU with gloo", file=sys.stderr)
+    log.info("no accelerator found: running xfuser on the CPU with gloo")
     attachment.set_attribute(torch.cuda, "Event", HostEvent)
     attachment.set_attribute(torch.cuda, "synchronize", lambda *_: None)
     return {

@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, exit_with
 from dbsp_start.parents import LAUNCHER
 from dbsp_xdit.autoload import dbsp_requested
 from dbsp_xdit.models import preflight
@@ -28,8 +28,7 @@ def main() -> NoReturn:
     try:
         preflight(argv)
     except UserError as error:
-        print(f"dbsp-xdit: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        exit_with(error)
     install(active=dbsp_requested(argv))  # xfuser.cli cannot be imported without an accelerator otherwise
     from xfuser.cli import extract_torchrun_args, get_nproc_from_args
 

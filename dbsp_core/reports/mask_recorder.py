@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from dbsp_core.masks.mask_file import pack_bits
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.utils.atomic_io import ByteTensor, write_atomically, write_byte_tensors
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.log import log
 
 __all__ = ["ENVIRONMENT", "INDEX", "MaskRecorder", "RecordSettings", "parse_layers", "parse_size"]
 
@@ -149,7 +149,7 @@ class MaskRecorder:
         try:
             settings = RecordSettings.of(folder)
         except UserError as error:
-            print(f"db-SP: not recording masks: {error}", file=sys.stderr)
+            log.warning("not recording masks: %s", error)
             settings = RecordSettings()
         first = group.rank == 0 and (alone or dist.get_rank() == 0)
         return cls(settings, layers, active=settings.folder is not None and first)
@@ -199,7 +199,7 @@ class MaskRecorder:
         """Records nothing from now on, says so once, and in the index."""
         self.active, self.stopped, self._current = False, why, None
         self._pending.clear()
-        print(f"db-SP: stopped recording masks to {self.settings.folder}: {why}; the run goes on", file=sys.stderr)
+        log.warning("stopped recording masks to %s: %s; the run goes on", self.settings.folder, why)
         try:
             if self._passes:
                 self._write_index()
