@@ -29,7 +29,7 @@ class BatchGroup(Protocol):
 
 
 def split_batch(
-    transformer: nn.Module, group: SequenceGroup, attachment: PatchSet, *, repeat_uneven: bool = False
+    transformer: nn.Module, group: SequenceGroup, patches: PatchSet, *, repeat_uneven: bool = False
 ) -> BatchGroup:
     """Cuts the batch of every forward pass into equal runs of items, one a rank of `group`, and gathers the outputs.
 
@@ -41,9 +41,9 @@ def split_batch(
     if group.size == 1:
         return group
     split = _BatchSplit(group, group.control(), repeat_uneven)
-    attachment.hook(transformer.register_forward_pre_hook, split.take, with_kwargs=True)
+    patches.hook(transformer.register_forward_pre_hook, split.take, with_kwargs=True)
     # Also called when the pass failed: the other ranks of the group must not wait for its output.
-    attachment.hook(transformer.register_forward_hook, split.gather, always_call=True)
+    patches.hook(transformer.register_forward_hook, split.gather, always_call=True)
     return split
 
 

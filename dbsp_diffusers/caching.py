@@ -155,12 +155,12 @@ class StepCaches:
         return own.get("_context_manager") if own.get("_is_cached", False) else None
 
     def _take_over(self, deciding: Any) -> PatchSet:
-        attachment = PatchSet()
+        patches = PatchSet()
         if type(deciding).__name__ == DECIDING:
-            attachment.set_attribute(deciding, "_should_compute_remaining_blocks", self._first_block(deciding))
+            patches.set_attribute(deciding, "_should_compute_remaining_blocks", self._first_block(deciding))
         else:
-            attachment.set_attribute(deciding, "similarity", self._similarity(deciding))
-        return attachment
+            patches.set_attribute(deciding, "similarity", self._similarity(deciding))
+        return patches
 
     def _first_block(self, hook: Any) -> Callable[[torch.Tensor], bool]:
         """What diffusers' hook asks at each pass: whether the change since the last computed one is above its

@@ -23,14 +23,14 @@ __all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name"]
 def report_calls(
     pipe: Any,
     session: AttentionSession,
-    attachment: PatchSet,
+    patches: PatchSet,
     host: str,
-    whole: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    full_latents: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
 
     A call that fails leaves nothing, and waits for nobody.
-    whole: makes a rank's latents the whole video's, where each rank denoises a part. Collective
+    full_latents: makes a rank's latents the whole video's, where each rank denoises a part. Collective
     """
     observer = session.observer
     if observer is None:
@@ -48,8 +48,8 @@ def report_calls(
                 raise
             finally:
                 kept.detach()
-            if whole is not None and observer.latents is not None:
-                observer.latents = whole(observer.latents)
+            if full_latents is not None and observer.latents is not None:
+                observer.latents = full_latents(observer.latents)
             if observer.device.type == "cuda":
                 torch.cuda.synchronize(observer.device)
             observer.seconds = time.perf_counter() - start
@@ -59,7 +59,7 @@ def report_calls(
 
         return call_and_report
 
-    around_calls(pipe, around, attachment)
+    around_calls(pipe, around, patches)
 
 
 def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> None:
@@ -104,6 +104,6 @@ def _keep_latents(scheduler: Any, observer: RunObserver) -> PatchSet:
     own = vars(scheduler)  # not by setattr, which xfuser's schedulers pass on to the one they wrap
     before = own.get("step")
     own["step"] = step_and_keep
-    attachment = PatchSet()
-    attachment.on_detach(lambda: own.pop("step") if before is None else own.update(step=before))
-    return attachment
+    patches = PatchSet()
+    patches.on_detach(lambda: own.pop("step") if before is None else own.update(step=before))
+    return patches

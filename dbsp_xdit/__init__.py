@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dbsp_xdit.attach import attach, detach
+    from dbsp_xdit.attach import attach, detach, session_of
 
-__all__ = ["attach", "detach"]
+__all__ = ["attach", "detach", "session_of"]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,7 +38,7 @@ def install(*, active: bool) -> None:
     global _installed
     if _installed is not None:
         return
-    attachment = PatchSet()
+    patches = PatchSet()
     actions: dict[str, Action] = {
         "xfuser.cli": _seam_cli,
         "xfuser.config.args": _seam_args,
@@ -48,13 +48,13 @@ def install(*, active: bool) -> None:
 
         actions["xfuser.model_executor.models.runner_models.base_model"] = _seam_base_model
         actions["xfuser.core.distributed.runtime_state"] = _seam_runtime_state
-        actions.update(cpu_patches(attachment))
+        actions.update(cpu_patches(patches))
     for name in [name for name in actions if name in sys.modules]:
-        actions.pop(name)(sys.modules[name], attachment)
-    finder = PostImportHook(actions, attachment)
+        actions.pop(name)(sys.modules[name], patches)
+    finder = PostImportHook(actions, patches)
     sys.meta_path.insert(0, finder)
-    attachment.on_detach(lambda: sys.meta_path.remove(finder))
-    _installed = attachment
+    patches.on_detach(lambda: sys.meta_path.remove(finder))
+    _installed = patches
 
 
 def uninstall() -> None:
@@ -68,9 +68,9 @@ def uninstall() -> None:
 class PostImportHook(importlib.abc.MetaPathFinder):
     """Runs an action once a module of that name has been executed."""
 
-    def __init__(self, actions: dict[str, Action], attachment: PatchSet) -> None:
+    def __init__(self, actions: dict[str, Action], patches: PatchSet) -> None:
         self._actions = actions
-        self._attachment = attachment
+        self._patches = patches
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -85,13 +85,13 @@ class PostImportHook(importlib.abc.MetaPathFinder):
 
         def execute_then_act(module: ModuleType) -> None:
             execute(module)
-            action(module, self._attachment)
+            action(module, self._patches)
 
         spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
         return spec
 
 
-def _seam_cli(module: ModuleType, attachment: PatchSet) -> None:
+def _seam_cli(module: ModuleType, patches: PatchSet) -> None:
     original = module.main
 
     @functools.wraps(original)
@@ -106,10 +106,10 @@ def _seam_cli(module: ModuleType, attachment: PatchSet) -> None:
             signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         original(args)
 
-    attachment.set_attribute(module, "main", main)
+    patches.set_attribute(module, "main", main)
 
 
-def _seam_args(module: ModuleType, attachment: PatchSet) -> None:
+def _seam_args(module: ModuleType, patches: PatchSet) -> None:
     cls = module.xFuserArgs
     add_runner_args, from_runner_args = cls.add_runner_args, cls.from_runner_args
 
@@ -136,11 +136,11 @@ def _seam_args(module: ModuleType, attachment: PatchSet) -> None:
                 register(args["model"], model, config)
         return from_runner_args(args)
 
-    attachment.set_attribute(cls, "add_runner_args", staticmethod(with_flags))
-    attachment.set_attribute(cls, "from_runner_args", classmethod(with_models))
+    patches.set_attribute(cls, "add_runner_args", staticmethod(with_flags))
+    patches.set_attribute(cls, "from_runner_args", classmethod(with_models))
 
 
-def _seam_base_model(module: ModuleType, attachment: PatchSet) -> None:
+def _seam_base_model(module: ModuleType, patches: PatchSet) -> None:
     cls = module.xFuserModel
     post_load, initialize, run = cls._post_load_and_state_initialization, cls.initialize, cls.run
 
@@ -169,12 +169,12 @@ def _seam_base_model(module: ModuleType, attachment: PatchSet) -> None:
         with _our_errors_in_one_line(), recorded(self.pipe, model=str(self.config.model)):
             return run(self, input_args)
 
-    attachment.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
-    attachment.set_attribute(cls, "initialize", initialize_or_exit)
-    attachment.set_attribute(cls, "run", run_then_report)
+    patches.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
+    patches.set_attribute(cls, "initialize", initialize_or_exit)
+    patches.set_attribute(cls, "run", run_then_report)
 
 
-def _seam_runtime_state(module: ModuleType, attachment: PatchSet) -> None:
+def _seam_runtime_state(module: ModuleType, patches: PatchSet) -> None:
     """xfuser's checks guard its own self-attention: heads that x does not divide, backends without log-sum-exp."""
     cls = module.RuntimeState
     check_backend = cls._check_if_backend_compatible_with_current_configuration
@@ -189,8 +189,8 @@ def _seam_runtime_state(module: ModuleType, attachment: PatchSet) -> None:
         finally:
             self.parallel_config = parallel_config
 
-    attachment.set_attribute(cls, "_check_if_backend_compatible_with_current_configuration", check_as_if_without_ring)
-    attachment.set_attribute(module.DiTRuntimeState, "_check_model_and_parallel_config", lambda self, **_: None)
+    patches.set_attribute(cls, "_check_if_backend_compatible_with_current_configuration", check_as_if_without_ring)
+    patches.set_attribute(module.DiTRuntimeState, "_check_model_and_parallel_config", lambda self, **_: None)
 
 
 @contextmanager

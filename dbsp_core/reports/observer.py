@@ -115,6 +115,7 @@ class RunObserver:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = ""
     _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
+    _branches: list[int | None] = field(default_factory=list)
     _owners: dict[Hashable, np.ndarray] = field(default_factory=dict)
     _open: dict[Hashable, ObservedCall] = field(default_factory=dict)
 
@@ -122,14 +123,20 @@ class RunObserver:
         """Forgets the run so far; plans that were made in it still count as made."""
         self.calls.clear()
         self._timesteps.clear()
+        self._branches.clear()
         self._open.clear()
         self.seconds = self.latents = None
 
-    def begin(self, timestep: torch.Tensor | float | None) -> None:
-        """Starts a forward pass. timestep: of the denoising; copied on its device, read when the run is over"""
+    def begin(self, timestep: torch.Tensor | float | None, branch: int | None = None) -> None:
+        """Starts a forward pass.
+
+        timestep: of the denoising; copied on its device, read when the run is over
+        branch:   of the step's guidance passes, where the host says it
+        """
         if isinstance(timestep, torch.Tensor):
             timestep = timestep.detach().reshape(-1)[:1].clone()
         self._timesteps.append(timestep)
+        self._branches.append(branch)
 
     def mark(self, device: torch.device) -> Mark:
         """Now."""
@@ -187,11 +194,12 @@ class RunObserver:
         counter, found = StepCounter(), []
         tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
         read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
-        for number, timestep in enumerate(self._timesteps):
+        for number, (timestep, branch) in enumerate(zip(self._timesteps, self._branches, strict=True)):
             if timestep is None:  # nothing tells steps apart but their order
                 found.append(DenoisingStep(number))
             else:
-                found.append(counter.advance(float(next(read) if isinstance(timestep, torch.Tensor) else timestep)))
+                value = next(read) if isinstance(timestep, torch.Tensor) else timestep
+                found.append(counter.advance(float(value), branch))
         return found
 
     def _settle(self, key: Hashable, latest: Mapping[Hashable, Plan]) -> None:
