@@ -15,13 +15,13 @@ __all__ = ["check_not_compiled", "check_not_parallelized"]
 
 
 def check_not_compiled(transformer: nn.Module) -> None:
-    """Raises ValueError for what torch.compile returned: its hooks would not be reached."""
+    """Raises UserError for what torch.compile returned: its hooks would not be reached."""
     if hasattr(transformer, "_orig_mod"):
         raise UserError("this transformer is compiled already; parallelize first, then call torch.compile")
 
 
 def check_not_parallelized(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
-    """Raises ValueError, naming the fix, where it is sharded already, or its self-attention does not call torch's."""
+    """Raises UserError, naming the fix, where it is sharded already, or its self-attention does not call torch's."""
     if getattr(transformer, "_is_parallelized", False):
         raise UserError(
             "this transformer is parallelized already; undo that first (dbsp_diffusers.disable, "

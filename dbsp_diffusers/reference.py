@@ -83,7 +83,7 @@ def token_mask(mask: BlockMask) -> torch.Tensor:
     q_block, k_block = (torch.from_numpy(axis.block_of) for axis in (grid.q_axis, grid.k_axis))
     allowed = torch.empty(mask.heads, grid.tokens, grid.tokens, dtype=torch.bool, device=mask.bits.device)
     for order, heads in grid.order_groups(mask.heads):
-        place = torch.from_numpy(np.argsort(grid.token_permutation(order)))  # where each token stands
+        place = torch.from_numpy(np.argsort(grid.token_permutation(order)))  # of each token
         rows, columns = q_block[place].to(mask.bits.device), k_block[place].to(mask.bits.device)
         allowed[heads] = mask.bits[heads][:, rows][:, :, columns]
     return allowed

@@ -61,7 +61,7 @@ class SequenceSharding:
         self._branch = guidance_branch(self._transformer, patches)
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         # Video is sharded before the blocks, not at the first: what wraps the blocks as a whole, as first-block cache
-        # does, then sees shards alone. Text only there, as the embedding's output is cut by the length of whole text.
+        # does, then sees only shards. Text only there, as the embedding's output is cut by the length of all text.
         patches.hook(module(self._architecture.embedding).register_forward_hook, self._shard_embedded)
         if self._architecture.joint_text:
             _rewrite_input(blocks[0], "encoder_hidden_states", self._take_text, patches)
@@ -88,13 +88,13 @@ class SequenceSharding:
             raise UserError("db-SP does not know models with a timestep for each frame or token (as Wan2.2-TI2V-5B)")
         thw, text_tokens = self._architecture.token_grid(module, inputs)
         device = inputs["hidden_states"].device
-        home = self._session.begin(thw, text_tokens, timestep, device, branch=self._branch())
-        self._text = StreamShards(home, self._session.group, 0, text_tokens)
-        self._video = StreamShards(home, self._session.group, text_tokens, home.tokens)
+        layout = self._session.begin(thw, text_tokens, timestep, device, branch=self._branch())
+        self._text = StreamShards(layout, self._session.group, 0, text_tokens)
+        self._video = StreamShards(layout, self._session.group, text_tokens, layout.tokens)
 
     @torch.compiler.disable
     def _shard_embedded(self, module: nn.Module, args: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor:
-        """embedded: [B, C, t, h, w], or [B, text and video tokens, C] with text to be left whole."""
+        """embedded: [B, C, t, h, w], or [B, text and video tokens, C] with text left as it is."""
         if embedded.ndim == 5:
             return self.video.take(embedded.flatten(2), dim=2)[..., None, None]
         text, video = embedded.split([_require(self._text).tokens, self.video.tokens], dim=1)

@@ -20,7 +20,7 @@ __all__ = ["check", "generate"]
 
 
 def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
-    """Before any rank is started. Raises ValueError for a pipeline that is not for this host."""
+    """Before any rank is started. Raises UserError for a pipeline that is not for this host."""
     if identity.pipeline not in ("WanPipeline", "CogVideoXPipeline"):
         raise UserError(f"--model {model} is {identity}; db-SP generates with WanPipeline and CogVideoXPipeline")
 

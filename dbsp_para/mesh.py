@@ -1,4 +1,4 @@
-"""Which ranks share what: para-attn's device mesh in db-SP's words."""
+"""para-attn's device mesh as db-SP's groups of ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Ranks:
     """The groups this rank is in.
 
     everyone: all ranks that make one video together
-    sequence: those that share the sequence of the same items of the batch
-    batch:    those that hold the same part of the sequence, of other items
+    sequence: those that share the sequence of the same samples
+    batch:    those that hold the same part of the sequence, of other samples
     strategy: how the mesh uses the ranks of a sequence
     """
 
@@ -33,7 +33,7 @@ class Ranks:
     def of(cls, mesh: Any) -> Ranks:
         """mesh: para-attn's, with dimensions (batch, ring, ulysses); None: all ranks share the sequence, by heads.
 
-        Raises ValueError for anything else, and on a rank outside the mesh. Collective where it makes new groups.
+        Raises UserError for anything else, and on a rank outside the mesh. Collective where it makes new groups.
         """
         if mesh is None:
             group = SequenceGroup.of()
@@ -41,11 +41,11 @@ class Ranks:
         names = getattr(mesh, "mesh_dim_names", None) or ()
         if not set(_DIMENSIONS) <= set(names):
             raise UserError(
-                f"mesh must be a device mesh with dimensions batch, ring and ulysses, got {_in_words(mesh, names)}; "
+                f"mesh must be a device mesh with dimensions batch, ring and ulysses, got {_describe(mesh, names)}; "
                 "make it with para_attn.context_parallel.init_context_parallel_mesh"
             )
         if mesh.get_coordinate() is None:
-            raise UserError("this rank is outside the mesh; parallelize on the mesh's ranks alone")
+            raise UserError("this rank is outside the mesh; parallelize on the mesh's ranks only")
         sequence = SequenceGroup.of(mesh["ring", "ulysses"]._flatten().get_group())
         strategy = Strategy(mesh["ulysses"].size(), mesh["ring"].size())
         if mesh["batch"].size() == 1:
@@ -54,5 +54,5 @@ class Ranks:
         return cls(everyone, sequence, SequenceGroup.of(mesh["batch"].get_group()), strategy)
 
 
-def _in_words(mesh: Any, names: tuple[str, ...]) -> str:
+def _describe(mesh: Any, names: tuple[str, ...]) -> str:
     return f"dimensions {', '.join(names)}" if names else f"a {type(mesh).__name__} without such names"

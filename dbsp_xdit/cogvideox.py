@@ -28,7 +28,7 @@ __all__ = ["attach_strips", "gather_latents", "strips_layout"]
 def attach_strips(transformer: Any, session: AttentionSession, patches: PatchSet) -> None:
     """Intercepts the self-attention of an xFuserCogVideoXTransformer3DWrapper.
 
-    Raises ValueError for a configuration that asks for another home layout than the host's.
+    Raises UserError for a configuration that asks for another layout than the host's.
     """
     if session.config.home is not None and session.config.home != "contiguous":
         raise UserError(
@@ -60,7 +60,7 @@ def _explain_heights(world: int, patches: PatchSet) -> None:
 
 
 def gather_latents(sequence: SequenceGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Puts the strips of latents [B, F, C, h, W] together to [B, F, C, H, W]. Collective."""
+    """Gathers the strips of latents [B, F, C, h, W] to [B, F, C, H, W]. Collective."""
     return lambda strip: torch.cat(sequence.all_gather(strip), dim=-2)
 
 

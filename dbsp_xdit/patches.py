@@ -1,8 +1,8 @@
 """Where db-SP enters an xfuser run: small changes made right after the module concerned is imported, each undoable.
 
-- xfuser.cli: user mistakes are found before torchrun starts
+- xfuser.cli: user errors are found before torchrun starts
 - xfuser.config.args: the flags; what `--model` may be
-and, in runs with backend "dbsp" alone:
+and, in runs with backend "dbsp" only:
 - xfuser…runner_models.base_model: attach after the weights are loaded, report after the run
 - xfuser…runtime_state: no refusals on behalf of an attention that will not run
 """
@@ -40,14 +40,14 @@ def install(*, active: bool) -> None:
         return
     patches = PatchSet()
     actions: dict[str, Action] = {
-        "xfuser.cli": _seam_cli,
-        "xfuser.config.args": _seam_args,
+        "xfuser.cli": _patch_cli,
+        "xfuser.config.args": _patch_args,
     }
     if active:
         from dbsp_xdit.cpu_shim import cpu_patches
 
-        actions["xfuser.model_executor.models.runner_models.base_model"] = _seam_base_model
-        actions["xfuser.core.distributed.runtime_state"] = _seam_runtime_state
+        actions["xfuser.model_executor.models.runner_models.base_model"] = _patch_base_model
+        actions["xfuser.core.distributed.runtime_state"] = _patch_runtime_state
         actions.update(cpu_patches(patches))
     for name in [name for name in actions if name in sys.modules]:
         actions.pop(name)(sys.modules[name], patches)
@@ -91,7 +91,7 @@ class PostImportHook(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _seam_cli(module: ModuleType, patches: PatchSet) -> None:
+def _patch_cli(module: ModuleType, patches: PatchSet) -> None:
     original = module.main
 
     @functools.wraps(original)
@@ -109,7 +109,7 @@ def _seam_cli(module: ModuleType, patches: PatchSet) -> None:
     patches.set_attribute(module, "main", main)
 
 
-def _seam_args(module: ModuleType, patches: PatchSet) -> None:
+def _patch_args(module: ModuleType, patches: PatchSet) -> None:
     cls = module.xFuserArgs
     add_runner_args, from_runner_args = cls.add_runner_args, cls.from_runner_args
 
@@ -140,13 +140,13 @@ def _seam_args(module: ModuleType, patches: PatchSet) -> None:
     patches.set_attribute(cls, "from_runner_args", classmethod(with_models))
 
 
-def _seam_base_model(module: ModuleType, patches: PatchSet) -> None:
+def _patch_base_model(module: ModuleType, patches: PatchSet) -> None:
     cls = module.xFuserModel
     post_load, initialize, run = cls._post_load_and_state_initialization, cls.initialize, cls.run
 
     @functools.wraps(post_load)
     def post_load_then_attach(self: Any, input_args: dict[str, Any]) -> None:
-        from dbsp_xdit.attach import attach
+        from dbsp_xdit.attachment import attach
         from dbsp_xdit.flags import config_from
 
         post_load(self, input_args)
@@ -164,7 +164,7 @@ def _seam_base_model(module: ModuleType, patches: PatchSet) -> None:
 
     @functools.wraps(run)
     def run_then_report(self: Any, input_args: dict[str, Any]) -> Any:
-        from dbsp_xdit.attach import recorded
+        from dbsp_xdit.attachment import recorded
 
         with _our_errors_in_one_line(), recorded(self.pipe, model=str(self.config.model)):
             return run(self, input_args)
@@ -174,7 +174,7 @@ def _seam_base_model(module: ModuleType, patches: PatchSet) -> None:
     patches.set_attribute(cls, "run", run_then_report)
 
 
-def _seam_runtime_state(module: ModuleType, patches: PatchSet) -> None:
+def _patch_runtime_state(module: ModuleType, patches: PatchSet) -> None:
     """xfuser's checks guard its own self-attention: heads that x does not divide, backends without log-sum-exp."""
     cls = module.RuntimeState
     check_backend = cls._check_if_backend_compatible_with_current_configuration

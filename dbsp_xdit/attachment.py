@@ -99,14 +99,14 @@ def _kind_of(transformer: Any) -> str | None:
 
 
 def _strategy(config: DbspConfig) -> Strategy | None:
-    """What configuration and xfuser's degrees make; None for "auto". Raises ValueError where they don't agree."""
+    """What configuration and xfuser's degrees make; None for "auto". Raises UserError where they don't agree."""
     from xfuser.core.distributed import get_ring_parallel_world_size, get_ulysses_parallel_world_size
 
     return strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
 
 
 def _require_parallel_kinds() -> None:
-    """Raises ValueError where xfuser's groups are of kinds that don't go with ours."""
+    """Raises UserError where xfuser's groups are of kinds that don't go with ours."""
     from xfuser.core.distributed import get_pipeline_parallel_world_size, get_tensor_model_parallel_world_size
 
     for kind, degree in (
@@ -130,7 +130,7 @@ def _groups() -> tuple[SequenceGroup, SequenceGroup]:
 
 
 def _require_parallel_guidance(pipe: Any, guidance: SequenceGroup) -> None:
-    """Raises ValueError for guidance in parallel with a pipeline that runs its branches one after the other."""
+    """Raises UserError for guidance in parallel with a pipeline that runs its branches one after the other."""
     if guidance.size > 1 and not type(pipe).__module__.startswith("xfuser."):
         raise UserError(
             f"use_cfg_parallel: {type(pipe).__name__} runs its guidance passes one after the other; leave it out, or "
