@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dbsp_core.comm.timeouts import limit_group_timeouts
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import ModelSignature
-from dbsp_core.utils.errors import UserError, exit_with
+from dbsp_core.utils.errors import UserError, exit_on_user_error
 from dbsp_diffusers.patching import in_float64
 
 __all__ = ["check", "generate"]
@@ -69,9 +69,8 @@ def main(arguments: list[str]) -> Any:
         torch.cuda.set_device(_device())
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
-        generate(DbspConfig.load(config_file), Path(video))
-    except UserError as error:
-        exit_with(error)
+        with exit_on_user_error():
+            generate(DbspConfig.load(config_file), Path(video))
     finally:
         dist.destroy_process_group()
 

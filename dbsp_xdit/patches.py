@@ -16,12 +16,11 @@ import importlib.machinery
 import importlib.util
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from dbsp_core.utils.errors import UserError, exit_with
+from dbsp_core.utils.errors import exit_on_user_error
 from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["install", "uninstall"]
@@ -98,10 +97,8 @@ def _patch_cli(module: ModuleType, patches: PatchSet) -> None:
     def main(args: list[str] | None = None) -> None:
         from dbsp_xdit.models import preflight
 
-        try:
+        with exit_on_user_error():
             preflight(sys.argv[1:] if args is None else args)
-        except UserError as error:
-            exit_with(error)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal ends the ranks as SIGTERM does
             signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         original(args)
@@ -126,10 +123,8 @@ def _patch_args(module: ModuleType, patches: PatchSet) -> None:
         from dbsp_xdit.models import settings_of
         from dbsp_xdit.runner_models import register
 
-        try:
+        with exit_on_user_error():
             settings = settings_of(args)
-        except UserError as error:
-            exit_with(error)
         if settings is not None:
             config, model = settings
             if model is not None:
@@ -150,27 +145,20 @@ def _patch_base_model(module: ModuleType, patches: PatchSet) -> None:
         from dbsp_xdit.flags import config_from
 
         post_load(self, input_args)
-        try:
+        with exit_on_user_error():
             config = config_from(input_args)
             if config is not None:
                 attach(self.pipe, config)
-        except UserError as error:
-            exit_with(error)
-
-    @functools.wraps(initialize)
-    def initialize_or_exit(self: Any, input_args: dict[str, Any]) -> None:
-        with _our_errors_in_one_line():  # it generates once where torch.compile is asked for
-            initialize(self, input_args)
 
     @functools.wraps(run)
     def run_then_report(self: Any, input_args: dict[str, Any]) -> Any:
         from dbsp_xdit.attachment import recorded
 
-        with _our_errors_in_one_line(), recorded(self.pipe, model=str(self.config.model)):
+        with exit_on_user_error(), recorded(self.pipe, model=str(self.config.model)):
             return run(self, input_args)
 
     patches.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
-    patches.set_attribute(cls, "initialize", initialize_or_exit)
+    patches.set_attribute(cls, "initialize", exit_on_user_error()(initialize))  # with torch.compile it generates once
     patches.set_attribute(cls, "run", run_then_report)
 
 
@@ -191,11 +179,3 @@ def _patch_runtime_state(module: ModuleType, patches: PatchSet) -> None:
 
     patches.set_attribute(cls, "_check_if_backend_compatible_with_current_configuration", check_as_if_without_ring)
     patches.set_attribute(module.DiTRuntimeState, "_check_model_and_parallel_config", lambda self, **_: None)
-
-
-@contextmanager
-def _our_errors_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        exit_with(error)

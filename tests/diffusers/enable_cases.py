@@ -31,7 +31,6 @@ def run_transformer(rank: int, world: int, strategy: str | None) -> tuple[float,
         assert str(session.strategy) == (strategy or f"U{world}R1")
         out = transformer(**inputs)[0]
         assert dbsp_diffusers.session_of(transformer) is session
-        assert dbsp_diffusers.session_of(torch.compile(transformer)) is session
         dbsp_diffusers.disable(transformer)
         assert fingerprint(transformer) == before
         assert torch.equal(transformer(**inputs)[0], dense)

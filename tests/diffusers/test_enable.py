@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import dbsp_diffusers
 from dbsp_cli.tiny_models import make_tiny
-from enable_cases import run_pipeline, run_repeated_timesteps, run_transformer
+from enable_cases import CONFIG, run_pipeline, run_repeated_timesteps, run_transformer
+from transformers_for_tests import make_transformer
 
 TOLERANCE = 1e-5
 
@@ -42,6 +44,17 @@ def test_a_repeated_timestep_is_another_step_and_no_guidance_pass(pool, folder):
     for from_single, one_process, here in pool(2).run(run_repeated_timesteps, folder, 3):
         assert from_single <= TOLERANCE
         assert one_process == here == [(step, branch) for step in range(5) for branch in range(2)]
+
+
+def test_a_transformer_compiled_since_has_its_session():
+    transformer = make_transformer("wan")
+    session = dbsp_diffusers.enable(transformer, CONFIG)
+    compiled = torch.compile(transformer)
+    assert dbsp_diffusers.session_of(compiled) is session
+    dbsp_diffusers.disable(compiled)
+    assert dbsp_diffusers.session_of(transformer) is None
+    with pytest.raises(ValueError, match="compiled already"):
+        dbsp_diffusers.enable(compiled, CONFIG)
 
 
 def test_what_is_no_pipeline_is_refused():

@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from dbsp_core.utils.errors import UserError, exit_with
+from dbsp_core.utils.errors import UserError, exit_on_user_error
 from dbsp_core.utils.log import log
 
 
 def test_lines_go_to_standard_error_once(capsys):
     log.info("mask %s", "radial 50 %")
     log.warning("no report")
-    with pytest.raises(SystemExit) as stopped:
-        exit_with(UserError("100 % of it"))
+    with pytest.raises(SystemExit) as stopped, exit_on_user_error():
+        raise UserError("100 % of it")
     assert stopped.value.code == 2
     assert capsys.readouterr() == ("", "dbsp: mask radial 50 %\ndbsp: no report\ndbsp: error: 100 % of it\n")
 
