@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,23 +14,14 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet, signature_of
 
-__all__ = ["BatchGroup", "split_batch"]
+__all__ = ["BatchSplit", "split_batch"]
 
 _CPU = torch.device("cpu")
 
 
-class BatchGroup(Protocol):
-    """The ranks that hold the same part of the sequence, of other samples, within a forward pass."""
-
-    @property
-    def size(self) -> int: ...
-
-    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]: ...
-
-
 def split_batch(
     transformer: nn.Module, group: SequenceGroup, patches: PatchSet, *, repeat_uneven: bool = False
-) -> BatchGroup:
+) -> SequenceGroup | BatchSplit:
     """Cuts the batch of every forward pass into equal runs of samples, one a rank of `group`, and gathers the outputs.
 
     group: the ranks that have the same part of the sequence. Collective at once: they get an auxiliary gloo group.
@@ -40,14 +31,16 @@ def split_batch(
     """
     if group.size == 1:
         return group
-    split = _BatchSplit(group, group.control(), repeat_uneven)
+    split = BatchSplit(group, group.control(), repeat_uneven)
     patches.hook(transformer.register_forward_pre_hook, split.take, with_kwargs=True)
     # Also called when the pass failed: the other ranks of the group must not wait for its output.
     patches.hook(transformer.register_forward_hook, split.gather, always_call=True)
     return split
 
 
-class _BatchSplit:
+class BatchSplit:
+    """The ranks that hold the same part of the sequence, of other samples, within a forward pass."""
+
     def __init__(self, group: SequenceGroup, control: SequenceGroup, repeat_uneven: bool) -> None:
         self._group = group
         self._control = control

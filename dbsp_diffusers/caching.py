@@ -16,7 +16,7 @@ from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.batch_parallel import BatchGroup
+from dbsp_diffusers.batch_parallel import BatchSplit
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.stream_shards import StreamShards
 
@@ -36,7 +36,7 @@ class ForwardRanks:
     sharding: tells how the video of the current pass is sharded
     """
 
-    groups: tuple[SequenceGroup | BatchGroup, ...]
+    groups: tuple[SequenceGroup | BatchSplit, ...]
     sharding: _Sharded
 
     def change(self, before: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:

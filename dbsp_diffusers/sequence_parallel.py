@@ -13,37 +13,36 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
-from dbsp_diffusers.batch_parallel import BatchGroup
+from dbsp_diffusers.batch_parallel import BatchSplit
 from dbsp_diffusers.caching import ForwardRanks, StepCaches
 from dbsp_diffusers.patching import PatchSet, guidance_branch, intercept_self_attention, signature_of
 from dbsp_diffusers.stream_shards import StreamShards
 
-__all__ = ["SequenceSharding", "shard_transformer"]
-
+__all__ = ["shard_transformer"]
 
 _ALONE = SequenceGroup(0, 1)
 
 
 def shard_transformer(
-    transformer: nn.Module, session: AttentionSession, patches: PatchSet, batch: BatchGroup = _ALONE
+    transformer: nn.Module, session: AttentionSession, patches: PatchSet, batch: SequenceGroup | BatchSplit = _ALONE
 ) -> ForwardRanks:
     """Shards the sequence over the session's ranks between the embedding of its patches and their projection.
 
-    batch: what `split_batch` returned, where the items of a batch are shared out
+    batch: what `split_batch` returned, where a batch is split
     returns: the ranks that run a forward pass together
     Every rank is given the whole input and returns the whole output. Text, where it is in the sequence, is a stream of
     its own, sharded like video. Step caches, put on the transformer before or after, skip what they would skip in one
     process. Raises UserError for a transformer that db-SP does not know or cannot shard.
     """
-    sharding = SequenceSharding(transformer, session, batch)
+    sharding = _SequenceSharding(transformer, session, batch)
     sharding.attach(patches)
     return sharding.together
 
 
-class SequenceSharding:
+class _SequenceSharding:
     """The hooks on one transformer."""
 
-    def __init__(self, transformer: nn.Module, session: AttentionSession, batch: BatchGroup = _ALONE) -> None:
+    def __init__(self, transformer: nn.Module, session: AttentionSession, batch: SequenceGroup | BatchSplit) -> None:
         self.together = ForwardRanks((session.group, batch), self)
         self._transformer = transformer
         self._architecture = architecture_of(transformer)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers import disable, enable
-from dbsp_para.mesh import Ranks
+from dbsp_para.mesh import groups_of
 
 __all__ = ["parallelize_pipe", "parallelize_transformer", "unparallelize"]
 
@@ -80,15 +80,5 @@ def _parallelize(
         raise UserError(
             f'unknown attn {attn!r}; pass attn="dbsp", or call para-attn\'s own function for its attention'
         )
-    ranks = Ranks.of(mesh)
-    enable(
-        model,
-        config,
-        group=ranks.sequence,
-        batch_group=None if ranks.batch.size == 1 else ranks.batch,
-        everyone=ranks.everyone,
-        strategy=ranks.strategy,
-        steps=steps,
-        host="para",
-    )
+    enable(model, config, steps=steps, host="para", **groups_of(mesh))
     return model
