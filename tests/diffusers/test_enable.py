@@ -49,6 +49,7 @@ def test_a_repeated_timestep_is_another_step_and_no_guidance_pass(pool, folder):
 def test_a_transformer_compiled_since_has_its_session():
     transformer = make_transformer("wan")
     session = dbsp_diffusers.enable(transformer, CONFIG)
+    assert session.statistics() == {"calls": 0, "plans": 0, "mean_rho": 1.0, "worst_rho": 1.0}
     compiled = torch.compile(transformer)
     assert dbsp_diffusers.session_of(compiled) is session
     dbsp_diffusers.disable(compiled)
