@@ -1,1 +1,12 @@
-"""What all hosts of diffusers' transformers share: patches, sharding, checks, the configuration in effect."""
+"""db-SP for diffusers: sharding a pipeline's transformer over GPUs, its self-attention sparse and dual-balanced.
+
+import dbsp_diffusers
+dbsp_diffusers.enable(pipe, {"mask": {"source": "sparge"}})  # on every rank, under torchrun
+video = pipe("a red ball bounces over a blue floor").frames[0]
+dbsp_diffusers.disable(pipe)                                 # as it was
+"""
+
+from dbsp_core.config.config import DbspConfig
+from dbsp_diffusers.attach import disable, enable, session_of, write_report
+
+__all__ = ["DbspConfig", "disable", "enable", "session_of", "write_report"]

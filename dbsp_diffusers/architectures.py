@@ -1,4 +1,4 @@
-"""What db-SP must know of a diffusers transformer: its blocks, and the token grid of its input."""
+"""What db-SP must know about a diffusers transformer: its blocks, and the token grid of its input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Architecture:
 
     blocks:       attribute that lists the blocks; each has its self-attention in `attn1`
     frames_first: whether the sample is [B, F, C, H, W] rather than [B, C, F, H, W]
-    joint_text:   whether text stands in the same sequence, before video
+    joint_text:   whether text is in the same sequence, before video
     embedding:    the module that makes tokens of the sample: [B, C, t, h, w], or [B, text and video tokens, C]
     pipeline:     class name of the pipeline that it is usually in, where published checkpoints are known by it
     """
@@ -60,13 +60,21 @@ ARCHITECTURES = {
 
 
 def register_architecture(class_name: str, architecture: Architecture) -> None:
-    """Makes a transformer class known, by its name; see docs/adding-a-model.md. Raises ValueError for a name taken."""
+    """Makes a transformer class known; see docs/adding-a-model.md.
+
+    Args:
+        class_name: The name of the class; its subclasses are known with it.
+        architecture: How it is built.
+
+    Raises:
+        UserError: For a name that is known already, with another architecture.
+    """
     if ARCHITECTURES.setdefault(class_name, architecture) != architecture:
         raise UserError(f"{class_name} is known already, with other settings; register a subclass under another name")
 
 
 def architecture_of(transformer: nn.Module) -> Architecture:
-    """The architecture of a transformer or of a class it derives from. Raises ValueError for an unknown one."""
+    """The architecture of a transformer or of a class it derives from. Raises UserError for an unknown one."""
     for cls in type(transformer).__mro__:
         if cls.__name__ in ARCHITECTURES:
             return ARCHITECTURES[cls.__name__]

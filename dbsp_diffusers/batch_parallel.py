@@ -1,10 +1,10 @@
-"""Sharing the items of a batch out over groups of ranks: a transformer computes its own items, and returns all."""
+"""Splitting a batch over groups of ranks: a transformer computes its own samples, and returns all."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,66 +14,59 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet, signature_of
 
-__all__ = ["BatchGroup", "split_batch"]
+__all__ = ["BatchSplit", "split_batch"]
 
 _CPU = torch.device("cpu")
 
 
-class BatchGroup(Protocol):
-    """The ranks that hold the same part of the sequence, of other items of the batch, within a forward pass."""
-
-    @property
-    def size(self) -> int: ...
-
-    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]: ...
-
-
 def split_batch(
-    transformer: nn.Module, group: SequenceGroup, attachment: PatchSet, *, repeat_uneven: bool = False
-) -> BatchGroup:
-    """Cuts the batch of every forward pass into equal runs of items, one a rank of `group`, and gathers the outputs.
+    transformer: nn.Module, group: SequenceGroup, patches: PatchSet, *, repeat_uneven: bool = False
+) -> SequenceGroup | BatchSplit:
+    """Cuts the batch of every forward pass into equal runs of samples, one a rank of `group`, and gathers the outputs.
 
-    group: the ranks that have the same part of the sequence. Collective at once: they get a gloo group beside it.
-    repeat_uneven: whether a pass whose batch does not divide is computed whole by each, rather than raise ValueError
-    returns: the group, for what its ranks decide together on the way
+    group: the ranks that have the same part of the sequence. Collective at once: they get an auxiliary gloo group.
+    repeat_uneven: whether a pass whose batch does not divide is computed by each rank, rather than raise UserError
+    returns: the group, for what its ranks decide together within a pass
     Where one rank's pass fails, the others' raise RuntimeError.
     """
     if group.size == 1:
         return group
-    split = _BatchSplit(group, group.control(), repeat_uneven)
-    attachment.hook(transformer.register_forward_pre_hook, split.take, with_kwargs=True)
+    split = BatchSplit(group, group.control(), repeat_uneven)
+    patches.hook(transformer.register_forward_pre_hook, split.take, with_kwargs=True)
     # Also called when the pass failed: the other ranks of the group must not wait for its output.
-    attachment.hook(transformer.register_forward_hook, split.gather, always_call=True)
+    patches.hook(transformer.register_forward_hook, split.gather, always_call=True)
     return split
 
 
-class _BatchSplit:
+class BatchSplit:
+    """The ranks that hold the same part of the sequence, of other samples, within a forward pass."""
+
     def __init__(self, group: SequenceGroup, control: SequenceGroup, repeat_uneven: bool) -> None:
         self._group = group
         self._control = control
         self._repeat_uneven = repeat_uneven
-        self._whole = False  # whether the pass under way is computed whole
-        self._broken_off = False  # whether another rank has told that it fails
+        self._replicated = False  # whether the current pass is computed by every rank
+        self._aborted = False  # whether another rank has told that it fails
 
     @property
     def size(self) -> int:
         return self._group.size
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """As the group's, on the way through a pass. Raises RuntimeError where another rank's has failed."""
-        self._agree(None)
+        """As the group's, within a pass. Raises RuntimeError where another rank's pass has failed."""
+        self._check(None)
         return self._group.all_gather(mine)
 
     @torch.compiler.disable
     def take(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """This rank's items of every argument that has one for each item of the batch."""
-        self._broken_off = False
+        """This rank's part of every argument that has one row for each sample of the batch."""
+        self._aborted = False
         call = signature_of(module).bind(*args, **kwargs)
         batch, ranks = call.arguments["hidden_states"].shape[0], self._group.size
-        self._whole = batch % ranks > 0 and self._repeat_uneven
-        if self._whole:
+        self._replicated = batch % ranks > 0 and self._repeat_uneven
+        if self._replicated:
             return args, kwargs
         if batch % ranks:
             raise UserError(
@@ -81,31 +74,31 @@ class _BatchSplit:
                 "max_batch_dim_size=1, or with a divisor of the batch (Wan passes the two branches of guidance one "
                 "after the other, CogVideoX in one batch)"
             )
-        items = batch // ranks
+        samples = batch // ranks
         for name, value in call.arguments.items():
             if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == batch:
-                call.arguments[name] = value.narrow(0, self._group.rank * items, items)
+                call.arguments[name] = value.narrow(0, self._group.rank * samples, samples)
         return call.args, call.kwargs
 
     @torch.compiler.disable
     def gather(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """output: a tuple or diffusers output whose first element is the sample; None after a failure."""
         failure = sys.exc_info()[1] if output is None else None
-        if self._broken_off:
+        if self._aborted:
             return None
         if failure is not None:
-            with suppress(RuntimeError):  # the failure itself is on its way up
-                self._agree(RuntimeError(f"{type(failure).__name__}: {failure}"))
+            with suppress(RuntimeError):  # the failure itself is being raised
+                self._check(RuntimeError(f"{type(failure).__name__}: {failure}"))
             return None
-        self._agree(None)
-        if self._whole:
+        self._check(None)
+        if self._replicated:
             return output
-        whole = torch.cat(self._group.all_gather(output[0]))
-        return (whole, *output[1:]) if isinstance(output, tuple) else type(output)(sample=whole)
+        sample = torch.cat(self._group.all_gather(output[0]))
+        return (sample, *output[1:]) if isinstance(output, tuple) else type(output)(sample=sample)
 
-    def _agree(self, problem: Exception | None) -> None:
+    def _check(self, problem: Exception | None) -> None:
         try:
             check_consistent(self._control, problem, {}, _CPU, RuntimeError)
         except RuntimeError:
-            self._broken_off = True
+            self._aborted = True
             raise

@@ -1,8 +1,8 @@
 """Step caches of diffusers and cache-dit on a transformer that db-SP shards: all ranks must skip the same layers.
 
-A cache that decides from what it sees would decide from one rank's tokens alone; its decision is replaced by one over
+A cache that decides from what it sees would decide from only one rank's tokens; its decision is replaced by one over
 the tokens of all ranks. Caches that go by the step need nothing. Both libraries keep to themselves what this needs:
-tests/test_step_caches.py fails where another version has it otherwise.
+tests/diffusers/test_step_caches.py fails where another version has it otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.batch_parallel import BatchGroup
+from dbsp_diffusers.batch_parallel import BatchSplit
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.stream_shards import StreamShards
 
@@ -36,7 +36,7 @@ class ForwardRanks:
     sharding: tells how the video of the current pass is sharded
     """
 
-    groups: tuple[SequenceGroup | BatchGroup, ...]
+    groups: tuple[SequenceGroup | BatchSplit, ...]
     sharding: _Sharded
 
     def change(self, before: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:
@@ -78,7 +78,7 @@ WHOLE_BATCH = {
 
 
 def require_uncached_attention(self_attentions: Iterable[nn.Module]) -> None:
-    """Raises ValueError where a cache stands before a self-attention: db-SP must stand nearer to that."""
+    """Raises UserError where a cache wraps a self-attention already: db-SP must be inside it."""
     for attention in self_attentions:
         for hook in _skipping_hooks(attention):
             raise UserError(
@@ -88,7 +88,7 @@ def require_uncached_attention(self_attentions: Iterable[nn.Module]) -> None:
 
 
 def refuse_step_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Raises ValueError where any step cache is enabled on a transformer that its host shards."""
+    """Raises UserError where any step cache is enabled on a transformer that its host shards."""
     for module in _places(transformer, blocks):
         for hook in _skipping_hooks(module):
             raise UserError(
@@ -118,7 +118,7 @@ class StepCaches:
         self._deciding: tuple[Any, PatchSet] | None = None
 
     def look(self) -> None:
-        """Raises ValueError for a cache that cannot be made to decide alike on all ranks."""
+        """Raises UserError for a cache that cannot be made to decide alike on all ranks."""
         deciding = self._cache_dit()
         for module in _places(self._transformer, self._blocks):
             for hook in _skipping_hooks(module):
@@ -155,12 +155,12 @@ class StepCaches:
         return own.get("_context_manager") if own.get("_is_cached", False) else None
 
     def _take_over(self, deciding: Any) -> PatchSet:
-        attachment = PatchSet()
+        patches = PatchSet()
         if type(deciding).__name__ == DECIDING:
-            attachment.set_attribute(deciding, "_should_compute_remaining_blocks", self._first_block(deciding))
+            patches.set_attribute(deciding, "_should_compute_remaining_blocks", self._first_block(deciding))
         else:
-            attachment.set_attribute(deciding, "similarity", self._similarity(deciding))
-        return attachment
+            patches.set_attribute(deciding, "similarity", self._similarity(deciding))
+        return patches
 
     def _first_block(self, hook: Any) -> Callable[[torch.Tensor], bool]:
         """What diffusers' hook asks at each pass: whether the change since the last computed one is above its
@@ -180,7 +180,7 @@ class StepCaches:
 
     def _similarity(self, manager: Any) -> Callable[..., bool]:
         """What cache-dit asks: whether two tensors are alike, by mean |t1 − t2| / mean |t1|. Its own function goes on
-        to decide, and to take notes, but on one number each that stands for the tokens of all ranks."""
+        to decide, and to take notes, but on one number each, computed from the tokens of all ranks."""
         if not all(
             callable(getattr(manager, name, None)) for name in ("similarity", "get_important_condition_threshold")
         ):

@@ -1,4 +1,4 @@
-"""What must be true of a transformer before db-SP takes its self-attention in hand."""
+"""What must be true of a transformer before db-SP replaces its self-attention."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from typing import Any
 from torch import nn
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.attached import get_session
 from dbsp_diffusers.caching import require_uncached_attention
 
 __all__ = ["check_not_compiled", "check_not_parallelized"]
 
 
 def check_not_compiled(transformer: nn.Module) -> None:
-    """Raises ValueError for what torch.compile returned: its hooks would not be reached."""
+    """Raises UserError for what torch.compile returned: its hooks would not be reached."""
     if hasattr(transformer, "_orig_mod"):
         raise UserError("this transformer is compiled already; parallelize first, then call torch.compile")
 
 
 def check_not_parallelized(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
-    """Raises ValueError, naming the fix, where somebody else shards it, or its self-attention goes past torch's."""
-    if getattr(transformer, "_is_parallelized", False) or get_session(transformer) is not None:
+    """Raises UserError, naming the fix, where it is sharded already, or its self-attention does not call torch's."""
+    if getattr(transformer, "_is_parallelized", False):
         raise UserError(
-            "this transformer is parallelized already; undo that first (dbsp_para.unparallelize, dbsp_xdit.detach), "
-            "or load it anew where para-attn did it, which cannot undo it"
+            "this transformer is parallelized already; undo that first (dbsp_diffusers.disable, "
+            "dbsp_para.unparallelize, dbsp_xdit.detach), or load it again where para-attn did it, which cannot undo it"
         )
     processors = [getattr(attention, "processor", None) for attention in self_attentions]
     if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):

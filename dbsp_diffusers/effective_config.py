@@ -1,10 +1,9 @@
-"""Which settings hold for a model, and saying so: what both hosts do before they attach."""
+"""Which settings are effective for a model, and logging them."""
 
 from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -18,7 +17,8 @@ from dbsp_core.config.models import ModelSignature, model_signature, signature_o
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.sources import SOURCES, DenseSource
-from dbsp_core.utils.errors import NOTICE, UserError
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.log import log
 from dbsp_core.utils.yaml_file import Settings, shipped_configs
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
 from dbsp_kernels import choose_kernel
@@ -30,7 +30,7 @@ DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"
 
 
 def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
-    """What a transformer is. pipe: its pipeline, where there is one. Raises ValueError for an unknown class."""
+    """What a transformer is. pipe: its pipeline, where there is one. Raises UserError for an unknown class."""
     name = type(pipe).__name__.removeprefix("xFuser")
     if not name.endswith("Pipeline"):
         kind = type(transformer).__name__  # xfuser wraps CogVideoX's in a class that is not derived from it
@@ -40,7 +40,7 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
 
 
 def default_config(identity: ModelSignature | None) -> DbspConfig:
-    """What holds where nothing is configured: the shipped settings of a known model, plain attention for others."""
+    """The settings where nothing is configured: those shipped for a known model, dense attention for others."""
     spec = None if identity is None else identity.spec
     path = None if spec is None else shipped_configs() / f"{spec.name}-sparge.yaml"
     if path is None or not path.is_file():
@@ -51,8 +51,8 @@ def default_config(identity: ModelSignature | None) -> DbspConfig:
 def resolve_config(config: ConfigLike, transformer: Any, group: SequenceGroup, pipe: Any = None) -> DbspConfig:
     """The settings for a transformer: those given, or else those shipped for its checkpoint. Collective.
 
-    Raises ValueError on all ranks together: for a mistake in them on any rank, for a configuration of another model,
-    for settings that differ between ranks.
+    Raises UserError on all ranks together: for an error in them on any rank, for a configuration of another model, for
+    settings that differ between ranks.
     """
 
     def load() -> DbspConfig:
@@ -70,7 +70,7 @@ def resolve_config(config: ConfigLike, transformer: Any, group: SequenceGroup, p
 
 
 def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_pipeline: bool = True) -> None:
-    """Raises ValueError when a configuration names another checkpoint than the actual one, if both can be told.
+    """Raises UserError when a configuration names another checkpoint than the actual one, if both can be told.
 
     with_pipeline: whether the actual pipeline is known, not only its transformer
     """
@@ -89,7 +89,7 @@ def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_p
 def log_config(
     config: DbspConfig, identity: ModelSignature, group: SequenceGroup, strategy: Strategy | None, device: torch.device
 ) -> None:
-    """Says on rank 0, once for the same, what is in force: two lines on standard error."""
+    """Logs on rank 0, once for the same, what is effective: two lines."""
     if group.rank != 0:
         return
     try:
@@ -98,22 +98,22 @@ def log_config(
         kernel = config.kernel
     ranks = f"{group.size} rank{'s' if group.size > 1 else ''}"
     layout = f"planner {config.planner.name}, layout {config.effective_layout}, kernel {kernel}"
-    _say(f"{identity} on {ranks}, strategy {strategy or 'auto'}, {layout}")
+    _log_once(f"{identity} on {ranks}, strategy {strategy or 'auto'}, {layout}")
     origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {config.origin}"
-    _say(f"mask {mask_in_words(config)}" + (f"; {origin}" if origin else ""))
+    _log_once(f"mask {describe_mask(config)}" + (f"; {origin}" if origin else ""))
 
 
-def mask_in_words(config: DbspConfig) -> str:
+def describe_mask(config: DbspConfig) -> str:
     """The mask source with what is set of it, for example "sparge (cdf 0.92, block_q 128), dense first_steps 5"."""
     mask = config.mask
     name = next((name for name, cls in SOURCES.items() if type(mask) is cls), type(mask).__name__)
     default: Any = DenseSource() if isinstance(mask, DenseSource) else None
-    settings = _set_apart(mask, default) if is_dataclass(mask) else ""
-    schedule = _set_apart(config.dense_schedule, DenseSchedule())
+    settings = _describe_changed(mask, default) if is_dataclass(mask) else ""
+    schedule = _describe_changed(config.dense_schedule, DenseSchedule())
     return name + (f" ({settings})" if settings else "") + (f", dense {schedule}" if schedule else "")
 
 
-def _set_apart(settings: Any, default: Any) -> str:
+def _describe_changed(settings: Any, default: Any) -> str:
     """The fields with a value that is not the default's; of those without a default instance, all that are set."""
     shown = []
     for f in fields(settings):
@@ -126,6 +126,5 @@ def _set_apart(settings: Any, default: Any) -> str:
 
 
 @functools.cache
-def _say(text: str) -> None:
-    sys.stderr.write(f"{NOTICE}{text}\n")
-    sys.stderr.flush()
+def _log_once(text: str) -> None:
+    log.info(text)

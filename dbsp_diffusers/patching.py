@@ -1,11 +1,11 @@
-"""What both host adapters share: changes that can be undone, and a sequence laid out anew around a transformer."""
+"""Changes to a host that can be undone: hooks, attributes, self-attention, pipeline calls; and what hosts tell."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -23,12 +23,11 @@ __all__ = [
     "PatchSet",
     "around_calls",
     "current_generation_id",
+    "guidance_branch",
     "in_float64",
     "intercept_self_attention",
     "num_inference_steps_of",
-    "patch_tokens",
     "signature_of",
-    "unpatch_tokens",
 ]
 
 Attend = Callable[..., torch.Tensor]
@@ -59,14 +58,14 @@ class PatchSet:
         """Sets an instance attribute; afterwards the instance has the old one, or none, as before."""
         before = vars(target).get(name, _MISSING)
 
-        def put_back() -> None:
+        def restore() -> None:
             if before is not _MISSING:
                 setattr(target, name, before)
-            elif name in vars(target):  # others may have taken it away, as cache-dit does with what it knows
+            elif name in vars(target):  # others may have removed it, as cache-dit does with what it knows
                 delattr(target, name)
 
         setattr(target, name, value)
-        self._undo.callback(put_back)
+        self._undo.callback(restore)
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Replaces a module's forward. What is wrapped around it meanwhile, as diffusers' attention caches are, stays
@@ -77,7 +76,7 @@ class PatchSet:
         def either(*args: Any, **kwargs: Any) -> Any:
             return (forward if replaced else before)(*args, **kwargs)
 
-        def put_back() -> None:
+        def restore() -> None:
             nonlocal replaced
             replaced = False
             if vars(module).get("forward") is not either:
@@ -89,7 +88,7 @@ class PatchSet:
 
         own = vars(module).get("forward", _MISSING)
         module.forward = either
-        self._undo.callback(put_back)
+        self._undo.callback(restore)
 
     def hook(self, register: Callable[..., Any], function: Callable[..., Any], **options: Any) -> None:
         """Registers a module hook, for example hook(module.register_forward_hook, function, with_kwargs=True)."""
@@ -124,12 +123,12 @@ class SdpaOverride(TorchFunctionMode):
         return self._attend(call["query"], call["key"], call["value"], scale=call.get("scale"))
 
 
-def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: PatchSet) -> None:
+def intercept_self_attention(attention: nn.Module, attend: Attend, patches: PatchSet) -> None:
     """Lets `attend` compute the attention inside one self-attention module, whose projections and norms stay.
 
     attend: called with q, k, v [B, H, n, D] and scale=…
     The module raises ValueError, before anything is exchanged, when its attention is not reached: another backend
-    would silently attend to this rank's tokens alone.
+    would silently attend to only this rank's tokens.
     """
     forward = attention.forward
 
@@ -146,7 +145,7 @@ def intercept_self_attention(attention: nn.Module, attend: Attend, attachment: P
             )
         return output
 
-    attachment.replace_forward(attention, intercepted)
+    patches.replace_forward(attention, intercepted)
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:
@@ -162,13 +161,13 @@ def num_inference_steps_of(pipe: Any) -> int | None:
 
 
 def current_generation_id(pipe: Any) -> object:
-    """An object that a diffusers pipeline makes anew for each generation; None where it has none."""
+    """An object that a diffusers pipeline makes again for each generation; None where it has none."""
     return getattr(getattr(pipe, "scheduler", None), "timesteps", None)
 
 
 def in_float64(pipe: Any) -> Any:
-    """Lets a diffusers pipeline that was loaded in float64 denoise in it: some prepare their latents in float32, and
-    round them at every step. returns: the pipeline, which is to stay so"""
+    """Makes a diffusers pipeline that was loaded in float64 denoise in it: some prepare their latents in float32, and
+    round them at every step. returns: the pipeline, changed for good"""
     prepare = pipe.prepare_latents
 
     @functools.wraps(prepare)
@@ -180,27 +179,31 @@ def in_float64(pipe: Any) -> Any:
     return pipe
 
 
-def patch_tokens(sample: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
-    """[B, C, F, H, W] → [B, tokens, C·patch], tokens in (t, h, w) order."""
-    batch, channels = sample.shape[:2]
-    cut = _cut(sample, patch)
-    return cut.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(batch, -1, channels * patch[0] * patch[1] * patch[2])
+_BRANCHES = {"cond": 0, "cond_uncond": 0, "uncond": 1}
+"""Number of a guidance pass by the name of its cache context."""
 
 
-def unpatch_tokens(tokens: torch.Tensor, like: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
-    """The inverse of `patch_tokens`, to the shape of `like`."""
-    batch, channels = like.shape[:2]
-    counts = [size // p for size, p in zip(like.shape[2:], patch, strict=True)]
-    cut = tokens.reshape(batch, *counts, channels, *patch).permute(0, 4, 1, 5, 2, 6, 3, 7)
-    return cut.reshape(like.shape)
+def guidance_branch(transformer: Any, patches: PatchSet) -> Callable[[], int | None]:
+    """Observes `transformer.cache_context(name)`, by which diffusers' pipelines say which guidance pass they run.
 
+    returns: tells the number of the current pass; None where the pipeline does not say it
+    """
+    current: int | None = None
+    enter = getattr(transformer, "cache_context", None)
+    if enter is not None:
 
-def _cut(sample: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
-    """[B, C, F, H, W] → [B, C, f, pt, h, ph, w, pw]."""
-    sizes = []
-    for size, p in zip(sample.shape[2:], patch, strict=True):
-        sizes += [size // p, p]
-    return sample.reshape(*sample.shape[:2], *sizes)
+        @contextmanager
+        def cache_context(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+            nonlocal current
+            current = _BRANCHES.get(name)
+            try:
+                with enter(name, *args, **kwargs):
+                    yield
+            finally:
+                current = None
+
+        patches.set_attribute(transformer, "cache_context", cache_context)
+    return lambda: current
 
 
 Call = Callable[..., Any]
@@ -220,7 +223,7 @@ class _Class:
 _classes: dict[type, _Class] = {}
 
 
-def around_calls(pipe: Any, around: Callable[[Call], Call], attachment: PatchSet) -> None:
+def around_calls(pipe: Any, around: Callable[[Call], Call], patches: PatchSet) -> None:
     """Replaces what `pipe(...)` calls by around(it); the last one given is the outermost.
 
     Python looks `__call__` up on the class, so the class's is wrapped. Other pipes of the class pass through, and with
@@ -231,8 +234,8 @@ def around_calls(pipe: Any, around: Callable[[Call], Call], attachment: PatchSet
     if cls not in _classes:
         _classes[cls] = _wrap(cls)
     _classes[cls].pipes.add(pipe)
-    attachment.on_detach(lambda: _forget(pipe, cls))
-    attachment.set_attribute(pipe, _AROUND, (*vars(pipe).get(_AROUND, ()), around))
+    patches.on_detach(lambda: _forget(pipe, cls))
+    patches.set_attribute(pipe, _AROUND, (*vars(pipe).get(_AROUND, ()), around))
 
 
 def _wrap(cls: type) -> _Class:

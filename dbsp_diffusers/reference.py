@@ -18,7 +18,7 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.effective_config import resolve_config
-from dbsp_diffusers.patching import PatchSet, intercept_self_attention, signature_of
+from dbsp_diffusers.patching import PatchSet, guidance_branch, intercept_self_attention, signature_of
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 
@@ -39,27 +39,28 @@ def attach_single_process(
     config = resolve_config(config, transformer, _ALONE)
     blocks = architecture.blocks_of(transformer)
     heads = transformer.config.num_attention_heads
-    feed = MaskProvider(config.mask, config.dense_schedule, heads, len(blocks), _ALONE, steps)
-    attachment = PatchSet()
-    token_permutation: dict[Hashable, BlockMask] = {}
+    provider = MaskProvider(config.mask, config.dense_schedule, heads, len(blocks), _ALONE, steps)
+    patches = PatchSet()
+    branch = guidance_branch(transformer, patches)
+    cache: dict[Hashable, BlockMask] = {}
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = signature_of(module).bind(*args, **kwargs).arguments
-        feed.begin(*architecture.token_grid(module, inputs), inputs.get("timestep"))
-        token_permutation.clear()
+        provider.begin(*architecture.token_grid(module, inputs), inputs.get("timestep"), branch())
+        cache.clear()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
-        version, tokens = feed.version(layer), LocalQK.alone(q, k, scale)
+        version, tokens = provider.version(layer), LocalQK.alone(q, k, scale)
         if version is None:
-            return masked_attention(q, k, v, feed.mask(layer, tokens), scale)
-        if version not in token_permutation:
-            token_permutation[version] = feed.mask(layer, tokens)
-        return masked_attention(q, k, v, token_permutation[version], scale)
+            return masked_attention(q, k, v, provider.mask(layer, tokens), scale)
+        if version not in cache:
+            cache[version] = provider.mask(layer, tokens)
+        return masked_attention(q, k, v, cache[version], scale)
 
-    attachment.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
+    patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
     for layer, block in enumerate(blocks):
-        intercept_self_attention(block.get_submodule("attn1"), functools.partial(attend, layer=layer), attachment)
-    return attachment
+        intercept_self_attention(block.get_submodule("attn1"), functools.partial(attend, layer=layer), patches)
+    return patches
 
 
 def masked_attention(
@@ -82,7 +83,7 @@ def token_mask(mask: BlockMask) -> torch.Tensor:
     q_block, k_block = (torch.from_numpy(axis.block_of) for axis in (grid.q_axis, grid.k_axis))
     allowed = torch.empty(mask.heads, grid.tokens, grid.tokens, dtype=torch.bool, device=mask.bits.device)
     for order, heads in grid.order_groups(mask.heads):
-        place = torch.from_numpy(np.argsort(grid.token_permutation(order)))  # where each token stands
+        place = torch.from_numpy(np.argsort(grid.token_permutation(order)))  # of each token
         rows, columns = q_block[place].to(mask.bits.device), k_block[place].to(mask.bits.device)
         allowed[heads] = mask.bits[heads][:, rows][:, :, columns]
     return allowed

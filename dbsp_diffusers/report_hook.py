@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,7 +13,8 @@ import torch
 from dbsp_core.reports.collect import is_writer, make_report, write_report_files
 from dbsp_core.reports.observer import RunObserver, run_observer
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.utils.errors import NOTICE, UserError
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.log import log
 from dbsp_diffusers.patching import PatchSet, around_calls
 
 __all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name"]
@@ -23,14 +23,14 @@ __all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name"]
 def report_calls(
     pipe: Any,
     session: AttentionSession,
-    attachment: PatchSet,
+    patches: PatchSet,
     host: str,
-    whole: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    full_latents: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
 
     A call that fails leaves nothing, and waits for nobody.
-    whole: makes a rank's latents the whole video's, where each rank denoises a part. Collective
+    full_latents: makes a rank's latents the whole video's, where each rank denoises a part. Collective
     """
     observer = run_observer(session)
     if observer is None:
@@ -48,8 +48,8 @@ def report_calls(
                 raise
             finally:
                 kept.detach()
-            if whole is not None and observer.latents is not None:
-                observer.latents = whole(observer.latents)
+            if full_latents is not None and observer.latents is not None:
+                observer.latents = full_latents(observer.latents)
             if observer.device.type == "cuda":
                 torch.cuda.synchronize(observer.device)
             observer.seconds = time.perf_counter() - start
@@ -59,7 +59,7 @@ def report_calls(
 
         return call_and_report
 
-    around_calls(pipe, around, attachment)
+    around_calls(pipe, around, patches)
 
 
 def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> None:
@@ -78,7 +78,7 @@ def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> N
         if not isinstance(error, (UserError, RuntimeError, OSError)):
             traceback.print_exc()
         text = " ".join(str(error).split()) or type(error).__name__
-        print(f"{NOTICE}no report in {folder}: {text}", file=sys.stderr, flush=True)
+        log.warning("no report in %s: %s", folder, text)
 
 
 def model_name(pipe: Any) -> str:
@@ -105,6 +105,6 @@ def _keep_latents(scheduler: Any, observer: RunObserver) -> PatchSet:
     own = vars(scheduler)  # not by setattr, which xfuser's schedulers pass on to the one they wrap
     before = own.get("step")
     own["step"] = step_and_keep
-    attachment = PatchSet()
-    attachment.on_detach(lambda: own.pop("step") if before is None else own.update(step=before))
-    return attachment
+    patches = PatchSet()
+    patches.on_detach(lambda: own.pop("step") if before is None else own.update(step=before))
+    return patches

@@ -13,37 +13,36 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
-from dbsp_diffusers.batch_parallel import BatchGroup
+from dbsp_diffusers.batch_parallel import BatchSplit
 from dbsp_diffusers.caching import ForwardRanks, StepCaches
-from dbsp_diffusers.checks import check_not_parallelized
-from dbsp_diffusers.patching import PatchSet, intercept_self_attention, signature_of
+from dbsp_diffusers.patching import PatchSet, guidance_branch, intercept_self_attention, signature_of
 from dbsp_diffusers.stream_shards import StreamShards
 
-__all__ = ["SequenceSharding", "shard_transformer"]
-
+__all__ = ["shard_transformer"]
 
 _ALONE = SequenceGroup(0, 1)
 
 
 def shard_transformer(
-    transformer: nn.Module, session: AttentionSession, attachment: PatchSet, batch: BatchGroup = _ALONE
-) -> SequenceSharding:
+    transformer: nn.Module, session: AttentionSession, patches: PatchSet, batch: SequenceGroup | BatchSplit = _ALONE
+) -> ForwardRanks:
     """Shards the sequence over the session's ranks between the embedding of its patches and their projection.
 
-    batch: what `split_batch` returned, where the items of a batch are shared out
+    batch: what `split_batch` returned, where a batch is split
+    returns: the ranks that run a forward pass together
     Every rank is given the whole input and returns the whole output. Text, where it is in the sequence, is a stream of
     its own, sharded like video. Step caches, put on the transformer before or after, skip what they would skip in one
-    process. Raises ValueError for a transformer that db-SP does not know or cannot shard.
+    process. Raises UserError for a transformer that db-SP does not know or cannot shard.
     """
-    sharding = SequenceSharding(transformer, session, batch)
-    sharding.attach(attachment)
-    return sharding
+    sharding = _SequenceSharding(transformer, session, batch)
+    sharding.attach(patches)
+    return sharding.together
 
 
-class SequenceSharding:
+class _SequenceSharding:
     """The hooks on one transformer."""
 
-    def __init__(self, transformer: nn.Module, session: AttentionSession, batch: BatchGroup = _ALONE) -> None:
+    def __init__(self, transformer: nn.Module, session: AttentionSession, batch: SequenceGroup | BatchSplit) -> None:
         self.together = ForwardRanks((session.group, batch), self)
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
@@ -53,26 +52,26 @@ class SequenceSharding:
         blocks = list(self._architecture.blocks_of(transformer))
         self._caches = StepCaches(transformer, blocks, self.together, shared_batch=batch.size > 1)
 
-    def attach(self, attachment: PatchSet) -> None:
+    def attach(self, patches: PatchSet) -> None:
         module = self._transformer.get_submodule
         blocks = self._architecture.blocks_of(self._transformer)
-        check_not_parallelized(self._transformer, [block.get_submodule("attn1") for block in blocks])
         self._caches.look()
-        attachment.on_detach(self._caches.release)
-        attachment.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
+        patches.on_detach(self._caches.release)
+        self._branch = guidance_branch(self._transformer, patches)
+        patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         # Video is sharded before the blocks, not at the first: what wraps the blocks as a whole, as first-block cache
-        # does, then sees shards alone. Text only there, as the embedding's output is cut by the length of whole text.
-        attachment.hook(module(self._architecture.embedding).register_forward_hook, self._shard_embedded)
+        # does, then sees only shards. Text only there, as the embedding's output is cut by the length of all text.
+        patches.hook(module(self._architecture.embedding).register_forward_hook, self._shard_embedded)
         if self._architecture.joint_text:
-            _rewrite_input(blocks[0], "encoder_hidden_states", self._take_text, attachment)
+            _rewrite_input(blocks[0], "encoder_hidden_states", self._take_text, patches)
             for block in blocks:
-                _rewrite_input(block, "image_rotary_emb", self._take_rotary, attachment)
+                _rewrite_input(block, "image_rotary_emb", self._take_rotary, patches)
         else:
-            attachment.hook(module("rope").register_forward_hook, self._shard_rope)
+            patches.hook(module("rope").register_forward_hook, self._shard_rope)
         for layer, block in enumerate(blocks):
             attend = functools.partial(self._session.attend, layer)
-            intercept_self_attention(block.get_submodule("attn1"), attend, attachment)
-        attachment.hook(module("proj_out").register_forward_hook, self._gather)
+            intercept_self_attention(block.get_submodule("attn1"), attend, patches)
+        patches.hook(module("proj_out").register_forward_hook, self._gather)
 
     @property
     def video(self) -> StreamShards:
@@ -87,13 +86,14 @@ class SequenceSharding:
         if isinstance(timestep, torch.Tensor) and timestep.ndim > 1:
             raise UserError("db-SP does not know models with a timestep for each frame or token (as Wan2.2-TI2V-5B)")
         thw, text_tokens = self._architecture.token_grid(module, inputs)
-        home = self._session.begin(thw, text_tokens, timestep, inputs["hidden_states"].device)
-        self._text = StreamShards(home, self._session.group, 0, text_tokens)
-        self._video = StreamShards(home, self._session.group, text_tokens, home.tokens)
+        device = inputs["hidden_states"].device
+        layout = self._session.begin(thw, text_tokens, timestep, device, branch=self._branch())
+        self._text = StreamShards(layout, self._session.group, 0, text_tokens)
+        self._video = StreamShards(layout, self._session.group, text_tokens, layout.tokens)
 
     @torch.compiler.disable
     def _shard_embedded(self, module: nn.Module, args: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor:
-        """embedded: [B, C, t, h, w], or [B, text and video tokens, C] with text to be left whole."""
+        """embedded: [B, C, t, h, w], or [B, text and video tokens, C] with text left as it is."""
         if embedded.ndim == 5:
             return self.video.take(embedded.flatten(2), dim=2)[..., None, None]
         text, video = embedded.split([_require(self._text).tokens, self.video.tokens], dim=1)
@@ -126,7 +126,7 @@ def _require(shards: StreamShards | None) -> StreamShards:
     return shards
 
 
-def _rewrite_input(module: nn.Module, name: str, function: Callable[[Any], Any], attachment: PatchSet) -> None:
+def _rewrite_input(module: nn.Module, name: str, function: Callable[[Any], Any], patches: PatchSet) -> None:
     """Passes one argument of a module's forward through a function."""
     signature = signature_of(module)
 
@@ -135,4 +135,4 @@ def _rewrite_input(module: nn.Module, name: str, function: Callable[[Any], Any],
         call.arguments[name] = function(call.arguments.get(name))
         return call.args, call.kwargs
 
-    attachment.hook(module.register_forward_pre_hook, rewrite, with_kwargs=True)
+    patches.hook(module.register_forward_pre_hook, rewrite, with_kwargs=True)

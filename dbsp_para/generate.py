@@ -13,14 +13,14 @@ import torch.distributed as dist
 from dbsp_core.comm.timeouts import limit_group_timeouts
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import ModelSignature
-from dbsp_core.utils.errors import UserError, exit_with
+from dbsp_core.utils.errors import UserError, exit_on_user_error
 from dbsp_diffusers.patching import in_float64
 
 __all__ = ["check", "generate"]
 
 
 def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
-    """Before any rank is started. Raises ValueError for a pipeline that is not for this host."""
+    """Before any rank is started. Raises UserError for a pipeline that is not for this host."""
     if identity.pipeline not in ("WanPipeline", "CogVideoXPipeline"):
         raise UserError(f"--model {model} is {identity}; db-SP generates with WanPipeline and CogVideoXPipeline")
 
@@ -69,9 +69,8 @@ def main(arguments: list[str]) -> Any:
         torch.cuda.set_device(_device())
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
-        generate(DbspConfig.load(config_file), Path(video))
-    except UserError as error:
-        exit_with(error)
+        with exit_on_user_error():
+            generate(DbspConfig.load(config_file), Path(video))
     finally:
         dist.destroy_process_group()
 

@@ -17,7 +17,7 @@ from dbsp_core.config.config import ConfigLike
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 from dbsp_para.attach import parallelize_pipe, parallelize_transformer
-from dbsp_para.first_block_cache import with_real_tokens
+from dbsp_para.first_block_cache import over_real_tokens
 
 __all__ = ["install", "uninstall"]
 
@@ -29,14 +29,14 @@ def install() -> bool:
     """Wraps para-attn's functions, once. returns: whether para-attn is there to be wrapped."""
     global _installed
     if _installed is None and importlib.util.find_spec("para_attn") is not None:
-        with PatchSet() as attachment:
+        with PatchSet() as patches:
             for name in _ADAPTERS:
                 module = importlib.import_module(f"para_attn.context_parallel.diffusers_adapters.{name}")
                 for ours in (parallelize_pipe, parallelize_transformer):
-                    attachment.set_attribute(module, ours.__name__, _with_dbsp(module, ours))
+                    patches.set_attribute(module, ours.__name__, _with_dbsp(module, ours))
             cache = importlib.import_module("para_attn.first_block_cache.utils")
-            attachment.set_attribute(cache, "are_two_tensors_similar", with_real_tokens(cache.are_two_tensors_similar))
-        _installed = attachment
+            patches.set_attribute(cache, "are_two_tensors_similar", over_real_tokens(cache.are_two_tensors_similar))
+        _installed = patches
     return _installed is not None
 
 

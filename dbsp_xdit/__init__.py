@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dbsp_xdit.attach import attach, detach
+    from dbsp_xdit.attachment import attach, detach, session_of
 
-__all__ = ["attach", "detach"]
+__all__ = ["attach", "detach", "session_of"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from dbsp_xdit import attach as attaching
+        from dbsp_xdit import attachment
 
-        return getattr(attaching, name)
+        return getattr(attachment, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

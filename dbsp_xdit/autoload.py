@@ -1,7 +1,7 @@
 """How the unmodified `xdit` command learns db-SP's flags.
 
 xfuser has no plugin entry points, but torch has: it calls every function in the entry-point group `torch.backends`
-when it is imported. This one looks whether the process is an xfuser run and if so installs the seams before xfuser's
+when it is imported. This one looks whether the process is an xfuser run and if so installs the patches before xfuser's
 modules are imported; in a run with db-SP, torchrun ends with `xdit`, and ranks with their torchrun, however that came
 about. Anywhere else it does nothing. DBSP_AUTOLOAD=0 turns it off; `dbsp-xdit` does without it.
 """
@@ -35,6 +35,7 @@ def autoload() -> None:
 
             install(active=ours)
     except Exception as error:
+        # by no logger: loading one may be what failed
         print(f"dbsp: not loaded into this xfuser run: {type(error).__name__}: {error}", file=sys.stderr)
 
 

@@ -22,24 +22,24 @@ from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.caching import refuse_step_caches
 from dbsp_diffusers.patching import PatchSet, intercept_self_attention, signature_of
 
-__all__ = ["attach_strips", "strips_layout", "whole_latents"]
+__all__ = ["attach_strips", "gather_latents", "strips_layout"]
 
 
-def attach_strips(transformer: Any, session: AttentionSession, attachment: PatchSet) -> None:
+def attach_strips(transformer: Any, session: AttentionSession, patches: PatchSet) -> None:
     """Intercepts the self-attention of an xFuserCogVideoXTransformer3DWrapper.
 
-    Raises ValueError for a configuration that asks for another home layout than the host's.
+    Raises UserError for a configuration that asks for another layout than the host's.
     """
     if session.config.layout not in (None, "contiguous"):
         raise UserError(
             f"layout: {session.config.layout} is not for xFuserCogVideoXPipeline, which shards by strips of rows "
             "itself; leave it out, or attach to diffusers' CogVideoXPipeline instead"
         )
-    _explain_heights(session.group.size, attachment)
-    _StripSharding(transformer, session).attach(attachment)
+    _explain_heights(session.group.size, patches)
+    _StripSharding(transformer, session).attach(patches)
 
 
-def _explain_heights(world: int, attachment: PatchSet) -> None:
+def _explain_heights(world: int, patches: PatchSet) -> None:
     """xfuser refuses heights that are not whole rows of tokens on each rank; this says what to do about it."""
     from xfuser.core.distributed import get_runtime_state
 
@@ -56,11 +56,11 @@ def _explain_heights(world: int, attachment: PatchSet) -> None:
             )
         check(height, *args, **others)
 
-    attachment.set_attribute(state, "set_video_input_parameters", check_height)
+    patches.set_attribute(state, "set_video_input_parameters", check_height)
 
 
-def whole_latents(sequence: SequenceGroup) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Puts the strips of latents [B, F, C, h, W] together to [B, F, C, H, W]. Collective."""
+def gather_latents(sequence: SequenceGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Gathers the strips of latents [B, F, C, h, W] to [B, F, C, H, W]. Collective."""
     return lambda strip: torch.cat(sequence.all_gather(strip), dim=-2)
 
 
@@ -80,11 +80,11 @@ class _StripSharding:
         self._text_tokens = 0  # of the whole sequence
         self._text_held = 0  # by this rank
 
-    def attach(self, attachment: PatchSet) -> None:
-        attachment.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
+    def attach(self, patches: PatchSet) -> None:
+        patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         for layer, block in enumerate(self._transformer.transformer_blocks):
-            attachment.set_attribute(block.attn1, "processor", _StockProcessor())
-            intercept_self_attention(block.attn1, functools.partial(self._attend, layer), attachment)
+            patches.set_attribute(block.attn1, "processor", _StockProcessor())
+            intercept_self_attention(block.attn1, functools.partial(self._attend, layer), patches)
 
     @torch.compiler.disable
     def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

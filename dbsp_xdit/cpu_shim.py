@@ -10,7 +10,6 @@ for is listed here in full:
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -18,35 +17,36 @@ from typing import Any
 
 import torch
 
+from dbsp_core.utils.log import log
 from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["cpu_patches"]
 
 
-def cpu_patches(attachment: PatchSet) -> dict[str, Callable[[ModuleType, PatchSet], None]]:
+def cpu_patches(patches: PatchSet) -> dict[str, Callable[[ModuleType, PatchSet], None]]:
     """Changes to make after each of these modules is imported; none where there is an accelerator."""
     if torch.accelerator.is_available():
         return {}
-    print("dbsp: no accelerator found: running xfuser on the CPU with gloo", file=sys.stderr)
-    attachment.set_attribute(torch.cuda, "Event", HostEvent)
-    attachment.set_attribute(torch.cuda, "synchronize", lambda *_: None)
+    log.info("no accelerator found: running xfuser on the CPU with gloo")
+    patches.set_attribute(torch.cuda, "Event", HostEvent)
+    patches.set_attribute(torch.cuda, "synchronize", lambda *_: None)
     return {
         "xfuser.envs": _envs,
         "xfuser.model_executor.models.runner_models.loading.placement": _placement,
     }
 
 
-def _envs(module: ModuleType, attachment: PatchSet) -> None:
-    attachment.set_attribute(module, "_is_cuda", lambda: False)  # it asks how torch was built, not what is there
-    attachment.set_attribute(module, "get_device_version", lambda: None)
-    attachment.set_attribute(module, "get_torch_distributed_backend", lambda: "gloo")
+def _envs(module: ModuleType, patches: PatchSet) -> None:
+    patches.set_attribute(module, "_is_cuda", lambda: False)  # it asks how torch was built, not what is there
+    patches.set_attribute(module, "get_device_version", lambda: None)
+    patches.set_attribute(module, "get_torch_distributed_backend", lambda: "gloo")
     packages = module.PACKAGES_CHECKER.get_packages_info()
     packages["has_long_ctx_attn"] = True
-    attachment.on_detach(lambda: packages.update(has_long_ctx_attn=False))
+    patches.on_detach(lambda: packages.update(has_long_ctx_attn=False))
 
 
-def _placement(module: ModuleType, attachment: PatchSet) -> None:
-    attachment.set_attribute(module, "place_pipeline_components", lambda loader: None)
+def _placement(module: ModuleType, patches: PatchSet) -> None:
+    patches.set_attribute(module, "place_pipeline_components", lambda loader: None)
 
 
 class HostEvent:

@@ -23,7 +23,7 @@ __all__ = ["check", "runner_arguments"]
 
 
 def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
-    """Before any rank is started. Raises ValueError as `xdit --sp-backend dbsp` would."""
+    """Before any rank is started. Raises UserError as `xdit --sp-backend dbsp` would."""
     preflight([f"--model={model}", "--sp_backend=dbsp"])
 
 
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _save_on_rank_0(path: Path, fps: int) -> None:
-    """This process is ours alone, and ends with the run: nothing needs to be undone."""
+    """This process runs nothing else and ends with the run: nothing needs to be undone."""
     from diffusers.utils import export_to_video
     from xfuser.core.utils import runner_utils
 

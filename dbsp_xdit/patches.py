@@ -1,8 +1,8 @@
 """Where db-SP enters an xfuser run: small changes made right after the module concerned is imported, each undoable.
 
-- xfuser.cli: user mistakes are found before torchrun starts
+- xfuser.cli: user errors are found before torchrun starts
 - xfuser.config.args: the flags; what `--model` may be
-and, in runs with backend "dbsp" alone:
+and, in runs with backend "dbsp" only:
 - xfuser…runner_models.base_model: attach after the weights are loaded, report after the run
 - xfuser…runtime_state: no refusals on behalf of an attention that will not run
 """
@@ -16,12 +16,11 @@ import importlib.machinery
 import importlib.util
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from dbsp_core.utils.errors import UserError, exit_with
+from dbsp_core.utils.errors import exit_on_user_error
 from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["install", "uninstall"]
@@ -38,23 +37,23 @@ def install(*, active: bool) -> None:
     global _installed
     if _installed is not None:
         return
-    attachment = PatchSet()
+    patches = PatchSet()
     actions: dict[str, Action] = {
-        "xfuser.cli": _seam_cli,
-        "xfuser.config.args": _seam_args,
+        "xfuser.cli": _patch_cli,
+        "xfuser.config.args": _patch_args,
     }
     if active:
         from dbsp_xdit.cpu_shim import cpu_patches
 
-        actions["xfuser.model_executor.models.runner_models.base_model"] = _seam_base_model
-        actions["xfuser.core.distributed.runtime_state"] = _seam_runtime_state
-        actions.update(cpu_patches(attachment))
+        actions["xfuser.model_executor.models.runner_models.base_model"] = _patch_base_model
+        actions["xfuser.core.distributed.runtime_state"] = _patch_runtime_state
+        actions.update(cpu_patches(patches))
     for name in [name for name in actions if name in sys.modules]:
-        actions.pop(name)(sys.modules[name], attachment)
-    finder = PostImportHook(actions, attachment)
+        actions.pop(name)(sys.modules[name], patches)
+    finder = PostImportHook(actions, patches)
     sys.meta_path.insert(0, finder)
-    attachment.on_detach(lambda: sys.meta_path.remove(finder))
-    _installed = attachment
+    patches.on_detach(lambda: sys.meta_path.remove(finder))
+    _installed = patches
 
 
 def uninstall() -> None:
@@ -68,9 +67,9 @@ def uninstall() -> None:
 class PostImportHook(importlib.abc.MetaPathFinder):
     """Runs an action once a module of that name has been executed."""
 
-    def __init__(self, actions: dict[str, Action], attachment: PatchSet) -> None:
+    def __init__(self, actions: dict[str, Action], patches: PatchSet) -> None:
         self._actions = actions
-        self._attachment = attachment
+        self._patches = patches
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -85,31 +84,29 @@ class PostImportHook(importlib.abc.MetaPathFinder):
 
         def execute_then_act(module: ModuleType) -> None:
             execute(module)
-            action(module, self._attachment)
+            action(module, self._patches)
 
         spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
         return spec
 
 
-def _seam_cli(module: ModuleType, attachment: PatchSet) -> None:
+def _patch_cli(module: ModuleType, patches: PatchSet) -> None:
     original = module.main
 
     @functools.wraps(original)
     def main(args: list[str] | None = None) -> None:
         from dbsp_xdit.models import preflight
 
-        try:
+        with exit_on_user_error():
             preflight(sys.argv[1:] if args is None else args)
-        except UserError as error:
-            exit_with(error)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal ends the ranks as SIGTERM does
             signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         original(args)
 
-    attachment.set_attribute(module, "main", main)
+    patches.set_attribute(module, "main", main)
 
 
-def _seam_args(module: ModuleType, attachment: PatchSet) -> None:
+def _patch_args(module: ModuleType, patches: PatchSet) -> None:
     cls = module.xFuserArgs
     add_runner_args, from_runner_args = cls.add_runner_args, cls.from_runner_args
 
@@ -126,55 +123,46 @@ def _seam_args(module: ModuleType, attachment: PatchSet) -> None:
         from dbsp_xdit.models import settings_of
         from dbsp_xdit.runner_models import register
 
-        try:
+        with exit_on_user_error():
             settings = settings_of(args)
-        except UserError as error:
-            exit_with(error)
         if settings is not None:
             config, model = settings
             if model is not None:
                 register(args["model"], model, config)
         return from_runner_args(args)
 
-    attachment.set_attribute(cls, "add_runner_args", staticmethod(with_flags))
-    attachment.set_attribute(cls, "from_runner_args", classmethod(with_models))
+    patches.set_attribute(cls, "add_runner_args", staticmethod(with_flags))
+    patches.set_attribute(cls, "from_runner_args", classmethod(with_models))
 
 
-def _seam_base_model(module: ModuleType, attachment: PatchSet) -> None:
+def _patch_base_model(module: ModuleType, patches: PatchSet) -> None:
     cls = module.xFuserModel
     post_load, initialize, run = cls._post_load_and_state_initialization, cls.initialize, cls.run
 
     @functools.wraps(post_load)
     def post_load_then_attach(self: Any, input_args: dict[str, Any]) -> None:
-        from dbsp_xdit.attach import attach
+        from dbsp_xdit.attachment import attach
         from dbsp_xdit.flags import config_from
 
         post_load(self, input_args)
-        try:
+        with exit_on_user_error():
             config = config_from(input_args)
             if config is not None:
                 attach(self.pipe, config)
-        except UserError as error:
-            exit_with(error)
-
-    @functools.wraps(initialize)
-    def initialize_or_exit(self: Any, input_args: dict[str, Any]) -> None:
-        with _our_errors_in_one_line():  # it generates once where torch.compile is asked for
-            initialize(self, input_args)
 
     @functools.wraps(run)
     def run_then_report(self: Any, input_args: dict[str, Any]) -> Any:
-        from dbsp_xdit.attach import recorded
+        from dbsp_xdit.attachment import recorded
 
-        with _our_errors_in_one_line(), recorded(self.pipe, model=str(self.config.model)):
+        with exit_on_user_error(), recorded(self.pipe, model=str(self.config.model)):
             return run(self, input_args)
 
-    attachment.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
-    attachment.set_attribute(cls, "initialize", initialize_or_exit)
-    attachment.set_attribute(cls, "run", run_then_report)
+    patches.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
+    patches.set_attribute(cls, "initialize", exit_on_user_error()(initialize))  # with torch.compile it generates once
+    patches.set_attribute(cls, "run", run_then_report)
 
 
-def _seam_runtime_state(module: ModuleType, attachment: PatchSet) -> None:
+def _patch_runtime_state(module: ModuleType, patches: PatchSet) -> None:
     """xfuser's checks guard its own self-attention: heads that x does not divide, backends without log-sum-exp."""
     cls = module.RuntimeState
     check_backend = cls._check_if_backend_compatible_with_current_configuration
@@ -189,13 +177,5 @@ def _seam_runtime_state(module: ModuleType, attachment: PatchSet) -> None:
         finally:
             self.parallel_config = parallel_config
 
-    attachment.set_attribute(cls, "_check_if_backend_compatible_with_current_configuration", check_as_if_without_ring)
-    attachment.set_attribute(module.DiTRuntimeState, "_check_model_and_parallel_config", lambda self, **_: None)
-
-
-@contextmanager
-def _our_errors_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        exit_with(error)
+    patches.set_attribute(cls, "_check_if_backend_compatible_with_current_configuration", check_as_if_without_ring)
+    patches.set_attribute(module.DiTRuntimeState, "_check_model_and_parallel_config", lambda self, **_: None)

@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import exit_on_user_error
 from dbsp_start.parents import LAUNCHER
 from dbsp_xdit.autoload import dbsp_requested
 from dbsp_xdit.models import preflight
@@ -25,11 +25,8 @@ def main() -> NoReturn:
     argv = sys.argv[1:]
     if not any(argument.split("=")[0].replace("_", "-") == "--sp-backend" for argument in argv):
         argv = ["--sp_backend", "dbsp", *argv]
-    try:
+    with exit_on_user_error():
         preflight(argv)
-    except UserError as error:
-        print(f"dbsp-xdit: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
     install(active=dbsp_requested(argv))  # xfuser.cli cannot be imported without an accelerator otherwise
     from xfuser.cli import extract_torchrun_args, get_nproc_from_args
 

@@ -1,6 +1,6 @@
 """xfuser's runner models for what xfuser has none for: CogVideoX, Wan2.1 1.3B, local folders, short names.
 
-Registered in runs with backend "dbsp" alone: elsewhere xfuser's own list of models stays as it is.
+Registered in runs with backend "dbsp" only: elsewhere xfuser's own list of models stays as it is.
 """
 
 from __future__ import annotations

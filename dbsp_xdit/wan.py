@@ -2,102 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 
-from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
 from dbsp_diffusers.caching import refuse_step_caches
-from dbsp_diffusers.patching import PatchSet, patch_tokens, signature_of, unpatch_tokens
+from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 
-__all__ = ["Branch", "attach_wan", "branch_of_wan"]
-
-Branch = Callable[[], int]
-"""Which guidance pass of a step this rank's group is about to run, where each group runs one alone; else 0."""
+__all__ = ["attach_wan"]
 
 
-def branch_of_wan(pipe: Any, guidance: SequenceGroup) -> Branch:
-    """xfuser's Wan pipelines run the conditioned pass, then the other; in parallel, the other on the first group."""
-
-    def branch() -> int:
-        alone = guidance.size > 1 and getattr(pipe, "do_classifier_free_guidance", False)
-        return guidance.size - 1 - guidance.rank if alone else 0
-
-    return branch
-
-
-def attach_wan(transformer: Any, session: AttentionSession, branch: Branch, attachment: PatchSet) -> None:
-    """Puts db-SP where xfuser's USP stands, and lays the sequence out as the configuration wants it.
+def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -> None:
+    """Replaces xfuser's USP by db-SP, and shards the sequence in the order that the configuration asks for.
 
     transformer: an xFuserWanTransformer3DWrapper
-    Raises ValueError when its self-attention is not xfuser's.
+    Raises UserError when its self-attention is not xfuser's.
     """
-    attachment.hook(transformer.register_forward_pre_hook, _Begin(session, branch), with_kwargs=True)
+    branch, layers = guidance_branch(transformer, patches), len(transformer.blocks)
+
+    @torch.compiler.disable
+    def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_step_caches(module, module.blocks)
+        inputs = signature_of(module).bind(*args, **kwargs).arguments
+        thw, _ = architecture_of(module).token_grid(module, inputs)
+        session.begin(thw, 0, inputs.get("timestep"), inputs["hidden_states"].device, branch=branch())
+
+    @torch.compiler.disable
+    def end(module: Any, args: tuple[Any, ...], output: Any) -> None:
+        missed = layers - session.end()
+        if missed:
+            raise RuntimeError(
+                f"{missed} of {layers} self-attentions did not reach db-SP; something replaced their processors"
+            )
+
+    patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
     for layer, block in enumerate(transformer.blocks):
         processor = block.attn1.processor
         if "attention_function" not in vars(processor):
             raise UserError(
                 f"self-attention of layer {layer} is computed by a {type(processor).__name__}, which is not xfuser's; "
-                "load the transformer anew"
+                "load the transformer again"
             )
-        attachment.set_attribute(processor, "attention_function", LayerAttention(session, layer))
+        patches.set_attribute(processor, "attention_function", functools.partial(_attend, session, layer))
     strategy = session.strategy
     if session.config.effective_layout != "contiguous" and (strategy is None or strategy.ring > 1):
-        _lay_out(transformer, session, attachment)  # Ulysses alone has nothing to lay out
-    attachment.hook(transformer.register_forward_hook, _End(session, len(transformer.blocks)))
+        _permute_sequence(transformer, session, patches)  # with Ulysses only, the order does not matter
+    patches.hook(transformer.register_forward_hook, end)
 
 
-class LayerAttention:
-    """Stands in for xfuser's USP in one layer's self-attention."""
-
-    def __init__(self, session: AttentionSession, layer: int) -> None:
-        self._session = session
-        self._layer = layer
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-        """query, key, value: [B, H, shard, D]; xfuser's options choose among backends that are not used here."""
-        return self._session.attend(self._layer, query, key, value)
+def _attend(
+    session: AttentionSession, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """query, key, value: [B, H, shard, D]; xfuser's options choose among backends that are not used here."""
+    return session.attend(layer, query, key, value)
 
 
-class _Begin:
-    """Before each forward pass: tells the session the size of the video."""
+def _permute_sequence(transformer: Any, session: AttentionSession, patches: PatchSet) -> None:
+    """Puts tokens and rotary table in the layout's order before the blocks, and the output back in token order.
 
-    def __init__(self, session: AttentionSession, branch: Branch) -> None:
-        self._session = session
-        self._branch = branch
-
-    @torch.compiler.disable
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_step_caches(module, module.blocks)
-        inputs = signature_of(module).bind(*args, **kwargs).arguments
-        thw, _ = architecture_of(module).token_grid(module, inputs)
-        device = inputs["hidden_states"].device
-        self._session.begin(thw, 0, inputs.get("timestep"), device, branch=self._branch())
-
-
-class _End:
-    """After each forward pass: every layer's attention must have come by."""
-
-    def __init__(self, session: AttentionSession, layers: int) -> None:
-        self._session = session
-        self._layers = layers
-
-    @torch.compiler.disable
-    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
-        missed = self._layers - self._session.end()
-        if missed:
-            raise RuntimeError(
-                f"{missed} of {self._layers} self-attentions did not reach db-SP; something replaced their processors"
-            )
-
-
-def _lay_out(transformer: Any, session: AttentionSession, attachment: PatchSet) -> None:
-    """Shards the sequence in the home layout's order: tokens and rotary table permuted on the way in, undone on the
-    way out. xfuser cuts the sequence into equal shards itself, so only the order is ours to choose."""
+    xfuser cuts the sequence into equal shards itself, so only the order is ours to choose.
+    """
     patch = transformer.config.patch_size
 
     def order(device: torch.device) -> torch.Tensor:
@@ -117,9 +85,25 @@ def _lay_out(transformer: Any, session: AttentionSession, attachment: PatchSet) 
         tokens = patch_tokens(sample, patch)
         restored = torch.empty_like(tokens)
         restored[:, order(tokens.device)] = tokens
-        whole = unpatch_tokens(restored, sample, patch)
-        return (whole,) if isinstance(output, tuple) else type(output)(sample=whole)
+        sample = unpatch_tokens(restored, sample, patch)
+        return (sample,) if isinstance(output, tuple) else type(output)(sample=sample)
 
-    attachment.hook(transformer.patch_embedding.register_forward_hook, permute_tokens)
-    attachment.hook(transformer.rope.register_forward_hook, permute_rope)
-    attachment.hook(transformer.register_forward_hook, restore)
+    patches.hook(transformer.patch_embedding.register_forward_hook, permute_tokens)
+    patches.hook(transformer.rope.register_forward_hook, permute_rope)
+    patches.hook(transformer.register_forward_hook, restore)
+
+
+def patch_tokens(sample: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
+    """[B, C, F, H, W] → [B, tokens, C·patch], tokens in (t, h, w) order."""
+    frames, height, width = patch
+    batch, channels, f, h, w = sample.shape
+    blocks = sample.reshape(batch, channels, f // frames, frames, h // height, height, w // width, width)
+    return blocks.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(batch, -1, channels * frames * height * width)
+
+
+def unpatch_tokens(tokens: torch.Tensor, like: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
+    """The inverse of `patch_tokens`, to the shape of `like`."""
+    batch, channels = like.shape[:2]
+    counts = [size // p for size, p in zip(like.shape[2:], patch, strict=True)]
+    blocks = tokens.reshape(batch, *counts, channels, *patch)
+    return blocks.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(like.shape)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dbsp_cli.generate.leftovers import RUN, end_leftovers
-from dbsp_core.utils.errors import ERROR, NOTICE, UserError
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.log import ERROR, NOTICE
 from dbsp_start.held import held
 
 __all__ = ["Launch", "LogFollower", "RunFailed", "run_watched"]

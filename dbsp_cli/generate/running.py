@@ -15,7 +15,7 @@ from dbsp_cli.generate.launcher import LogFollower, RunFailed, run_watched
 from dbsp_cli.generate.work_folder import WorkFolder, put_folder, remove_left_over, work_folder
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.config.models import TINY
-from dbsp_core.utils.errors import NOTICE
+from dbsp_core.utils.log import NOTICE
 from dbsp_core.utils.yaml_file import Settings, read_settings
 
 __all__ = ["Made", "run_job"]

@@ -1,4 +1,4 @@
-"""Which denoising step a forward pass belongs to, told from its timestep alone, and which steps are dense."""
+"""Which denoising step a forward pass belongs to, and which steps are dense."""
 
 from __future__ import annotations
 
@@ -19,20 +19,30 @@ class DenoisingStep:
 
 @dataclass
 class StepCounter:
-    """Counts steps and guidance passes from timesteps, which fall from step to step and rise with a new generation."""
+    """Counts steps and guidance passes.
+
+    Timesteps fall from step to step and rise with a new generation. Where they stay, as some schedulers repeat them
+    (Heun), the next step begins with a guidance pass that this one has had; where the host does not say which pass it
+    is, each is taken for another one of the same step.
+    """
 
     now: DenoisingStep = field(default_factory=DenoisingStep)
     _last: float | None = None
+    _branches: set[int] = field(default_factory=set)
+    """Of the current step."""
 
-    def advance(self, timestep: float) -> DenoisingStep:
-        """The moment of a forward pass at this timestep, which follows the passes told of before."""
-        last, self._last = self._last, timestep
+    def advance(self, timestep: float, branch: int | None = None) -> DenoisingStep:
+        """The step of a forward pass at this timestep, which follows the passes counted before.
+
+        branch: of the step's passes, where the host says it
+        """
+        step, last, self._last = self.now.step, self._last, timestep
         if last is None or timestep > last:
-            self.now = DenoisingStep()
-        elif timestep < last:
-            self.now = DenoisingStep(self.now.step + 1)
-        else:
-            self.now = DenoisingStep(self.now.step, self.now.branch + 1)
+            step, self._branches = 0, set()
+        elif timestep < last or branch in self._branches:
+            step, self._branches = step + 1, set()
+        self.now = DenoisingStep(step, len(self._branches) if branch is None else branch)
+        self._branches.add(self.now.branch)
         return self.now
 
 

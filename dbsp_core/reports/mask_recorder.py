@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import sys
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.utils import env
 from dbsp_core.utils.atomic_io import ByteTensor, write_atomically, write_byte_tensors
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.log import log
 
 __all__ = ["INDEX", "MaskRecorder", "RecordSettings", "parse_layers", "parse_size"]
 
@@ -147,7 +147,7 @@ class MaskRecorder(SessionObserver):
         try:
             settings = RecordSettings.of(folder)
         except UserError as error:
-            print(f"db-SP: not recording masks: {error}", file=sys.stderr)
+            log.warning("not recording masks: %s", error)
             settings = RecordSettings()
         first = group.rank == 0 and (alone or dist.get_rank() == 0)
         return cls(settings, layers, active=settings.folder is not None and first)
@@ -158,7 +158,7 @@ class MaskRecorder(SessionObserver):
         return self.settings.folder is not None
 
     @_never_raises
-    def begin(self, step: DenoisingStep, timestep: object = None) -> None:
+    def begin(self, step: DenoisingStep, timestep: object = None, branch: int | None = None) -> None:
         self._finish()
         self._current = _Pass(step)
 
@@ -191,7 +191,7 @@ class MaskRecorder(SessionObserver):
         """Records nothing from now on, says so once, and in the index."""
         self.active, self.stopped, self._current = False, why, None
         self._pending.clear()
-        print(f"db-SP: stopped recording masks to {self.settings.folder}: {why}; the run goes on", file=sys.stderr)
+        log.warning("stopped recording masks to %s: %s; the run goes on", self.settings.folder, why)
         try:
             if self._passes:
                 self._write_index()

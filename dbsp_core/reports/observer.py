@@ -124,6 +124,7 @@ class RunObserver(SessionObserver):
     dtype: str = ""
     _started: Mark = 0.0
     _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
+    _branches: list[int | None] = field(default_factory=list)
     _assignments: dict[Hashable, Assignment] = field(default_factory=dict)
     _open: dict[Hashable, ObservedCall] = field(default_factory=dict)
 
@@ -131,14 +132,16 @@ class RunObserver(SessionObserver):
         """Forgets the run so far; plans that were made in it still count as made."""
         self.calls.clear()
         self._timesteps.clear()
+        self._branches.clear()
         self._open.clear()
         self.seconds = self.latents = None
 
-    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None) -> None:
+    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None, branch: int | None) -> None:
         """Copies the timestep on its device, to be read when the run is over."""
         if isinstance(timestep, torch.Tensor):
             timestep = timestep.detach().reshape(-1)[:1].clone()
         self._timesteps.append(timestep)
+        self._branches.append(branch)
 
     def attention_begins(self, device: torch.device) -> None:
         self._started = _mark(device)
@@ -183,11 +186,12 @@ class RunObserver(SessionObserver):
         counter, found = StepCounter(), []
         tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
         read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
-        for number, timestep in enumerate(self._timesteps):
+        for number, (timestep, branch) in enumerate(zip(self._timesteps, self._branches, strict=True)):
             if timestep is None:  # nothing tells steps apart but their order
                 found.append(DenoisingStep(number))
             else:
-                found.append(counter.advance(float(next(read) if isinstance(timestep, torch.Tensor) else timestep)))
+                value = next(read) if isinstance(timestep, torch.Tensor) else timestep
+                found.append(counter.advance(float(value), branch))
         return found
 
     def _evaluate(self, key: Hashable, latest: Mapping[Hashable, Plan]) -> None:

@@ -52,12 +52,16 @@ class MaskProvider:
     """By name, in the order in which it was first given."""
 
     def begin(
-        self, thw: tuple[int, int, int], text_tokens: int, timestep: torch.Tensor | float | None, branch: int = 0
+        self,
+        thw: tuple[int, int, int],
+        text_tokens: int,
+        timestep: torch.Tensor | float | None,
+        branch: int | None = None,
     ) -> None:
         """Starts a forward pass.
 
         timestep: of the denoising; read (a host synchronisation) where masks or their plans depend on it
-        branch:   of a step's passes, where this group of ranks is given only the later ones
+        branch:   of a step's passes, where the host says which one this is
         """
         self._thw, self._text_tokens = thw, text_tokens
         if timestep is not None and (self.count_steps or self.source.varies != "never" or self.schedule.by_step):
@@ -66,8 +70,7 @@ class MaskProvider:
                 # The last one may have failed at the step with which this one begins.
                 self._last_generation, self._counter = generation, StepCounter()
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
-            now = self._counter.advance(float(first))
-            self.moment = DenoisingStep(now.step, now.branch + branch)
+            self.moment = self._counter.advance(float(first), branch)
 
     def grid(self, device: torch.device) -> BlockGrid:
         """The source's grid for this video. Collective: what the source refuses on one rank is refused on all."""

@@ -120,14 +120,14 @@ class AttentionSession:
         timestep: torch.Tensor | float | None = None,
         device: torch.device | str = "cpu",
         *,
-        branch: int = 0,
+        branch: int | None = None,
         host_home: Callable[[], SequenceLayout] | None = None,
     ) -> SequenceLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
         timestep: of the denoising, for masks that depend on the step
         device:   where the group's collectives run
-        branch:   guidance pass that this one is, where the host gives each to a group of ranks of its own
+        branch:   of the step's guidance passes, where the host says which one this is; None: told from timesteps
         host_home: gives the layout in which the host itself shards this size of video; None: ours to choose
         Text, where the model has it in the same sequence, is sharded apart from video. What was made for the last
         `MOST_SIZES` sizes is kept. Raises UserError, on all ranks, for a size the mask source refuses.
@@ -136,7 +136,7 @@ class AttentionSession:
             self._reached.clear()
             self._feed.begin(thw, text_tokens, timestep, branch)
             for observer in self.observers:
-                observer.begin(self._feed.moment, timestep)
+                observer.begin(self._feed.moment, timestep, branch)
             size, place = (thw, text_tokens), torch.device(device)
             if self.config.debug:
                 check_consistent(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
@@ -206,11 +206,11 @@ class AttentionSession:
         return self._counters
 
     def statistics(self) -> dict[str, float]:
-        """How often plans were made, and how even work was, so far; waits for pending plans.
+        """Sums up the calls so far, over all sizes of video. Waits for pending plans.
 
         Returns:
-            "calls", attentions; "plans", made for them; "mean_rho" and "worst_rho", ρ_s of their masks under the plans
-            that were used (1.0 is perfectly even), 1.0 before the first call.
+            "calls", attentions computed; "plans", plans made for them; "mean_rho" and "worst_rho", the imbalance ρ_s
+            (largest work of a rank over the mean) of their masks under the plans in use, 1.0 before any call.
         """
         counters = self.reuse
         mean = counters.rho_used / counters.evaluated if counters.evaluated else 1.0

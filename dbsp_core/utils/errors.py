@@ -5,19 +5,13 @@ The lowest package defines the first, so that every package can raise it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
+from dbsp_core.utils.log import log
 from dbsp_kernels.errors import UserError
 
-__all__ = ["ERROR", "NOTICE", "SettingError", "UserError", "bad_value", "blame_setting", "exit_with"]
-
-NOTICE = "dbsp: "
-"""Before a line that a rank has for the user."""
-ERROR = NOTICE + "error: "
-"""Before the line that names a user's mistake."""
+__all__ = ["SettingError", "UserError", "bad_value", "blame_setting", "exit_on_user_error"]
 
 
 class SettingError(UserError):
@@ -53,8 +47,11 @@ def blame_setting(key: object) -> Iterator[None]:
         raise SettingError(str(error), (str(key),)) from error
 
 
-def exit_with(error: UserError) -> NoReturn:
-    """One line for a user's mistake, and exit code 2."""
-    sys.stderr.write(f"{ERROR}{error}\n")
-    sys.stderr.flush()
-    raise SystemExit(2) from error
+@contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Turns a user's error inside into one line and exit code 2. Also a decorator."""
+    try:
+        yield
+    except UserError as error:
+        log.error(error)
+        raise SystemExit(2) from error

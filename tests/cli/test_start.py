@@ -72,12 +72,12 @@ class TestFaultsOfOurOwn:
         ("error", "ends"), [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]
     )
     def test_of_dbsp_xdit(self, monkeypatch, error, ends):
-        from dbsp_xdit import launch
+        from dbsp_xdit import run
 
         monkeypatch.setattr(sys, "argv", ["dbsp-xdit", "--model", "m"])
-        monkeypatch.setattr(launch, "preflight", lambda argv: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(run, "preflight", lambda argv: (_ for _ in ()).throw(error))
         with pytest.raises(ends) as raised:
-            launch.main()
+            run.main()
         assert raised.value is error or raised.value.code == 2
 
     @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ class TestFaultsOfOurOwn:
         import types
 
         from dbsp_diffusers.patching import PatchSet
-        from dbsp_xdit import patches as seams
+        from dbsp_xdit import patches
 
         def broken(*_: object) -> None:
             raise error
@@ -97,8 +97,8 @@ class TestFaultsOfOurOwn:
         base = types.ModuleType("base_model")
         base.xFuserModel = type("xFuserModel", (), dict.fromkeys(("initialize", "run"), broken))
         base.xFuserModel._post_load_and_state_initialization = lambda self, arguments: None
-        seams._seam_cli(cli, PatchSet())
-        seams._seam_base_model(base, PatchSet())
+        patches._patch_cli(cli, PatchSet())
+        patches._patch_base_model(base, PatchSet())
         monkeypatch.setattr("dbsp_xdit.models.preflight", broken)
         monkeypatch.setattr("dbsp_xdit.flags.config_from", broken)
         model = base.xFuserModel()

@@ -11,9 +11,9 @@ import torch
 import dbsp_para
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_diffusers.attach import share_seeds
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.reference import attach_single_process
-from dbsp_para.attach import share_seeds
 from transformers_for_tests import Inputs, make_transformer
 
 

@@ -81,8 +81,7 @@ def run_data_parallel(rank: int, world: int, case: XditCase, data: int) -> list[
 
 def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[str, Any]) -> tuple[float, int, int]:
     """(largest difference from the same uncompiled, graphs a forward pass runs, graphs compiled in a second pass)."""
-    from dbsp_xdit import attach, detach
-    from dbsp_xdit.attach import session_of
+    from dbsp_xdit import attach, detach, session_of
 
     transformer = hosted_transformer(model, num_layers=layers)
     pipe = types.SimpleNamespace(transformer=transformer)

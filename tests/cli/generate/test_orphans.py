@@ -19,7 +19,7 @@ from dbsp_cli.generate.endings import end_cleanly_on_signals
 from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed, run_watched
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.autoload import autoload
-from dbsp_xdit.patches import _seam_cli
+from dbsp_xdit.patches import _patch_cli
 from repository import python_path
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
@@ -159,7 +159,7 @@ class TestXdit:
 
         cli = types.ModuleType("xfuser.cli")
         cli.main = main
-        _seam_cli(cli, PatchSet())
+        _patch_cli(cli, PatchSet())
         monkeypatch.setattr("dbsp_xdit.models.preflight", lambda arguments: None)
         kept = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
         try:

@@ -15,7 +15,7 @@ from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.schema import setting_names
 from dbsp_core.utils.yaml_file import find_config, read_settings, shipped_configs
-from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, default_config, mask_in_words, require_same_model
+from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, default_config, describe_mask, require_same_model
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
 MODELS = ("wan2.1-t2v-14b", "wan2.1-t2v-1.3b", "cogvideox1.5-5b")
@@ -115,8 +115,8 @@ def test_a_known_model_has_settings_without_a_configuration():
         for known in find_model_spec(model).names:
             config = default_config(signature_of_model(known))
             assert config == DbspConfig.load(f"{model}-sparge")
-    assert mask_in_words(config).startswith("sparge (block_q 128, block_k 64, cdf 0.92, similarity 0.3")
-    assert mask_in_words(config).endswith("dense first_steps 5, first_layers 1")
+    assert describe_mask(config).startswith("sparge (block_q 128, block_k 64, cdf 0.92, similarity 0.3")
+    assert describe_mask(config).endswith("dense first_steps 5, first_layers 1")
     for unknown in (None, signature_of_model("tiny-wan"), signature_of_model("cogvideox-5b")):
         config = default_config(unknown)
         assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)

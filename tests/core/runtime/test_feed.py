@@ -55,6 +55,14 @@ def test_steps_and_branches_are_told_from_timesteps():
     ]
 
 
+def test_where_the_host_says_the_guidance_pass_a_timestep_may_repeat():
+    counter = StepCounter()
+    passes = [(999, 0), (999, 1), (800, 0), (800, 1), (800, 0), (800, 1), (5, 0), (5, 0), (5, 1), (999, 1), (800, 1)]
+    moments = [counter.advance(*now) for now in passes]
+    expected = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (4, 0), (4, 1), (0, 1), (1, 1)]
+    assert moments == [DenoisingStep(*moment) for moment in expected]
+
+
 @pytest.mark.parametrize("odd", [0, 2])
 def test_a_source_that_cannot_name_its_mask_on_one_rank_stops_all(pool, odd):
     with pytest.raises(WorkerError) as raised:

@@ -1,4 +1,4 @@
-"""The script of docs/paraattention.md runs as printed, on two processes with a tiny model."""
+"""The scripts of docs/diffusers.md and docs/paraattention.md run as printed, on two processes with a tiny model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from repository import ROOT
 
 pytest.importorskip("para_attn")
 
-PAGE = ROOT / "docs" / "paraattention.md"
 
-
-def test_the_script_makes_a_video(tmp_path):
-    script = next(code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "MODEL =" in code)
+@pytest.mark.parametrize("page", ["diffusers", "paraattention"])
+def test_the_script_makes_a_video(tmp_path, page):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    script = next(code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "MODEL =" in code)
     folder = make_tiny("wan", tmp_path / "tiny")
     for line in (
         f'MODEL = "{folder}"',

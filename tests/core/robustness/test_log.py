@@ -1,0 +1,38 @@
+"""Lines for the user: on standard error with a prefix, or wherever the application sends them."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from dbsp_core.utils.errors import UserError, exit_on_user_error
+from dbsp_core.utils.log import log
+
+
+def test_lines_go_to_standard_error_once(capsys):
+    log.info("mask %s", "radial 50 %")
+    log.warning("no report")
+    with pytest.raises(SystemExit) as stopped, exit_on_user_error():
+        raise UserError("100 % of it")
+    assert stopped.value.code == 2
+    assert capsys.readouterr() == ("", "dbsp: mask radial 50 %\ndbsp: no report\ndbsp: error: 100 % of it\n")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_application_s_own_handlers_for_dbsp_replace_ours(own):
+    """The root logger's are left out, so that no line is said twice."""
+    configure = f"logging.basicConfig(format='root %(message)s'); logging.getLogger({'dbsp' if own else 'other'!r})"
+    script = (
+        f"import logging, sys; {configure}.addHandler(logging.FileHandler('/dev/stdout'))\n"
+        "logging.getLogger('dbsp').setLevel(logging.INFO)\n"
+        "from dbsp_core.utils.log import log\nlog.info('here')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (("here\n", "root here\n") if own else ("", "dbsp: here\n"))
+
+
+def test_it_is_the_logger_called_dbsp():
+    assert log is logging.getLogger("dbsp")

@@ -1,0 +1,80 @@
+"""What the workers run: pipelines and transformers under dbsp_diffusers itself, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import dbsp_diffusers
+from dbsp_diffusers.reference import attach_single_process
+from para_cases import fingerprint
+from para_pipeline_cases import alone, difference, latents, load, state_of
+from transformers_for_tests import Inputs, make_transformer
+from user_masks import MOMENTS
+
+CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
+
+
+def run_transformer(rank: int, world: int, strategy: str | None) -> tuple[float, float, dict[str, float]]:
+    """(difference from one process, from dense attention, statistics), undone without a trace."""
+    transformer, inputs = make_transformer("wan"), Inputs.random("wan", (3, 5, 7), 1, 7).arguments
+    with torch.no_grad():
+        dense = transformer(**inputs)[0]
+        single = attach_single_process(transformer, CONFIG)
+        expected = transformer(**inputs)[0]
+        single.detach()
+        before = fingerprint(transformer)
+        assert dbsp_diffusers.session_of(transformer) is None
+        group = torch.distributed.group.WORLD if world > 1 else None
+        session = dbsp_diffusers.enable(transformer, CONFIG, group=group, strategy=strategy)
+        assert str(session.strategy) == (strategy or f"U{world}R1")
+        out = transformer(**inputs)[0]
+        assert dbsp_diffusers.session_of(transformer) is session
+        dbsp_diffusers.disable(transformer)
+        assert fingerprint(transformer) == before
+        assert torch.equal(transformer(**inputs)[0], dense)
+        dbsp_diffusers.disable(transformer)
+    return difference(out, expected), difference(out, dense), session.statistics()
+
+
+def run_pipeline(rank: int, world: int, folder: str) -> tuple[float, float, float]:
+    """(difference from one process, from dense attention, sum of unseeded latents), undone without a trace."""
+    pipe = load("wan", folder)
+    dense, expected, before = latents(pipe), alone(pipe, CONFIG), state_of(pipe)
+    session = dbsp_diffusers.enable(pipe, CONFIG)
+    assert dbsp_diffusers.session_of(pipe) is dbsp_diffusers.session_of(pipe.transformer) is session
+    out = latents(pipe)
+    torch.manual_seed(rank)  # ranks would draw different noise
+    unseeded = latents(pipe, seed=None)
+    dbsp_diffusers.disable(pipe)
+    assert dbsp_diffusers.session_of(pipe) is None
+    assert state_of(pipe) == before
+    assert torch.equal(latents(pipe), dense)
+    return difference(out, expected), difference(out, dense), float(unseeded.double().sum())
+
+
+def run_repeated_timesteps(
+    rank: int, world: int, folder: str, steps: int
+) -> tuple[float, list[tuple[int, int]], list[tuple[int, int]]]:
+    """With a scheduler that gives all timesteps but the first twice.
+
+    returns: difference from one process; (step, guidance pass) of each mask that one process asked for, and that this
+             rank asked for
+    """
+    from diffusers import FlowMatchHeunDiscreteScheduler
+
+    pipe: Any = load("wan", folder)
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
+    config = {"mask": {"source": "callable", "function": "user_masks:band_noting_moments", "per": "step"}}
+    config["mask"] |= {"block_q": 8, "block_k": 8}
+    asked = []
+    MOMENTS.clear()
+    expected = alone(pipe, config, num_inference_steps=steps)
+    asked.append(list(dict.fromkeys(MOMENTS)))
+    MOMENTS.clear()
+    dbsp_diffusers.enable(pipe, config)
+    out = latents(pipe, num_inference_steps=steps)
+    asked.append(list(dict.fromkeys(MOMENTS)))
+    dbsp_diffusers.disable(pipe)
+    return difference(out, expected), *asked

@@ -1,0 +1,63 @@
+"""dbsp_diffusers as a host of its own: enabled, undone without a trace, and what sessions tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dbsp_diffusers
+from dbsp_cli.tiny_models import make_tiny
+from enable_cases import CONFIG, run_pipeline, run_repeated_timesteps, run_transformer
+from transformers_for_tests import make_transformer
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(make_tiny("wan", tmp_path_factory.mktemp("tiny") / "wan"))
+
+
+def on_ranks(pool, world, function, *arguments):
+    return pool(world).run(function, *arguments) if world > 1 else [function(0, 1, *arguments)]
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, None), (2, None), (2, "U1R2")])
+def test_a_transformer(pool, world, strategy):
+    for from_single, from_dense, statistics in on_ranks(pool, world, run_transformer, strategy):
+        assert from_single <= TOLERANCE
+        assert from_dense > 100 * TOLERANCE, "the mask must matter"
+        assert (statistics["calls"], statistics["plans"]) == (2, 2)
+        assert 1.0 <= statistics["mean_rho"] <= statistics["worst_rho"] < 2.0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_pipeline(pool, folder, world):
+    results = on_ranks(pool, world, run_pipeline, folder)
+    for from_single, from_dense, _ in results:
+        assert from_single <= TOLERANCE
+        assert from_dense > 100 * TOLERANCE, "the mask must matter"
+    assert len({total for *_, total in results}) == 1, "ranks must share their noise"
+
+
+def test_a_repeated_timestep_is_another_step_and_no_guidance_pass(pool, folder):
+    for from_single, one_process, here in pool(2).run(run_repeated_timesteps, folder, 3):
+        assert from_single <= TOLERANCE
+        assert one_process == here == [(step, branch) for step in range(5) for branch in range(2)]
+
+
+def test_a_transformer_compiled_since_has_its_session():
+    transformer = make_transformer("wan")
+    session = dbsp_diffusers.enable(transformer, CONFIG)
+    assert session.statistics() == {"calls": 0, "plans": 0, "mean_rho": 1.0, "worst_rho": 1.0}
+    compiled = torch.compile(transformer)
+    assert dbsp_diffusers.session_of(compiled) is session
+    dbsp_diffusers.disable(compiled)
+    assert dbsp_diffusers.session_of(transformer) is None
+    with pytest.raises(ValueError, match="compiled already"):
+        dbsp_diffusers.enable(compiled, CONFIG)
+
+
+def test_what_is_no_pipeline_is_refused():
+    with pytest.raises(ValueError, match="int has none"):
+        dbsp_diffusers.enable(3)
