@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
 from dbsp_cli.simulate import SimulationResult, simulate
 from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
 from dbsp_core.cost.hardware import Hardware, load_hardware
@@ -47,7 +45,7 @@ def simulate_command(
     coarsen: Annotated[int, typer.Option(help="Multiply block sizes: quicker, ρ_s moves by about 0.01.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of synthetic masks.")] = 0,
     out: Annotated[Path | None, typer.Option(help="CSV file to write.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Predict attention and end-to-end time per strategy and planner. All times are modelled."""
     spec, machine = require_model(model), load_hardware(hardware)
@@ -74,9 +72,9 @@ def simulate_command(
         write_atomically(out, _csv(records))
     if as_json:
         about = {"model": model, "hardware": machine.name, "sources": dict(machine.sources), "node_size": node_size}
-        print(json.dumps({**about, "density": masks[0].density, "layers": len(masks), "rows": records}))
+        print_json(**about, density=masks[0].density, layers=len(masks), rows=records)
         return
-    Console(width=max(100, Console().width)).print(_table(spec, machine, masks, rows))
+    print_tables([_table(spec, machine, masks, rows)], width=100)
 
 
 def _numbers(text: str) -> list[int]:
@@ -136,18 +134,16 @@ def _csv(records: list[dict[str, object]]) -> str:
 
 
 def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Iterable[SimulationResult]) -> Table:
-    table = Table(
+    names = ("GPUs", "strategy", "planner", "ρ_s", "attention", "exchange", "exposed", "end to end", "attn ×", "e2e ×")
+    cells = []
+    for row in rows:
+        seconds = (f"{t:.1f}" for t in (row.attention_s, row.exchange_s, row.exposed_p2p_s, row.end_to_end_s))
+        speedups = (f"{row.attention_speedup:.2f}", f"{row.speedup:.2f}")
+        cells.append((str(row.gpus), row.strategy, row.planner, f"{row.rho:.3f}", *seconds, *speedups))
+    return text_table(
+        names,
+        cells,
         title=f"{model.name} on {machine.name}, density {masks[0].density:.3f}, {model.steps} steps: modelled times",
         caption="seconds per video; exposed: P2P that compute does not hide; ×: speed-up over the contiguous planner\n"
         f"on the same strategy. Constants {machine.labels_in_words()}",
-        box=SIMPLE_HEAD,
     )
-    names = ("GPUs", "strategy", "planner", "ρ_s", "attention", "exchange", "exposed", "end to end", "attn ×", "e2e ×")
-    for name in names:
-        table.add_column(name, justify="left" if name in ("strategy", "planner") else "right", no_wrap=True)
-    for row in rows:
-        times = (row.attention_s, row.exchange_s, row.exposed_p2p_s, row.end_to_end_s)
-        speedups = (f"{row.attention_speedup:.2f}", f"{row.speedup:.2f}")
-        seconds = (f"{t:.1f}" for t in times)
-        table.add_row(str(row.gpus), row.strategy, row.planner, f"{row.rho:.3f}", *seconds, *speedups)
-    return table

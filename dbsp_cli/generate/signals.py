@@ -15,33 +15,20 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(s
 def end_cleanly_on_signals() -> None:
     """From now on SIGTERM and SIGHUP, of a terminal that was closed, raise SystemExit(128 + signal) once.
 
-    What was ignored when this process began, as nohup has it, stays ignored.
+    A signal that was ignored when this process began, as with nohup, stays ignored.
     """
-    terminals = [stream for stream in (1, 2) if _is_terminal(stream)]
+    terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
     def end(number: int, frame: object) -> NoReturn:
         for other in _SIGNALS:
-            signal.signal(other, signal.SIG_IGN)  # the cleaning up is bounded, and is not to be cut short
-        if number != signal.SIGTERM:
-            _write_nowhere(terminals)
+            signal.signal(other, signal.SIG_IGN)  # cleaning up takes a bounded time, and must not be cut short
+        if number != signal.SIGTERM:  # the terminal is gone, and fails whoever writes to it
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in terminals:
+                with suppress(OSError):
+                    os.dup2(nowhere, stream)
         raise SystemExit(128 + number)
 
     for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
-
-
-def _is_terminal(stream: int) -> bool:
-    try:
-        return os.isatty(stream)
-    except OSError:
-        return False
-
-
-def _write_nowhere(streams: list[int]) -> None:
-    """A terminal that is gone fails whoever writes to it."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in streams:
-        with suppress(OSError):
-            os.dup2(nowhere, stream)
-    os.close(nowhere)
