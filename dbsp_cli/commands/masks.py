@@ -134,9 +134,9 @@ def info(
     file: Annotated[Path, typer.Argument(help="Mask file, or a recording's folder.")],
     gpus: Annotated[int, typer.Option(help="Number of GPUs for ρ_s.")] = 8,
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between.")] = "dbsp",
-    threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made anew.")] = 1.10,
+    threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made again.")] = 1.10,
     budget: Annotated[
-        float, typer.Option(min=0, help="replan_budget, in times of a balanced attention; 0: P_s alone.")
+        float, typer.Option(min=0, help="replan_budget, in times of a balanced attention; 0: only P_s.")
     ] = 0.30,
     sample: Annotated[int, typer.Option(min=0, help="How many layers to plan and compare; 0: all.")] = 4,
     quality: Annotated[bool, typer.Option("--quality", help="Measure the error on made, smooth tokens.")] = False,

@@ -213,6 +213,5 @@ def _failure(code: int, log: Path, follower: LogFollower) -> Exception:
         )
     rank = cause[1] if cause and cause[1] in follower.last_lines else next((r for r in follower.last_lines if r), "")
     first = f"rank {rank} failed (exit code {cause[2] if cause else code})" if rank else f"failed (exit code {code})"
-    return RunFailed(
-        "\n".join([f"{first}; the end of its output:", *follower.last_lines[rank], f"all of it is in {log}"])
-    )
+    lines = [f"{first}; the end of its output:", *follower.last_lines[rank], f"all of it is in {log}"]
+    return RunFailed("\n".join(lines))

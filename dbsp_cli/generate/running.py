@@ -39,7 +39,7 @@ def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
     """Makes the video. It appears when it is whole, and then the report's files; a failure leaves nothing but the log.
 
     What is made and cannot be put in its place stays in the work folder, which is named then.
-    Raises UserError for a user error that could be found only now, RunFailed when a rank fails or the video has no place.
+    Raises UserError where that could be found only now, RunFailed when a rank fails or the video has no place.
     """
     job.out.parent.mkdir(parents=True, exist_ok=True)
     with exclusive_run(job.lock, job.out) as known:
@@ -93,8 +93,6 @@ def _put_in_place(job: GenerateJob, work: WorkFolder) -> GenerateResult:
     try:
         put_folder(report, job.report)
     except OSError as error:
-        kept_report = work.keep(report.name)
-        return GenerateResult(
-            job.out, lacking=f"the report cannot be put in its place ({error}); it is kept: {kept_report}"
-        )
+        lacking = f"the report cannot be put in its place ({error}); it is kept: {work.keep(report.name)}"
+        return GenerateResult(job.out, lacking=lacking)
     return GenerateResult(job.out, job.report)

@@ -72,12 +72,12 @@ class TestFaultsOfOurOwn:
         ("error", "ends"), [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]
     )
     def test_of_dbsp_xdit(self, monkeypatch, error, ends):
-        from dbsp_xdit import launch
+        from dbsp_xdit import run
 
         monkeypatch.setattr(sys, "argv", ["dbsp-xdit", "--model", "m"])
-        monkeypatch.setattr(launch, "preflight", lambda argv: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(run, "preflight", lambda argv: (_ for _ in ()).throw(error))
         with pytest.raises(ends) as raised:
-            launch.main()
+            run.main()
         assert raised.value is error or raised.value.code == 2
 
     @pytest.mark.parametrize(

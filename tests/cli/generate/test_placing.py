@@ -55,7 +55,7 @@ def names(folder: Path) -> set[str]:
 
 class TestBefore:
     @pytest.mark.parametrize(
-        ("request", "complaint"),
+        ("changed", "complaint"),
         [
             ({"out": "folder.mp4"}, "--out .*/folder.mp4 is a folder; give the name of a file"),
             ({"out": "file/ball.mp4"}, "--out: .*/file is a file, not a folder; give another place"),
@@ -65,11 +65,11 @@ class TestBefore:
             ({"config": "{}/my.yaml"}, r"my.yaml:2: report .*/file is a file; give the name of a folder"),
         ],
     )
-    def test_a_place_that_is_none_is_refused(self, tmp_path, request, complaint):
+    def test_a_place_that_is_none_is_refused(self, tmp_path, changed, complaint):
         (tmp_path / "folder.mp4").mkdir()
         (tmp_path / "file").touch()
         (tmp_path / "my.yaml").write_text(f"model: tiny-wan\nreport: {tmp_path}/file\n")
-        given = {"report": None, **request}
+        given = {"report": None, **changed}
         for name in ("out", "report"):
             if given.get(name):
                 given[name] = tmp_path / given[name]
