@@ -25,13 +25,13 @@ __all__ = ["Setting", "attention_call", "measure_attentions", "measure_parts"]
 
 @dataclass(frozen=True)
 class Setting:
-    """How to measure. dtype: of q, k and v; patience_s: see `Timer`"""
+    """How to measure. dtype: of q, k and v; max_wait_s: see `Timer`"""
 
     device: str
     dtype: torch.dtype
     kernel: str
     repeats: int
-    patience_s: float = 0.0
+    max_wait_s: float = 0.0
 
     @property
     def where(self) -> dict[str, Any]:
@@ -39,38 +39,38 @@ class Setting:
 
 
 def measure_parts(rank: int, world: int, sizes: Sizes, setting: Setting) -> dict[str, list[Samples]]:
-    """Laps of every sample by part, in the order of `sizes`; communication and overlap with several ranks alone."""
+    """Samples by part, in the order of `sizes`; communication and overlap only with several ranks."""
     group, where, repeats = SequenceGroup.of(), setting.where, setting.repeats
-    clock = Timer(setting.device, setting.patience_s)
+    timer = Timer(setting.device, setting.max_wait_s)
     found = {
-        "compute": [clock.samples_alone(_kernel_call(case, setting), repeats) for case in sizes.compute],
-        "merge": [clock.samples_alone(_merge_call(n, setting.device), repeats) for n in sizes.merges],
-        "linear": [clock.samples_alone(_product(rows, width, where), repeats) for rows, width in sizes.linear],
+        "compute": [timer.samples_alone(_kernel_call(case, setting), repeats) for case in sizes.compute],
+        "merge": [timer.samples_alone(_merge_call(n, setting.device), repeats) for n in sizes.merges],
+        "linear": [timer.samples_alone(_product(rows, width, where), repeats) for rows, width in sizes.linear],
     }
     if world > 1:
-        found["exchange"] = [clock.laps(_exchange(n, group, setting.device), repeats) for n in sizes.transfers]
-        found["p2p"] = [clock.laps(_hand_over(n, group, setting.device), repeats) for n in sizes.transfers]
-    ways = [("call", Strategy(world, 1), sizes.call), ("overlap", Strategy(1, world), sizes.overlap)]
-    for part, strategy, cases in ways[: 1 + (world > 1)]:
+        found["exchange"] = [timer.samples(_exchange(n, group, setting.device), repeats) for n in sizes.transfers]
+        found["p2p"] = [timer.samples(_hand_over(n, group, setting.device), repeats) for n in sizes.transfers]
+    runs = [("call", Strategy(world, 1), sizes.call), ("overlap", Strategy(1, world), sizes.overlap)]
+    for part, strategy, cases in runs[: 1 + (world > 1)]:
         calls = (attention_call(case, case.mask(), strategy, "contiguous", group, setting)[1] for case in cases)
-        found[part] = [clock.laps(call, repeats) for call in calls]
+        found[part] = [timer.samples(call, repeats) for call in calls]
     return found
 
 
 def measure_attentions(
     rank: int, world: int, cases: tuple[tuple[Case, str, str], ...], setting: Setting
 ) -> list[Samples]:
-    """Laps of whole attentions, (case, strategy, planner) each: one of each in turn, so that drift hits all alike."""
-    group, clock = SequenceGroup.of(), Timer(setting.device, setting.patience_s)
+    """Of whole attentions, (case, strategy, planner) each: one of each in turn, so that drift hits all alike."""
+    group, timer = SequenceGroup.of(), Timer(setting.device, setting.max_wait_s)
     calls = [
         attention_call(case, case.mask(), Strategy.parse(strategy), planner, group, setting)[1]
         for case, strategy, planner in cases
     ]
-    laps: list[Samples] = [[] for _ in calls]
+    samples: list[Samples] = [[] for _ in calls]
     for turn in range(setting.repeats):
-        for mine, call in zip(laps, calls, strict=True):
-            mine += clock.laps(call, 1, warm_up=int(turn == 0))
-    return laps
+        for mine, call in zip(samples, calls, strict=True):
+            mine += timer.samples(call, 1, warm_up=int(turn == 0))
+    return samples
 
 
 def attention_call(
@@ -85,7 +85,7 @@ def attention_call(
 
 
 def _kernel_call(case: Case, setting: Setting) -> Callable[[], object]:
-    """The kernel alone on all rows of the case, as one rank would see them."""
+    """Only the kernel, on all rows of the case, as one rank would see them."""
     mask = case.mask()
     plan = make_plan(mask, "U1R1", "contiguous")
     table = build_tables(table_layout(plan, 0).to(torch.device(setting.device)), mask)[0]

@@ -58,12 +58,12 @@ def calibrate_command(
     else:
         other = load_hardware(communication) if communication else None
         name = out.stem if out else "this machine"
-        fitted = calibrate(name, ranks, quick=quick, kernel=kernel, communication=other, patience_s=patience)
+        fitted = calibrate(name, ranks, quick=quick, kernel=kernel, communication=other, max_wait_s=patience)
         known = fitted.hardware
         if out is not None:
             save_hardware(out, known)
             print(f"wrote {out}", file=sys.stderr)
-    checked = check(known, ranks, quick=quick, kernel=kernel, patience_s=patience) if checking else []
+    checked = check(known, ranks, quick=quick, kernel=kernel, max_wait_s=patience) if checking else []
     if as_json:
         print_json(**_report(known, fitted, checked))
         return

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
+from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import HOME_ORDERS, MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -39,10 +40,9 @@ def plan_command(
     """Plan one attention of a mask file: how even the work is before and after, and what moves."""
     source = MaskFile(file)
     mask = source.layer(layer)
-    strategies = Strategy.all_for(gpus) if strategy == "all" else (Strategy.parse(strategy),)
-    for wanted in strategies:
+    possible = candidates(gpus, mask.grid) if strategy == "all" else (Strategy.parse(strategy),)
+    for wanted in possible:
         wanted.require_world(gpus)
-    possible = [s for s in strategies if strategy != "all" or s.ring <= mask.grid.nk]
     profile = MaskProfile.of(map(source.layer, range(source.layers))) if home == "learned" else None
     plans = [
         make_plan(

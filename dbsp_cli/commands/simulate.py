@@ -53,7 +53,6 @@ def simulate_command(
     planners = planner.split(",")
     for name in planners:
         require_planner(name)
-    merges = returns_lse(kernel)
     if strategy != "all":
         require_fit(kernel, KernelRequirements(lse=Strategy.parse(strategy).ring > 1))
     masks = masks_for(spec, mask, layers, coarsen, seed)
@@ -65,7 +64,7 @@ def simulate_command(
         planners,
         strategy=strategy,
         node_size=node_size,
-        serves=lambda one: merges or one.ring == 1,
+        merges=returns_lse(kernel),
     )
     records = [asdict(row) | {"end_to_end_s": row.end_to_end_s} for row in rows]
     if out is not None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from dbsp_cli.mask_tools.recording import Recording
+from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
@@ -122,13 +122,11 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
     """One row per strategy and planner, over the layers' first masks. Rings longer than the KV blocks are left out."""
     rows = []
     masks = [series.first(layer) for layer in layers]
-    for strategy in Strategy.all_for(gpus):
-        if strategy.ring > min(mask.grid.nk for mask in masks):
-            continue
+    for strategy in candidates(gpus, min((mask.grid for mask in masks), key=lambda grid: grid.nk)):
         for planner in planners:
             name = require_planner(planner).home
             plans = [
-                make_plan(mask, strategy, planner, home=SequenceLayout.named(name, _plain(mask.grid), strategy))
+                make_plan(mask, strategy, planner, home=SequenceLayout.named(name, mask.grid, strategy))
                 for mask in masks
             ]
             rows.append(
@@ -165,7 +163,3 @@ def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, rule: 
             changed.append(differ / mask.bits.numel())
         before = mask
     return Drift(layer, tuple(steps), tuple(iou), tuple(changed), cache.counters.replans)
-
-
-def _plain(grid: BlockGrid) -> BlockGrid:
-    return replace(grid, orders=("thw",))
