@@ -7,7 +7,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from dbsp_core.config.models import (
     signature_of_model,
     tiny_architecture,
 )
-from dbsp_core.config.video import VideoSettings
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.utils.errors import UserError, blame_setting
 from dbsp_core.utils.paths import require_file_place, require_folder_place
@@ -132,14 +131,13 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     settings = _settings(request)
     config = DbspConfig.load(settings)
     model, identity = _model(request, config)
-    checkpoint = identity.checkpoint
     with settings.located(), blame_setting("video"):
-        video = config.video.filled(checkpoint)
+        video = config.video.filled(identity.checkpoint)
         video.require_frames(identity.pipeline)
     if not video.prompt:
         raise UserError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
     launch = _launch(request)
-    strategy = config.strategy or _usual_strategy(launch, config)
+    strategy = config.strategy or _default_strategy(launch, config)
     if isinstance(strategy, Strategy):
         strategy.require_world(launch.world)
     out = request.out.absolute()
@@ -149,13 +147,14 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     report = _report(request, config, settings, here=launch.nnodes == 1 or launch.node_rank == 0)
     if not request.timeout > 0:
         raise UserError(f"--timeout {request.timeout:g} must be above 0 seconds; {TIMEOUT_S:g} is usual")
-    tiny = tiny_architecture(model)
+    tiny, checkpoint = tiny_architecture(model), find_checkpoint(model)
+    given_video = {key: value for key, value in asdict(video).items() if value is not None}
     job = GenerateJob(
         config=replace(config, video=video, strategy=strategy),
-        settings={**settings.values, "video": _plain(video), "strategy": str(strategy)},
+        settings={**settings.values, "video": given_video, "strategy": str(strategy)},
         given=settings,
         origin=_origin_in_words(settings, request.changes),
-        model=None if tiny else _to_load(model),
+        model=None if tiny else checkpoint.hub if checkpoint else os.path.abspath(model),
         tiny=tiny,
         host=_host(request.host),
         launch=launch,
@@ -163,7 +162,10 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         report=report,
         timeout=request.timeout,
     )
-    _host_preflight(job, identity)
+    # The host's own refusals, before its ranks are started.
+    check: Callable[[DbspConfig, str, ModelSignature], None] = importlib.import_module(HOSTS[job.host].module).check
+    if job.model is not None:
+        check(job.config, job.model, identity)
     return job
 
 
@@ -228,11 +230,6 @@ def _model(request: GenerateRequest, config: DbspConfig) -> tuple[str, ModelSign
     return model, identity
 
 
-def _to_load(model: str) -> str:
-    checkpoint = find_checkpoint(model)
-    return os.path.abspath(model) if checkpoint is None else checkpoint.hub
-
-
 def _launch(request: GenerateRequest) -> Launch:
     gpus = torch.cuda.device_count()
     nproc = max(1, gpus) if request.nproc is None else request.nproc
@@ -244,7 +241,7 @@ def _launch(request: GenerateRequest) -> Launch:
     return replace(request.launch, nproc=nproc)
 
 
-def _usual_strategy(launch: Launch, config: DbspConfig) -> Strategy:
+def _default_strategy(launch: Launch, config: DbspConfig) -> Strategy:
     """Heads are shared out within a node, blocks between nodes, where the kernel can."""
     ring = launch.nnodes if returns_lse(config.kernel) else 1
     return Strategy(launch.world // ring, ring)
@@ -261,14 +258,3 @@ def _host(name: str | None) -> str:
     if missing:
         raise UserError(f"--host {name} lacks {', '.join(missing)}; pip install 'dbsp-attention[{HOSTS[name].extra}]'")
     return name
-
-
-def _host_preflight(job: GenerateJob, identity: ModelSignature) -> None:
-    """The host's own refusals, before its ranks are started."""
-    check: Callable[[DbspConfig, str, ModelSignature], None] = importlib.import_module(HOSTS[job.host].module).check
-    if job.model is not None:
-        check(job.config, job.model, identity)
-
-
-def _plain(video: VideoSettings) -> dict[str, Any]:
-    return {f.name: value for f in fields(video) if (value := asdict(video)[f.name]) is not None}

@@ -14,9 +14,9 @@ from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.schedule import DenoisingStep
+from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.runtime.plan_cache import PlanCache, ReplanRule
@@ -124,21 +124,14 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
     masks = [series.first(layer) for layer in layers]
     for strategy in candidates(gpus, min((mask.grid for mask in masks), key=lambda grid: grid.nk)):
         for planner in planners:
-            name = require_planner(planner).home
-            plans = [
-                make_plan(mask, strategy, planner, home=SequenceLayout.named(name, mask.grid, strategy))
-                for mask in masks
-            ]
-            rows.append(
-                Balance(
-                    str(strategy),
-                    planner,
-                    float(np.mean([plan.rho_before for plan in plans])),
-                    float(np.mean([plan.rho for plan in plans])),
-                    max(plan.rho for plan in plans),
-                    float(np.mean([plan.moved for plan in plans])),
-                )
+            name, plans = require_planner(planner).home, []
+            for mask in masks:
+                home = SequenceLayout.named(name, replace(mask.grid, orders=(CANONICAL,)), strategy)
+                plans.append(make_plan(mask, strategy, planner, home=home))
+            before, rho, moved = (
+                float(np.mean([getattr(plan, value) for plan in plans])) for value in ("rho_before", "rho", "moved")
             )
+            rows.append(Balance(str(strategy), planner, before, rho, max(plan.rho for plan in plans), moved))
     return rows
 
 

@@ -38,7 +38,9 @@ class BlockReading:
         """
         aligned = grid.text_tokens % grid.block_q == 0 and grid.text_tokens % grid.block_k == 0
         joinings = (False,) if aligned else (False, True) if joined is None else (joined,)
-        readings = [cls(grid, one, text) for one in joinings for text in ((True, False) if grid.text_tokens else (True,))]
+        readings = [
+            cls(grid, one, text) for one in joinings for text in ((True, False) if grid.text_tokens else (True,))
+        ]
         fitting = [r for r in readings if rows == r.rows and columns in (None, r.columns)]
         if not fitting and crop:
             fitting = [r for r in readings if r.text and r.rows <= rows and r.columns <= (columns or r.columns)]
