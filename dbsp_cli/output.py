@@ -44,7 +44,7 @@ def text_table(
 
 
 def print_tables(tables: Iterable[Table], width: int = 0) -> None:
-    """Prints tables. width: at least so many columns, also where the terminal has fewer"""
+    """Prints tables. width: the least number of columns, also where the terminal has fewer"""
     console = Console(width=max(width, Console().width))
     for table in tables:
         console.print(table)

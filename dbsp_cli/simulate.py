@@ -1,4 +1,4 @@
-"""Modelled time of attention and of whole videos, per strategy and planner, from plans alone."""
+"""Modelled time of attention and of whole videos, per strategy and planner, from nothing but plans."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """One way of running a video's attention. All times modelled.
+    """What one strategy and planner make of a video's attention. All times modelled.
 
     rho_before, rho:  means over layers, of the contiguous plan and of this one
     attention_s:      of all self-attentions of a video
     exchange_s, exposed_p2p_s, pack_s: parts of it
     printed_s:        what Eq. 4 as printed predicts for attention_s
-    other_s:          linear layers and all else, shared out over the GPUs, and what one device does alone
+    other_s:          linear layers and all else, divided over the GPUs, and what only one device does
     speedup, attention_speedup: over the contiguous planner on the same strategy; 1 for itself
     """
 

@@ -36,7 +36,7 @@ def calibrate_command(
     quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of a minute: rough.")] = False,
     kernel: Annotated[str, typer.Option(help="Attention kernel to measure.")] = "auto",
     communication: Annotated[
-        str | None, typer.Option(help="Hardware whose communication stands in where one rank cannot measure it.")
+        str | None, typer.Option(help="Hardware whose communication is taken where one rank cannot measure it.")
     ] = None,
     patience: Annotated[float, typer.Option(help="Seconds to wait, in all, for a quiet machine.")] = 0.0,
     checking: Annotated[bool, typer.Option("--check", help="Measure shapes held out, and compare.")] = False,

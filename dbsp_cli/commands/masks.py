@@ -55,7 +55,7 @@ def convert(
         typer.Option(help="Token order, one per head with commas between, or PAROAttention's permute plan (a file)."),
     ] = None,
     head_permutation: Annotated[
-        str | None, typer.Option(help="File that says which head stands at each place, where they were reordered.")
+        str | None, typer.Option(help="File that says which head is at each place, where they were reordered.")
     ] = None,
     groups: Annotated[str | None, typer.Option(help="Steps of each group, 5-9,10-24,25-49; before: dense.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps, shared out evenly over the groups.")] = None,

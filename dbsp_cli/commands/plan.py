@@ -73,7 +73,7 @@ def _table(mask: BlockMask, gpus: int, plans: list[Plan]) -> Table:
     for p in plans:
         numbers = (f"{p.rho_before:.4f}", f"{p.rho:.4f}", f"{p.rho_bound:.4f}")
         shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.extra_kv:.0%}")
-        tile = f" /{p.strategy.ring}" if p.grid != grid else ""  # works on blocks cut into so many parts
+        tile = f" /{p.strategy.ring}" if p.grid != grid else ""  # works on blocks cut into this many parts
         rows.append((str(p.strategy), p.planner + tile, *numbers, *shares, f"{p.plan_ms:.2f}"))
     return text_table(
         ("strategy", "planner", "before", "ρ_s", "bound", "gap", "moved", "+KV", "ms"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +41,7 @@ def simulate_command(
     planner: Annotated[str, typer.Option(help="Planners to compare, with commas.")] = "contiguous,paper,dbsp",
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     kernel: Annotated[str, typer.Option(help="Leave out strategies that this kernel cannot serve.")] = "auto",
-    layers: Annotated[int, typer.Option(help="How many layers' masks stand for all.")] = 1,
+    layers: Annotated[int, typer.Option(help="How many layers' masks represent all.")] = 1,
     node_size: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
     coarsen: Annotated[int, typer.Option(help="Multiply block sizes: quicker, ρ_s moves by about 0.01.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of synthetic masks.")] = 0,
@@ -96,20 +97,15 @@ def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1,
     if coarsen < 1:
         raise UserError(f"--coarsen {coarsen} must be at least 1")
     chosen = mask or model.preset
-    density = _density(chosen)
+    density = None
+    with suppress(ValueError):
+        density = float(chosen)
     if chosen not in PRESETS and density is None:
         return _from_file(Path(chosen), model, layers)
     preset = chosen if chosen in PRESETS else model.preset
     sizes = {"block_q": PRESETS[preset].block_q * coarsen, "block_k": PRESETS[preset].block_k * coarsen}
     source = SyntheticSource(preset=preset, density=density, seed=seed, **sizes)
     return [source.mask(MaskRequest(layer, model.heads, model.thw, model.text_tokens)) for layer in range(layers)]
-
-
-def _density(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _from_file(path: Path, model: ModelSpec, layers: int) -> list[BlockMask]:

@@ -16,7 +16,7 @@ __all__ = ["exclusive_run"]
 
 @contextmanager
 def exclusive_run(lock: Path, video: Path) -> Iterator[bool]:
-    """Holds a lock file, which is gone afterwards. The system lets go of it however a process ends.
+    """Holds a lock file, which is gone afterwards. The system releases it however a process ends.
 
     yields: whether this is known to be the only run; False where the file system knows no locks
     Raises UserError where another run has it.

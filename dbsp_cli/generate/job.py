@@ -84,7 +84,7 @@ class GenerateRequest:
 class GenerateJob:
     """One video to make, with nothing left open.
 
-    settings: what stands in the configuration file that the ranks read, but for paths
+    settings: content of the configuration file that the ranks read, but for paths
     given:    the settings as the user gave them, which know where
     origin:   where they come from, in words
     model:    what the ranks load: a repository's name or a folder; None: a tiny checkpoint, to be made

@@ -84,7 +84,7 @@ class RunFailed(RuntimeError):
 class LogFollower:
     """What of the ranks' output is for the user.
 
-    steps:       of the denoising; a progress bar of so many steps is the one to follow
+    steps:       of the denoising; a progress bar with this total is the one to follow
     on_step:     called with the number of steps that are done
     on_notice:   called once with each line that begins with "dbsp: "
     reword:      from what ranks say to words that mean something to the user

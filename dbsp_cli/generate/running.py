@@ -38,7 +38,7 @@ class GenerateResult:
 def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
     """Makes the video. It appears when it is whole, and then the report's files; a failure leaves nothing but the log.
 
-    What is made and cannot be put in its place stays in the work folder, which is named then.
+    What is made and cannot be moved to its place stays in the work folder, which is named then.
     Raises UserError where that could be found only now, RunFailed when a rank fails or the video has no place.
     """
     job.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A command that is told to end does so by way of what must be cleaned up."""
+"""A command that is told to end cleans up first."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Drift:
 
 
 def spread_out(values: Sequence[int], count: int) -> list[int]:
-    """At most so many of the values, evenly spread, the first and last among them; 0: all."""
+    """At most `count` of the values, evenly spread, the first and last among them; 0: all."""
     if count <= 0 or count >= len(values):
         return list(values)
     return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, count).round().astype(int))]

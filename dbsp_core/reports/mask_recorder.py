@@ -136,13 +136,13 @@ class MaskRecorder:
     @classmethod
     def of(cls, folder: str | None, group: SequenceGroup, layers: int) -> MaskRecorder:
         """folder: the configuration's `record`; without one, the environment's."""
-        alone = not (dist.is_available() and dist.is_initialized())
+        single = not (dist.is_available() and dist.is_initialized())
         try:
             settings = RecordSettings.of(folder)
         except UserError as error:
             print(f"db-SP: not recording masks: {error}", file=sys.stderr)
             settings = RecordSettings()
-        first = group.rank == 0 and (alone or dist.get_rank() == 0)
+        first = group.rank == 0 and (single or dist.get_rank() == 0)
         return cls(settings, layers, active=settings.folder is not None and first)
 
     @property
