@@ -47,7 +47,7 @@ def convert(
     key: Annotated[str | None, typer.Option(help="Name of the tensor of masks in IN.")] = None,
     thw: Thw = None,
     tokens: Annotated[int | None, typer.Option(help="Text and video tokens together; or give --thw.")] = None,
-    text_tokens: Annotated[int, typer.Option(help="Text tokens among them, standing first.")] = 0,
+    text_tokens: Annotated[int, typer.Option(help="Text tokens among them, which come first.")] = 0,
     block_q: Annotated[int, typer.Option(help="Tokens per query block.")] = 64,
     block_k: Annotated[int, typer.Option(help="Tokens per key block.")] = 64,
     orders: Annotated[
@@ -58,7 +58,7 @@ def convert(
         str | None, typer.Option(help="File that says which head is at each place, where they were reordered.")
     ] = None,
     groups: Annotated[str | None, typer.Option(help="Steps of each group, 5-9,10-24,25-49; before: dense.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps, shared out evenly over the groups.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps, divided evenly over the groups.")] = None,
     dense_steps: Annotated[int, typer.Option(help="With --steps: leading steps that are dense.")] = 0,
     packed: Annotated[bool, typer.Option(help="Eight blocks in a byte.")] = True,
     lut: Annotated[str | None, typer.Option(help="IN lists blocks by row: absolute, or delta (SpargeAttn).")] = None,

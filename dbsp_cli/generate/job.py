@@ -242,7 +242,7 @@ def _launch(request: GenerateRequest) -> Launch:
 
 
 def _default_strategy(launch: Launch, config: DbspConfig) -> Strategy:
-    """Heads are shared out within a node, blocks between nodes, where the kernel can."""
+    """Heads are divided within a node, blocks between nodes, where the kernel can."""
     ring = launch.nnodes if returns_lse(config.kernel) else 1
     return Strategy(launch.world // ring, ring)
 

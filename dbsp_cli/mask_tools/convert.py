@@ -76,7 +76,7 @@ class ConvertOptions:
                  PARO_ORDERS, as PAROAttention's permute plans have under 'permute'
     head_permutation: path of a file with [L, H] or [H]: which head is at each place, where they were reordered
     groups:      step groups, such as "5-9,10-24,25-49"
-    steps:       of the denoising: evenly shared out over the file's groups, as PAROAttention does it
+    steps:       of the denoising: divided evenly over the file's groups, as PAROAttention does it
     dense_steps: leading steps to be dense, with `steps`
     lut:         "absolute" or "delta": the tensor lists each row's key blocks; counts: name of their numbers
     joined_text: whether blocks run on from text into video; None: whichever fits

@@ -30,7 +30,7 @@ class BlockReading:
     def find(
         cls, rows: int, columns: int | None, grid: BlockGrid, joined: bool | None = None, crop: bool = False
     ) -> BlockReading:
-        """The reading of masks with these numbers of rows and columns of blocks. columns: None where they are not known
+        """The reading of masks with these numbers of rows and columns of blocks. columns: None where unknown
 
         joined: None: whichever fits
         crop:   there may be more rows and columns at the end, which don't count
