@@ -1,13 +1,14 @@
-"""Modelled time of attention and of whole videos, per strategy and planner, from plans alone."""
+"""Modelled time of attention and of whole videos, per strategy and planner, from nothing but plans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
+from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -19,7 +20,6 @@ __all__ = [
     "LayerTime",
     "RunConfig",
     "SimulationResult",
-    "fitting_strategies",
     "simulate",
     "simulate_layer",
     "summarize",
@@ -42,13 +42,13 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """One way of running a video's attention. All times modelled.
+    """What one strategy and planner make of a video's attention. All times modelled.
 
     rho_before, rho:  means over layers, of the contiguous plan and of this one
     attention_s:      of all self-attentions of a video
     exchange_s, exposed_p2p_s, pack_s: parts of it
     printed_s:        what Eq. 4 as printed predicts for attention_s
-    other_s:          linear layers and all else, shared out over the GPUs, and what one device does alone
+    other_s:          linear layers and all else, divided over the GPUs, and what only one device does
     speedup, attention_speedup: over the contiguous planner on the same strategy; 1 for itself
     """
 
@@ -72,11 +72,6 @@ class SimulationResult:
         return self.attention_s + self.other_s
 
 
-def fitting_strategies(gpus: int, mask: BlockMask) -> tuple[Strategy, ...]:
-    """Every UxRy of that many GPUs whose ring is no longer than the mask has KV blocks."""
-    return tuple(s for s in Strategy.all_for(gpus) if s.ring <= mask.grid.nk)
-
-
 @dataclass(frozen=True, eq=False)
 class LayerTime:
     """One layer's plan and what it is predicted to take."""
@@ -87,25 +82,25 @@ class LayerTime:
 
 
 def simulate_layer(
-    way: RunConfig, mask: BlockMask, model: ModelSpec, hardware: Hardware, topology: Topology
+    run: RunConfig, mask: BlockMask, model: ModelSpec, hardware: Hardware, topology: Topology
 ) -> LayerTime:
     """Plans one layer's mask and predicts one call of it, of one batch item."""
-    home = way.home(mask)
+    home = run.home(mask)
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
-    cost = exchange_cost_of(mask, way.strategy, shape, hardware, topology)
-    plan = make_plan(mask, way.strategy, way.planner, home=home, exchange_cost=cost)
+    cost = exchange_cost_of(mask, run.strategy, shape, hardware, topology)
+    plan = make_plan(mask, run.strategy, run.planner, home=home, exchange_cost=cost)
     prediction = predict(plan, shape, hardware, topology, home)
     return LayerTime(plan, prediction, predict_as_printed(plan, mask.density, shape, hardware, topology))
 
 
-def summarize(way: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hardware: Hardware) -> SimulationResult:
+def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hardware: Hardware) -> SimulationResult:
     """A whole video, each of the given layers standing for an equal share of the model's."""
-    calls, count, world = model.calls * model.layers / len(times), len(times), way.strategy.world
+    calls, count, world = model.calls * model.layers / len(times), len(times), run.strategy.world
     known = hardware.constants
     return SimulationResult(
         gpus=world,
-        strategy=str(way.strategy),
-        planner=way.planner,
+        strategy=str(run.strategy),
+        planner=run.planner,
         rho_before=sum(t.plan.rho_before for t in times) / count,
         rho=sum(t.plan.rho for t in times) / count,
         attention_s=calls * sum(t.prediction.total_s for t in times),
@@ -126,43 +121,31 @@ def simulate(
     *,
     strategy: str = "all",
     node_size: int = 8,
-    serves: Callable[[Strategy], bool] = lambda strategy: True,
+    merges: bool = True,
 ) -> list[SimulationResult]:
     """Every strategy and planner for every number of GPUs.
 
     masks:    of some of the model's layers
     strategy: "all", or one UxRy that fits every number of GPUs
-    serves:   which of all strategies to keep, for kernels that cannot serve some
+    merges:   whether the kernel can merge partial attentions; without, "all" leaves out rings
     """
     results = []
     for world in gpus:
         topology = Topology(world, node_size)
-        chosen = tuple(filter(serves, fitting_strategies(world, masks[0])))
-        if strategy != "all":
+        if strategy == "all":
+            chosen = candidates(world, masks[0].grid, merges)
+        else:
             chosen = (Strategy.parse(strategy),)
             chosen[0].require_world(world)
         for one in chosen:
-            results += _compared(one, planners, model, masks, hardware, topology)
+            able = [p for p in planners if not PLANNERS[p].subdivides or can_subdivide(masks[0].grid, one.ring)]
+            found = {}
+            for planner in dict.fromkeys(["contiguous", *able]):
+                run = RunConfig(one, planner)
+                times = [simulate_layer(run, mask, model, hardware, topology) for mask in masks]
+                found[planner] = summarize(run, times, model, hardware)
+            results += [_relative_to(found[planner], found["contiguous"]) for planner in able]
     return results
-
-
-def _compared(
-    strategy: Strategy,
-    planners: Sequence[str],
-    model: ModelSpec,
-    masks: Sequence[BlockMask],
-    hardware: Hardware,
-    topology: Topology,
-) -> list[SimulationResult]:
-    """All planners on one strategy, with speed-ups over the contiguous one."""
-    able = [p for p in planners if not PLANNERS[p].subdivides or can_subdivide(masks[0].grid, strategy.ring)]
-    found = {}
-    for planner in dict.fromkeys(["contiguous", *able]):
-        way = RunConfig(strategy, planner)
-        times = [simulate_layer(way, mask, model, hardware, topology) for mask in masks]
-        found[planner] = summarize(way, times, model, hardware)
-    base = found["contiguous"]
-    return [_relative_to(found[planner], base) for planner in able]
 
 
 def _relative_to(one: SimulationResult, base: SimulationResult) -> SimulationResult:

@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ __all__ = ["MAKERS", "TRAINED_WAN", "make_tiny", "silence_libraries"]
 TRAINED_WAN = Path(__file__).parent / "weights" / "tiny-wan"
 """The trained pipeline, in half precision, with its card."""
 
+_TEXT_ENCODER = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 _CORPUS = ["a red ball bounces over a blue floor", "a cat runs on the grass", "the sea at dusk, seen from above"]
 
 
@@ -45,11 +45,11 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
-                MAKERS[model].make().save_pretrained(Path(temporary) / "new")
+                MAKERS[model]().save_pretrained(Path(temporary) / "new")
             except SafetensorError as error:  # of the shipped weights, or a disk that is full
                 raise OSError(f"the tiny checkpoint {folder} cannot be made: {error}") from error
-        if (card := MAKERS[model].card) is not None:
-            shutil.copy(card, Path(temporary) / "new")
+        if MAKERS[model] is _trained_wan:
+            shutil.copy(TRAINED_WAN / "README.md", Path(temporary) / "new")
         if folder.exists():
             shutil.move(folder, Path(temporary) / "old")
         shutil.move(Path(temporary) / "new", folder)
@@ -79,9 +79,7 @@ def _wan() -> Any:
     from transformers import UMT5Config, UMT5EncoderModel
 
     tokenizer = _tokenizer(max_length=512)
-    text_encoder = UMT5EncoderModel(
-        UMT5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-    )
+    text_encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **_TEXT_ENCODER))
     vae = AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     )
@@ -106,19 +104,12 @@ def _wan() -> Any:
 
 def _cogvideox() -> Any:
     """CogVideoX1.5 text-to-video: 2 layers, 6 heads, joint text of 226 tokens; wants 8k + 1 frames."""
-    from diffusers import (
-        AutoencoderKLCogVideoX,
-        CogVideoXDDIMScheduler,
-        CogVideoXPipeline,
-        CogVideoXTransformer3DModel,
-    )
+    import diffusers
     from transformers import T5Config, T5EncoderModel
 
     tokenizer = _tokenizer(max_length=226)
-    text_encoder = T5EncoderModel(
-        T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-    )
-    vae = AutoencoderKLCogVideoX(
+    text_encoder = T5EncoderModel(T5Config(vocab_size=len(tokenizer), **_TEXT_ENCODER))
+    vae = diffusers.AutoencoderKLCogVideoX(
         down_block_types=("CogVideoXDownBlock3D",) * 4,
         up_block_types=("CogVideoXUpBlock3D",) * 4,
         block_out_channels=(8, 8, 8, 8),
@@ -126,7 +117,7 @@ def _cogvideox() -> Any:
         layers_per_block=1,
         norm_num_groups=2,
     )
-    transformer = CogVideoXTransformer3DModel(
+    transformer = diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=6,
         attention_head_dim=16,
         in_channels=16,
@@ -142,12 +133,12 @@ def _cogvideox() -> Any:
         patch_bias=False,
         use_rotary_positional_embeddings=True,
     )
-    return CogVideoXPipeline(
+    return diffusers.CogVideoXPipeline(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
         vae=vae,
         transformer=transformer,
-        scheduler=CogVideoXDDIMScheduler(),
+        scheduler=diffusers.CogVideoXDDIMScheduler(),
     )
 
 
@@ -174,17 +165,5 @@ def _tokenizer(max_length: int) -> Any:
     )
 
 
-@dataclass(frozen=True)
-class _TinyModel:
-    """make: builds the pipeline;  card: a file to go with it"""
-
-    make: Callable[[], Any]
-    card: Path | None = None
-
-
-MAKERS = {
-    "wan": _TinyModel(_wan),
-    "wan-trained": _TinyModel(_trained_wan, TRAINED_WAN / "README.md"),
-    "cogvideox": _TinyModel(_cogvideox),
-}
+MAKERS: dict[str, Callable[[], Any]] = {"wan": _wan, "wan-trained": _trained_wan, "cogvideox": _cogvideox}
 """How each of `dbsp_core.config.models.TINY_MODELS` is made."""

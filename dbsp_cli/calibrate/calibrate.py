@@ -12,6 +12,7 @@ from dbsp_cli.calibrate.cases import Case, Sizes, held_out, sizes_for
 from dbsp_cli.calibrate.fit import Fit, fit
 from dbsp_cli.calibrate.measure import Setting, measure_attentions, measure_parts
 from dbsp_cli.calibrate.timing import median_time, run_ranks
+from dbsp_cli.simulate import ELEMENT_BYTES
 from dbsp_core.cost.hardware import COMMUNICATION, Constants, Hardware, device_class, software_versions
 from dbsp_core.cost.latency import MERGE_BYTES, AttentionShape, Prediction, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -22,8 +23,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_kernels import choose_kernel
 
 __all__ = ["Calibration", "Checked", "calibrate", "check", "constants_from", "predict_case"]
-
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +56,12 @@ def calibrate(
     quick: bool = False,
     kernel: str = "auto",
     communication: Hardware | None = None,
-    patience_s: float = 0.0,
+    max_wait_s: float = 0.0,
 ) -> Calibration:
     """Measures this machine on `ranks` ranks (GPUs where there are any, else CPU cores) and fits the constants.
 
-    communication: another machine's constants for what one rank alone cannot measure
-    patience_s:    how long to wait, in all, for moments in which nothing else runs here
+    communication: another machine's constants for what one rank cannot measure
+    max_wait_s:    how long to wait, in all, for moments in which nothing else runs here
     Raises ValueError for a kernel that cannot serve here, more ranks than GPUs, or one rank without `communication`.
     """
     device, dtype = _device(ranks)
@@ -70,7 +69,7 @@ def calibrate(
         raise UserError("one rank cannot measure communication; use --ranks 2 or more, or --communication h200")
     kernel = choose_kernel(kernel, device, getattr(torch, dtype)).name
     sizes = sizes_for(device, quick)
-    setting = Setting(device, getattr(torch, dtype), kernel, sizes.repeats, patience_s)
+    setting = Setting(device, getattr(torch, dtype), kernel, sizes.repeats, max_wait_s)
     by_rank = run_ranks(measure_parts, ranks, device, sizes, setting)
     seconds = {part: median_time([one[part] for one in by_rank]) for part in by_rank[0]}
     constants, fits = constants_from(sizes, seconds, ranks, dtype, communication)
@@ -194,13 +193,13 @@ def predict_case(case: Case, strategy: Strategy, planner: str, known: Constants 
 
 
 def check(
-    hardware: Hardware, ranks: int, *, quick: bool = False, kernel: str = "auto", patience_s: float = 0.0
+    hardware: Hardware, ranks: int, *, quick: bool = False, kernel: str = "auto", max_wait_s: float = 0.0
 ) -> list[Checked]:
     """Predicts whole attentions of shapes that no sample had, then measures them."""
     device, dtype = _device(ranks)
-    ways = dict.fromkeys(((f"U{ranks}R1", "contiguous"), (f"U{ranks}R1", "dbsp"), (f"U1R{ranks}", "dbsp")))
-    cases = [(case, *way) for case in held_out(device, quick) for way in ways]
-    setting = Setting(device, getattr(torch, dtype), kernel, sizes_for(device, quick).repeats, patience_s)
+    runs = dict.fromkeys(((f"U{ranks}R1", "contiguous"), (f"U{ranks}R1", "dbsp"), (f"U1R{ranks}", "dbsp")))
+    cases = [(case, *run) for case in held_out(device, quick) for run in runs]
+    setting = Setting(device, getattr(torch, dtype), kernel, sizes_for(device, quick).repeats, max_wait_s)
     by_rank = run_ranks(measure_attentions, ranks, device, tuple(cases), setting)
     return [
         Checked(

@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """compute: attentions that the kernel alone runs; call: attentions without a dense block, for packing
+    """compute: attentions of which only the kernel runs; call: attentions without a dense block, for packing
     transfers: bytes a rank sends; merges: output elements; linear: (rows, width) of matrix products
     """
 

@@ -13,25 +13,24 @@ from dbsp_cli.calibrate.timing import Samples, Timer
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.plan import make_plan
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.kernel_tables import build_tables, table_layout
 from dbsp_kernels import block_attention, merge_states
 
-__all__ = ["Setting", "attention_call", "measure_attentions", "measure_parts"]
+__all__ = ["Setting", "measure_attentions", "measure_parts"]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How to measure. dtype: of q, k and v; patience_s: see `Timer`"""
+    """How to measure. dtype: of q, k and v; max_wait_s: see `Timer`"""
 
     device: str
     dtype: torch.dtype
     kernel: str
     repeats: int
-    patience_s: float = 0.0
+    max_wait_s: float = 0.0
 
     @property
     def where(self) -> dict[str, Any]:
@@ -39,53 +38,53 @@ class Setting:
 
 
 def measure_parts(rank: int, world: int, sizes: Sizes, setting: Setting) -> dict[str, list[Samples]]:
-    """Laps of every sample by part, in the order of `sizes`; communication and overlap with several ranks alone."""
+    """Samples by part, in the order of `sizes`; communication and overlap only with several ranks."""
     group, where, repeats = SequenceGroup.of(), setting.where, setting.repeats
-    clock = Timer(setting.device, setting.patience_s)
+    timer = Timer(setting.device, setting.max_wait_s)
     found = {
-        "compute": [clock.samples_alone(_kernel_call(case, setting), repeats) for case in sizes.compute],
-        "merge": [clock.samples_alone(_merge_call(n, setting.device), repeats) for n in sizes.merges],
-        "linear": [clock.samples_alone(_product(rows, width, where), repeats) for rows, width in sizes.linear],
+        "compute": [timer.samples_alone(_kernel_call(case, setting), repeats) for case in sizes.compute],
+        "merge": [timer.samples_alone(_merge_call(n, setting.device), repeats) for n in sizes.merges],
+        "linear": [timer.samples_alone(_product(rows, width, where), repeats) for rows, width in sizes.linear],
     }
     if world > 1:
-        found["exchange"] = [clock.laps(_exchange(n, group, setting.device), repeats) for n in sizes.transfers]
-        found["p2p"] = [clock.laps(_hand_over(n, group, setting.device), repeats) for n in sizes.transfers]
-    ways = [("call", Strategy(world, 1), sizes.call), ("overlap", Strategy(1, world), sizes.overlap)]
-    for part, strategy, cases in ways[: 1 + (world > 1)]:
-        calls = (attention_call(case, case.mask(), strategy, "contiguous", group, setting)[1] for case in cases)
-        found[part] = [clock.laps(call, repeats) for call in calls]
+        found["exchange"] = [timer.samples(_exchange(n, group, setting.device), repeats) for n in sizes.transfers]
+        found["p2p"] = [timer.samples(_rotate(n, group, setting.device), repeats) for n in sizes.transfers]
+    runs = [("call", Strategy(world, 1), sizes.call), ("overlap", Strategy(1, world), sizes.overlap)]
+    for part, strategy, cases in runs[: 1 + (world > 1)]:
+        calls = (_attention_call(case, strategy, "contiguous", group, setting) for case in cases)
+        found[part] = [timer.samples(call, repeats) for call in calls]
     return found
 
 
 def measure_attentions(
     rank: int, world: int, cases: tuple[tuple[Case, str, str], ...], setting: Setting
 ) -> list[Samples]:
-    """Laps of whole attentions, (case, strategy, planner) each: one of each in turn, so that drift hits all alike."""
-    group, clock = SequenceGroup.of(), Timer(setting.device, setting.patience_s)
+    """Of whole attentions, (case, strategy, planner) each: one of each in turn, so that drift hits all alike."""
+    group, timer = SequenceGroup.of(), Timer(setting.device, setting.max_wait_s)
     calls = [
-        attention_call(case, case.mask(), Strategy.parse(strategy), planner, group, setting)[1]
-        for case, strategy, planner in cases
+        _attention_call(case, Strategy.parse(strategy), planner, group, setting) for case, strategy, planner in cases
     ]
-    laps: list[Samples] = [[] for _ in calls]
+    samples: list[Samples] = [[] for _ in calls]
     for turn in range(setting.repeats):
-        for mine, call in zip(laps, calls, strict=True):
-            mine += clock.laps(call, 1, warm_up=int(turn == 0))
-    return laps
+        for mine, call in zip(samples, calls, strict=True):
+            mine += timer.samples(call, 1, warm_up=int(turn == 0))
+    return samples
 
 
-def attention_call(
-    case: Case, mask: BlockMask, strategy: Strategy, planner: str, group: SequenceGroup, setting: Setting
-) -> tuple[Plan, Callable[[], object]]:
-    """The plan, and a call of the attention on random q, k, v of this rank."""
+def _attention_call(
+    case: Case, strategy: Strategy, planner: str, group: SequenceGroup, setting: Setting
+) -> Callable[[], object]:
+    """A call of the attention on random q, k, v of this rank."""
+    mask = case.mask()
     home = SequenceLayout.named(require_planner(planner).home, mask.grid, strategy)
     plan = make_plan(mask, strategy, planner, home=home)
     attend = DualBalancedAttention.prepare(plan, mask, home, group, device=setting.device, kernel=setting.kernel)
     q, k, v = (torch.randn(1, case.heads, home.shard, case.head_dim, **setting.where) for _ in range(3))
-    return plan, lambda: attend(q, k, v)
+    return lambda: attend(q, k, v)
 
 
 def _kernel_call(case: Case, setting: Setting) -> Callable[[], object]:
-    """The kernel alone on all rows of the case, as one rank would see them."""
+    """Only the kernel, on all rows of the case, as one rank would see them."""
     mask = case.mask()
     plan = make_plan(mask, "U1R1", "contiguous")
     table = build_tables(table_layout(plan.assignment, 0).to(torch.device(setting.device)), mask)[0]
@@ -101,7 +100,7 @@ def _merge_call(elements: int, device: str) -> Callable[[], object]:
     return lambda: merge_states(out, lse, part, part_lse)
 
 
-def _product(rows: int, width: int, where: dict) -> Callable[[], object]:
+def _product(rows: int, width: int, where: dict[str, Any]) -> Callable[[], object]:
     left, right = torch.randn(rows, width, **where), torch.randn(width, width, **where)
     return lambda: left @ right
 
@@ -114,7 +113,7 @@ def _exchange(size: int, group: SequenceGroup, device: str) -> Callable[[], obje
     return lambda: group.all_to_all(sent, splits, splits)
 
 
-def _hand_over(size: int, group: SequenceGroup, device: str) -> Callable[[], object]:
+def _rotate(size: int, group: SequenceGroup, device: str) -> Callable[[], object]:
     sent = torch.zeros(max(1, size // 4), device=device)
     previous, following = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     return lambda: group.shift(sent, to=previous, received_shape=sent.shape, source=following).wait()

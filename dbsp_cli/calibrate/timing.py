@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import pickle
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 __all__ = ["Samples", "Timer", "core_seconds", "median_time", "run_ranks", "undisturbed_samples"]
 
@@ -28,19 +28,19 @@ _MACHINE = Path("/proc/stat")
 
 
 class Timer:
-    """Takes the laps of one rank.
+    """Takes the samples of one rank.
 
     device:     "cpu" or "cuda"
-    patience_s: how long, over all laps, to wait for moments in which nothing else runs on this machine's CPU
+    max_wait_s: how long, over all samples, to wait for moments in which nothing else runs on this machine's CPU
     """
 
-    def __init__(self, device: str, patience_s: float = 0.0) -> None:
+    def __init__(self, device: str, max_wait_s: float = 0.0) -> None:
         self.device = device
-        self._patience_s = patience_s
+        self._max_wait_s = max_wait_s
 
-    def laps(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Samples:
+    def samples(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Samples:
         """All ranks begin each repetition together."""
-        laps = []
+        samples = []
         for repetition in range(warm_up + repeats):
             self._synchronize()
             if repetition >= warm_up and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -52,20 +52,20 @@ class Timer:
             self._synchronize()
             if repetition >= warm_up:
                 seconds = time.perf_counter() - start
-                laps.append((seconds, _waited() - waited, time.process_time() - ran))
-        return laps
+                samples.append((seconds, _waited() - waited, time.process_time() - ran))
+        return samples
 
     def samples_alone(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Samples:
         """Of an action that waits for no other rank: on a CPU, the time that it ran on a core, whoever else did."""
-        laps = self.laps(action, repeats, warm_up)
-        return laps if self.device == "cuda" else [(max(ran, 1e-9), 0.0, ran) for _, _, ran in laps]
+        samples = self.samples(action, repeats, warm_up)
+        return samples if self.device == "cuda" else [(max(ran, 1e-9), 0.0, ran) for _, _, ran in samples]
 
     def _await_quiet(self) -> None:
         start, quiet = time.perf_counter(), 0
-        while quiet < 3 and time.perf_counter() - start < self._patience_s:
+        while quiet < 3 and time.perf_counter() - start < self._max_wait_s:
             quiet = quiet + 1 if _running() <= 1 else 0
             time.sleep(0.004)
-        self._patience_s -= time.perf_counter() - start
+        self._max_wait_s -= time.perf_counter() - start
 
     def _synchronize(self) -> None:
         if self.device == "cuda":
@@ -73,23 +73,23 @@ class Timer:
 
 
 def median_time(by_rank: Sequence[Sequence[Samples]]) -> np.ndarray:
-    """float64[samples]: the slowest rank's seconds, median over quiet repetitions. by_rank: [ranks][samples] laps"""
-    return np.array([float(np.median(undisturbed_samples(list(laps)))) for laps in zip(*by_rank, strict=True)])
+    """float64[samples]: the slowest rank's seconds, median over quiet repetitions. by_rank: [ranks][samples]"""
+    return np.array([float(np.median(undisturbed_samples(list(one)))) for one in zip(*by_rank, strict=True)])
 
 
 def undisturbed_samples(by_rank: Sequence[Samples]) -> np.ndarray:
     """float64[n]: the slowest rank's seconds in quiet repetitions: no rank waited for its core for more than a
-    twentieth of them. The three most quiet ones where there are fewer. by_rank: laps of each rank
+    twentieth of them. The three most quiet ones where there are fewer. by_rank: samples of each rank
     """
-    laps = np.asarray(by_rank, dtype=np.float64)  # [ranks, repetitions, 3]
-    seconds = laps[..., 0].max(axis=0)
-    waited = laps[..., 1].max(axis=0) / np.maximum(seconds, 1e-12)
+    samples = np.asarray(by_rank, dtype=np.float64)  # [ranks, repetitions, 3]
+    seconds = samples[..., 0].max(axis=0)
+    waited = samples[..., 1].max(axis=0) / np.maximum(seconds, 1e-12)
     enough = np.sort(waited)[: min(LEAST, len(waited))].max()
     return seconds[waited <= max(QUIET, enough)]
 
 
 def core_seconds(by_rank: Sequence[Samples]) -> float:
-    """Seconds on a core of the busiest rank, median over repetitions. by_rank: laps of each rank"""
+    """Seconds on a core of the busiest rank, median over repetitions. by_rank: samples of each rank"""
     return float(np.median(np.asarray(by_rank, dtype=np.float64)[..., 2].max(axis=0)))
 
 
@@ -109,8 +109,7 @@ def _running() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("procs_running")), 1)
 
 
-POLL_S = 0.5
-CPU_RANKS = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
+_CPU_RANKS = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 """Environment of ranks on a CPU: one core each; and glibc keeps freed memory, as GPU allocators do, instead of handing
 large blocks back to the system, after which every call would pay for fresh pages"""
 
@@ -121,72 +120,31 @@ def run_ranks(function: Callable[..., Any], world: int, device: str, *args: Any)
     function: importable by its name; device: "cpu" (gloo, one thread a rank) or "cuda" (NCCL, one GPU a rank)
     returns:  its results by rank. Raises RuntimeError with the trace of the first rank that fails or dies.
     """
-    context = multiprocessing.get_context("spawn")
+    before = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder, "store").as_posix()
-        pipes, processes = [], []
+        os.environ.update(_CPU_RANKS if device == "cpu" else {})  # for the new processes
         try:
-            with _environment(**(CPU_RANKS if device == "cpu" else {})):
-                for rank in range(world):
-                    ours, theirs = context.Pipe()
-                    process = context.Process(
-                        target=_serve, args=(function, rank, world, device, store, theirs, args), daemon=True
-                    )
-                    process.start()
-                    theirs.close()
-                    pipes.append(ours)
-                    processes.append(process)
-            return [_answer(rank, *both) for rank, both in enumerate(zip(pipes, processes, strict=True))]
+            start_processes(
+                _serve, (function, world, device, folder, args), nprocs=world, daemon=True, start_method="spawn"
+            )
+        except ProcessException as error:
+            raise RuntimeError(f"rank {error.error_index} ended before it answered: {error}") from error
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            os.environ.clear()
+            os.environ.update(before)
+        return [pickle.loads(Path(folder, f"rank{rank}").read_bytes()) for rank in range(world)]
 
 
-class _environment:
-    """Variables that children inherit."""
-
-    def __init__(self, **values: str) -> None:
-        self._values = values
-        self._before = {key: os.environ.get(key) for key in self._values}
-
-    def __enter__(self) -> None:
-        os.environ.update(self._values)
-
-    def __exit__(self, *exception: object) -> None:
-        for key, value in self._before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
-
-
-def _answer(rank: int, pipe: Connection, process: Any) -> Any:
-    while not pipe.poll(POLL_S):
-        if not process.is_alive() and not pipe.poll(0):
-            raise RuntimeError(f"rank {rank} ended with exit code {process.exitcode} before it answered")
-    try:
-        ok, value = pipe.recv()
-    except EOFError:
-        raise RuntimeError(f"rank {rank} ended before it answered") from None
-    if not ok:
-        raise RuntimeError(f"rank {rank} failed: {value}")
-    return value
-
-
-def _serve(
-    function: Callable[..., Any], rank: int, world: int, device: str, store: str, pipe: Connection, args: tuple
-) -> None:
-    try:
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-        else:
-            torch.set_num_threads(1)
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world
-        )
-        pipe.send((True, function(rank, world, *args)))
+def _serve(rank: int, function: Callable[..., Any], world: int, device: str, folder: str, args: tuple) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    store = Path(folder, "store").as_posix()
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+    )
+    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(function(rank, world, *args)))
+    with suppress(RuntimeError):  # a rank that failed says so itself
         dist.barrier()
         dist.destroy_process_group()
-    except Exception:
-        pipe.send((False, traceback.format_exc()))

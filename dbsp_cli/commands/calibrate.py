@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,16 +10,24 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
-from dbsp_cli.calibrate import Calibration, Checked, calibrate, check
+from dbsp_cli.calibrate.calibrate import Calibration, Checked, calibrate, check
+from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
 from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import choose_kernel
 
 __all__ = ["calibrate_command"]
+
+_CONSTANTS_OF = {
+    "compute": ("flops_per_s", "score_s", "row_s", "launch_s"),
+    "merge": ("merge_bytes_per_s",),
+    "linear": ("linear_flops_per_s",),
+    "exchange": ("exchange_latency_s", "exchange_bytes_per_s"),
+    "p2p": ("p2p_latency_s", "p2p_bytes_per_s"),
+    "call": ("pack_bytes_per_s", "call_s"),
+}
 
 
 def calibrate_command(
@@ -29,12 +36,12 @@ def calibrate_command(
     quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of a minute: rough.")] = False,
     kernel: Annotated[str, typer.Option(help="Attention kernel to measure.")] = "auto",
     communication: Annotated[
-        str | None, typer.Option(help="Hardware whose communication stands in where one rank cannot measure it.")
+        str | None, typer.Option(help="Hardware whose communication is taken where one rank cannot measure it.")
     ] = None,
     patience: Annotated[float, typer.Option(help="Seconds to wait, in all, for a quiet machine.")] = 0.0,
     checking: Annotated[bool, typer.Option("--check", help="Measure shapes held out, and compare.")] = False,
     hardware: Annotated[str | None, typer.Option(help="With --check: constants to check, not measured now.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Measure this machine for the latency model: dense blocks, all-to-all, P2P, launches; fit, print, write."""
     if hardware is not None and not checking:
@@ -46,29 +53,21 @@ def calibrate_command(
     fitted = None
     if hardware is not None:
         known = load_hardware(hardware)
-        _warn(known, kernel)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        warn_if_elsewhere(known, device, choose_kernel(kernel, device, getattr(torch, known.dtype)).name)
     else:
         other = load_hardware(communication) if communication else None
         name = out.stem if out else "this machine"
-        fitted = calibrate(name, ranks, quick=quick, kernel=kernel, communication=other, patience_s=patience)
+        fitted = calibrate(name, ranks, quick=quick, kernel=kernel, communication=other, max_wait_s=patience)
         known = fitted.hardware
         if out is not None:
             save_hardware(out, known)
             print(f"wrote {out}", file=sys.stderr)
-    checked = check(known, ranks, quick=quick, kernel=kernel, patience_s=patience) if checking else []
+    checked = check(known, ranks, quick=quick, kernel=kernel, max_wait_s=patience) if checking else []
     if as_json:
-        print(json.dumps(_report(known, fitted, checked)))
+        print_json(**_report(known, fitted, checked))
         return
-    console = Console()
-    if fitted is not None:
-        console.print(_fit_table(fitted))
-    if checked:
-        console.print(_check_table(checked))
-
-
-def _warn(known: Hardware, kernel: str) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    warn_if_elsewhere(known, device, choose_kernel(kernel, device, getattr(torch, known.dtype)).name)
+    print_tables(([_fit_table(fitted)] if fitted else []) + ([_check_table(checked)] if checked else []))
 
 
 def _report(known: Hardware, fitted: Calibration | None, checked: list[Checked]) -> dict[str, object]:
@@ -83,40 +82,27 @@ def _report(known: Hardware, fitted: Calibration | None, checked: list[Checked])
 
 def _fit_table(fitted: Calibration) -> Table:
     known = fitted.hardware
-    table = Table(
+    rows = []
+    for part, one in fitted.fits.items():
+        constants = ", ".join(f"{name} {getattr(known.constants, name):.3g}" for name in _CONSTANTS_OF[part])
+        worst = f"{one.errors[np.abs(one.errors).argmax()]:+.1%}"
+        rows.append((part, constants, f"{one.residual:.1%}", worst, str(len(one.errors))))
+    return text_table(
+        ("part", "constants", "rms error", "worst", "samples"),
+        [*rows, ("overlap", f"overlap {known.constants.overlap:.3g}", "", "", "")],
         title=f"{known.name}: {known.device}, {known.dtype}, kernel {known.versions.get('kernel')}",
         caption="errors: predicted over measured, less one, of the samples fitted to",
-        box=SIMPLE_HEAD,
+        left=("part", "constants"),
     )
-    for name in ("part", "constants", "rms error", "worst", "samples"):
-        table.add_column(name, overflow="fold")
-    for part, one in fitted.fits.items():
-        names = _CONSTANTS_OF[part]
-        constants = ", ".join(f"{name} {getattr(known.constants, name):.3g}" for name in names)
-        worst = f"{one.errors[np.abs(one.errors).argmax()]:+.1%}"
-        table.add_row(part, constants, f"{one.residual:.1%}", worst, str(len(one.errors)))
-    table.add_row("overlap", f"overlap {known.constants.overlap:.3g}", "", "", "")
-    return table
-
-
-_CONSTANTS_OF = {
-    "compute": ("flops_per_s", "score_s", "row_s", "launch_s"),
-    "merge": ("merge_bytes_per_s",),
-    "linear": ("linear_flops_per_s",),
-    "exchange": ("exchange_latency_s", "exchange_bytes_per_s"),
-    "p2p": ("p2p_latency_s", "p2p_bytes_per_s"),
-    "call": ("pack_bytes_per_s", "call_s"),
-}
 
 
 def _check_table(checked: list[Checked]) -> Table:
-    worst = max(abs(one.error) for one in checked)
-    table = Table(title=f"whole attentions, shapes held out: worst error {worst:.1%}", box=SIMPLE_HEAD)
-    for name in ("heads", "tokens", "D", "density", "strategy", "planner", "measured ms", "predicted ms", "error"):
-        table.add_column(name, justify="left" if name in ("strategy", "planner") else "right")
+    rows = []
     for one in checked:
         case = one.case
         sizes = (str(case.heads), f"{case.tokens:,}", str(case.head_dim), f"{case.density:g}")
         times = (f"{one.measured_s * 1e3:.1f}", f"{one.predicted_s * 1e3:.1f}", f"{one.error:+.1%}")
-        table.add_row(*sizes, one.strategy, one.planner, *times)
-    return table
+        rows.append((*sizes, one.strategy, one.planner, *times))
+    names = ("heads", "tokens", "D", "density", "strategy", "planner", "measured ms", "predicted ms", "error")
+    worst = max(abs(one.error) for one in checked)
+    return text_table(names, rows, title=f"whole attentions, shapes held out: worst error {worst:.1%}")

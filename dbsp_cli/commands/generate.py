@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dbsp_cli.generate.endings import end_cleanly_on_signals
-from dbsp_cli.generate.job import HOSTS, TIMEOUT_S, GenerateJob, GenerateRequest, prepare
+from dbsp_cli.generate.job import HOSTS, TIMEOUT_S, GenerateJob, GenerateRequest, resolve
 from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed
-from dbsp_cli.generate.running import Made, run_job
+from dbsp_cli.generate.running import GenerateResult, run_job
+from dbsp_cli.generate.signals import end_cleanly_on_signals
+from dbsp_cli.output import JsonFlag, options_for, print_json
 
 __all__ = ["generate_command"]
 
@@ -51,91 +51,61 @@ def generate_command(
         float, typer.Option(help="Seconds that a rank waits for others before the run fails.")
     ] = TIMEOUT_S,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and run nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Generate a video: from YAML to mp4, on all GPUs of this machine, or of several."""
-    launch = Launch(
-        nproc=1 if nproc is None else nproc,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        rdzv_backend=rdzv_backend,
-        rdzv_endpoint=rdzv_endpoint,
-        rdzv_id=rdzv_id,
-    )
-    job = prepare(
-        GenerateRequest(
-            config=config,
-            model=model,
-            prompt=prompt,
-            seed=seed,
-            changes=tuple(changes or ()),
-            host=host,
-            launch=launch,
-            nproc_given=nproc is not None,
-            out=out,
-            report=report,
-            timeout=timeout,
-        )
-    )
+    given = locals()
+    launch = Launch(**options_for(Launch, given | {"nproc": 1}))
+    request = GenerateRequest(**options_for(GenerateRequest, given | {"launch": launch, "changes": changes or ()}))
+    job = resolve(request)
     if dry_run:
         _say_what_would_run(job, as_json)
         return
     end_cleanly_on_signals()
     start = time.perf_counter()
     try:
-        made = _run(job)
+        result = _run(job)
     except RunFailed as error:
         print(f"dbsp: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    _say_what_was_made(job, made, time.perf_counter() - start, as_json)
-    if made.lacking:
+    _say_what_was_made(job, result, time.perf_counter() - start, as_json)
+    if result.lacking:
         raise typer.Exit(_NO_REPORT)
 
 
-def _run(job: GenerateJob) -> Made:
+def _run(job: GenerateJob) -> GenerateResult:
     """Runs it with one progress bar, on standard error, that follows rank 0."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    texts = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), texts, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     steps = job.config.generate.video.steps or 0
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(f"{job.launch.world} × {job.host}", total=steps)
-        watcher = LogFollower(
+        follower = LogFollower(
             steps=steps,
             on_step=lambda done: progress.update(task, completed=done),
             on_notice=lambda line: progress.console.print(line, markup=False, highlight=False, soft_wrap=True),
         )
-        return run_job(job, watcher)
+        return run_job(job, follower)
 
 
 def _say_what_would_run(job: GenerateJob, as_json: bool) -> None:
     work = Path("WORK")
     settings = job.settings_in(work)
     if as_json:
-        _print_json(command=job.command(work), settings=settings, host=job.host, video=str(job.out))
+        print_json(command=job.command(work), settings=settings, host=job.host, video=str(job.out))
         return
     print(shlex.join(job.command(work)))
     print("# WORK/dbsp.yaml:")
     print(yaml.safe_dump(settings, allow_unicode=True, sort_keys=False), end="")
 
 
-def _say_what_was_made(job: GenerateJob, made: Made, seconds: float, as_json: bool) -> None:
-    if made.lacking:
-        print(f"dbsp: the video is {made.video}, but {made.lacking}", file=sys.stderr)
+def _say_what_was_made(job: GenerateJob, result: GenerateResult, seconds: float, as_json: bool) -> None:
+    if result.lacking:
+        print(f"dbsp: the video is {result.video}, but {result.lacking}", file=sys.stderr)
     if as_json:
-        paths = {"video": made.video, "report": made.report, "log": job.log}
+        paths = {"video": result.video, "report": result.report, "log": job.log}
         texts = {name: None if path is None else str(path) for name, path in paths.items()}
-        _print_json(**texts, lacking=made.lacking, host=job.host, seconds=seconds)
+        print_json(**texts, lacking=result.lacking, host=job.host, seconds=seconds)
         return
-    what = f"wrote {made.video}" if made.video else "done; the video is on the node where rank 0 runs"
-    print(what + (f" and {made.report}" if made.report else "") + f" in {seconds:.1f} s (log: {job.log})")
-
-
-def _print_json(**values: Any) -> None:
-    print(json.dumps(values))
+    what = f"wrote {result.video}" if result.video else "done; the video is on the node where rank 0 runs"
+    print(what + (f" and {result.report}" if result.report else "") + f" in {seconds:.1f} s (log: {job.log})")

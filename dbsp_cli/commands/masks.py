@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +19,7 @@ from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, examine_masks
 from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.series import MaskSeries
+from dbsp_cli.output import JsonFlag, options_for, print_json, print_tables, text_table
 from dbsp_core.masks.mask_file import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.mask_recorder import parse_layers, parse_size
@@ -48,7 +48,7 @@ def convert(
     key: Annotated[str | None, typer.Option(help="Name of the tensor of masks in IN.")] = None,
     thw: Thw = None,
     tokens: Annotated[int | None, typer.Option(help="Text and video tokens together; or give --thw.")] = None,
-    text_tokens: Annotated[int, typer.Option(help="Text tokens among them, standing first.")] = 0,
+    text_tokens: Annotated[int, typer.Option(help="Text tokens among them, which come first.")] = 0,
     block_q: Annotated[int, typer.Option(help="Tokens per query block.")] = 64,
     block_k: Annotated[int, typer.Option(help="Tokens per key block.")] = 64,
     orders: Annotated[
@@ -56,10 +56,10 @@ def convert(
         typer.Option(help="Token order, one per head with commas between, or PAROAttention's permute plan (a file)."),
     ] = None,
     head_permutation: Annotated[
-        str | None, typer.Option(help="File that says which head stands at each place, where they were reordered.")
+        str | None, typer.Option(help="File that says which head is at each place, where they were reordered.")
     ] = None,
     groups: Annotated[str | None, typer.Option(help="Steps of each group, 5-9,10-24,25-49; before: dense.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps, shared out evenly over the groups.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps, divided evenly over the groups.")] = None,
     dense_steps: Annotated[int, typer.Option(help="With --steps: leading steps that are dense.")] = 0,
     packed: Annotated[bool, typer.Option(help="Eight blocks in a byte.")] = True,
     lut: Annotated[str | None, typer.Option(help="IN lists blocks by row: absolute, or delta (SpargeAttn).")] = None,
@@ -77,29 +77,11 @@ def convert(
     branch: Branch = 0,
 ) -> None:
     """Write a mask file from .safetensors, .pt, .pth, .npy or .npz (never unpickled), or from a recording."""
+    given = locals()
     if source.is_dir():
         layout = convert_recording(source, target, step, branch, packed)
     else:
-        options = ConvertOptions(
-            key=key,
-            tokens=tokens,
-            thw=parse_thw(thw),
-            text_tokens=text_tokens,
-            block_q=block_q,
-            block_k=block_k,
-            orders=orders,
-            head_permutation=head_permutation,
-            groups=groups,
-            steps=steps,
-            dense_steps=dense_steps,
-            packed=packed,
-            lut=lut,
-            counts=counts,
-            joined_text=joined_text,
-            skip_empty=skip_empty,
-            crop=crop,
-            tail_dense=tail_dense,
-        )
+        options = ConvertOptions(**options_for(ConvertOptions, given | {"thw": parse_thw(thw)}))
         layout = convert_masks(source, target, options)
     print(f"wrote {target}: {_in_words(layout)}", file=sys.stderr)
 
@@ -133,9 +115,9 @@ def info(
     file: Annotated[Path, typer.Argument(help="Mask file, or a recording's folder.")],
     gpus: Annotated[int, typer.Option(help="Number of GPUs for ρ_s.")] = 8,
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between.")] = "dbsp",
-    threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made anew.")] = 1.10,
+    threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made again.")] = 1.10,
     budget: Annotated[
-        float, typer.Option(min=0, help="reuse.budget, in times of a balanced attention; 0: P_s alone.")
+        float, typer.Option(min=0, help="reuse.budget, in times of a balanced attention; 0: only P_s.")
     ] = 0.30,
     sample: Annotated[int, typer.Option(min=0, help="How many layers to plan and compare; 0: all.")] = 4,
     quality: Annotated[bool, typer.Option("--quality", help="Measure the error on made, smooth tokens.")] = False,
@@ -143,7 +125,7 @@ def info(
     thw: Thw = None,
     branch: Branch = 0,
     picture: Annotated[Path | None, typer.Option(help="PNG to write.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Say how dense masks are, how even their work is, how they change over steps, and what they cost in accuracy."""
     series = MaskSeries.read(file, branch)
@@ -156,12 +138,10 @@ def info(
         except ImportError as error:
             raise UserError(f"{error.name} is needed for pictures; pip install {error.name}") from error
     if as_json:
-        print(json.dumps({"file": str(file), "gpus": gpus, **found.as_json()}))
+        print_json(file=str(file), gpus=gpus, **found.as_json())
         return
-    console = Console()
-    console.print(_headline(file, found), highlight=False)
-    for table in _tables(found, options):
-        console.print(table)
+    Console().print(_headline(file, found), highlight=False)
+    print_tables(_tables(found, options))
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
@@ -211,40 +191,26 @@ def _headline(file: Path, found: MaskInfo) -> str:
     )
 
 
-def _tables(found: MaskInfo, options: InfoOptions) -> list[Table]:
-    rows = [
+def _tables(found: MaskInfo, options: InfoOptions) -> Iterator[Table]:
+    rows: list[tuple[str, ...]] = [
         (str(layer), f"{heads.min():.3f}", f"{heads.mean():.3f}", f"{heads.max():.3f}")
         for layer, heads in zip(found.layers, found.densities, strict=True)
     ]
-    tables = [_table("density", ("layer", "least dense head", "mean", "densest head"), rows)]
-    balance = [
+    yield text_table(("layer", "least dense head", "mean", "densest head"), rows, title="density")
+    rows = [
         (b.strategy, b.planner, f"{b.rho_before:.4f}", f"{b.rho:.4f}", f"{b.rho_max:.4f}", f"{b.moved:.1%}")
         for b in found.balance
     ]
-    names = ("strategy", "planner", "ρ_s before", "ρ_s", "max", "moved")
-    tables.append(_table(f"balance on {options.gpus} GPUs, mean over sampled layers", names, balance))
+    names: tuple[str, ...] = ("strategy", "planner", "ρ_s before", "ρ_s", "max", "moved")
+    yield text_table(names, rows, title=f"balance on {options.gpus} GPUs, mean over sampled layers")
     if found.drift:
-        drift = [
-            (str(d.layer), f"{min(d.iou):.3f}", f"{_mean(d.iou):.3f}", f"{_mean(d.changed):.2%}", str(d.replans))
+        rows = [
+            (str(d.layer), f"{min(d.iou):.3f}", f"{fmean(d.iou):.3f}", f"{fmean(d.changed):.2%}", str(d.replans))
             for d in found.drift
         ]
-        columns = ("layer", "least IoU", "mean IoU", "bits changed", f"plans at P_s {options.threshold:g}")
-        tables.append(_table(f"from step to step, {len(found.steps)} steps", columns, drift))
+        names = ("layer", "least IoU", "mean IoU", "bits changed", f"plans at P_s {options.threshold:g}")
+        yield text_table(names, rows, title=f"from step to step, {len(found.steps)} steps")
     if found.errors is not None:
-        errors = [(str(e.layer), str(e.head), f"{e.density:.3f}", f"{e.error:.4f}") for e in found.errors]
-        heading = ("layer", "head", "density", "relative L1 error")
-        tables.append(_table("against dense attention, made tokens", heading, errors))
-    return tables
-
-
-def _mean(values: tuple[float, ...]) -> float:
-    return sum(values) / len(values)
-
-
-def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="left" if name in ("strategy", "planner") else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+        rows = [(str(e.layer), str(e.head), f"{e.density:.3f}", f"{e.error:.4f}") for e in found.errors]
+        names = ("layer", "head", "density", "relative L1 error")
+        yield text_table(names, rows, title="against dense attention, made tokens")

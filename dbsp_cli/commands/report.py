@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from dbsp_cli.output import JsonFlag, print_json, print_tables
 from dbsp_core.reports.compare import compare
 from dbsp_core.reports.html import comparison_page, report_page
 from dbsp_core.reports.run_report import RunReport
@@ -21,12 +19,14 @@ from dbsp_core.utils.errors import UserError
 
 __all__ = ["report_command"]
 
+_WIDTH = 110
+
 
 def report_command(
     runs: Annotated[
         list[Path], typer.Argument(help="One run, or two to compare: report folders or report.json files.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: JsonFlag = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file as well.")] = None,
 ) -> None:
     """Show the report of a run, or compare two runs."""
@@ -47,9 +47,9 @@ def _show(report: RunReport, as_json: bool, html: Path | None) -> None:
             name: getattr(report, name) for name in ("model", "host", "world_size", "strategy", "planner", "seconds")
         }
         layers = [asdict(one) for one in layer_summaries(report)]
-        print(json.dumps({**about, "totals": asdict(report.totals), "layers": layers}))
+        print_json(**about, totals=asdict(report.totals), layers=layers)
         return
-    _print(run_tables(report))
+    print_tables(run_tables(report), _WIDTH)
 
 
 def _compare(names: tuple[str, str], a: RunReport, b: RunReport, as_json: bool, html: Path | None) -> None:
@@ -58,12 +58,6 @@ def _compare(names: tuple[str, str], a: RunReport, b: RunReport, as_json: bool, 
     if html is not None:
         write_atomically(html, comparison_page(names, [(grid.title, grid.columns, grid.rows) for grid in grids]))
     if as_json:
-        print(json.dumps({"a": names[0], "b": names[1], **comparison.to_values()}))
+        print_json(a=names[0], b=names[1], **comparison.to_values())
         return
-    _print([grid.to_table("" if grid.rows else "none") for grid in grids])
-
-
-def _print(tables: list[Table]) -> None:
-    console = Console(width=max(110, Console().width))
-    for table in tables:
-        console.print(table)
+    print_tables([grid.to_table("" if grid.rows else "none") for grid in grids], _WIDTH)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
 from dbsp_cli.simulate import SimulationResult, simulate
 from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
 from dbsp_core.cost.hardware import Hardware, load_hardware
@@ -42,12 +41,12 @@ def simulate_command(
     planner: Annotated[str, typer.Option(help="Planners to compare, with commas.")] = "contiguous,paper,dbsp",
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     kernel: Annotated[str, typer.Option(help="Leave out strategies that this kernel cannot serve.")] = "auto",
-    layers: Annotated[int, typer.Option(help="How many layers' masks stand for all.")] = 1,
+    layers: Annotated[int, typer.Option(help="How many layers' masks represent all.")] = 1,
     node_size: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
     coarsen: Annotated[int, typer.Option(help="Multiply block sizes: quicker, ρ_s moves by about 0.01.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of synthetic masks.")] = 0,
     out: Annotated[Path | None, typer.Option(help="CSV file to write.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Predict attention and end-to-end time per strategy and planner. All times are modelled."""
     spec, machine = require_model(model), load_hardware(hardware)
@@ -55,7 +54,6 @@ def simulate_command(
     planners = planner.split(",")
     for name in planners:
         require_planner(name)
-    merges = returns_lse(kernel)
     if strategy != "all":
         require_fit(kernel, KernelRequirements(lse=Strategy.parse(strategy).ring > 1))
     masks = masks_for(spec, mask, layers, coarsen, seed)
@@ -67,16 +65,16 @@ def simulate_command(
         planners,
         strategy=strategy,
         node_size=node_size,
-        serves=lambda one: merges or one.ring == 1,
+        merges=returns_lse(kernel),
     )
     records = [asdict(row) | {"end_to_end_s": row.end_to_end_s} for row in rows]
     if out is not None:
         write_atomically(out, _csv(records))
     if as_json:
         about = {"model": model, "hardware": machine.name, "sources": dict(machine.sources), "node_size": node_size}
-        print(json.dumps({**about, "density": masks[0].density, "layers": len(masks), "rows": records}))
+        print_json(**about, density=masks[0].density, layers=len(masks), rows=records)
         return
-    Console(width=max(100, Console().width)).print(_table(spec, machine, masks, rows))
+    print_tables([_table(spec, machine, masks, rows)], width=100)
 
 
 def _numbers(text: str) -> list[int]:
@@ -99,20 +97,15 @@ def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1,
     if coarsen < 1:
         raise UserError(f"--coarsen {coarsen} must be at least 1")
     chosen = mask or model.preset
-    density = _density(chosen)
+    density = None
+    with suppress(ValueError):
+        density = float(chosen)
     if chosen not in PRESETS and density is None:
         return _from_file(Path(chosen), model, layers)
     preset = chosen if chosen in PRESETS else model.preset
     sizes = {"block_q": PRESETS[preset].block_q * coarsen, "block_k": PRESETS[preset].block_k * coarsen}
     source = SyntheticSource(preset=preset, density=density, seed=seed, **sizes)
     return [source.mask(MaskRequest(layer, model.heads, model.thw, model.text_tokens)) for layer in range(layers)]
-
-
-def _density(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _from_file(path: Path, model: ModelSpec, layers: int) -> list[BlockMask]:
@@ -136,18 +129,16 @@ def _csv(records: list[dict[str, object]]) -> str:
 
 
 def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Iterable[SimulationResult]) -> Table:
-    table = Table(
+    names = ("GPUs", "strategy", "planner", "ρ_s", "attention", "exchange", "exposed", "end to end", "attn ×", "e2e ×")
+    cells = []
+    for row in rows:
+        seconds = (f"{t:.1f}" for t in (row.attention_s, row.exchange_s, row.exposed_p2p_s, row.end_to_end_s))
+        speedups = (f"{row.attention_speedup:.2f}", f"{row.speedup:.2f}")
+        cells.append((str(row.gpus), row.strategy, row.planner, f"{row.rho:.3f}", *seconds, *speedups))
+    return text_table(
+        names,
+        cells,
         title=f"{model.name} on {machine.name}, density {masks[0].density:.3f}, {model.steps} steps: modelled times",
         caption="seconds per video; exposed: P2P that compute does not hide; ×: speed-up over the contiguous planner\n"
         f"on the same strategy. Constants {machine.labels_in_words()}",
-        box=SIMPLE_HEAD,
     )
-    names = ("GPUs", "strategy", "planner", "ρ_s", "attention", "exchange", "exposed", "end to end", "attn ×", "e2e ×")
-    for name in names:
-        table.add_column(name, justify="left" if name in ("strategy", "planner") else "right", no_wrap=True)
-    for row in rows:
-        times = (row.attention_s, row.exchange_s, row.exposed_p2p_s, row.end_to_end_s)
-        speedups = (f"{row.attention_speedup:.2f}", f"{row.speedup:.2f}")
-        seconds = (f"{t:.1f}" for t in times)
-        table.add_row(str(row.gpus), row.strategy, row.planner, f"{row.rho:.3f}", *seconds, *speedups)
-    return table

@@ -16,12 +16,12 @@ __all__ = ["exclusive_run"]
 
 @contextmanager
 def exclusive_run(lock: Path, video: Path) -> Iterator[bool]:
-    """Holds a lock file, which is gone afterwards. The system lets go of it however a process ends.
+    """Holds a lock file, which is gone afterwards. The system releases it however a process ends.
 
     yields: whether this is known to be the only run; False where the file system knows no locks
     Raises UserError where another run has it.
     """
-    file = _held(lock, video)
+    file = _locked(lock, video)
     if file is None:
         yield False
         return
@@ -35,7 +35,7 @@ def exclusive_run(lock: Path, video: Path) -> Iterator[bool]:
             lock.unlink(missing_ok=True)
 
 
-def _held(lock: Path, video: Path) -> BinaryIO | None:
+def _locked(lock: Path, video: Path) -> BinaryIO | None:
     try:
         import fcntl
     except ImportError:  # not on POSIX
@@ -44,7 +44,7 @@ def _held(lock: Path, video: Path) -> BinaryIO | None:
         file = lock.open("a+b")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_still(file, lock):
+            if _is_named(file, lock):
                 return file
         except BlockingIOError:
             file.seek(0)
@@ -59,10 +59,9 @@ def _held(lock: Path, video: Path) -> BinaryIO | None:
         file.close()
 
 
-def _is_still(file: BinaryIO, path: Path) -> bool:
-    """Whether the file has that name yet: the run before may have removed it between opening and locking."""
+def _is_named(file: BinaryIO, path: Path) -> bool:
+    """Whether the file still has that name: the run before may have removed it between opening and locking."""
     try:
-        there = path.stat()
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
-    return os.path.samestat(os.fstat(file.fileno()), there)

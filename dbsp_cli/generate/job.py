@@ -1,4 +1,4 @@
-"""From a user's wishes to one job with nothing left open: all that can be known before a process is launched."""
+"""From a user's request to one job with nothing left open: all that can be checked before a process is launched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from dbsp_core.config.models import (
     signature_of_model,
     tiny_architecture,
 )
-from dbsp_core.config.video import VideoSettings
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.utils.errors import UserError, blame_setting
 from dbsp_core.utils.paths import require_file_place, require_folder_place
@@ -33,7 +32,7 @@ from dbsp_core.utils.yaml_file import Settings, find_config, read_settings
 from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, default_config, require_same_model
 from dbsp_kernels.registry import returns_lse
 
-__all__ = ["HOSTS", "TIMEOUT_S", "GenerateJob", "GenerateRequest", "prepare"]
+__all__ = ["HOSTS", "TIMEOUT_S", "GenerateJob", "GenerateRequest", "resolve"]
 
 TIMEOUT_S = 600.0
 """NCCL's: longer than any rank has to wait for the others in a run that goes well."""
@@ -64,7 +63,7 @@ class GenerateRequest:
 
     config:  file, or name of a shipped one;  model: name or folder;  changes: "key=value", with dots in the key
     host:    one of HOSTS
-    launch:  processes and nodes; its nproc counts where `nproc_given`
+    nproc:   processes on this node;  launch: all else about processes and nodes
     timeout: seconds that a rank waits for others
     """
 
@@ -74,8 +73,8 @@ class GenerateRequest:
     seed: int | None = None
     changes: Sequence[str] = ()
     host: str | None = None
+    nproc: int | None = None
     launch: Launch = field(default_factory=Launch)
-    nproc_given: bool = False
     out: Path = Path("video.mp4")
     report: Path | None = None
     timeout: float = TIMEOUT_S
@@ -85,7 +84,7 @@ class GenerateRequest:
 class GenerateJob:
     """One video to make, with nothing left open.
 
-    settings: what stands in the configuration file that the ranks read, but for paths
+    settings: content of the configuration file that the ranks read, but for paths
     given:    the settings as the user gave them, which know where
     origin:   where they come from, in words
     model:    what the ranks load: a repository's name or a folder; None: a tiny checkpoint, to be made
@@ -127,58 +126,62 @@ class GenerateJob:
         return self.out.with_name(f".{self.name}.lock")
 
 
-def prepare(wishes: GenerateRequest) -> GenerateJob:
-    """Everything that can be known before a process is launched. Raises ValueError for a user's mistake."""
-    settings = _settings(wishes)
+def resolve(request: GenerateRequest) -> GenerateJob:
+    """Everything that can be known before a process is launched. Raises UserError for what the user must change."""
+    settings = _settings(request)
     config = DbspConfig.load(settings)
-    model, identity = _model(wishes, config)
+    model, identity = _model(request, config)
     with settings.located(), blame_setting("video"):
         video = config.generate.video.filled(None if identity.spec is None else identity.spec.video)
         identity.require_frames(video)
     if not video.prompt:
         raise UserError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
-    launch = _launch(wishes)
-    strategy = config.strategy or _usual_strategy(launch, config)
+    launch = _launch(request)
+    strategy = config.strategy or _default_strategy(launch, config)
     if isinstance(strategy, Strategy):
         strategy.require_world(launch.world)
-    out = wishes.out.absolute()
+    out = request.out.absolute()
     if out.suffix != ".mp4":
-        raise UserError(f"--out {wishes.out} must end in .mp4")
+        raise UserError(f"--out {request.out} must end in .mp4")
     require_file_place(out, "--out")
-    report = _report(wishes, config, settings, here=launch.nnodes == 1 or launch.node_rank == 0)
-    if not wishes.timeout > 0:
-        raise UserError(f"--timeout {wishes.timeout:g} must be above 0 seconds; {TIMEOUT_S:g} is usual")
-    tiny = tiny_architecture(model)
+    report = _report(request, config, settings, here=launch.nnodes == 1 or launch.node_rank == 0)
+    if not request.timeout > 0:
+        raise UserError(f"--timeout {request.timeout:g} must be above 0 seconds; {TIMEOUT_S:g} is usual")
+    tiny, spec = tiny_architecture(model), find_model_spec(model)
+    given_video = {key: value for key, value in asdict(video).items() if value is not None}
     job = GenerateJob(
         config=replace(config, generate=replace(config.generate, video=video), strategy=strategy),
-        settings={**settings.values, "video": _plain(video), "strategy": str(strategy)},
+        settings={**settings.values, "video": given_video, "strategy": str(strategy)},
         given=settings,
-        origin=_origin_in_words(settings, wishes.changes),
-        model=None if tiny else _to_load(model),
+        origin=_origin_in_words(settings, request.changes),
+        model=None if tiny else spec.hub if spec else os.path.abspath(model),
         tiny=tiny,
-        host=_host(wishes.host),
+        host=_host(request.host),
         launch=launch,
         out=out,
         report=report,
-        timeout=wishes.timeout,
+        timeout=request.timeout,
     )
-    _host_preflight(job, identity)
+    # The host's own refusals, before its ranks are started.
+    check: Callable[[DbspConfig, str, ModelSignature], None] = importlib.import_module(HOSTS[job.host].module).check
+    if job.model is not None:
+        check(job.config, job.model, identity)
     return job
 
 
-def _settings(wishes: GenerateRequest) -> Settings:
-    if wishes.config is None and wishes.model is None:
+def _settings(request: GenerateRequest) -> Settings:
+    if request.config is None and request.model is None:
         names = ", ".join(MODEL_SPECS)
         raise UserError(f"nothing says which model; give --model ({names}, or a folder) or --config")
-    if wishes.config is not None:
-        settings = read_settings(find_config(wishes.config), "configuration file")
+    if request.config is not None:
+        settings = read_settings(find_config(request.config), "configuration file")
     else:
-        default = default_config(signature_of_model(wishes.model or ""))
+        default = default_config(signature_of_model(request.model or ""))
         path = Path(default.origin or "")
         settings = (
             read_settings(path, "configuration file") if path.is_file() else Settings({}, {}, default.origin or "")
         )
-    for change in wishes.changes:
+    for change in request.changes:
         key, equals, text = change.partition("=")
         if not equals or not all(key.split(".")):
             raise UserError(f"--set {change} is no KEY=VALUE; write for example --set mask.cdf=0.9")
@@ -188,18 +191,18 @@ def _settings(wishes: GenerateRequest) -> Settings:
             raise UserError(f"--set {key}: {text!r} is not YAML; close its brackets and quotes") from error
         settings = settings.changed(key.split("."), value, f"--set {key}")
     for name in ("prompt", "seed"):
-        if getattr(wishes, name) is not None:
-            settings = settings.changed(("video", name), getattr(wishes, name), f"--{name}")
+        if getattr(request, name) is not None:
+            settings = settings.changed(("video", name), getattr(request, name), f"--{name}")
     return settings
 
 
-def _report(wishes: GenerateRequest, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
+def _report(request: GenerateRequest, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
     """The folder for the report. here: whether it is known to be written on this node, and so must be possible here"""
-    given = wishes.report or (Path(config.report) if config.report else None)
+    given = request.report or (Path(config.report) if config.report else None)
     report = None if given is None else given.absolute()
     if report is None or not here:
         return report
-    if wishes.report is not None:
+    if request.report is not None:
         require_folder_place(report, "--report")
     with settings.located(), blame_setting("report"):
         require_folder_place(report, "report")
@@ -212,10 +215,10 @@ def _origin_in_words(settings: Settings, changes: Sequence[str]) -> str:
     return from_file + (f", but for {keys}" if keys else "")
 
 
-def _model(wishes: GenerateRequest, config: DbspConfig) -> tuple[str, ModelSignature]:
-    model = wishes.model or config.generate.model
+def _model(request: GenerateRequest, config: DbspConfig) -> tuple[str, ModelSignature]:
+    model = request.model or config.generate.model
     if model is None:
-        raise UserError(f"{wishes.config} does not say which model it is for; add --model")
+        raise UserError(f"{request.config} does not say which model it is for; add --model")
     identity = signature_of_model(model)
     if identity is None:
         names = ", ".join([*MODEL_SPECS, *(f"{TINY}{name}" for name in TINY_MODELS)])
@@ -227,25 +230,19 @@ def _model(wishes: GenerateRequest, config: DbspConfig) -> tuple[str, ModelSigna
     return model, identity
 
 
-def _to_load(model: str) -> str:
-    spec = find_model_spec(model)
-    return os.path.abspath(model) if spec is None else spec.hub
-
-
-def _launch(wishes: GenerateRequest) -> Launch:
+def _launch(request: GenerateRequest) -> Launch:
     gpus = torch.cuda.device_count()
-    if not wishes.nproc_given:
-        return replace(wishes.launch, nproc=max(1, gpus))
-    if 0 < gpus < wishes.launch.nproc:
+    nproc = max(1, gpus) if request.nproc is None else request.nproc
+    if 0 < gpus < nproc:
         raise UserError(
-            f"--nproc {wishes.launch.nproc} is more than the {gpus} GPUs of this machine; a GPU serves one process "
+            f"--nproc {nproc} is more than the {gpus} GPUs of this machine; a GPU serves one process "
             "(CUDA_VISIBLE_DEVICES= runs them on the CPU)"
         )
-    return wishes.launch
+    return replace(request.launch, nproc=nproc)
 
 
-def _usual_strategy(launch: Launch, config: DbspConfig) -> Strategy:
-    """Heads are shared out within a node, blocks between nodes, where the kernel can."""
+def _default_strategy(launch: Launch, config: DbspConfig) -> Strategy:
+    """Heads are divided within a node, blocks between nodes, where the kernel can."""
     ring = launch.nnodes if returns_lse(config.kernel) else 1
     return Strategy(launch.world // ring, ring)
 
@@ -261,14 +258,3 @@ def _host(name: str | None) -> str:
     if missing:
         raise UserError(f"--host {name} lacks {', '.join(missing)}; pip install 'dbsp-attention[{HOSTS[name].extra}]'")
     return name
-
-
-def _host_preflight(job: GenerateJob, identity: ModelSignature) -> None:
-    """The host's own refusals, before its ranks are started."""
-    check: Callable[[DbspConfig, str, ModelSignature], None] = importlib.import_module(HOSTS[job.host].module).check
-    if job.model is not None:
-        check(job.config, job.model, identity)
-
-
-def _plain(video: VideoSettings) -> dict[str, Any]:
-    return {f.name: value for f in fields(video) if (value := asdict(video)[f.name]) is not None}

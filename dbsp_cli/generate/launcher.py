@@ -1,4 +1,4 @@
-"""Starting ranks with torchrun and watching them: their output in a log, progress and errors told apart."""
+"""Starting ranks with torchrun and following them: their output goes to a log, progress and errors to the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dbsp_cli.generate.leftovers import RUN, end_leftovers
+from dbsp_cli.generate.orphans import RUN, kill_orphans
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import ERROR, NOTICE
 from dbsp_start.held import held
@@ -68,15 +68,13 @@ class Launch:
 
     def command(self, module: str, arguments: Sequence[str]) -> list[str]:
         """torchrun's command line that runs `python -m module arguments` in every rank, which ends with torchrun."""
-        options: dict[str, object] = {"nproc-per-node": self.nproc, "nnodes": self.nnodes}
-        given = ("node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
-        options |= {name.replace("_", "-"): getattr(self, name) for name in given if getattr(self, name) is not None}
+        options = {"nproc_per_node": self.nproc} | {key: value for key, value in vars(self).items() if key != "nproc"}
         if self.rdzv_endpoint is not None:
-            options.setdefault("rdzv-backend", "c10d")
-        alone = ["--standalone"] if self.nnodes == 1 else []
-        texts = [f"--{name}={value}" for name, value in options.items()]
+            options["rdzv_backend"] = self.rdzv_backend or "c10d"
+        texts = [f"--{key.replace('_', '-')}={value}" for key, value in options.items() if value is not None]
+        standalone = ["--standalone"] if self.nnodes == 1 else []
         rank = ["-m", "dbsp_start.rank", module, *arguments]
-        return [sys.executable, "-m", "torch.distributed.run", *alone, *texts, *rank]
+        return [sys.executable, "-m", "torch.distributed.run", *standalone, *texts, *rank]
 
 
 class RunFailed(RuntimeError):
@@ -87,18 +85,19 @@ class RunFailed(RuntimeError):
 class LogFollower:
     """What of the ranks' output is for the user.
 
-    steps:    of the denoising; a progress bar of so many steps is the one to follow
-    on_step:  called with the number of steps that are done
-    on_notice:  called once with each line that begins with "dbsp: "
-    reworded: what ranks say, in words that mean something to the user
+    steps:       of the denoising; a progress bar with this total is the one to follow
+    on_step:     called with the number of steps that are done
+    on_notice:   called once with each line that begins with "dbsp: "
+    reword:      from what ranks say to words that mean something to the user
+    last_lines:  of each rank's output, "" for torchrun's own;  user_errors: the first one of each rank
     """
 
     steps: int
     on_step: Callable[[int], None] = lambda done: None
     on_notice: Callable[[str], None] = lambda line: None
-    reworded: Callable[[str], str] = lambda text: text
-    tails: dict[str, deque[str]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_TAIL)))
-    mistakes: dict[str, str] = field(default_factory=dict)
+    reword: Callable[[str], str] = lambda text: text
+    last_lines: dict[str, deque[str]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_TAIL)))
+    user_errors: dict[str, str] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
 
     def line(self, line: str) -> None:
@@ -120,11 +119,11 @@ class LogFollower:
             if rank in ("", "0"):
                 self.progress(text)
             return
-        text = self.reworded(text)
+        text = self.reword(text)
         if text:
-            self.tails[rank].append(text)
+            self.last_lines[rank].append(text)
         if text.startswith(ERROR):
-            self.mistakes.setdefault(rank, text.removeprefix(ERROR))
+            self.user_errors.setdefault(rank, text.removeprefix(ERROR))
         elif text.startswith(NOTICE) and text not in self._told:
             self._told.add(text)
             self.on_notice(text)
@@ -134,14 +133,14 @@ def run_watched(
     command: Sequence[str],
     log: Path,
     ranks_folder: Path,
-    watcher: LogFollower,
+    follower: LogFollower,
     environment: Mapping[str, str] | None = None,
 ) -> None:
     """Runs a command that starts ranks with torchrun. All output goes to `log`, nothing to the terminal.
 
     ranks_folder: for torchrun's own logs
     environment:  variables besides this process's
-    Raises UserError when a rank found a user's mistake, RunFailed when one failed otherwise. However this ends, also
+    Raises UserError when a rank found a user error, RunFailed when one failed otherwise. However this ends, also
     by an interrupt, or by torchrun's own end, no rank outlives it. On Linux none outlives this process either.
     """
     variables = {
@@ -160,18 +159,18 @@ def run_watched(
             held(command), env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            _follow(process, file.write, watcher)
+            _follow(process, file.write, follower)
             code = process.wait()
         finally:
             try:
                 _end(process)
             finally:
-                end_leftovers(str(ranks_folder))
+                kill_orphans(str(ranks_folder))
     if code != 0:
-        raise _failure(code, log, watcher)
+        raise _failure(code, log, follower)
 
 
-def _follow(process: subprocess.Popen[bytes], keep: Callable[[bytes], object], watcher: LogFollower) -> None:
+def _follow(process: subprocess.Popen[bytes], keep: Callable[[bytes], object], follower: LogFollower) -> None:
     if process.stdout is None:
         raise RuntimeError("the ranks' output could not be read")
     begun = ""
@@ -179,10 +178,10 @@ def _follow(process: subprocess.Popen[bytes], keep: Callable[[bytes], object], w
         keep(chunk)
         *lines, begun = re.split(r"[\r\n]+", begun + chunk.decode(errors="replace"))
         for line in lines:
-            watcher.line(line)
-        if begun.startswith("(rank 0) "):  # a progress bar's line ends when it is drawn anew
-            watcher.progress(begun)
-    watcher.line(begun)
+            follower.line(line)
+        if begun.startswith("(rank 0) "):  # a progress bar's line ends when it is drawn again
+            follower.progress(begun)
+    follower.line(begun)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -201,10 +200,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             raise
 
 
-def _failure(code: int, log: Path, watcher: LogFollower) -> Exception:
-    if watcher.mistakes:
-        return UserError(next(iter(watcher.mistakes.values())))
-    own_words = "\n".join(watcher.tails[""])
+def _failure(code: int, log: Path, follower: LogFollower) -> Exception:
+    if follower.user_errors:
+        return UserError(next(iter(follower.user_errors.values())))
+    own_words = "\n".join(follower.last_lines[""])
     cause, told = _ROOT_CAUSE.search(own_words), _TOLD_TO_END.search(own_words)
     if cause is None and (code < 0 or told):
         by = signal.Signals(int(told[1]) if told else -code).name
@@ -213,6 +212,7 @@ def _failure(code: int, log: Path, watcher: LogFollower) -> Exception:
             + ("; the system does so when memory runs out" if by == "SIGKILL" else "")
             + f"; all ranks' output is in {log}"
         )
-    rank = cause[1] if cause and cause[1] in watcher.tails else next((r for r in watcher.tails if r), "")
+    rank = cause[1] if cause and cause[1] in follower.last_lines else next((r for r in follower.last_lines if r), "")
     first = f"rank {rank} failed (exit code {cause[2] if cause else code})" if rank else f"failed (exit code {code})"
-    return RunFailed("\n".join([f"{first}; the end of its output:", *watcher.tails[rank], f"all of it is in {log}"]))
+    lines = [f"{first}; the end of its output:", *follower.last_lines[rank], f"all of it is in {log}"]
+    return RunFailed("\n".join(lines))

@@ -18,11 +18,11 @@ from dbsp_core.config.models import TINY
 from dbsp_core.utils.log import NOTICE
 from dbsp_core.utils.yaml_file import Settings, read_settings
 
-__all__ = ["Made", "run_job"]
+__all__ = ["GenerateResult", "run_job"]
 
 
 @dataclass(frozen=True)
-class Made:
+class GenerateResult:
     """What a run has left on this node.
 
     video:   None where rank 0 runs on another node
@@ -35,29 +35,25 @@ class Made:
     lacking: str | None = None
 
 
-def run_job(job: GenerateJob, watcher: LogFollower) -> Made:
+def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
     """Makes the video. It appears when it is whole, and then the report's files; a failure leaves nothing but the log.
 
-    What is made and cannot be put in its place stays in the work folder, which is named then.
-    Raises UserError for a mistake that could be found only now, RunFailed when a rank fails or the video has no place.
+    What is made and cannot be moved to its place stays in the work folder, which is named then.
+    Raises UserError where that could be found only now, RunFailed when a rank fails or the video has no place.
     """
     job.out.parent.mkdir(parents=True, exist_ok=True)
     with exclusive_run(job.lock, job.out) as known:
         for result in remove_left_over(job.out.parent, job.name) if known else []:
-            watcher.on_notice(f"{NOTICE}an earlier run was cut off; what it had made is still in {result}")
+            follower.on_notice(f"{NOTICE}an earlier run was cut off; what it had made is still in {result}")
         with work_folder(job.out.parent, job.name) as work:
-            _run(job, work.path, watcher)
+            if job.tiny is not None:
+                silence_libraries()
+                make_tiny(job.tiny, work.path / f"{TINY}{job.tiny}")
+            settings = work.path / "dbsp.yaml"
+            settings.write_text(yaml.safe_dump(job.settings_in(work.path), allow_unicode=True))
+            follower.reword = in_the_users_names(job, work.path, read_settings(settings, "configuration file"))
+            run_watched(job.command(work.path), job.log, work.path / "ranks", follower)
             return _put_in_place(job, work)
-
-
-def _run(job: GenerateJob, work: Path, watcher: LogFollower) -> None:
-    if job.tiny is not None:
-        silence_libraries()
-        make_tiny(job.tiny, work / f"{TINY}{job.tiny}")
-    settings = work / "dbsp.yaml"
-    settings.write_text(yaml.safe_dump(job.settings_in(work), allow_unicode=True))
-    watcher.reworded = in_the_users_names(job, work, read_settings(settings, "configuration file"))
-    run_watched(job.command(work), job.log, work / "ranks", watcher)
 
 
 def in_the_users_names(job: GenerateJob, work: Path, written: Settings) -> Callable[[str], str]:
@@ -69,21 +65,19 @@ def in_the_users_names(job: GenerateJob, work: Path, written: Settings) -> Calla
     places = {place: job.given.place_of(path) for path, place in written.places.items()}
     line = re.compile(re.escape(file) + r":\d+")
 
-    def reworded(text: str) -> str:
-        text = text.replace(f"from {file}", job.origin)
-        text = line.sub(lambda found: places.get(found[0]) or named, text)
-        text = text.replace(file, named)
-        return text.replace(str(work / "report"), str(job.report))
+    def reword(text: str) -> str:
+        text = line.sub(lambda found: places.get(found[0]) or named, text.replace(f"from {file}", job.origin))
+        return text.replace(file, named).replace(str(work / "report"), str(job.report))
 
-    return reworded
+    return reword
 
 
-def _put_in_place(job: GenerateJob, work: WorkFolder) -> Made:
+def _put_in_place(job: GenerateJob, work: WorkFolder) -> GenerateResult:
     """The video first: a report that finds no place must not take it along."""
     video, report = work.path / "video.mp4", work.path / "report"
     if not video.is_file():
         if job.launch.nnodes > 1:
-            return Made()
+            return GenerateResult()
         raise RunFailed(f"the ranks ended well but left no video; their output is in {job.log}")
     try:
         video.replace(job.out)
@@ -93,12 +87,12 @@ def _put_in_place(job: GenerateJob, work: WorkFolder) -> Made:
             f"the video is made, but cannot be put in its place ({error}); it is kept: {' and '.join(kept)}"
         ) from error
     if job.report is None:
-        return Made(job.out)
+        return GenerateResult(job.out)
     if not (report / "report.json").is_file():
-        return Made(job.out, lacking=f"the ranks made no report; they say why in {job.log}")
+        return GenerateResult(job.out, lacking=f"the ranks made no report; they say why in {job.log}")
     try:
         put_folder(report, job.report)
     except OSError as error:
-        kept_report = work.keep(report.name)
-        return Made(job.out, lacking=f"the report cannot be put in its place ({error}); it is kept: {kept_report}")
-    return Made(job.out, job.report)
+        lacking = f"the report cannot be put in its place ({error}); it is kept: {work.keep(report.name)}"
+        return GenerateResult(job.out, lacking=lacking)
+    return GenerateResult(job.out, job.report)

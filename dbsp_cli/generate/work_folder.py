@@ -1,4 +1,4 @@
-"""Where a run's results go: looked at before it starts, and nothing lost when it cannot be done after all."""
+"""Where a run's results are made and put in place: nothing is lost when that cannot be done after all."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from pathlib import Path
 
 from dbsp_core.utils.atomic_io import open_atomically
 
-__all__ = [
-    "RESULTS",
-    "WorkFolder",
-    "put_folder",
-    "remove_left_over",
-    "work_folder",
-]
+__all__ = ["RESULTS", "WorkFolder", "put_folder", "remove_left_over", "work_folder"]
 
 RESULTS = ("video.mp4", "report")
 """What a run leaves in its work folder: a file and a folder."""
@@ -44,15 +38,19 @@ def work_folder(parent: Path, name: str) -> Iterator[WorkFolder]:
     try:
         yield folder
     finally:
-        if not folder.kept:
-            shutil.rmtree(folder.path, ignore_errors=True)
-        for path in [] if not folder.kept else folder.path.iterdir():
+        for path in list(folder.path.iterdir()):
             if path.name not in folder.kept:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        _remove_if_empty(folder.path)
 
 
 def _prefix(name: str) -> str:
     return f".{name}.dbsp-"
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def remove_left_over(parent: Path, name: str) -> list[Path]:
@@ -70,16 +68,10 @@ def remove_left_over(parent: Path, name: str) -> list[Path]:
     return results
 
 
-def _remove_if_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
-
-
 def put_folder(folder: Path, target: Path) -> None:
     """Copies a folder's files to another, which may be on another disk: all of them, or none where one fails."""
-    new = not target.exists()
     with ExitStack() as files:
-        if new:
+        if not target.exists():
             files.callback(_remove_if_empty, target)
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             file = files.enter_context(open_atomically(target / path.relative_to(folder)))

@@ -39,16 +39,14 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
         raise UserError(f"lists of blocks must be integers, got {lut.dtype}")
     heads, rows, width = lut.shape
     blocks = lut.long()
-    place = torch.arange(width)
     if counts is not None:
         if int(counts.min()) < 0 or int(counts.max()) > width:
             raise UserError(f"counts must lie between 0 and {width}, found {int(counts.min())} to {int(counts.max())}")
-        valid = place < counts.long()[..., None]
-        blocks = blocks.masked_fill(~valid, 0)
+        valid = torch.arange(width) < counts.long()[..., None]
     else:
         padding = blocks < 0
         valid = padding.cumsum(dim=-1) == 0 if encoding == "delta" else ~padding
-        blocks = blocks.masked_fill(~valid, 0)
+    blocks = blocks.masked_fill(~valid, 0)
     if encoding == "delta":
         blocks = blocks.cumsum(dim=-1)
     named = (blocks >= 0) & (blocks < nk)
@@ -76,9 +74,9 @@ class ConvertOptions:
     tokens:      text and video together; not needed with thw
     orders:      a token order, one per head separated by commas, or the path of a file with indices [L, H] or [H] into
                  PARO_ORDERS, as PAROAttention's permute plans have under 'permute'
-    head_permutation: path of a file with [L, H] or [H]: which head stands at each place, where they were reordered
+    head_permutation: path of a file with [L, H] or [H]: which head is at each place, where they were reordered
     groups:      step groups, such as "5-9,10-24,25-49"
-    steps:       of the denoising: evenly shared out over the file's groups, as PAROAttention does it
+    steps:       of the denoising: divided evenly over the file's groups, as PAROAttention does it
     dense_steps: leading steps to be dense, with `steps`
     lut:         "absolute" or "delta": the tensor lists each row's key blocks; counts: name of their numbers
     joined_text: whether blocks run on from text into video; None: whichever fits
@@ -119,10 +117,8 @@ class ConvertOptions:
     @property
     def grid(self) -> BlockGrid:
         """The grid of the mask file, its orders apart."""
-        tokens = self.tokens
-        if tokens is None and self.thw is not None:
-            tokens = self.text_tokens + math.prod(self.thw)
-        return BlockGrid(tokens or 0, self.text_tokens, self.block_q, self.block_k, self.thw)
+        tokens = self.text_tokens + math.prod(self.thw or ()) if self.tokens is None else self.tokens
+        return BlockGrid(tokens, self.text_tokens, self.block_q, self.block_k, self.thw)
 
 
 def convert_masks(
@@ -184,16 +180,13 @@ def convert_recording(
     if step is None and len(steps) != 1:
         raise UserError(f"{folder} has steps {steps}; say which with --step")
     moment = DenoisingStep(steps[0] if step is None else step, branch)
-    first = recording.mask(0, moment)
-    grids = [first.grid] + [recording.mask(layer, moment).grid for layer in range(1, recording.layers)]
-    plain = {replace(grid, orders=(CANONICAL,)) for grid in grids}
-    if len(plain) > 1:
-        raise UserError(f"{folder}: layers differ in their block grid at step {moment.step}; record fewer layers")
-    if any(recording.mask(layer, moment).heads != first.heads for layer in range(1, recording.layers)):
-        raise UserError(f"{folder}: layers differ in their number of heads at step {moment.step}; record fewer layers")
-    layout = MaskLayout(
-        plain.pop(), first.heads, recording.layers, orders=tuple(one_or_each(grid.orders) for grid in grids)
-    )
+    found = [(mask.grid, mask.heads) for mask in (recording.mask(i, moment) for i in range(recording.layers))]
+    grids, heads = {replace(grid, orders=(CANONICAL,)) for grid, _ in found}, {heads for _, heads in found}
+    for what, different in (("block grid", grids), ("number of heads", heads)):
+        if len(different) > 1:
+            raise UserError(f"{folder}: layers differ in their {what} at step {moment.step}; record fewer layers")
+    orders = tuple(one_or_each(grid.orders) for grid, _ in found)
+    layout = MaskLayout(grids.pop(), heads.pop(), recording.layers, orders=orders)
     write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), packed)
     return layout
 

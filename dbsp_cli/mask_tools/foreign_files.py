@@ -19,17 +19,8 @@ from dbsp_core.utils.errors import UserError
 
 __all__ = ["SUFFIXES", "find_array", "read_arrays"]
 
-_UNREADABLE = (
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    zlib.error,
-    SafetensorError,
-    OSError,
-    ValueError,
-    RuntimeError,
-    EOFError,
-    KeyError,
-)
+_DAMAGED = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, SafetensorError)
+_UNREADABLE = (*_DAMAGED, OSError, ValueError, RuntimeError, EOFError, KeyError)
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
 
 
@@ -47,8 +38,9 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     try:
         content = _read(path)
     except _UNREADABLE as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{path} cannot be read without unpickling objects, or is damaged ({_first_line(error)}); save plain "
+            f"{path} cannot be read without unpickling objects, or is damaged ({reason}); save plain "
             "tensors, in mappings at most: torch.save({'sparse': masks}, path)"
         ) from error
     found: dict[str, torch.Tensor] = {}
@@ -95,7 +87,3 @@ def _collect(content: Any, name: str, found: dict[str, torch.Tensor]) -> None:
     elif isinstance(content, (list, tuple)):
         for index, value in enumerate(content):
             _collect(value, f"{inside}{index}", found)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

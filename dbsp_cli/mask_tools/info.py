@@ -36,14 +36,11 @@ class InfoOptions:
     thw: tuple[int, int, int] | None = None
 
 
-@dataclass(frozen=True)
-class LayerError:
-    """A head's error (see `dbsp_cli.mask_tools.quality`) in one layer's first mask."""
+@dataclass(frozen=True, kw_only=True)
+class LayerError(HeadError):
+    """A head's error in one layer's first mask."""
 
     layer: int
-    head: int
-    density: float
-    error: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +60,7 @@ class MaskInfo:
     def as_json(self) -> dict[str, Any]:
         grid = self.first.grid
         return {
-            "tokens": grid.tokens,
-            "text_tokens": grid.text_tokens,
-            "thw": grid.thw,
-            "block_q": grid.block_q,
-            "block_k": grid.block_k,
-            "nq": grid.nq,
-            "nk": grid.nk,
+            **{key: getattr(grid, key) for key in ("tokens", "text_tokens", "thw", "block_q", "block_k", "nq", "nk")},
             "heads": self.first.heads,
             "orders": sorted(set(grid.orders)),
             "steps": self.steps,
@@ -79,17 +70,16 @@ class MaskInfo:
                 {"layer": layer, "density": heads.tolist()}
                 for layer, heads in zip(self.layers, self.densities, strict=True)
             ],
-            "balance": [asdict(row) for row in self.balance],
-            "drift": [asdict(row) for row in self.drift],
-            "quality": None if self.errors is None else [asdict(row) for row in self.errors],
+            "balance": list(map(asdict, self.balance)),
+            "drift": list(map(asdict, self.drift)),
+            "quality": None if self.errors is None else list(map(asdict, self.errors)),
             "warnings": self.warnings,
         }
 
     def picture(self, title: str, series: MaskSeries) -> bytes:
         """PNG; see `mask_picture`."""
-        drawn = [
-            (self.layers[row], head, series.first(self.layers[row])) for row, head in heads_to_draw(self.densities)
-        ]
+        chosen = [(self.layers[row], head) for row, head in heads_to_draw(self.densities)]
+        drawn = [(layer, head, series.first(layer)) for layer, head in chosen]
         similarity = [(f"layer {each.layer}", each.steps, each.iou) for each in self.drift if each.iou]
         return mask_picture(title, self.layers, self.densities, drawn, similarity)
 
@@ -119,12 +109,8 @@ def _errors(series: MaskSeries, layers: list[int], options: InfoOptions) -> list
             raise UserError("the masks don't say the size of the video's token grid; give --thw T,H,W for --quality")
         tokens = tokens or smooth_tokens(mask.grid.thw, mask.grid.text_tokens)
         heads = [head for _, head in heads_to_draw(mask.counts.rows.sum(axis=1)[None], 4)]
-        errors += [_of_layer(layer, one) for one in sparse_errors(*tokens, mask, heads=heads)]
+        errors += [LayerError(layer=layer, **vars(one)) for one in sparse_errors(*tokens, mask, heads=heads)]
     return errors
-
-
-def _of_layer(layer: int, one: HeadError) -> LayerError:
-    return LayerError(layer, one.head, one.density, one.error)
 
 
 def _warnings(

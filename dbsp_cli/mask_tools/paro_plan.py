@@ -27,7 +27,7 @@ def token_orders(given: str | None, beside: Mapping[str, torch.Tensor], shape: t
     """The token orders of each mask, or of all where that is one.
 
     given:  orders in words, separated by commas, or the path of a file with indices into PARO_ORDERS
-    beside: the tensors that stand beside the masks: their 'permute' is used where nothing is given
+    beside: the tensors beside the masks: their 'permute' is used where nothing is given
     shape:  of the masks, […, H, nq, nk]
     Raises ValueError for orders that are none, or don't fit the masks.
     """
@@ -55,7 +55,7 @@ def empty_heads(given: str | None, beside: Mapping[str, torch.Tensor], shape: tu
 
 
 def head_permutations(given: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """int64[masks, H]: for each head of the masks as they stand, which head it is. given: the path of a file
+    """int64[masks, H]: for each head of the masks as they are stored, which head it is. given: the path of a file
 
     Raises ValueError for what is no permutation of the heads.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from io import BytesIO
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from dbsp_core.masks.block_mask import BlockMask
 __all__ = ["heads_to_draw", "mask_picture"]
 
 _PIXELS = 240
-"""Masks with more blocks are drawn as the density of so many squares along each side."""
+"""Of each side of a picture; masks with more blocks are drawn as densities of squares."""
 
 
 def heads_to_draw(densities: np.ndarray, count: int = 3) -> list[tuple[int, int]]:
@@ -33,7 +33,7 @@ def mask_picture(
     """PNG: a heat map of heads × layers, some heads' masks, and how masks change over steps where that is known.
 
     densities:  float64[layers, H]
-    masks:      (layer, head, that layer's mask)
+    masks:      (layer, head, that layer's mask), one at least
     similarity: (label, steps, IoU with the step before)
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -42,16 +42,14 @@ def mask_picture(
     below = len(masks) + bool(similarity)
     figure = Figure(figsize=(max(9.0, 3.1 * below), 7.4), layout="constrained")
     FigureCanvasAgg(figure)
-    parts: Any = figure.subfigures(2, 1, height_ratios=(1.0, 1.15))
-    upper, lower = parts
+    upper, lower = cast(Any, figure.subfigures(2, 1, height_ratios=(1.0, 1.15)))
     figure.suptitle(title)
     _heat_map(upper, layers, densities)
-    if below:
-        axes = np.atleast_1d(lower.subplots(1, below))
-        for axis, (layer, head, mask) in zip(axes, masks, strict=False):
-            _one_mask(axis, layer, head, mask)
-        if similarity:
-            _drift(axes[-1], similarity)
+    axes = np.atleast_1d(lower.subplots(1, below))
+    for axis, (layer, head, mask) in zip(axes, masks, strict=False):
+        _one_mask(axis, layer, head, mask)
+    if similarity:
+        _drift(axes[-1], similarity)
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=120)
     return picture.getvalue()
@@ -69,13 +67,10 @@ def _heat_map(figure: Any, layers: Sequence[int], densities: np.ndarray) -> None
 def _one_mask(axis: Any, layer: int, head: int, mask: BlockMask) -> None:
     bits = mask.bits[head].cpu().numpy()
     order = mask.grid.orders[head] if len(mask.grid.orders) > 1 else mask.grid.orders[0]
-    axis.imshow(_shrunk(bits), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", extent=_extent(bits))
+    extent = (-0.5, bits.shape[1] - 0.5, bits.shape[0] - 0.5, -0.5)
+    axis.imshow(_shrunk(bits), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", extent=extent)
     axis.set_title(f"layer {layer}, head {head} ({order})\ndensity {bits.mean():.3f}", fontsize=9)
     axis.set(xlabel="key block", ylabel="query block")
-
-
-def _extent(bits: np.ndarray) -> tuple[float, float, float, float]:
-    return -0.5, bits.shape[1] - 0.5, bits.shape[0] - 0.5, -0.5
 
 
 def _shrunk(bits: np.ndarray) -> np.ndarray:

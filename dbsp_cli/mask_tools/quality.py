@@ -1,4 +1,4 @@
-"""What skipping blocks costs in accuracy, measured on made tokens: a guard against masks that cannot be right.
+"""What skipping blocks costs in accuracy, measured on synthetic tokens: a guard against masks that cannot be right.
 
 The tokens are seeded and smooth over time, height and width, as videos are: tokens near each other have like queries,
 keys and values, so attention is mostly local. A mask that keeps the near blocks changes little; one that was made for
@@ -73,7 +73,7 @@ def sparse_errors(
 
     q, k, v: [1, H or 1, tokens, D] by canonical position; one head of tokens serves every head of the mask
     heads:   of the mask, default all
-    queries: so many tokens, drawn by `seed`, are compared: memory and time are queries × tokens a head
+    queries: this many tokens, drawn by `seed`, are compared: memory and time are queries × tokens a head
     Queries whose row of blocks is empty count as zeros. Raises ValueError for tensors that don't fit the mask.
     """
     tokens = mask.grid.tokens

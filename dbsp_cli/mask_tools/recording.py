@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.mask_file import block_counts, unpack_bits
+from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX
 from dbsp_core.utils.errors import UserError
@@ -25,7 +22,7 @@ __all__ = ["Recording"]
 class Recording:
     """The recording in a folder. Of several generations, it shows the last of those with the most passes.
 
-    passes:  name of each recorded layer's mask, by moment, in the order in which they ran
+    passes:  name of each recorded layer's mask file, by moment, in the order in which they ran
     layers:  of the model, recorded or not
     stopped: why it ended before the run did, or None
     Raises ValueError for a folder without a recording.
@@ -35,23 +32,14 @@ class Recording:
     passes: Mapping[DenoisingStep, Mapping[int, str]]
     layers: int
     stopped: str | None
-    _masks: Mapping[str, tuple[str, int]]
-    _grids: tuple[BlockGrid, ...]
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Recording:
-        """Reads the index alone."""
+        """Reads only the index."""
         folder = Path(folder)
         try:
             content = json.loads((folder / INDEX).read_text())
-            return cls(
-                folder,
-                _longest(content["passes"]),
-                int(content["layers"]),
-                content["stopped"],
-                {name: (str(file), int(grid)) for name, (file, grid) in content["masks"].items()},
-                tuple(_grid(values) for values in content["grids"]),
-            )
+            return cls(folder, _longest(content["passes"]), int(content["layers"]), content["stopped"])
         except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{folder} is no recording of masks ({type(error).__name__}: {error}); make one with "
@@ -74,16 +62,9 @@ class Recording:
                 f"layers {list(self.recorded_layers)}, steps {steps}"
             )
         try:
-            file, number = self._masks[name]
-            grid = self._grids[number]
-            with safe_open(self.folder / Path(file).name, framework="numpy") as tensors:
-                packed = tensors.get_tensor(name)
-            nq, nk = block_counts(grid)
-            if packed.shape[1:] != (nq, -(-nk // 8)):
-                raise UserError(f"shape {list(packed.shape)} does not fit {nq}×{nk} blocks")
-            return BlockMask(unpack_bits(packed, nk), grid)
-        except (OSError, SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise UserError(f"the recording {self.folder} is damaged: mask {name} ({error})") from error
+            return MaskFile(self.folder / f"{Path(name).name}.safetensors").layer(0)
+        except UserError as error:
+            raise UserError(f"the recording {self.folder} is damaged: {error}") from error
 
 
 def _longest(passes: list[dict[str, Any]]) -> dict[DenoisingStep, dict[int, str]]:
@@ -95,8 +76,3 @@ def _longest(passes: list[dict[str, Any]]) -> dict[DenoisingStep, dict[int, str]
         generations.setdefault(int(one["generation"]), {})[moment] = masks
     most = max((len(each) for each in generations.values()), default=0)
     return next((each for each in reversed(list(generations.values())) if len(each) == most), {})
-
-
-def _grid(values: dict[str, Any]) -> BlockGrid:
-    thw = None if values["thw"] is None else tuple(values["thw"])
-    return BlockGrid(**{**values, "thw": thw, "orders": tuple(values["orders"])})

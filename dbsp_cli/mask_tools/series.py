@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from dbsp_cli.mask_tools.recording import Recording
+from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.schedule import DenoisingStep
+from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
@@ -101,7 +101,7 @@ class Drift:
 
 
 def spread_out(values: Sequence[int], count: int) -> list[int]:
-    """At most so many of the values, evenly spread, the first and last among them; 0: all."""
+    """At most `count` of the values, evenly spread, the first and last among them; 0: all."""
     if count <= 0 or count >= len(values):
         return list(values)
     return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, count).round().astype(int))]
@@ -122,25 +122,16 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
     """One row per strategy and planner, over the layers' first masks. Rings longer than the KV blocks are left out."""
     rows = []
     masks = [series.first(layer) for layer in layers]
-    for strategy in Strategy.all_for(gpus):
-        if strategy.ring > min(mask.grid.nk for mask in masks):
-            continue
+    for strategy in candidates(gpus, min((mask.grid for mask in masks), key=lambda grid: grid.nk)):
         for planner in planners:
-            name = require_planner(planner).home
-            plans = [
-                make_plan(mask, strategy, planner, home=SequenceLayout.named(name, _plain(mask.grid), strategy))
-                for mask in masks
-            ]
-            rows.append(
-                Balance(
-                    str(strategy),
-                    planner,
-                    float(np.mean([plan.rho_before for plan in plans])),
-                    float(np.mean([plan.rho for plan in plans])),
-                    max(plan.rho for plan in plans),
-                    float(np.mean([plan.moved for plan in plans])),
-                )
+            name, plans = require_planner(planner).home, []
+            for mask in masks:
+                home = SequenceLayout.named(name, replace(mask.grid, orders=(CANONICAL,)), strategy)
+                plans.append(make_plan(mask, strategy, planner, home=home))
+            before, rho, moved = (
+                float(np.mean([getattr(plan, value) for plan in plans])) for value in ("rho_before", "rho", "moved")
             )
+            rows.append(Balance(str(strategy), planner, before, rho, max(plan.rho for plan in plans), moved))
     return rows
 
 
@@ -165,7 +156,3 @@ def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, rule: 
             changed.append(differ / mask.bits.numel())
         before = mask
     return Drift(layer, tuple(steps), tuple(iou), tuple(changed), cache.counters.replans)
-
-
-def _plain(grid: BlockGrid) -> BlockGrid:
-    return replace(grid, orders=("thw",))

@@ -1,4 +1,4 @@
-"""Where other projects' blocks lie among text and video, and how they become blocks of our grid."""
+"""How other projects' blocks are laid out over text and video, and how they become blocks of our grid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BlockReading:
     """How blocks are counted.
 
     joined: from the first token on, so that one may hold text and video; else text and video have blocks of their own
-    text:   whether blocks of text are among them, or video's alone
+    text:   whether blocks of text are among them, or only video's
     """
 
     grid: BlockGrid
@@ -30,16 +30,18 @@ class BlockReading:
     def find(
         cls, rows: int, columns: int | None, grid: BlockGrid, joined: bool | None = None, crop: bool = False
     ) -> BlockReading:
-        """The reading of masks with so many rows and columns of blocks. columns: None where they are not known
+        """The reading of masks with these numbers of rows and columns of blocks. columns: None where unknown
 
         joined: None: whichever fits
         crop:   there may be more rows and columns at the end, which don't count
         Raises ValueError, naming an option, when none fits or two do.
         """
         aligned = grid.text_tokens % grid.block_q == 0 and grid.text_tokens % grid.block_k == 0
-        ways = (False,) if aligned else (False, True) if joined is None else (joined,)
-        readings = [cls(grid, way, text) for way in ways for text in ((True, False) if grid.text_tokens else (True,))]
-        fitting = [reading for reading in readings if reading._fits(rows, columns)]
+        joinings = (False,) if aligned else (False, True) if joined is None else (joined,)
+        readings = [
+            cls(grid, one, text) for one in joinings for text in ((True, False) if grid.text_tokens else (True,))
+        ]
+        fitting = [r for r in readings if rows == r.rows and columns in (None, r.columns)]
         if not fitting and crop:
             fitting = [r for r in readings if r.text and r.rows <= rows and r.columns <= (columns or r.columns)]
         if len(fitting) > 1:
@@ -68,26 +70,17 @@ class BlockReading:
     def rows(self) -> int:
         """Rows of masks so read."""
         total = -(-self.grid.tokens // self.grid.block_q) if self.joined else block_counts(self.grid)[0]
-        return total - self.first_row
+        return total - self.left_out(self.grid.block_q)
 
     @property
     def columns(self) -> int:
         """Columns of masks so read."""
         total = -(-self.grid.tokens // self.grid.block_k) if self.joined else block_counts(self.grid)[1]
-        return total - self.first_column
+        return total - self.left_out(self.grid.block_k)
 
-    @property
-    def first_row(self) -> int:
-        """Rows of text that are left out."""
-        return 0 if self.text else -(-self.grid.text_tokens // self.grid.block_q)
-
-    @property
-    def first_column(self) -> int:
-        """Columns of text that are left out."""
-        return 0 if self.text else -(-self.grid.text_tokens // self.grid.block_k)
-
-    def _fits(self, rows: int, columns: int | None) -> bool:
-        return rows == self.rows and columns in (None, self.columns)
+    def left_out(self, block: int) -> int:
+        """Rows or columns of text, in blocks of that size, that the masks lack."""
+        return 0 if self.text else -(-self.grid.text_tokens // block)
 
     def short(self, axis: BlockAxis) -> bool:
         """Whether the last block is shorter than the others."""
@@ -103,10 +96,9 @@ def fit_blocks(bits: torch.Tensor, reading: BlockReading, tail_dense: bool = Fal
     """
     q, k = reading.grid.q_axis, reading.grid.k_axis
     given = bits[:, : reading.rows, : reading.columns]
-    whole = torch.ones(
-        given.shape[0], given.shape[1] + reading.first_row, given.shape[2] + reading.first_column, dtype=torch.bool
-    )
-    whole[:, reading.first_row :, reading.first_column :] = given
+    row, column = reading.left_out(q.block), reading.left_out(k.block)
+    whole = torch.ones(given.shape[0], given.shape[1] + row, given.shape[2] + column, dtype=torch.bool)
+    whole[:, row:, column:] = given
     if tail_dense and reading.short(q):
         whole[:, -1] = True
     if tail_dense and reading.short(k):

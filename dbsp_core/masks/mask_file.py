@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
@@ -18,7 +19,16 @@ from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["MaskFile", "MaskLayout", "block_counts", "pack_bits", "save_mask", "unpack_bits", "write_masks"]
+__all__ = [
+    "MaskFile",
+    "MaskLayout",
+    "block_counts",
+    "mask_file_bytes",
+    "pack_bits",
+    "save_mask",
+    "unpack_bits",
+    "write_masks",
+]
 
 Orders = tuple[str, ...]
 
@@ -272,6 +282,16 @@ def save_mask(
     layers = None if isinstance(masks, BlockMask) else len(by_group[0]) if groups else len(flat)
     layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat))
     write_masks(path, layout, (mask.bits for mask in flat), packed)
+
+
+def mask_file_bytes(mask: BlockMask) -> bytes:
+    """The content of a packed mask file with one mask for all layers."""
+    plain = replace(mask.grid, orders=(CANONICAL,))
+    metadata, orders = MaskLayout(plain, mask.heads, orders=(mask.grid.orders,)).metadata()
+    tensors = {"packed": pack_bits(mask.bits)}
+    if orders is not None:
+        tensors["orders"] = np.frombuffer(b"".join(orders.pieces), dtype=np.uint8).reshape(orders.shape)
+    return save(tensors, metadata)
 
 
 def one_or_each(orders: Sequence[str]) -> Orders:

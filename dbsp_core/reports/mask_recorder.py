@@ -1,4 +1,4 @@
-"""Keeps the masks of a run in a folder. Whatever goes wrong here, the run goes on as if it were not there."""
+"""Keeps the masks of a run in a folder, as mask files. Whatever goes wrong here, the run goes on without it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch.distributed as dist
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.mask_file import pack_bits
+from dbsp_core.masks.mask_file import mask_file_bytes
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.utils import env
-from dbsp_core.utils.atomic_io import ByteTensor, write_atomically, write_byte_tensors
+from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
 
@@ -31,9 +29,6 @@ INDEX = "index.json"
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-_Packed = tuple[BlockGrid, np.ndarray]
-"""A mask's grid, and its bits as `pack_bits` gives them."""
 
 
 @dataclass(frozen=True)
@@ -107,24 +102,20 @@ def _never_raises(method: Method) -> Method:
 
 @dataclass
 class _Pass:
-    """One forward pass.
-
-    layers: the name of the mask of each layer that is kept
-    fresh:  the masks among them that are not on disk yet;  spare: those of other layers, which may be wanted later
-    """
+    """One forward pass. layers: the name of the mask of each layer that is kept;  used: names of all masks it used"""
 
     moment: DenoisingStep
     layers: dict[int, str] = field(default_factory=dict)
-    fresh: dict[str, _Packed] = field(default_factory=dict)
-    spare: dict[str, _Packed] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
 
 
 @dataclass
 class MaskRecorder(SessionObserver):
     """Writes the masks of one session to a folder.
 
-    A mask is written once, whatever layers and steps have it. Memory holds the masks of one forward pass. Files:
-    one per pass with new masks, and index.json, whole after each pass. `Recording` reads them.
+    A mask is written once, whatever layers and steps have it, as a mask file that is named by its fingerprint; memory
+    holds the packed masks of one forward pass. index.json says which pass and layer had which mask, and is whole after
+    each pass. `Recording` reads it.
     layers: of the model;  active: False on all ranks but the first, and after `stop`
     """
 
@@ -134,22 +125,22 @@ class MaskRecorder(SessionObserver):
     bytes_written: int = 0
     stopped: str | None = None
     _names: dict[Hashable, str] = field(default_factory=dict)
-    _files: dict[str, tuple[str, int]] = field(default_factory=dict)
-    _grids: list[BlockGrid] = field(default_factory=list)
+    _written: set[str] = field(default_factory=set)
     _passes: list[dict[str, Any]] = field(default_factory=list)
     _current: _Pass | None = None
-    _pending: dict[str, _Packed] = field(default_factory=dict)
+    _pending: dict[str, bytes] = field(default_factory=dict)
+    """Content of mask files that may have to be written."""
 
     @classmethod
     def of(cls, folder: str | None, group: SequenceGroup, layers: int) -> MaskRecorder:
         """folder: the configuration's `record`; without one, the environment's."""
-        alone = not (dist.is_available() and dist.is_initialized())
+        single = not (dist.is_available() and dist.is_initialized())
         try:
             settings = RecordSettings.of(folder)
         except UserError as error:
             log.warning("not recording masks: %s", error)
             settings = RecordSettings()
-        first = group.rank == 0 and (alone or dist.get_rank() == 0)
+        first = group.rank == 0 and (single or dist.get_rank() == 0)
         return cls(settings, layers, active=settings.folder is not None and first)
 
     @property
@@ -169,21 +160,18 @@ class MaskRecorder(SessionObserver):
             return
         name = f"{mask.fingerprint:016x}"
         self._names[key] = name
-        if name not in self._files:
-            self._pending[name] = mask.grid, pack_bits(mask.bits)
+        if name not in self._written:
+            self._pending[name] = mask_file_bytes(mask)
 
     @_never_raises
     def mask_used(self, layer: int, key: Hashable) -> None:
         now, name = self._current, self._names.get(key)
         if now is None:
             return
-        if name is not None and self._wants_layer(layer):
-            if name in self._pending:
-                now.fresh[name] = self._pending[name]
-            if name in now.fresh or name in self._files:
+        if name in self._pending or name in self._written:
+            now.used.add(name)
+            if self._wants_layer(layer):
                 now.layers[layer] = name
-        elif name in self._pending:
-            now.spare[name] = self._pending[name]
         if layer == self.layers - 1:
             self._finish()
 
@@ -205,37 +193,32 @@ class MaskRecorder(SessionObserver):
         return self.settings.layers is None or layer in self.settings.layers
 
     def _finish(self) -> None:
-        """Writes the pass that ended, if it is wanted and had any mask. Else masks it used may be wanted later."""
+        """Writes the pass that ended, if it is wanted and had any mask. Other masks it used may be wanted later."""
         now, wanted, self._current = self._current, self._wants_step(), None
         if now is None:
             return
-        self._pending = now.spare if wanted else now.spare | now.fresh
+        fresh = {name: self._pending.pop(name) for name in {*now.layers.values()} & {*self._pending}} if wanted else {}
+        self._pending = {name: content for name, content in self._pending.items() if name in now.used}
         if wanted and now.layers:
-            self._write(now)
+            self._write(now, fresh)
 
-    def _write(self, now: _Pass) -> None:
-        if self.settings.folder is None:
-            return
-        folder = Path(self.settings.folder)
+    def _write(self, now: _Pass, fresh: dict[str, bytes]) -> None:
+        folder = Path(self.settings.folder or ".")
         if not self._passes and (folder / INDEX).exists():
             raise FileExistsError(f"{folder} has a recording already; give another folder, or remove it")
-        moment = {"generation": self._generation(now.moment), **asdict(now.moment)}
-        if now.fresh:
-            size = sum(packed.size for _, packed in now.fresh.values())
-            if self.bytes_written + size > self.settings.limit:
-                self.stop(f"the limit of {self.settings.limit} bytes was reached at step {now.moment.step}")
-                return
-            file = "g{generation}-step{step:04d}-pass{branch}.safetensors".format(**moment)
-            self.bytes_written += _write_fresh(folder / file, now.fresh)
-            for name, (grid, _) in now.fresh.items():
-                if grid not in self._grids:
-                    self._grids.append(grid)
-                self._files[name] = file, self._grids.index(grid)
-        self._passes.append({**moment, "masks": now.layers})
+        size = sum(map(len, fresh.values()))
+        if self.bytes_written + size > self.settings.limit:
+            self.stop(f"the limit of {self.settings.limit} bytes was reached at step {now.moment.step}")
+            return
+        for name, content in fresh.items():
+            write_atomically(folder / f"{name}.safetensors", content)
+        self.bytes_written += size
+        self._written.update(fresh)
+        self._passes.append({"generation": self._generation(now.moment), **asdict(now.moment), "masks": now.layers})
         self._write_index()
 
     def _generation(self, moment: DenoisingStep) -> int:
-        """Counts how often the steps began anew."""
+        """Counts how often the steps began again."""
         if not self._passes:
             return 0
         last = self._passes[-1]
@@ -244,18 +227,11 @@ class MaskRecorder(SessionObserver):
 
     def _write_index(self) -> None:
         content = {
-            "format": "db-SP mask recording 1",
+            "format": "db-SP mask recording 2",
             "layers": self.layers,
             "every": self.settings.every,
             "bytes": self.bytes_written,
             "stopped": self.stopped,
-            "grids": [asdict(grid) for grid in self._grids],
-            "masks": self._files,
             "passes": self._passes,
         }
         write_atomically(Path(self.settings.folder or ".") / INDEX, json.dumps(content) + "\n")
-
-
-def _write_fresh(path: Path, fresh: dict[str, _Packed]) -> int:
-    tensors = {name: ByteTensor(packed.shape, [packed.tobytes()]) for name, (_, packed) in fresh.items()}
-    return write_byte_tensors(path, tensors, {})

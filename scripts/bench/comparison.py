@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from dbsp_cli.calibrate.calibrate import ELEMENT_BYTES
 from dbsp_cli.calibrate.cases import Case
 from dbsp_cli.calibrate.measure import Setting, measure_attentions
 from dbsp_cli.calibrate.timing import Timer, core_seconds, run_ranks, undisturbed_samples
+from dbsp_cli.simulate import ELEMENT_BYTES
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -72,7 +72,7 @@ class Comparison:
 
 
 def compare(
-    cases: Sequence[Case], ranks: int, device: str, repeats: int, kernel: str = "auto", patience_s: float = 0.0
+    cases: Sequence[Case], ranks: int, device: str, repeats: int, kernel: str = "auto", max_wait_s: float = 0.0
 ) -> list[Comparison]:
     """Every case on Ulysses and on Ring, each with both planners, all in turns in one run on real ranks.
 
@@ -80,7 +80,7 @@ def compare(
     """
     strategies = (Strategy(ranks, 1), Strategy(1, ranks))
     ways = [(case, str(one), planner) for case, one in zip(cases, strategies, strict=True) for planner in PLANNERS]
-    setting = Setting(device, torch.bfloat16 if device == "cuda" else torch.float32, kernel, repeats, patience_s)
+    setting = Setting(device, torch.bfloat16 if device == "cuda" else torch.float32, kernel, repeats, max_wait_s)
     by_rank = run_ranks(measure_attentions, ranks, device, tuple(ways), setting)
     laps = list(zip(*by_rank, strict=True))
     found = []
@@ -135,7 +135,7 @@ def replay(
 
 def replayed_seconds(plans: Sequence[Plan], mask: BlockMask, head_dim: int, setting: Setting) -> list[float]:
     """Of each plan: Σ over periods of the slowest virtual rank's kernel time, medians, the plans in turns."""
-    clock = Timer(setting.device)
+    timer = Timer(setting.device)
     found = [np.zeros((plan.strategy.ring, plan.strategy.world)) for plan in plans]
     for rank in range(plans[0].strategy.world):
         for period in range(plans[0].strategy.ring):
@@ -143,7 +143,7 @@ def replayed_seconds(plans: Sequence[Plan], mask: BlockMask, head_dim: int, sett
             laps: list[list[float]] = [[] for _ in plans]
             for turn in range(setting.repeats):
                 for mine, action in zip(laps, actions, strict=True):
-                    mine += [seconds for seconds, *_ in clock.samples_alone(action, 1, warm_up=int(turn == 0))]
+                    mine += [seconds for seconds, *_ in timer.samples_alone(action, 1, warm_up=int(turn == 0))]
             for times, mine in zip(found, laps, strict=True):
                 times[period, rank] = np.median(mine)
     return [float(times.max(axis=1).sum()) for times in found]

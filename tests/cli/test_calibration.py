@@ -103,7 +103,7 @@ def test_shapes_held_out_are_no_samples():
 
 
 BUSY = [[(1.0, 0.0, 0.9), (9.0, 8.0, 0.9), (1.2, 0.01, 1.0)], [(1.1, 0.0, 0.8), (8.0, 0.0, 0.8), (1.0, 0.04, 0.7)]]
-"""Laps of two ranks, the first of which lost its core in the second repetition."""
+"""Samples of two ranks, the first of which lost its core in the second repetition."""
 
 
 class TestClock:
@@ -118,11 +118,11 @@ class TestClock:
     def test_seconds_on_a_core_are_the_busiest_ranks(self):
         assert core_seconds(BUSY) == 0.9
 
-    def test_every_repetition_is_a_lap_and_warming_up_is_not(self):
+    def test_every_repetition_is_a_sample_and_warming_up_is_not(self):
         calls = []
-        laps = Timer("cpu").laps(lambda: calls.append(1), repeats=4, warm_up=2)
-        assert (len(laps), len(calls)) == (4, 6)
-        assert all(seconds > 0 and waited >= 0 for seconds, waited, _ in laps)
+        samples = Timer("cpu").samples(lambda: calls.append(1), repeats=4, warm_up=2)
+        assert (len(samples), len(calls)) == (4, 6)
+        assert all(seconds > 0 and waited >= 0 for seconds, waited, _ in samples)
 
 
 class TestComparison:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -197,7 +196,7 @@ class TestTiny:
         assert pipe.tokenizer("a red ball").input_ids
 
     def test_a_failure_leaves_the_older_checkpoint_and_nothing_else(self, dbsp, tmp_path, monkeypatch):
-        monkeypatch.setitem(MAKERS, "wan", replace(MAKERS["wan"], make=HalfWritten))
+        monkeypatch.setitem(MAKERS, "wan", HalfWritten)
         folder = tmp_path / "wan"
         folder.mkdir()
         (folder / "model_index.json").write_text('{"older": true}')
@@ -213,7 +212,7 @@ class TestTiny:
             def save_pretrained(self, folder):
                 raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-        monkeypatch.setitem(MAKERS, "wan", replace(MAKERS["wan"], make=Full))
+        monkeypatch.setitem(MAKERS, "wan", Full)
         code, out, err = dbsp("tiny", "wan", tmp_path / "wan")
         assert (code, out) == (2, "")
         assert err.startswith(f"dbsp: error: the tiny checkpoint {tmp_path / 'wan'} cannot be made: ")
@@ -225,7 +224,7 @@ class TestTiny:
         def needs_diffusers():
             raise ImportError("No module named 'diffusers'", name="diffusers")
 
-        monkeypatch.setitem(MAKERS, "wan", replace(MAKERS["wan"], make=needs_diffusers))
+        monkeypatch.setitem(MAKERS, "wan", needs_diffusers)
         code, out, err = dbsp("tiny", "wan", tmp_path / "wan")
         assert (code, out) == (2, "")
         assert "diffusers is needed to make checkpoints; pip install 'dbsp-attention[xdit]'" in err

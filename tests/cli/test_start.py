@@ -40,7 +40,7 @@ def test_an_interrupt_after_the_imports_is_quiet_too(dbsp, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dbsp_cli.cli.run_checks", interrupted)
+    monkeypatch.setattr("dbsp_cli.commands.doctor.run_checks", interrupted)
     code, out, _ = dbsp("doctor")
     assert (code, out) == (130, "")
 
@@ -64,7 +64,7 @@ class TestFaultsOfOurOwn:
         def broken():
             raise IndexError("a fault")
 
-        monkeypatch.setattr("dbsp_cli.cli.run_checks", broken)
+        monkeypatch.setattr("dbsp_cli.commands.doctor.run_checks", broken)
         with pytest.raises(IndexError, match="a fault"):
             dbsp("doctor")
 

@@ -11,8 +11,8 @@ import torch
 from diffusers import WanTransformer3DModel
 
 import dbsp_diffusers.reference
-from dbsp_cli.generate.job import GenerateRequest, prepare
-from dbsp_cli.generate.launcher import Launch, LogFollower
+from dbsp_cli.generate.job import GenerateRequest, resolve
+from dbsp_cli.generate.launcher import LogFollower
 from dbsp_core import Strategy
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
@@ -141,10 +141,10 @@ class TestGenerateRefuses:
 
     def test_more_processes_than_gpus(self, monkeypatch):
         monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # mocked: there is no GPU here
-        wishes = GenerateRequest(config="tiny-wan", prompt="x", host="para", launch=Launch(3), nproc_given=True)
+        request = GenerateRequest(config="tiny-wan", prompt="x", host="para", nproc=3)
         with pytest.raises(ValueError, match="--nproc 3 is more than the 2 GPUs of this machine"):
-            prepare(wishes)
-        assert prepare(GenerateRequest(config="tiny-wan", prompt="x", host="para")).launch.nproc == 2
+            resolve(request)
+        assert resolve(GenerateRequest(config="tiny-wan", prompt="x", host="para")).launch.nproc == 2
 
 
 class TestWhatWouldRun:
@@ -216,7 +216,7 @@ class TestWatcher:
             watcher.line(f"(rank {rank}) dbsp: error: the mask is for another video")
         watcher.line("(rank 0) a library's remark")
         assert told == ["dbsp: no accelerator found"]
-        assert set(watcher.mistakes.values()) == {"the mask is for another video"}
+        assert set(watcher.user_errors.values()) == {"the mask is for another video"}
 
 
 def test_documentation_names_no_flag_that_is_not_there():

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dbsp_cli.generate import running
-from dbsp_cli.generate.job import GenerateJob, GenerateRequest, prepare
+from dbsp_cli.generate.job import GenerateJob, GenerateRequest, resolve
 from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed
-from dbsp_cli.generate.running import Made, run_job
+from dbsp_cli.generate.running import GenerateResult, run_job
 from dbsp_cli.generate.work_folder import put_folder, work_folder
 from dbsp_core.utils.errors import UserError
 from dbsp_xdit.models import preflight
@@ -44,9 +44,9 @@ def made(monkeypatch):
     return what
 
 
-def job(folder: Path, **wishes: object) -> GenerateJob:
+def job(folder: Path, **request: object) -> GenerateJob:
     asked = {"config": "tiny-wan", "prompt": "x", "out": folder / "ball.mp4", "report": folder / "report"}
-    return prepare(GenerateRequest(**{**asked, **wishes}))
+    return resolve(GenerateRequest(**{**asked, **request}))
 
 
 def names(folder: Path) -> set[str]:
@@ -55,7 +55,7 @@ def names(folder: Path) -> set[str]:
 
 class TestBefore:
     @pytest.mark.parametrize(
-        ("wishes", "complaint"),
+        ("changed", "complaint"),
         [
             ({"out": "folder.mp4"}, "--out .*/folder.mp4 is a folder; give the name of a file"),
             ({"out": "file/ball.mp4"}, "--out: .*/file is a file, not a folder; give another place"),
@@ -65,11 +65,11 @@ class TestBefore:
             ({"config": "{}/my.yaml"}, r"my.yaml:2: report .*/file is a file; give the name of a folder"),
         ],
     )
-    def test_a_place_that_is_none_is_refused(self, tmp_path, wishes, complaint):
+    def test_a_place_that_is_none_is_refused(self, tmp_path, changed, complaint):
         (tmp_path / "folder.mp4").mkdir()
         (tmp_path / "file").touch()
         (tmp_path / "my.yaml").write_text(f"model: tiny-wan\nreport: {tmp_path}/file\n")
-        given = {"report": None, **wishes}
+        given = {"report": None, **changed}
         for name in ("out", "report"):
             if given.get(name):
                 given[name] = tmp_path / given[name]
@@ -114,7 +114,7 @@ class TestBefore:
 
 def test_all_is_well(tmp_path, made):
     made.append("report")
-    assert run_job(job(tmp_path), LogFollower(1)) == Made(tmp_path / "ball.mp4", tmp_path / "report")
+    assert run_job(job(tmp_path), LogFollower(1)) == GenerateResult(tmp_path / "ball.mp4", tmp_path / "report")
     assert (tmp_path / "ball.mp4").read_bytes() == b"a video"
     assert {path.name: path.read_bytes() for path in (tmp_path / "report").iterdir()} == REPORT
     assert names(tmp_path) == {"ball.mp4", "report"}
@@ -215,7 +215,7 @@ class TestWords:
             for place in (density, height, fps):
                 watcher.line(f"(rank 1) dbsp: error: {file}:{place}: too much")
             watcher.line(f"(rank 1) OSError: {file} is gone")
-            told.extend(watcher.tails["1"])
+            told.extend(watcher.last_lines["1"])
             (ranks_folder.parent / "video.mp4").touch()
 
         monkeypatch.setattr(running, "run_watched", ranks)

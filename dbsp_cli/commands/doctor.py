@@ -1,19 +1,31 @@
-"""What works on this machine, and what is missing."""
+"""`dbsp doctor`: what works on this machine, and what is missing."""
 
 from __future__ import annotations
 
 import importlib.util
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
+from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS, available, explain_auto
 
-__all__ = ["Check", "run_checks"]
+__all__ = ["Check", "doctor_command", "run_checks"]
+
+
+def doctor_command(as_json: JsonFlag = False) -> None:
+    """Say what works on this machine, what is missing, and the fix."""
+    checks = run_checks()
+    if as_json:
+        print_json(findings=[asdict(one) for one in checks])
+        return
+    names = ("what", "state", "", "fix")
+    rows = [(one.what, "ok" if one.ok else "missing", one.detail, one.fix) for one in checks]
+    print_tables([text_table(names, rows, title="db-SP on this machine", left=names)])
 
 
 @dataclass(frozen=True)

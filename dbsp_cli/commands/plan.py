@@ -1,0 +1,88 @@
+"""`dbsp plan`: plans of one attention of a mask file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
+from dbsp_core.cost.selection import candidates
+from dbsp_core.layout.sequence_layout import HOME_ORDERS, MaskProfile, SequenceLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.mask_file import MaskFile
+from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
+from dbsp_core.planning.planners import PLANNERS, require_planner
+
+__all__ = ["plan_command"]
+
+_VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved", "plan_ms")
+
+
+def plan_command(
+    file: Annotated[Path, typer.Argument(help="Mask file (.safetensors).")],
+    gpus: Annotated[int, typer.Option(help="Number of GPUs.")],
+    strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
+    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}, or all.")] = "dbsp",
+    reward: Annotated[float, typer.Option(help="R_b of planner paper: how strongly blocks stay.")] = 1.0,
+    head_cap: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
+    tolerance: Annotated[float | None, typer.Option(help="Planner dbsp: the ρ_s at which it is content.")] = None,
+    home: Annotated[
+        str | None, typer.Option(help=f"Home layout: {', '.join(HOME_ORDERS)}; default: the planner's own.")
+    ] = None,
+    layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Plan one attention of a mask file: how even the work is before and after, and what moves."""
+    source = MaskFile(file)
+    mask = source.layer(layer)
+    possible = candidates(gpus, mask.grid) if strategy == "all" else (Strategy.parse(strategy),)
+    for wanted in possible:
+        wanted.require_world(gpus)
+    profile = MaskProfile.of(map(source.layer, range(source.layers))) if home == "learned" else None
+    plans = [
+        make_plan(
+            mask,
+            s,
+            name,
+            home=SequenceLayout.named(home or require_planner(name).home, mask.grid, s, profile=profile),
+            reward=reward,
+            head_cap=head_cap,
+            tolerance=tolerance,
+        )
+        for s in possible
+        for name in (PLANNERS if planner == "all" else (planner,))
+        if planner != "all" or not PLANNERS[name].subdivides or can_subdivide(mask.grid, s.ring)
+    ]
+    if as_json:
+        rows = [
+            {"strategy": str(p.strategy), "split_heads": p.assignment.split_heads, "extra_kv": p.assignment.extra_kv}
+            | {name: getattr(p, name) for name in _VALUES}
+            for p in plans
+        ]
+        print_json(file=str(file), gpus=gpus, density=mask.density, plans=rows)
+        return
+    if source.per_layer:
+        print(f"{file}: layer {layer} of {source.layers}", file=sys.stderr)
+    print_tables([_table(mask, gpus, plans)])
+
+
+def _table(mask: BlockMask, gpus: int, plans: list[Plan]) -> Table:
+    grid = mask.grid
+    rows = []
+    for p in plans:
+        numbers = (f"{p.rho_before:.4f}", f"{p.rho:.4f}", f"{p.rho_bound:.4f}")
+        shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.assignment.extra_kv:.0%}")
+        tile = f" /{p.strategy.ring}" if p.grid != grid else ""  # works on blocks cut into this many parts
+        rows.append((str(p.strategy), p.planner + tile, *numbers, *shares, f"{p.plan_ms:.2f}"))
+    return text_table(
+        ("strategy", "planner", "before", "ρ_s", "bound", "gap", "moved", "+KV", "ms"),
+        rows,
+        title=f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
+        caption="ρ_s: slowest rank over mean; bound: least possible, gap above it;\n"
+        "moved: of Q, K, V between ring ranks; +KV: sent again for split heads; ms: planning",
+    )

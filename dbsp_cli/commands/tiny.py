@@ -1,0 +1,35 @@
+"""`dbsp tiny`: a tiny checkpoint for trying things out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dbsp_cli.tiny_models import make_tiny
+from dbsp_core.config.models import TINY_MODELS
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["tiny_command"]
+
+_TRAINED = "-trained"
+
+
+def tiny_command(
+    model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(TINY_MODELS)}.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write; an old checkpoint there is replaced.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    trained: Annotated[bool, typer.Option("--trained", help="The same as MODEL-trained.")] = False,
+) -> None:
+    """Make a tiny checkpoint, with random weights or trained ones, for trying things out offline."""
+    if trained and not model.endswith(_TRAINED):
+        if model + _TRAINED not in TINY_MODELS:
+            raise UserError(f"{model!r} has no trained weights, only wan has; leave out --trained")
+        model += _TRAINED
+    try:
+        make_tiny(model, folder, seed)
+    except ImportError as error:
+        raise UserError(f"{error.name} is needed to make checkpoints; pip install 'dbsp-attention[xdit]'") from error
+    print(f"wrote a tiny {model} checkpoint to {folder}", file=sys.stderr)
