@@ -32,7 +32,7 @@ def attach_single_process(
 
     config: a DbspConfig, a mapping, the path of a YAML file, or None for the settings shipped for the transformer's
             checkpoint, dense where none are shipped: as in the hosts
-    steps:  tells how many denoising steps there will be, for dense.last_steps
+    steps:  tells how many denoising steps there will be, for dense_schedule.last_steps
     Meant for comparison: it costs as much as dense attention, and more memory. Undone by the result's `detach`.
     """
     architecture = architecture_of(transformer)

@@ -63,7 +63,7 @@ def test_the_single_process_reference_has_the_same(name):
     assert resolve_config(None, transformer, ALONE) == expected
     with mock.patch.object(dbsp_diffusers.reference, "MaskProvider") as feed:
         attach_single_process(transformer, None).detach()
-    assert feed.call_args.args[:2] == (expected.mask, expected.dense)
+    assert feed.call_args.args[:2] == (expected.mask, expected.dense_schedule)
 
 
 def test_a_configuration_of_another_model_is_refused():

@@ -59,7 +59,7 @@ class Session:
             config, SequenceGroup.of(), Strategy.parse(self.strategy), HEADS, self.layers, lambda: self.steps
         )
         self.feed = MaskProvider(
-            config.mask, config.dense, HEADS, self.layers, SequenceGroup(0, 1), lambda: self.steps
+            config.mask, config.dense_schedule, HEADS, self.layers, SequenceGroup(0, 1), lambda: self.steps
         )
 
     def attend(

@@ -93,10 +93,10 @@ def test_last_steps_need_the_number_of_steps():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"first_steps": -1}, "dense.first_steps=-1"),
+        ({"first_steps": -1}, "dense_schedule.first_steps=-1"),
         ({"fist_steps": 1}, "did you mean 'first_steps'"),
         ({"first_steps": 1.5}, "must be int"),
-        (3, "a mapping such as"),
+        (3, "a mapping of first_steps"),
     ],
 )
 def test_schedules_that_make_no_sense_are_refused(settings, message):
