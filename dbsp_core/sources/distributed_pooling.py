@@ -18,9 +18,8 @@ from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.sources.base import LocalQK
-from dbsp_kernels.packing.fixed_point import DIRECTION_UNIT, MEAN_UNIT
 from dbsp_kernels.packing.h2d import to_device
-from dbsp_kernels.packing.pooling import halving_sum, sum_tokens
+from dbsp_kernels.packing.pooling import DIRECTION_UNIT, MEAN_UNIT, halving_sum, sum_tokens
 from dbsp_kernels.packing.row_bits import pack_bits
 
 __all__ = ["Pooled", "assigned_heads", "gather_bits", "pool", "pool_own_heads", "traffic"]
