@@ -49,12 +49,12 @@ def attach_single_process(
         token_permutation.clear()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
-        version, tokens = feed.version(layer), LocalQK.alone(q, k, scale)
-        if version is None:
+        key, tokens = feed.cache_key(layer), LocalQK.alone(q, k, scale)
+        if key is None:
             return masked_attention(q, k, v, feed.mask(layer, tokens), scale)
-        if version not in token_permutation:
-            token_permutation[version] = feed.mask(layer, tokens)
-        return masked_attention(q, k, v, token_permutation[version], scale)
+        if key not in token_permutation:
+            token_permutation[key] = feed.mask(layer, tokens)
+        return masked_attention(q, k, v, token_permutation[key], scale)
 
     attachment.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
     for layer, block in enumerate(blocks):

@@ -11,10 +11,10 @@ __all__ = ["DenoisingStep", "DenseSchedule", "StepCounter"]
 
 @dataclass(frozen=True)
 class DenoisingStep:
-    """step: of the denoising, 0 for the first;  branch: of the step's passes, 0 for the first"""
+    """step: of the denoising, 0 for the first;  cfg_branch: of the step's guidance passes, 0 for the first"""
 
     step: int = 0
-    branch: int = 0
+    cfg_branch: int = 0
 
 
 @dataclass
@@ -32,7 +32,7 @@ class StepCounter:
         elif timestep < last:
             self.now = DenoisingStep(self.now.step + 1)
         else:
-            self.now = DenoisingStep(self.now.step, self.now.branch + 1)
+            self.now = DenoisingStep(self.now.step, self.now.cfg_branch + 1)
         return self.now
 
 

@@ -233,7 +233,7 @@ class MaskRecorder:
             if self.bytes_written + size > self.settings.limit:
                 self.stop(f"the limit of {self.settings.limit} bytes was reached at step {now.moment.step}")
                 return
-            file = "g{generation}-step{step:04d}-pass{branch}.safetensors".format(**moment)
+            file = "g{generation}-step{step:04d}-pass{cfg_branch}.safetensors".format(**moment)
             self.bytes_written += _write_fresh(folder / file, now.fresh)
             for name, (grid, _) in now.fresh.items():
                 if grid not in self._grids:
@@ -247,7 +247,7 @@ class MaskRecorder:
         if not self._passes:
             return 0
         last = self._passes[-1]
-        again = (moment.step, moment.branch) <= (last["step"], last["branch"])
+        again = (moment.step, moment.cfg_branch) <= (last["step"], last["cfg_branch"])
         return int(last["generation"]) + int(again)
 
     def _write_index(self) -> None:

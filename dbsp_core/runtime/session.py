@@ -223,7 +223,7 @@ class AttentionSession:
         """ "immediate" or "lagged": what "auto" comes to for these masks."""
         if self.config.planning != "auto":
             return self.config.planning
-        return "lagged" if self.config.mask.varies == "calls" else "immediate"
+        return "lagged" if self.config.mask.changes == "per_call" else "immediate"
 
     @property
     def _now(self) -> SizeContext:
@@ -260,8 +260,8 @@ class AttentionSession:
     def _executor(self, layer: int, tokens: LocalQK) -> DualBalancedAttention:
         """For this layer's mask now."""
         now = self._now
-        attention = Attention(now.size, layer, self._feed.moment.branch)
-        name = self._feed.version(layer)
+        attention = Attention(now.size, layer, self._feed.moment.cfg_branch)
+        name = self._feed.cache_key(layer)
 
         def new_mask(key: Hashable) -> BlockMask:
             mask = self._feed.mask(layer, tokens)

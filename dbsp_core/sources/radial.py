@@ -10,7 +10,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest
+from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.sources.geometry import distances, line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import bad_value
 
@@ -39,7 +39,7 @@ class RadialSource(BlockSizes):
         if self.sink_frames < 0:
             raise bad_value(self, "sink_frames", "must not be negative")
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         grid = self.grid(request)
         bits = radial_bits(grid, request.thw, self.width, self.decay, self.sink_frames)
         return BlockMask(torch.from_numpy(np.tile(bits, (request.heads, 1, 1))), grid)

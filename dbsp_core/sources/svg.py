@@ -9,7 +9,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest
+from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.sources.geometry import distances, line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import UserError, bad_value
 
@@ -67,7 +67,7 @@ class SvgSource(BlockSizes):
         temporal = self.temporal(request.heads)
         return replace(super().grid(request), orders=tuple(TIME_FASTEST if t else "thw" for t in temporal))
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         grid, temporal = self.grid(request), self.temporal(request.heads)
         kinds = np.stack(
             [

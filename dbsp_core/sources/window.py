@@ -10,7 +10,7 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.masks.token_order import video_order
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest
+from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.sources.geometry import line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import bad_value
 
@@ -42,7 +42,7 @@ class WindowSource(BlockSizes):
         grid = super().grid(request)
         return grid if self.tile is None else replace(grid, orders=(_tile_order(self.tile),))
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         grid = self.grid(request)
         if self.tile is None:
             bits = window_bits(grid, request.thw, self.window or (5, 9, 9))

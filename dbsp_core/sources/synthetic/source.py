@@ -12,7 +12,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, Varies
+from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.sources.synthetic.patterns import PATTERNS, BlockPositions, always_dense, profile_basis
 from dbsp_core.sources.synthetic.presets import DEFAULT_STYLE, PRESETS, MaskStyle
 from dbsp_core.sources.synthetic.sampling import (
@@ -73,13 +73,13 @@ class SyntheticSource(BlockSizes):
         return replace(base, **{name: value for name, value in given.items() if value is not None})
 
     @property
-    def varies(self) -> Varies:
-        return "steps" if self.style.drift else "never"
+    def changes(self) -> Changes:
+        return "per_step" if self.style.drift else "never"
 
-    def version(self, request: MaskRequest) -> Hashable:
+    def cache_key(self, request: MaskRequest) -> Hashable:
         return request.layer, request.step if self.style.drift else 0
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         grid, style = self.grid(request), self.style
         draws = DriftingRng(self.seed, style.drift * request.step)
         return BlockMask(torch.from_numpy(_Layer(style, draws, request, grid).bits()), grid)

@@ -190,6 +190,6 @@ class TestSvg:
     "source", [RadialSource(), SvgSource(), WindowSource(120, 120, (3, 5, 5), (3, 5, 8))], ids=repr
 )
 def test_all_layers_and_steps_share_one_mask(source):
-    versions = {source.version(replace(WAN, layer=layer, step=step)) for layer in (0, 39) for step in (0, 9)}
-    assert (len(versions), source.varies) == (1, "never")
+    keys = {source.cache_key(replace(WAN, layer=layer, step=step)) for layer in (0, 39) for step in (0, 9)}
+    assert (len(keys), source.changes) == (1, "never")
     assert source.grid(WAN) == source.mask(WAN).grid
