@@ -13,7 +13,7 @@ import torch
 
 from dbsp_core.config.video import VideoSettings
 from dbsp_core.cost.selection import AUTO
-from dbsp_core.layout.sequence_layout import HOME_ORDERS
+from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.planning.planners import PlannerSettings, require_planner
@@ -105,7 +105,7 @@ class DbspConfig:
         with blame_setting("planner"):
             require_planner(self.planner)
         if self.home is not None:
-            _require("home", self.home, tuple(HOME_ORDERS))
+            _require("home", self.home, tuple(LAYOUT_ORDERS))
         _require("kernel", self.kernel, ("auto", *KERNELS))
         _require("planning", self.planning, PLANNING)
         _require("dtype", self.dtype, DTYPES)

@@ -1,4 +1,4 @@
-"""Which denoising step a forward pass belongs to, told from its timestep alone, and which steps are dense."""
+"""Which denoising step a forward pass belongs to, inferred from its timestep, and which steps are dense."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepCounter:
     _last: float | None = None
 
     def advance(self, timestep: float) -> DenoisingStep:
-        """The moment of a forward pass at this timestep, which follows the passes told of before."""
+        """The step of a forward pass at this timestep, which follows the passes counted before."""
         last, self._last = self._last, timestep
         if last is None or timestep > last:
             self.now = DenoisingStep()

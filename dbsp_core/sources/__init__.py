@@ -40,4 +40,4 @@ SOURCES: dict[str, type[MaskSource]] = {
     "callable": CallableSource,
     "synthetic": SyntheticSource,
 }
-"""By the name that stands after `source:` in a configuration."""
+"""By the name after `source:` in a configuration."""

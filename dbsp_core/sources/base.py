@@ -75,8 +75,7 @@ class LocalQK:
 class MaskSource(Protocol):
     """Where masks come from: a `StaticMaskSource` or a `DynamicMaskSource`.
 
-    The sources of db-SP are frozen dataclasses: their fields are the keys that stand beside `source:` in a
-    configuration.
+    The sources of db-SP are frozen dataclasses: their fields are the keys beside `source:` in a configuration.
 
     Attributes:
         changes: How often a layer's mask may change. "per_call" says that the source is a dynamic one.

@@ -66,14 +66,14 @@ def radial_bits(
     return reduce_to_blocks(grid, dense, q, k)
 
 
-def _reach(frames: int, band: float, decay: float, thinnest: int) -> np.ndarray:
-    """int64[frames]: by distance in frames, how far apart places may be, 1 for the same place alone; 0 for none."""
+def _reach(frames: int, bandwidth: float, decay: float, thinnest: int) -> np.ndarray:
+    """int64[frames]: by distance in frames, how far apart places may be, 1 for only the same place; 0 for none."""
     reach = []
     for distance in range(frames):
         if distance > 1 and distance & (distance - 1) == 0:
-            band *= decay  # step by step: powers are not rounded alike everywhere
-        if band >= thinnest:
-            reach.append(math.floor(min(band, 1 << 40)))
+            bandwidth *= decay  # step by step: powers are not rounded alike everywhere
+        if bandwidth >= thinnest:
+            reach.append(math.floor(min(bandwidth, 1 << 40)))
         else:
-            reach.append(thinnest if distance % math.ceil(thinnest / band) == 0 else 0)
+            reach.append(thinnest if distance % math.ceil(thinnest / bandwidth) == 0 else 0)
     return np.array(reach)

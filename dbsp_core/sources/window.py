@@ -25,7 +25,7 @@ class WindowSource(BlockSizes):
 
     window: what a query sees around itself, counted both ways together: in tokens, [5, 9, 9] if not given (see
             `window_bits`), or in tiles, [3, 3, 3] if not given (see `tile_bits`)
-    tile:   tokens of a tile: they then stand tile after tile, and queries see whole tiles, as in Sliding Tile
+    tile:   tokens of a tile: they are then ordered tile after tile, and queries see whole tiles, as in Sliding Tile
             Attention (Zhang et al., 2025, arXiv:2502.04507). Best where tiles divide the video and a block is a tile.
     """
 
@@ -81,7 +81,7 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes) -> np.nda
     first, last = _window_of(np.arange(tiles[2]), tiles[2], window[2])
     dense = in_time[np.ix_(q.line // tiles[1], k.line // tiles[1])]
     dense &= in_height[np.ix_(q.line % tiles[1], k.line % tiles[1])]
-    # A run's tiles lie side by side, and so do their windows: together they reach from the first's to the last's.
+    # A segment's tiles are contiguous, and so are their windows: together they reach from the first's to the last's.
     dense &= (first[q.first][:, None] <= k.last) & (k.first <= last[q.last][:, None])
     return reduce_to_blocks(grid, dense, q, k)
 

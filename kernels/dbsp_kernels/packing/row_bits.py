@@ -49,7 +49,7 @@ def expand_rows(
     base:    int32[R]
     kv_len:  int32[Ck]; blocks shorter than `block` are listed last
     kv_full: int32[R], how many of each row's blocks are not short
-    returns: kv_index int32[batch · R, width]; the b-th copy of the rows has the b-th copy of the Ck blocks. What lies
+    returns: kv_index int32[batch · R, width]; the b-th copy of the rows has the b-th copy of the Ck blocks. What is
              beyond a row's count is undefined.
     """
     if bits.is_cuda:
