@@ -50,12 +50,12 @@ def attach_single_process(
         cache.clear()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
-        version, tokens = provider.version(layer), LocalQK.alone(q, k, scale)
-        if version is None:
+        key, tokens = provider.cache_key(layer), LocalQK.alone(q, k, scale)
+        if key is None:
             return masked_attention(q, k, v, provider.mask(layer, tokens), scale)
-        if version not in cache:
-            cache[version] = provider.mask(layer, tokens)
-        return masked_attention(q, k, v, cache[version], scale)
+        if key not in cache:
+            cache[key] = provider.mask(layer, tokens)
+        return masked_attention(q, k, v, cache[key], scale)
 
     patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
     for layer, block in enumerate(blocks):

@@ -87,7 +87,7 @@ class _SequenceSharding:
             raise UserError("db-SP does not know models with a timestep for each frame or token (as Wan2.2-TI2V-5B)")
         thw, text_tokens = self._architecture.token_grid(module, inputs)
         device = inputs["hidden_states"].device
-        layout = self._session.begin(thw, text_tokens, timestep, device, branch=self._branch())
+        layout = self._session.begin(thw, text_tokens, timestep, device, cfg_branch=self._branch())
         self._text = StreamShards(layout, self._session.group, 0, text_tokens)
         self._video = StreamShards(layout, self._session.group, text_tokens, layout.tokens)
 

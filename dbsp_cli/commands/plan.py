@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
 from dbsp_core.cost.selection import candidates
-from dbsp_core.layout.sequence_layout import HOME_ORDERS, MaskProfile, SequenceLayout
+from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
@@ -32,7 +32,7 @@ def plan_command(
     head_cap: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
     tolerance: Annotated[float | None, typer.Option(help="Planner dbsp: the ρ_s at which it is content.")] = None,
     home: Annotated[
-        str | None, typer.Option(help=f"Home layout: {', '.join(HOME_ORDERS)}; default: the planner's own.")
+        str | None, typer.Option(help=f"Home layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
     ] = None,
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
     as_json: JsonFlag = False,

@@ -58,8 +58,8 @@ class Recording:
         if name is None:
             steps = sorted({at.step for at in self.passes})
             raise UserError(
-                f"{self.folder} has no mask of layer {layer} at step {moment.step}, branch {moment.branch}; it has "
-                f"layers {list(self.recorded_layers)}, steps {steps}"
+                f"{self.folder} has no mask of layer {layer} at step {moment.step}, branch {moment.cfg_branch}; it "
+                f"has layers {list(self.recorded_layers)}, steps {steps}"
             )
         try:
             return MaskFile(self.folder / f"{Path(name).name}.safetensors").layer(0)
@@ -71,7 +71,7 @@ def _longest(passes: list[dict[str, Any]]) -> dict[DenoisingStep, dict[int, str]
     """The passes of the last generation of those with the most."""
     generations: dict[int, dict[DenoisingStep, dict[int, str]]] = {}
     for one in passes:
-        moment = DenoisingStep(int(one["step"]), int(one["branch"]))
+        moment = DenoisingStep(int(one["step"]), int(one["cfg_branch"]))
         masks = {int(layer): str(name) for layer, name in one["masks"].items()}
         generations.setdefault(int(one["generation"]), {})[moment] = masks
     most = max((len(each) for each in generations.values()), default=0)

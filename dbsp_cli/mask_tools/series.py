@@ -53,8 +53,8 @@ class MaskSeries:
     @classmethod
     def _of_recording(cls, path: str | os.PathLike[str], branch: int) -> MaskSeries:
         recording = Recording.read(path)
-        branches = tuple(sorted({moment.branch for moment in recording.passes}))
-        steps = tuple(sorted(moment.step for moment in recording.passes if moment.branch == branch))
+        branches = tuple(sorted({moment.cfg_branch for moment in recording.passes}))
+        steps = tuple(sorted(moment.step for moment in recording.passes if moment.cfg_branch == branch))
         if not steps or not recording.recorded_layers:
             raise UserError(f"{path} has no masks of branch {branch}; it has branches {list(branches)}")
         stopped = recording.stopped and f"the recording stopped before the run did: {recording.stopped}"

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union
 
 from dbsp_core.config.video import GenerateSettings
 from dbsp_core.cost.selection import AUTO
-from dbsp_core.layout.sequence_layout import HOME_ORDERS
+from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.planning.planners import require_planner
@@ -164,7 +164,7 @@ class DbspConfig:
         for name, value in checked(DbspConfig, given, "").items():
             object.__setattr__(self, name, value)
         if self.layout is not None:
-            require_choice("layout", self.layout, tuple(HOME_ORDERS))
+            require_choice("layout", self.layout, tuple(LAYOUT_ORDERS))
         require_choice("kernel", self.kernel, ("auto", *KERNELS))
         if isinstance(self.strategy, Strategy):
             with blame_setting("kernel"):

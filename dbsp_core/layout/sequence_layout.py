@@ -1,4 +1,4 @@
-"""Home layouts: which rank holds which tokens outside attention, and in which order."""
+"""Sequence layouts: which rank holds which tokens outside attention, and in which order."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["HOME_ORDERS", "MaskProfile", "SequenceLayout", "ShardSegments", "balanced_layout"]
+__all__ = ["LAYOUT_ORDERS", "MaskProfile", "SequenceLayout", "ShardSegments", "balanced_layout"]
 
 MAX_SWAPS = 4096  # a safety net: the loop ends by itself when no swap helps
 
 
 def balanced_layout(profiles: np.ndarray, parts: int) -> np.ndarray:
-    """Deals blocks to parts, as many to each (up to one), so that every profile is even over the parts.
+    """Distributes blocks to parts, as many to each (up to one), so that every profile is even over the parts.
 
     profiles: float[n, d], what each block weighs in each of d profiles (work as queries, work as keys)
     returns:  int64[n], the part of each block
 
-    Blocks go out in rounds of `parts`, heaviest rounds first, the heavier of a round to the part with less so far;
-    then pairs of blocks of the fullest and the emptiest part are swapped while that lowers the squared loads.
     """
     mean = profiles.mean(axis=0)
     weight = profiles / np.where(mean > 0, mean, 1)
     part = np.empty(len(weight), dtype=np.int64)
     load = np.zeros((parts, weight.shape[1]))
+    # 1. Rounds of `parts` blocks, heaviest rounds first: the heavier of a round to the part with less so far.
     order = np.argsort(-weight.sum(axis=1), kind="stable")
     for first in range(0, len(order), parts):
         round_ = order[first : first + parts]
         lightest = np.argsort(load.sum(axis=1), kind="stable")[: len(round_)]
         part[round_] = lightest
         load[lightest] += weight[round_]
+    # 2. Swaps of blocks between the fullest and the emptiest part, while that lowers the squared loads.
     for _ in range(MAX_SWAPS):
         if not _swap(weight, part, load):
             break
@@ -67,14 +67,14 @@ def _swap(weight: np.ndarray, part: np.ndarray, load: np.ndarray) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ShardSegments:
-    """The pieces that homes cut blocks into: each is a run of one block's tokens that lie together on one rank.
+    """The segments that shards cut blocks into: each is a run of one block's tokens, contiguous on one rank.
 
-    Sorted by (block, offset); every token is in exactly one fragment. All int64[F]:
+    Sorted by (block, offset); every token is in exactly one segment. All int64[F]:
     block:  the block
     offset: first token's place within the block
-    rank:   the rank that holds the run
+    rank:   the rank that holds the segment
     local:  first token's place among that rank's tokens
-    length: tokens in the run
+    length: tokens in the segment
     """
 
     block: np.ndarray
@@ -84,7 +84,7 @@ class ShardSegments:
     length: np.ndarray
 
     def tokens_by_ring(self, blocks: int, strategy: Strategy) -> np.ndarray:
-        """int64[blocks, ring]: tokens of each block that live on each ring rank."""
+        """int64[blocks, ring]: tokens of each block that each ring rank holds."""
         tokens = np.zeros((blocks, strategy.ring), dtype=np.int64)
         np.add.at(tokens, (self.block, self.rank // strategy.ulysses), self.length)
         return tokens
@@ -110,7 +110,7 @@ class MaskProfile:
 
 
 def _per_token(axis: BlockAxis, counts: np.ndarray, grid: BlockGrid) -> np.ndarray:
-    """float64[tokens]: counts int64[H, n] of blocks, shared out over their tokens."""
+    """float64[tokens]: counts int64[H, n] of blocks, divided among their tokens."""
     tokens = np.zeros(grid.tokens)
     for order, heads in grid.order_groups(len(counts)):
         tokens[grid.token_permutation(order)] += (counts[heads].sum(axis=0) / axis.lengths)[axis.block_of]
@@ -119,10 +119,16 @@ def _per_token(axis: BlockAxis, counts: np.ndarray, grid: BlockGrid) -> np.ndarr
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """Every rank holds `shard` places; a token is at one place, and a place without a token is padding.
+    """Which rank holds which token outside attention. A rank's places without a token are padding.
 
-    rank, local: int64[tokens], which rank holds each token (by canonical position: text, then video in (t, h, w)), and
-                 at which of its places
+    Attributes:
+        rank: int64[tokens], the rank of each token (by canonical position: text, then video in (t, h, w)).
+        local: int64[tokens], at which of its rank's places.
+        world: Number of ranks.
+        shard: Places of each rank.
+
+    Raises:
+        ValueError: Unless every token is at a place of its own, on one of the ranks.
     """
 
     rank: np.ndarray
@@ -134,19 +140,21 @@ class SequenceLayout:
         place = self._place
         inside = (self.rank >= 0) & (self.rank < self.world) & (self.local >= 0) & (self.local < self.shard)
         if not inside.all() or np.bincount(place).max(initial=0) > 1:
-            raise ValueError("a home layout must put every token at a place of its own, on one of its ranks")
+            raise ValueError("a sequence layout must put every token at a place of its own, on one of its ranks")
 
     @classmethod
     def from_streams(cls, streams: Sequence[np.ndarray], world: int) -> SequenceLayout:
         """Each stream is cut into `world` equal shards, the last of them padded; a rank holds its shard of each.
 
-        streams: int64 token positions, in the order in which each stream is sharded; together every token once
+        Args:
+            streams: int64 token positions, in the order in which each stream is sharded; together every token once.
+            world: Number of ranks.
         """
         if world < 1:
-            raise UserError(f"a home layout needs at least one rank, got {world}")
+            raise UserError(f"a sequence layout needs at least one rank, got {world}")
         tokens = sum(len(stream) for stream in streams)
         if not np.array_equal(np.sort(np.concatenate(streams)), np.arange(tokens)):
-            raise ValueError(f"the streams of a home layout must hold each of their {tokens} tokens once")
+            raise ValueError(f"the streams of a sequence layout must hold each of their {tokens} tokens once")
         rank, local = np.full(tokens, -1), np.full(tokens, -1)
         first = 0
         for stream in streams:
@@ -164,7 +172,7 @@ class SequenceLayout:
 
     @classmethod
     def striped(cls, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
-        """Block b lives on ring rank b mod y (up to equal shards), so that profiles average out over the ring."""
+        """Block b is on ring rank b mod y (up to equal shards), so that profiles average out over the ring."""
         return cls.named("striped", grid, strategy)
 
     @classmethod
@@ -177,17 +185,23 @@ class SequenceLayout:
         split_text: bool = False,
         profile: MaskProfile | None = None,
     ) -> SequenceLayout:
-        """A layout by its name in `HOME_ORDERS`.
+        """A layout by its name.
 
-        split_text: whether text and video are sharded apart, as hosts with two streams do, text in token order
-        profile:    what "learned" learns from
-        Raises ValueError for an unknown name, or "learned" without a profile.
+        Args:
+            name: A key of `LAYOUT_ORDERS`: "contiguous", "striped" or "learned".
+            grid: The blocks that "striped" and "learned" distribute.
+            strategy: The ranks; only its ring matters for the order.
+            split_text: Whether text and video are sharded separately, as hosts with two streams do.
+            profile: What "learned" learns from.
+
+        Raises:
+            ValueError: For an unknown name, or "learned" without a profile.
         """
-        if name not in HOME_ORDERS:
-            raise UserError(f"unknown home layout {name!r}; use one of {', '.join(HOME_ORDERS)}")
+        if name not in LAYOUT_ORDERS:
+            raise UserError(f"unknown sequence layout {name!r}; use one of {', '.join(LAYOUT_ORDERS)}")
         video = np.arange(grid.text_tokens if split_text else 0, grid.tokens)
         # A ring of one rank has all tokens: no order is better than another, and hosts are spared the permutation.
-        streams = [HOME_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]
+        streams = [LAYOUT_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]
         if split_text:
             streams.insert(0, np.arange(grid.text_tokens))
         return cls.from_streams(streams, strategy.world)
@@ -203,7 +217,7 @@ class SequenceLayout:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """int64[tokens]: token-order positions as they stand rank after rank, padding left out."""
+        """int64[tokens]: token-order positions rank after rank, padding left out."""
         return np.argsort(self._place)
 
     def tokens_at(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -212,8 +226,8 @@ class SequenceLayout:
         here = here[np.argsort(self.local[here])]
         return here, self.local[here]
 
-    def fragments(self, axis: BlockAxis, token_permutation: np.ndarray | None = None) -> ShardSegments:
-        """The runs that this layout and the blocks of `axis` cut the tokens into.
+    def segments(self, axis: BlockAxis, token_permutation: np.ndarray | None = None) -> ShardSegments:
+        """The segments that this layout and the blocks of `axis` cut the tokens into.
 
         token_permutation: int64[tokens], the tokens in the order of the blocks; None: as they are
         """
@@ -226,18 +240,18 @@ class SequenceLayout:
         return ShardSegments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
 
     def block_segments(self, grid: BlockGrid, order: str) -> tuple[ShardSegments, ShardSegments]:
-        """The fragments of a grid's query blocks and of its KV blocks in one token order. Made once, then kept."""
+        """The segments of a grid's query blocks and of its KV blocks in one token order. Made once, then kept."""
         key = grid, order
-        if key not in self._fragments:
+        if key not in self._segments:
             token_permutation = grid.token_permutation(order)
-            self._fragments[key] = (
-                self.fragments(grid.q_axis, token_permutation),
-                self.fragments(grid.k_axis, token_permutation),
+            self._segments[key] = (
+                self.segments(grid.q_axis, token_permutation),
+                self.segments(grid.k_axis, token_permutation),
             )
-        return self._fragments[key]
+        return self._segments[key]
 
     @cached_property
-    def _fragments(self) -> dict[tuple[BlockGrid, str], tuple[ShardSegments, ShardSegments]]:
+    def _segments(self) -> dict[tuple[BlockGrid, str], tuple[ShardSegments, ShardSegments]]:
         return {}
 
 
@@ -248,17 +262,17 @@ def _in_token_order(
 
 
 def _in_stripes(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
-    token_permutation = _standing(tokens, grid)
+    token_permutation = _in_common_order(tokens, grid)
     stripe = _larger_axis(grid).block_of % strategy.ring
     return token_permutation[np.argsort(_by_token(stripe, grid)[token_permutation], kind="stable")]
 
 
 def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
     if profile is None:
-        raise UserError("home layout 'learned' needs masks that are known beforehand; use striped for others")
+        raise UserError("sequence layout 'learned' needs masks that are known beforehand; use striped for others")
     if len(tokens) == 0:
         return tokens
-    tokens = _standing(tokens, grid)
+    tokens = _in_common_order(tokens, grid)
     block = _by_token(_larger_axis(grid).block_of, grid)
     per_token = np.stack([profile.queries, profile.keys], axis=1)
     per_block = np.stack([np.bincount(block[tokens], per_token[tokens, d]) for d in range(2)], axis=1)
@@ -268,14 +282,14 @@ def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile
     return tokens[np.argsort(part[block[tokens]], kind="stable")]
 
 
-def _standing(tokens: np.ndarray, grid: BlockGrid) -> np.ndarray:
-    """The given tokens as they stand in the order that all heads share; as they are where heads differ."""
+def _in_common_order(tokens: np.ndarray, grid: BlockGrid) -> np.ndarray:
+    """The given tokens in the order that all heads share; unchanged where heads differ."""
     token_permutation = grid.token_permutation(grid.common_order or CANONICAL)
     return token_permutation[np.isin(token_permutation, tokens)]
 
 
 def _by_token(values: np.ndarray, grid: BlockGrid) -> np.ndarray:
-    """Values of the tokens as they stand in the blocks, by canonical position."""
+    """Values of the tokens in the order of the blocks, by canonical position."""
     by_token = np.empty_like(values)
     by_token[grid.token_permutation(grid.common_order or CANONICAL)] = values
     return by_token
@@ -285,7 +299,7 @@ def _larger_axis(grid: BlockGrid) -> BlockAxis:
     return grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
 
 
-HOME_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy, MaskProfile | None], np.ndarray]] = {
+LAYOUT_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy, MaskProfile | None], np.ndarray]] = {
     "contiguous": _in_token_order,
     "striped": _in_stripes,
     "learned": _as_learned,

@@ -133,7 +133,7 @@ class BlockGrid:
         return [(order, np.flatnonzero(np.array(self.orders) == order)) for order in dict.fromkeys(self.orders)]
 
     def token_permutation(self, order: str) -> np.ndarray:
-        """int64[tokens]: canonical position (text, then video in (t, h, w)) of each token as they stand in `order`."""
+        """int64[tokens]: canonical position (text, then video in (t, h, w)) of each token in `order`."""
         if order == CANONICAL or self.thw is None:
             return np.arange(self.tokens)
         return np.concatenate([np.arange(self.text_tokens), self.text_tokens + video_order(order, self.thw)])

@@ -11,10 +11,10 @@ __all__ = ["DenoisingStep", "DenseSchedule", "StepCounter"]
 
 @dataclass(frozen=True)
 class DenoisingStep:
-    """step: of the denoising, 0 for the first;  branch: of the step's passes, 0 for the first"""
+    """step: of the denoising, 0 for the first;  cfg_branch: of the step's guidance passes, 0 for the first"""
 
     step: int = 0
-    branch: int = 0
+    cfg_branch: int = 0
 
 
 @dataclass
@@ -31,18 +31,18 @@ class StepCounter:
     _branches: set[int] = field(default_factory=set)
     """Of the current step."""
 
-    def advance(self, timestep: float, branch: int | None = None) -> DenoisingStep:
+    def advance(self, timestep: float, cfg_branch: int | None = None) -> DenoisingStep:
         """The step of a forward pass at this timestep, which follows the passes counted before.
 
-        branch: of the step's passes, where the host says it
+        cfg_branch: of the step's passes, where the host says it
         """
         step, last, self._last = self.now.step, self._last, timestep
         if last is None or timestep > last:
             step, self._branches = 0, set()
-        elif timestep < last or branch in self._branches:
+        elif timestep < last or cfg_branch in self._branches:
             step, self._branches = step + 1, set()
-        self.now = DenoisingStep(step, len(self._branches) if branch is None else branch)
-        self._branches.add(self.now.branch)
+        self.now = DenoisingStep(step, len(self._branches) if cfg_branch is None else cfg_branch)
+        self._branches.add(self.now.cfg_branch)
         return self.now
 
 

@@ -1,4 +1,4 @@
-"""Token orders: in which order video tokens stand when a mask is read."""
+"""Token orders: in which order a mask reads video tokens."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def require_order(order: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
-    """int64[t·h·w]: the (t, h, w) position of each video token as they stand in `order`. Not to be written to.
+    """int64[t·h·w]: the (t, h, w) position of each video token in `order`. Not to be written to.
 
     order: one of AXIS_ORDERS, or "tile:TxHxW": tile after tile in (t, h, w) order, and so within each tile (Sliding
-           Tile Attention); tiles at the far sides are cut short
+           Tile Attention); tiles at the far sides are smaller
     Raises ValueError for an unknown order.
     """
     require_order(order)

@@ -104,7 +104,7 @@ def _columns(calls: list[ObservedCall], observer: RunObserver, by_rank: np.ndarr
     return CallColumns(
         layer=[c.layer for c in calls],
         step=[moments[c.forward].step for c in calls],
-        branch=[moments[c.forward].branch for c in calls],
+        branch=[moments[c.forward].cfg_branch for c in calls],
         strategy=[c.strategy for c in calls],
         replanned=[int(c.replanned) for c in calls],
         plan_ms=[round(c.plan_ms, 4) for c in calls],

@@ -149,7 +149,7 @@ class MaskRecorder(SessionObserver):
         return self.settings.folder is not None
 
     @_never_raises
-    def begin(self, step: DenoisingStep, timestep: object = None, branch: int | None = None) -> None:
+    def begin(self, step: DenoisingStep, timestep: object = None, cfg_branch: int | None = None) -> None:
         self._finish()
         self._current = _Pass(step)
 
@@ -222,7 +222,7 @@ class MaskRecorder(SessionObserver):
         if not self._passes:
             return 0
         last = self._passes[-1]
-        again = (moment.step, moment.branch) <= (last["step"], last["branch"])
+        again = (moment.step, moment.cfg_branch) <= (last["step"], last["cfg_branch"])
         return int(last["generation"]) + int(again)
 
     def _write_index(self) -> None:

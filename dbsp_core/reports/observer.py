@@ -136,12 +136,12 @@ class RunObserver(SessionObserver):
         self._open.clear()
         self.seconds = self.latents = None
 
-    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None, branch: int | None) -> None:
+    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None) -> None:
         """Copies the timestep on its device, to be read when the run is over."""
         if isinstance(timestep, torch.Tensor):
             timestep = timestep.detach().reshape(-1)[:1].clone()
         self._timesteps.append(timestep)
-        self._branches.append(branch)
+        self._branches.append(cfg_branch)
 
     def attention_begins(self, device: torch.device) -> None:
         self._started = _mark(device)
@@ -182,16 +182,16 @@ class RunObserver(SessionObserver):
             self._evaluate(key, latest)
 
     def moments(self) -> list[DenoisingStep]:
-        """Step and branch of each forward pass. Waits for the device once."""
+        """Step and cfg_branch of each forward pass. Waits for the device once."""
         counter, found = StepCounter(), []
         tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
         read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
-        for number, (timestep, branch) in enumerate(zip(self._timesteps, self._branches, strict=True)):
+        for number, (timestep, cfg_branch) in enumerate(zip(self._timesteps, self._branches, strict=True)):
             if timestep is None:  # nothing tells steps apart but their order
                 found.append(DenoisingStep(number))
             else:
                 value = next(read) if isinstance(timestep, torch.Tensor) else timestep
-                found.append(counter.advance(float(value), branch))
+                found.append(counter.advance(float(value), cfg_branch))
         return found
 
     def _evaluate(self, key: Hashable, latest: Mapping[Hashable, Plan]) -> None:

@@ -25,14 +25,14 @@ __all__ = ["KernelTable", "RingStepTable", "TableLayout", "build_tables", "dense
 class KernelTable:
     """What the kernel reads in one period; see `dbsp_kernels.block_attention`.
 
-    kv_index: int32[B·Rq, width]; kv_count, kv_full, order: int32[B·Rq]; kv_len: int32[B·Ck]
+    kv_index: int32[B·Rq, width]; kv_count, kv_full, row_schedule: int32[B·Rq]; kv_len: int32[B·Ck]
     """
 
     kv_index: torch.Tensor
     kv_count: torch.Tensor
     kv_len: torch.Tensor
     kv_full: torch.Tensor
-    order: torch.Tensor
+    row_schedule: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +41,8 @@ class RingStepTable:
 
     bits: uint8[Rq, ceil(width / 8)], base: int32[Rq]: row r attends to packed block base[r] + j where bit j is set
     kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short
-    order: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its rows run,
-           and no long row starts last, while the rest of the chip waits for it
+    row_schedule: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its rows
+           run, and no long row starts last, while the rest of the chip waits for it
     kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in any slot, at most; block_k: tokens
     """
 
@@ -50,7 +50,7 @@ class RingStepTable:
     base: torch.Tensor
     kv_count: torch.Tensor
     kv_full: torch.Tensor
-    order: torch.Tensor
+    row_schedule: torch.Tensor
     kv_len: torch.Tensor
     width: int
     block_k: int
@@ -59,10 +59,11 @@ class RingStepTable:
         """The table for `batch` copies of the rows, the b-th of which attends to the b-th copy of the blocks."""
         index = expand_rows(self.bits, self.base, self.kv_len, self.kv_full, self.width, self.block_k, batch)
         if batch == 1:
-            return KernelTable(index, self.kv_count, self.kv_len, self.kv_full, self.order)
-        copies = torch.arange(batch, dtype=torch.int32, device=self.order.device)[:, None] * len(self.order)
+            return KernelTable(index, self.kv_count, self.kv_len, self.kv_full, self.row_schedule)
+        schedule = self.row_schedule
+        copies = torch.arange(batch, dtype=torch.int32, device=schedule.device)[:, None] * len(schedule)
         count, length, full = (t.repeat(batch) for t in (self.kv_count, self.kv_len, self.kv_full))
-        return KernelTable(index, count, length, full, (self.order + copies).flatten())
+        return KernelTable(index, count, length, full, (schedule + copies).flatten())
 
 
 @dataclass(frozen=True, eq=False)

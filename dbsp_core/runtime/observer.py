@@ -24,8 +24,8 @@ class SessionObserver:
     compares = False
     counts_steps = False
 
-    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None, branch: int | None) -> None:
-        """A forward pass begins. timestep, branch (guidance pass): as the host gave them"""
+    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None) -> None:
+        """A forward pass begins. timestep, cfg_branch (guidance pass): as the host gave them"""
 
     def mask_made(self, key: Hashable, layer: int, mask: BlockMask, lasting: bool) -> None:
         """A mask was made. key: by which `mask_used` will name it, until another is made with that key

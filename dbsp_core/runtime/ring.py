@@ -52,9 +52,9 @@ def ring_attention(
             **vars(table.expanded(batch)),
             scale=scale,
             kernel=kernel,
-            running=running,
+            partial=running,
             out_dtype=q.dtype if coming is None else torch.promote_types(q.dtype, torch.float32),
-            whole=whole and DenseHeadLayout(whole.heads * batch, whole.tokens),
+            head_layout=whole and DenseHeadLayout(whole.heads * batch, whole.tokens),
             lse=len(tables) > 1,
         )
         del keys, values  # or the slot that has been handed over would be held while the next but one comes

@@ -120,23 +120,23 @@ class AttentionSession:
         timestep: torch.Tensor | float | None = None,
         device: torch.device | str = "cpu",
         *,
-        branch: int | None = None,
+        cfg_branch: int | None = None,
         host_home: Callable[[], SequenceLayout] | None = None,
     ) -> SequenceLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
         timestep: of the denoising, for masks that depend on the step
         device:   where the group's collectives run
-        branch:   of the step's guidance passes, where the host says which one this is; None: told from timesteps
+        cfg_branch:   of the step's guidance passes, where the host says which one this is; None: told from timesteps
         host_home: gives the layout in which the host itself shards this size of video; None: ours to choose
         Text, where the model has it in the same sequence, is sharded apart from video. What was made for the last
         `MOST_SIZES` sizes is kept. Raises UserError, on all ranks, for a size the mask source refuses.
         """
         with self._alone():
             self._reached.clear()
-            self._feed.begin(thw, text_tokens, timestep, branch)
+            self._feed.begin(thw, text_tokens, timestep, cfg_branch)
             for observer in self.observers:
-                observer.begin(self._feed.moment, timestep, branch)
+                observer.begin(self._feed.moment, timestep, cfg_branch)
             size, place = (thw, text_tokens), torch.device(device)
             if self.config.debug:
                 check_consistent(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
@@ -226,7 +226,7 @@ class AttentionSession:
         """ "sync" or "async": what "auto" comes to for these masks."""
         if self.config.reuse.mode != "auto":
             return self.config.reuse.mode
-        return "async" if self.config.mask.varies == "calls" else "sync"
+        return "async" if self.config.mask.changes == "per_call" else "sync"
 
     @property
     def _now(self) -> SizeContext:
@@ -263,8 +263,8 @@ class AttentionSession:
     def _executor(self, layer: int, tokens: LocalQK) -> DualBalancedAttention:
         """For this layer's mask now."""
         now = self._now
-        attention = AttentionKey(now.size, layer, self._feed.moment.branch)
-        name = self._feed.version(layer)
+        attention = AttentionKey(now.size, layer, self._feed.moment.cfg_branch)
+        name = self._feed.cache_key(layer)
 
         def new_mask(key: Hashable) -> BlockMask:
             mask = self._feed.mask(layer, tokens)

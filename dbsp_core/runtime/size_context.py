@@ -27,7 +27,7 @@ class AttentionKey(NamedTuple):
 
     size: Hashable
     layer: int
-    branch: int
+    cfg_branch: int
 
 
 @dataclass
@@ -35,7 +35,7 @@ class SizeContext:
     """Plans and executors of one size of video.
 
     Plans are kept by attention where masks change, and by mask where they don't; executors by mask where it has a name
-    (see `MaskSource.version`), else by attention. Both are bounded: an attention has one executor, and a layer at most
+    (its cache key), else by attention. Both are bounded: an attention has one executor, and a layer at most
     `MOST_PASSES` attentions.
     layers: of the model
     size:   names it

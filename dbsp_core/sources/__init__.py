@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dbsp_core.sources.base import LocalQK, MaskRequest, MaskSource
+from dbsp_core.sources.base import DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource
 from dbsp_core.sources.callable import CallableSource
 from dbsp_core.sources.radial import RadialSource
 from dbsp_core.sources.sparge import SpargeSource
@@ -15,6 +15,7 @@ __all__ = [
     "SOURCES",
     "CallableSource",
     "DenseSource",
+    "DynamicMaskSource",
     "FileSource",
     "LocalQK",
     "MaskRequest",
@@ -22,6 +23,7 @@ __all__ = [
     "ParoSource",
     "RadialSource",
     "SpargeSource",
+    "StaticMaskSource",
     "SvgSource",
     "SyntheticSource",
     "WindowSource",
@@ -38,4 +40,4 @@ SOURCES: dict[str, type[MaskSource]] = {
     "callable": CallableSource,
     "synthetic": SyntheticSource,
 }
-"""By the name that stands after `source:` in a configuration."""
+"""By the name after `source:` in a configuration."""

@@ -13,9 +13,17 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 
-__all__ = ["BlockSizes", "LocalQK", "MaskRequest", "MaskSource", "Varies"]
+__all__ = [
+    "BlockSizes",
+    "Changes",
+    "DynamicMaskSource",
+    "LocalQK",
+    "MaskRequest",
+    "MaskSource",
+    "StaticMaskSource",
+]
 
-Varies = Literal["never", "steps", "calls"]
+Changes = Literal["never", "per_step", "per_call"]
 """How often a layer's mask may change: never, from one denoising step to another, or with every q and k."""
 
 
@@ -25,7 +33,7 @@ class MaskRequest:
 
     thw:    frames, rows and columns of the video's token grid, in token order (t, h, w)
     step:   the denoising step, 0 for the first
-    branch: which of the passes of one step (classifier-free guidance runs the transformer twice)
+    cfg_branch: the guidance pass, 0 for the first (classifier-free guidance runs the transformer twice a step)
     layers: how many layers the model has; None where that is not known
     """
 
@@ -34,7 +42,7 @@ class MaskRequest:
     thw: tuple[int, int, int]
     text_tokens: int = 0
     step: int = 0
-    branch: int = 0
+    cfg_branch: int = 0
     layers: int | None = None
 
     @property
@@ -45,55 +53,78 @@ class MaskRequest:
 
 @dataclass(frozen=True, eq=False)
 class LocalQK:
-    """The queries and keys of one attention where they are before the exchange, for masks computed from them.
+    """The queries and keys of one attention where they are before the exchange, for masks predicted from them.
 
-    q, k:  [B, H, n_local, D], this rank's tokens as `home` lays them out over the ranks of `group`
+    q, k:  [B, H, n_local, D], this rank's tokens as `layout` distributes them over the ranks of `group`
     scale: of the scores
     """
 
     q: torch.Tensor
     k: torch.Tensor
-    home: SequenceLayout
+    layout: SequenceLayout
     group: SequenceGroup
     scale: float
 
     @classmethod
     def alone(cls, q: torch.Tensor, k: torch.Tensor, scale: float | None = None) -> LocalQK:
         """All tokens, in one process."""
-        home = SequenceLayout.contiguous(q.shape[2], 1)
-        return cls(q, k, home, SequenceGroup(0, 1), q.shape[-1] ** -0.5 if scale is None else scale)
+        layout = SequenceLayout.contiguous(q.shape[2], 1)
+        return cls(q, k, layout, SequenceGroup(0, 1), q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 class MaskSource(Protocol):
-    """Where masks come from. Every rank asks for the same request and must get the same bits.
+    """Where masks come from: a `StaticMaskSource` or a `DynamicMaskSource`.
 
-    Sources are frozen dataclasses: their fields are the keys that may stand beside `source:` in a configuration.
-    varies: how often a layer's mask may change
+    The sources of db-SP are frozen dataclasses: their fields are the keys beside `source:` in a configuration.
+
+    Attributes:
+        changes: How often a layer's mask may change. "per_call" says that the source is a dynamic one.
     """
 
     @property
-    def varies(self) -> Varies: ...
+    def changes(self) -> Changes: ...
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        """A block grid of these tokens, known before any mask is: home layouts are made from it.
+        """A block grid of these tokens, known before any mask is: sequence layouts are made from it.
 
-        The masks' own grids may have other token orders. Raises ValueError when the request does not fit the source.
+        The masks' own grids may have other token orders.
+
+        Raises:
+            ValueError: When the request does not fit the source.
         """
         ...
 
-    def version(self, request: MaskRequest) -> Hashable:
-        """Names the mask: requests of one video size with equal versions get equal masks, which are made once.
 
-        Not asked where masks vary with calls. Asked by each rank for itself: what is wrong is for `grid` or `mask` to
-        raise, which all ranks then do together.
+class StaticMaskSource(MaskSource, Protocol):
+    """Masks that are known from the request. Every rank asks for the same ones and must get the same bits."""
+
+    def cache_key(self, request: MaskRequest) -> Hashable:
+        """Requests of one video size with equal keys get equal masks, which are made once.
+
+        Asked by each rank for itself: an error is for `grid` or `mask` to raise, which all ranks then do together.
         """
         ...
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
-        """The mask, of the request's heads, or of B times as many where each item of a batch has masks of its own.
+    def mask(self, request: MaskRequest) -> BlockMask:
+        """The mask of the request's heads.
 
-        tokens: given where masks vary with calls; those may use collectives of `tokens.group`
-        Raises ValueError when the request does not fit the source.
+        Raises:
+            ValueError: When the request does not fit the source.
+        """
+        ...
+
+
+class DynamicMaskSource(MaskSource, Protocol):
+    """Masks that are predicted from each attention's queries and keys, by all ranks together."""
+
+    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+        """The mask, equal on all ranks. May use collectives of `tokens.group`.
+
+        Returns:
+            A mask of the request's heads, or of B times as many where each sample of a batch has masks of its own.
+
+        Raises:
+            ValueError: When the request does not fit the source.
         """
         ...
 
@@ -109,10 +140,10 @@ class BlockSizes:
         BlockGrid(1, 0, self.block_q, self.block_k)  # raises for sizes below 1
 
     @property
-    def varies(self) -> Varies:
+    def changes(self) -> Changes:
         return "never"
 
-    def version(self, request: MaskRequest) -> Hashable:
+    def cache_key(self, request: MaskRequest) -> Hashable:
         return "all layers"
 
     def grid(self, request: MaskRequest) -> BlockGrid:

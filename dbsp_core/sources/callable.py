@@ -14,7 +14,7 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, Varies
+from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_core.utils.schema import require_choice
 
@@ -29,8 +29,8 @@ class CallableSource(BlockSizes):
                   array or tensor of shape [heads, nq, nk], or [nq, nk] for all heads; the same on every rank
     parameters:   passed to it as keywords
     depends_on:   what its masks depend on. "nothing": one mask for all layers and steps; "layer": one per layer;
-                  "step": one per layer, denoising step and guidance pass. The request says layer 0, step 0 and
-                  branch 0 where the mask must not depend on it.
+                  "step": one per layer, denoising step and guidance pass. The request says 0 where the mask must not
+                  depend on layer, step or cfg_branch.
     token_orders: the token order, or one per head, in which the function's blocks are cut (see `BlockGrid`)
     Raises ValueError, naming the function and the fix, when it cannot be imported, raises, or returns something else.
     """
@@ -73,12 +73,12 @@ class CallableSource(BlockSizes):
         return found
 
     @property
-    def varies(self) -> Varies:
-        return "steps" if self.depends_on == "step" else "never"
+    def changes(self) -> Changes:
+        return "per_step" if self.depends_on == "step" else "never"
 
-    def version(self, request: MaskRequest) -> Hashable:
+    def cache_key(self, request: MaskRequest) -> Hashable:
         seen = self._seen(request)
-        return seen.layer, seen.step, seen.branch
+        return seen.layer, seen.step, seen.cfg_branch
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         if len(self.token_orders) not in (1, request.heads):
@@ -88,7 +88,7 @@ class CallableSource(BlockSizes):
             )
         return replace(super().grid(request), orders=self.token_orders)
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         grid = self.grid(request)
         try:
             result = self._function(grid, self._seen(request), **self.parameters)
@@ -103,7 +103,7 @@ class CallableSource(BlockSizes):
         """The request without what the mask must not depend on."""
         if self.depends_on == "step":
             return request
-        return replace(request, layer=request.layer if self.depends_on == "layer" else 0, step=0, branch=0)
+        return replace(request, layer=request.layer if self.depends_on == "layer" else 0, step=0, cfg_branch=0)
 
     def _bits(self, result: Any, heads: int, grid: BlockGrid) -> torch.Tensor:
         """bool[heads, nq, nk], a copy: the function may go on with its own."""

@@ -1,6 +1,6 @@
-"""Blocks as runs of tokens along lines: what patterns that measure distances are made with. numpy alone.
+"""Blocks as segments of lines: what patterns that measure distances are made with. Only numpy.
 
-A line is whatever a pattern measures along: the tokens of a frame, a row of tiles, the whole video. A pair of blocks
+A line is what a pattern measures along: the tokens of a frame, a row of tiles, the whole video. A pair of blocks
 is dense as soon as one token of the first may attend to one of the other: exact, without looking at pairs of tokens.
 """
 
@@ -19,9 +19,9 @@ __all__ = ["LineSegments", "distances", "line_segments", "reduce_to_blocks"]
 class LineSegments:
     """The video blocks of one axis, cut where a line ends.
 
-    line:        int64[n], the line that each run lies on
+    line:        int64[n], the line of each segment
     first, last: int64[n], positions of its first and last token along the line
-    begins:      int64[video blocks], each block's first run
+    begins:      int64[video blocks], each block's first segment
     """
 
     line: np.ndarray
@@ -31,9 +31,10 @@ class LineSegments:
 
 
 def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegments:
-    """The runs of one axis's video blocks.
+    """The segments of one axis's video blocks.
 
-    line, at: int64[video tokens] as they stand: each token's line, and its position there, which never falls along it
+    line, at: int64[video tokens] in the order of the blocks: each token's line, and its position there, which never
+              falls along the line
     """
     text_tokens = len(axis.block_of) - len(line)
     block = axis.block_of[text_tokens:]
@@ -44,15 +45,15 @@ def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegm
 
 
 def distances(q: LineSegments, k: LineSegments) -> np.ndarray:
-    """int64[q runs, k runs]: the least distance between their positions, 0 where they overlap; lines don't matter."""
+    """int64[q segments, k segments]: the least distance between their positions on any lines, 0 if they overlap."""
     gap = np.maximum(k.first[None] - q.last[:, None], q.first[:, None] - k.last[None])
     return np.maximum(gap, 0)
 
 
 def reduce_to_blocks(grid: BlockGrid, dense: np.ndarray, q: LineSegments, k: LineSegments) -> np.ndarray:
-    """bool[nq, nk]: blocks that hold a dense pair of runs, and all rows and columns of text.
+    """bool[nq, nk]: blocks that hold a dense pair of segments, and all rows and columns of text.
 
-    dense: bool[q runs, k runs]
+    dense: bool[q segments, k segments]
     """
     rows = np.logical_or.reduceat(dense, q.begins, axis=0)
     bits = np.ones((grid.nq, grid.nk), dtype=bool)

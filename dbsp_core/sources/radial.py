@@ -10,7 +10,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest
+from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.sources.geometry import distances, line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import bad_value
 
@@ -39,7 +39,7 @@ class RadialSource(BlockSizes):
         if self.sink_frames < 0:
             raise bad_value(self, "sink_frames", "must not be negative")
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         grid = self.grid(request)
         bits = radial_bits(grid, request.thw, self.width, self.decay, self.sink_frames)
         return BlockMask(torch.from_numpy(np.tile(bits, (request.heads, 1, 1))), grid)
@@ -66,14 +66,14 @@ def radial_bits(
     return reduce_to_blocks(grid, dense, q, k)
 
 
-def _reach(frames: int, band: float, decay: float, thinnest: int) -> np.ndarray:
-    """int64[frames]: by distance in frames, how far apart places may be, 1 for the same place alone; 0 for none."""
+def _reach(frames: int, bandwidth: float, decay: float, thinnest: int) -> np.ndarray:
+    """int64[frames]: by distance in frames, how far apart places may be, 1 for only the same place; 0 for none."""
     reach = []
     for distance in range(frames):
         if distance > 1 and distance & (distance - 1) == 0:
-            band *= decay  # step by step: powers are not rounded alike everywhere
-        if band >= thinnest:
-            reach.append(math.floor(min(band, 1 << 40)))
+            bandwidth *= decay  # step by step: powers are not rounded alike everywhere
+        if bandwidth >= thinnest:
+            reach.append(math.floor(min(bandwidth, 1 << 40)))
         else:
-            reach.append(thinnest if distance % math.ceil(thinnest / band) == 0 else 0)
+            reach.append(thinnest if distance % math.ceil(thinnest / bandwidth) == 0 else 0)
     return np.array(reach)

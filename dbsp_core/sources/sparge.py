@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -10,16 +11,16 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, Varies
+from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.distributed_pooling import Pooled, gather_bits, pool_own_heads
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
+from dbsp_core.utils.errors import SettingError, bad_value, blame_setting
 
 __all__ = ["SpargeSource", "SpargeThresholds", "select_blocks"]
 
 
 @dataclass(frozen=True)
 class SpargeThresholds:
-    """How blocks are chosen in each row of pooled attention probabilities, largest first. One of cdf and topk is set.
+    """How blocks are chosen in each row of pooled attention probabilities, largest first. Exactly one of cdf and topk.
 
     cdf:        as many as have a cumulative probability of at most this, but at least one
     topk:       this share of the row's blocks, rounded down, but at least one
@@ -48,12 +49,12 @@ def select_blocks(q: Pooled, k: Pooled, scale: float, how: SpargeThresholds) -> 
 
     q, k: of one head, mean [nq, D] and [nk, D]
 
-    In float64, by operations on this head alone: which other heads a rank decides cannot change a bit of it.
+    In float64, by operations on only this head: which other heads a rank predicts cannot change a bit of it.
     """
     dissimilar_q, dissimilar_k = (side.similarity <= how.similarity for side in (q, k))
     scores = q.mean.double() @ k.mean.double().T * scale
     scores.masked_fill_(dissimilar_k, -torch.inf)
-    chance = torch.softmax(scores, dim=-1).nan_to_num_(0.0)  # NaN where every key block is vague, hence dense
+    chance = torch.softmax(scores, dim=-1).nan_to_num_(0.0)  # NaN where every key block is dissimilar, hence dense
     ordered, block = torch.sort(chance, dim=-1, descending=True, stable=True)
     chosen = torch.zeros_like(chance, dtype=torch.bool).scatter_(-1, block, _leading(ordered, how))
     return chosen | dissimilar_q[:, None] | dissimilar_k
@@ -82,9 +83,9 @@ class SpargeSource(BlockSizes):
     dense_text:     whether rows and columns of text are dense
     token_order:    the token order that is cut into blocks; see `dbsp_core.masks.token_order`
 
-    Blocks are pooled from each rank's home tokens, each head is decided by one rank, and the bits are shared, so that
-    the plan is known before any q, k or v travels, for every strategy. The bits are those that a single process would
-    predict, whatever the ranks and the home layout. Every item of a batch has masks of its own, as B·H heads.
+    Blocks are pooled from each rank's own tokens, each head is predicted by one rank, and the bits are gathered, so
+    that the plan is known before any q, k or v travels, for every strategy. The bits are those that a single process
+    would predict, for any ranks and layout. Every sample of a batch has masks of its own, as B·H heads.
     Zhang et al., SpargeAttn: Accurate and Training-Free Sparse Attention Accelerating Any Model Inference, 2025. As in
     its published implementation, self-similarity is the mean cosine of a block's tokens.
     """
@@ -100,49 +101,44 @@ class SpargeSource(BlockSizes):
         super().__post_init__()
         with blame_setting("token_order"):
             require_order(self.token_order)
-        self.selection  # noqa: B018  raises for values out of range
+        self.thresholds  # noqa: B018  raises for values out of range
         for name in ("block_q", "block_k"):
             if getattr(self, name) > LARGEST_BLOCK:
                 message = f"mask source 'sparge' takes blocks of at most {LARGEST_BLOCK} tokens; 64 is usual"
                 raise SettingError(message, (name,))
 
     @property
-    def selection(self) -> SpargeThresholds:
+    def thresholds(self) -> SpargeThresholds:
         return SpargeThresholds(self.cdf, self.topk, self.similarity)
 
     @property
-    def varies(self) -> Varies:
-        return "calls"
+    def changes(self) -> Changes:
+        return "per_call"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         sizes = request.tokens, request.text_tokens, self.block_q, self.block_k
         return BlockGrid(*sizes, request.thw, (self.token_order,))
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
-        """Collective. Raises ValueError without tokens."""
-        if tokens is None:
-            raise UserError(
-                "mask source 'sparge' predicts masks from queries and keys: there are none before a model runs"
-            )
+    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+        """Collective."""
         grid = self.grid(request)
         q, k = pool_own_heads(tokens, grid)
-        mine = self._decide(q, k, tokens.scale)
+        mine = self._predict(q, k, tokens.scale)
         bits = gather_bits(mine, request.heads, tokens.group).flatten(0, 1)
         self._force(bits, grid)
         return BlockMask(bits, grid)
 
-    def _decide(self, q: Pooled, k: Pooled, scale: float) -> torch.Tensor:
+    def _predict(self, q: Pooled, k: Pooled, scale: float) -> torch.Tensor:
         """bool[B, Hs, nq, nk]. q, k: [B, Hs, ...]"""
         batch, heads, nq, _ = q.mean.shape
         bits = torch.empty(batch, heads, nq, k.mean.shape[2], dtype=torch.bool, device=q.mean.device)
-        for item in range(batch):
-            for head in range(heads):
-                bits[item, head] = select_blocks(q.of(item, head), k.of(item, head), scale, self.selection)
+        for sample, head in itertools.product(range(batch), range(heads)):
+            bits[sample, head] = select_blocks(q.of(sample, head), k.of(sample, head), scale, self.thresholds)
         return bits
 
     def _force(self, bits: torch.Tensor, grid: BlockGrid) -> None:
         if self.attention_sink:
             bits[:, :, 0] = True
         if self.dense_text:
-            bits[:, : int((grid.q_axis.starts < grid.text_tokens).sum())] = True  # text stands first
+            bits[:, : int((grid.q_axis.starts < grid.text_tokens).sum())] = True  # text comes first
             bits[:, :, : int((grid.k_axis.starts < grid.text_tokens).sum())] = True

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, Varies
+from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
 
 __all__ = ["DenseSource", "FileSource", "ParoSource", "StoredMasks"]
@@ -69,7 +69,7 @@ class StoredMasks:
 class DenseSource(BlockSizes):
     """All blocks of all heads."""
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         return BlockMask.dense(request.heads, self.grid(request))
 
 
@@ -77,7 +77,7 @@ class DenseSource(BlockSizes):
 class FileSource(StoredMasks):
     """path: a mask file with one mask per layer or one for all, and no step groups."""
 
-    varies: ClassVar[Varies] = "never"
+    changes: ClassVar[Changes] = "never"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         if self._file.groups is not None:
@@ -87,10 +87,10 @@ class FileSource(StoredMasks):
             )
         return super().grid(request)
 
-    def version(self, request: MaskRequest) -> Hashable:
+    def cache_key(self, request: MaskRequest) -> Hashable:
         return request.layer if self._file.per_layer else "all layers"
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         self.grid(request)
         return self._file.layer(request.layer)
 
@@ -103,21 +103,21 @@ class ParoSource(StoredMasks):
     """
 
     dense_steps: int | None = None
-    varies: ClassVar[Varies] = "steps"
+    changes: ClassVar[Changes] = "per_step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dense_steps is not None and self.dense_steps < 0:
             raise bad_value(self, "dense_steps", "must not be negative")
 
-    def version(self, request: MaskRequest) -> Hashable:
+    def cache_key(self, request: MaskRequest) -> Hashable:
         try:
             group = self._group(request.step)
         except UserError:  # `mask` raises it, on all ranks together
             return "beyond the last group", request.step
         return "dense" if group is None else (group, request.layer if self._file.per_layer else "all layers")
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         grid, group = self.grid(request), self._group(request.step)
         if group is None:
             return BlockMask.dense(request.heads, grid)

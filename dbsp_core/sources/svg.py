@@ -1,4 +1,4 @@
-"""Sparse VideoGen: some heads look around in space, the others along time."""
+"""Sparse VideoGen: some heads attend around them in space, the others along time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest
+from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.sources.geometry import distances, line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import UserError, bad_value
 
@@ -23,16 +23,16 @@ class SvgSource(BlockSizes):
     """Sparse VideoGen (Xi et al., 2025, arXiv:2502.01776, §4); see `spatial_bits` and `temporal_bits`.
 
     frames:         frames around its own, counted both ways together, that a spatial head's query sees
-    band:           places around its own, counted both ways together, that a temporal head's query sees in every
+    bandwidth:      places around its own, counted both ways together, that a temporal head's query sees in every
                     frame, as a share of a frame
     sink_frames:    first frames that every query of a spatial head sees
     temporal_heads: which heads are temporal, alike in every layer: a share, spread evenly, or their numbers. The paper
-                    asks each head anew at every call, from a sample of its queries; this source does not look at them.
-    Temporal heads stand in order "hwt", as in the paper: a place's tokens of all frames share a block.
+                    decides it at every call, from a sample of the head's queries, which this source does not see.
+    Temporal heads are in order "hwt", as in the paper: a place's tokens of all frames share a block.
     """
 
     frames: int = 7
-    band: float = 0.3
+    bandwidth: float = 0.3
     sink_frames: int = 1
     temporal_heads: float | tuple[int, ...] = 0.5
 
@@ -40,8 +40,8 @@ class SvgSource(BlockSizes):
         super().__post_init__()
         if self.frames < 1:
             raise bad_value(self, "frames", "must be at least 1, the query's own")
-        if not 0 < self.band <= 1:
-            raise bad_value(self, "band", "must lie above 0 and not above 1: a share of a frame's places")
+        if not 0 < self.bandwidth <= 1:
+            raise bad_value(self, "bandwidth", "must lie above 0 and not above 1: a share of a frame's places")
         if self.sink_frames < 0:
             raise bad_value(self, "sink_frames", "must not be negative")
         if isinstance(self.temporal_heads, tuple):
@@ -67,12 +67,12 @@ class SvgSource(BlockSizes):
         temporal = self.temporal(request.heads)
         return replace(super().grid(request), orders=tuple(TIME_FASTEST if t else "thw" for t in temporal))
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         grid, temporal = self.grid(request), self.temporal(request.heads)
         kinds = np.stack(
             [
                 spatial_bits(grid, request.thw, self.frames, self.sink_frames),
-                temporal_bits(grid, request.thw, self.band),
+                temporal_bits(grid, request.thw, self.bandwidth),
             ]
         )
         return BlockMask(torch.from_numpy(kinds[temporal.astype(np.int64)]), grid)
@@ -89,14 +89,14 @@ def spatial_bits(grid: BlockGrid, thw: tuple[int, int, int], frames: int, sink_f
     return reduce_to_blocks(grid, (distances(q, k) <= frames // 2) | (k.first < sink_frames), q, k)
 
 
-def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], band: float) -> np.ndarray:
+def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], bandwidth: float) -> np.ndarray:
     """bool[nq, nk] of tokens in order "hwt": blocks with a pair of tokens that may attend to each other, and text.
 
-    A query at place x of any frame may attend to place y of every frame if |x − y| ≤ ⌊band · s / 2⌋, of s places in a
-    frame. The first frame is no sink here: every block holds some of it, so that all blocks would be dense.
+    A query at place x of any frame may attend to place y of every frame if |x − y| ≤ ⌊bandwidth · s / 2⌋, of s places
+    in a frame. The first frame is no sink here: every block holds some of it, so that all blocks would be dense.
     """
     places = thw[1] * thw[2]
     place = np.repeat(np.arange(places), thw[0])
     everything = np.zeros_like(place)
     q, k = line_segments(grid.q_axis, everything, place), line_segments(grid.k_axis, everything, place)
-    return reduce_to_blocks(grid, distances(q, k) <= int(band * places) // 2, q, k)
+    return reduce_to_blocks(grid, distances(q, k) <= int(bandwidth * places) // 2, q, k)

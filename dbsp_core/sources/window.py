@@ -10,7 +10,7 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.masks.token_order import video_order
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest
+from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.sources.geometry import line_segments, reduce_to_blocks
 from dbsp_core.utils.errors import bad_value
 
@@ -25,7 +25,7 @@ class WindowSource(BlockSizes):
 
     window: what a query sees around itself, counted both ways together: in tokens, [5, 9, 9] if not given (see
             `window_bits`), or in tiles, [3, 3, 3] if not given (see `tile_bits`)
-    tile:   tokens of a tile: they then stand tile after tile, and queries see whole tiles, as in Sliding Tile
+    tile:   tokens of a tile: they are then ordered tile after tile, and queries see whole tiles, as in Sliding Tile
             Attention (Zhang et al., 2025, arXiv:2502.04507). Best where tiles divide the video and a block is a tile.
     """
 
@@ -42,7 +42,7 @@ class WindowSource(BlockSizes):
         grid = super().grid(request)
         return grid if self.tile is None else replace(grid, orders=(_tile_order(self.tile),))
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         grid = self.grid(request)
         if self.tile is None:
             bits = window_bits(grid, request.thw, self.window or (5, 9, 9))
@@ -81,7 +81,7 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes) -> np.nda
     first, last = _window_of(np.arange(tiles[2]), tiles[2], window[2])
     dense = in_time[np.ix_(q.line // tiles[1], k.line // tiles[1])]
     dense &= in_height[np.ix_(q.line % tiles[1], k.line % tiles[1])]
-    # A run's tiles lie side by side, and so do their windows: together they reach from the first's to the last's.
+    # A segment's tiles are contiguous, and so are their windows: together they reach from the first's to the last's.
     dense &= (first[q.first][:, None] <= k.last) & (k.first <= last[q.last][:, None])
     return reduce_to_blocks(grid, dense, q, k)
 

@@ -1,6 +1,7 @@
 """Attention on packed blocks. `block_attention` is the contract, `available` says which kernels work here."""
 
 from dbsp_kernels.attention import block_attention
+from dbsp_kernels.inputs import DenseHeadLayout, KernelInputs
 from dbsp_kernels.merge import PartialAttention, merge_into, merge_states
 from dbsp_kernels.registry import (
     KERNELS,
@@ -11,12 +12,12 @@ from dbsp_kernels.registry import (
     explain_auto,
     require_fit,
 )
-from dbsp_kernels.sparge import DenseHeadLayout
 
 __all__ = [
     "KERNELS",
     "DenseHeadLayout",
     "Kernel",
+    "KernelInputs",
     "KernelRequirements",
     "PartialAttention",
     "available",

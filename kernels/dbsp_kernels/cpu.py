@@ -6,35 +6,29 @@ import itertools
 
 import torch
 
-from dbsp_kernels.merge import lse_dtype
+from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.merge import PartialAttention, lse_dtype
 
-__all__ = ["cpu_attention", "missing"]
+__all__ = ["cpu_attention", "why_unavailable"]
 
 GATHER_BYTES = 2 << 20
-"""Of keys gathered at a time for each thread, into memory that is used again: fresh memory costs page faults."""
+"""Of keys gathered at a time for each thread, into memory that is reused: fresh memory costs page faults."""
 
 STRETCH_BYTES = 256 << 20
-"""Of keys that rows side by side gather, before others follow: they share a head's keys, which caches keep."""
+"""Of keys that neighbouring rows gather in one stretch: they share a head's keys, which then stay in the cache."""
 
 
-def missing() -> str | None:
+def why_unavailable() -> str | None:
     """Why this kernel cannot work here, or None. The operator is private to torch, so its absence is not an error."""
     if hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return None
     return "this torch has no flash attention for CPU; torch 2.6 to 2.13 have it"
 
 
-def cpu_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_index: torch.Tensor,
-    kv_count: torch.Tensor,
-    kv_len: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cpu_attention(inputs: KernelInputs) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention`."""
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # the operator reads D as if its stride were 1
+    kv_count, kv_len = inputs.kv_count, inputs.kv_len
+    q, k, v = (t.contiguous() for t in (inputs.q, inputs.k, inputs.v))  # the operator reads D as if its stride were 1
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
     short = bool((kv_len < k.shape[1]).any())
@@ -47,9 +41,9 @@ def cpu_attention(
                 continue
             alike = (counts == count).nonzero().squeeze(1) + rows.start
             for chunk in alike.split(max(1, together // (count * gather.block_bytes))):
-                blocks = kv_index[chunk, :count].long()
+                blocks = inputs.kv_index[chunk, :count].long()
                 bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
-                out[chunk], lse[chunk] = _flash(q[chunk], *gather(blocks), bias, scale)
+                out[chunk], lse[chunk] = _flash(q[chunk], *gather(blocks), bias, inputs.scale)
     return out, lse
 
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["BLOCKS", "flex_attention_packed", "missing", "packed_block_mask"]
+from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.merge import PartialAttention
+
+__all__ = ["BLOCKS", "flex_attention_packed", "packed_block_mask", "why_unavailable"]
 
 BLOCKS = frozenset((q, k) for q in (64, 128) for k in (64, 128))
 
 
-def missing() -> str | None:
+def why_unavailable() -> str | None:
     """Why this kernel cannot work here, or None."""
     try:
         from torch.nn.attention.flex_attention import BlockMask
@@ -62,28 +65,17 @@ def _compiled() -> Any:
     return torch.compile(flex_attention)
 
 
-def flex_attention_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_index: torch.Tensor,
-    kv_count: torch.Tensor,
-    kv_len: torch.Tensor,
-    scale: float,
-    *,
-    kv_full: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def flex_attention_packed(inputs: KernelInputs) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention`."""
+    q, k, kv_index, kv_count, kv_full = inputs.q, inputs.k, inputs.kv_index, inputs.kv_count, inputs.kv_full
     if len(q) == 0 or len(k) == 0 or kv_index.shape[1] == 0:
         return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=torch.float32)
-    blocks = (q.shape[1], k.shape[1])
-    mask = packed_block_mask(
-        kv_index, kv_count, kv_len, torch.zeros_like(kv_count) if kv_full is None else kv_full, blocks
-    )
+    blocks, full = inputs.blocks, torch.zeros_like(kv_count) if kv_full is None else kv_full
+    mask = packed_block_mask(kv_index, kv_count, inputs.kv_len, full, blocks)
     # Its tiles must divide the blocks; where both are 128, its own choice does.
     options = None if blocks == (128, 128) else {"BLOCK_M": blocks[0], "BLOCK_N": 64}
-    one_head = (t.reshape(1, 1, -1, t.shape[-1]) for t in (q, k, v))
-    out, lse = _compiled()(*one_head, block_mask=mask, scale=scale, return_lse=True, kernel_options=options)
+    one_head = (t.reshape(1, 1, -1, t.shape[-1]) for t in (q, k, inputs.v))
+    out, lse = _compiled()(*one_head, block_mask=mask, scale=inputs.scale, return_lse=True, kernel_options=options)
     out, lse = out.view(q.shape), lse.view(q.shape[:2])
     empty = kv_count[:, None] == 0  # guarded, whatever FlexAttention makes of rows without blocks
     return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)

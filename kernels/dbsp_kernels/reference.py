@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from dbsp_kernels.merge import lse_dtype
+from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.merge import PartialAttention, lse_dtype
 
 __all__ = ["reference_attention"]
 
 
-def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_index: torch.Tensor,
-    kv_count: torch.Tensor,
-    kv_len: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_attention(inputs: KernelInputs) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention`, one row at a time."""
+    q, k, v, kv_len = inputs.q, inputs.k, inputs.v, inputs.kv_len
     out = torch.zeros_like(q)
     wide = lse_dtype(q.dtype)
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=wide)
-    for row, count in enumerate(kv_count.tolist()):
+    for row, count in enumerate(inputs.kv_count.tolist()):
         if count == 0:
             continue
-        blocks = kv_index[row, :count].long()
-        keys = torch.cat([k[b, :n] for b, n in zip(blocks.tolist(), kv_len[blocks].tolist(), strict=True)]).to(wide)
-        values = torch.cat([v[b, :n] for b, n in zip(blocks.tolist(), kv_len[blocks].tolist(), strict=True)]).to(wide)
-        scores = q[row].to(wide) @ keys.T * scale
+        blocks = inputs.kv_index[row, :count].long()
+        lengths = list(zip(blocks.tolist(), kv_len[blocks].tolist(), strict=True))
+        keys, values = (torch.cat([side[block, :n] for block, n in lengths]).to(wide) for side in (k, v))
+        scores = q[row].to(wide) @ keys.T * inputs.scale
         lse[row] = torch.logsumexp(scores, dim=-1)
         out[row] = torch.softmax(scores, dim=-1) @ values
     return out, lse

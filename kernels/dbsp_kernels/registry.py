@@ -11,6 +11,7 @@ import torch
 
 from dbsp_kernels import cpu, flex, sparge
 from dbsp_kernels.errors import UserError
+from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.merge import PartialAttention
 from dbsp_kernels.reference import reference_attention
 
@@ -37,7 +38,7 @@ class KernelRequirements:
 
     blocks:      (block_q, block_k); None: not known yet
     width:       D; None: not known yet
-    lse:         its log-sum-exp is used: rings merge periods by it
+    lse:         its log-sum-exp is used: rings merge the results of ring steps by it
     ragged_rows: the rows are not simply all rows of whole heads: heads are split, or in a ring
     """
 
@@ -47,33 +48,31 @@ class KernelRequirements:
     ragged_rows: bool = False
 
 
-def _always_available() -> str | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Kernel:
     """A kernel and its capabilities.
 
-    run:         called as run(q, k, v, kv_index, kv_count, kv_len, scale, **options)
-    takes:       those of block_attention's options that it is given
-    devices:     device types it runs on; dtypes: of q, k, v
-    blocks:      says which (block_q, block_k) it serves here, or None: any
-    widths:      the least and the largest D
-    missing:     says why it cannot work on this machine, or None
-    interpreted: whether Triton's interpreter can run it on the CPU
+    run:             the attention; see `dbsp_kernels.block_attention`
+    devices:         device types it runs on; dtypes: of q, k, v
+    blocks:          says which (block_q, block_k) it serves here, or None: any
+    widths:          the least and the largest D
+    returns_lse:     whether its log-sum-exp is one
+    ragged_rows:     whether it serves other rows than those of whole heads
+    merges:          whether it merges into `partial` and gives `out_dtype` by itself
+    why_unavailable: says why it cannot work on this machine, or None
+    interpreted:     whether Triton's interpreter can run it on the CPU
     """
 
     name: str
-    run: Callable[..., PartialAttention]
+    run: Callable[[KernelInputs], PartialAttention]
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype] = _FLOATS
     blocks: Callable[[], frozenset[tuple[int, int]] | None] = lambda: None
     widths: tuple[int, int] = (1, 1 << 20)
     returns_lse: bool = True
     ragged_rows: bool = True
-    takes: frozenset[str] = frozenset()
-    missing: Callable[[], str | None] = _always_available
+    merges: bool = False
+    why_unavailable: Callable[[], str | None] = lambda: None
     interpreted: bool = False
 
     def why_unsupported(self, device: str, dtype: torch.dtype, needs: KernelRequirements | None = None) -> str | None:
@@ -83,14 +82,14 @@ class Kernel:
             return f"it runs on {', '.join(sorted(self.devices))}, the tensors are on {device}"
         if dtype not in self.dtypes:
             return f"it takes {', '.join(sorted(str(d) for d in self.dtypes))}, the tensors are {dtype}"
-        return self.why_unsupported_anywhere(needs) or self.missing() or self._why_unsupported_blocks(needs)
+        return self.why_unsupported_anywhere(needs) or self.why_unavailable() or self._why_unsupported_blocks(needs)
 
     def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
         """Why this kernel cannot serve such a plan on any machine, or None."""
         if needs.lse and not self.returns_lse:
             return "it returns no log-sum-exp, by which a ring's periods are merged; use a strategy UxR1"
         if needs.ragged_rows and not self.ragged_rows:
-            return "it serves whole heads alone, and here heads are split over ranks or cut by text of uneven length"
+            return "it serves only whole heads, and here heads are split over ranks or cut by text of uneven length"
         least, most = self.widths
         if needs.width is not None and not least <= needs.width <= most:
             return f"it serves head dims from {least} to {most}, not {needs.width}"
@@ -110,10 +109,10 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _run_triton(*args: object, **options: object) -> PartialAttention:
+def _run_triton(inputs: KernelInputs) -> PartialAttention:
     from dbsp_kernels.triton.forward import triton_attention  # here: triton need not be installed
 
-    return triton_attention(*args, **options)  # type: ignore[arg-type]
+    return triton_attention(inputs)
 
 
 def _why_triton_unavailable() -> str | None:
@@ -129,15 +128,15 @@ def _why_triton_unavailable() -> str | None:
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        Kernel("cpu", cpu.cpu_attention, frozenset({"cpu"}), missing=cpu.missing),
+        Kernel("cpu", cpu.cpu_attention, frozenset({"cpu"}), why_unavailable=cpu.why_unavailable),
         Kernel(
             "triton",
             _run_triton,
             frozenset({"cuda"}),
             _FLOATS - {torch.float64},
             widths=(1, 256),
-            takes=frozenset({"kv_full", "order", "running", "out_dtype"}),
-            missing=_why_triton_unavailable,
+            merges=True,
+            why_unavailable=_why_triton_unavailable,
             interpreted=True,
         ),
         Kernel(
@@ -147,8 +146,7 @@ KERNELS = {
             _HALVES | {torch.float32},
             blocks=lambda: flex.BLOCKS,
             widths=(16, 256),
-            takes=frozenset({"kv_full"}),
-            missing=flex.missing,
+            why_unavailable=flex.why_unavailable,
         ),
         Kernel("reference", reference_attention, frozenset({"cpu", "cuda"})),
         Kernel(
@@ -160,8 +158,7 @@ KERNELS = {
             widths=(64, 128),
             returns_lse=False,
             ragged_rows=False,
-            takes=frozenset({"whole"}),
-            missing=sparge.missing,
+            why_unavailable=sparge.why_unavailable,
         ),
     )
 }
@@ -210,21 +207,17 @@ def require_fit(name: str, needs: KernelRequirements) -> None:
     wanted = _wanted(name)
     reason = None if wanted == "auto" else KERNELS[wanted].why_unsupported_anywhere(needs)
     if reason is not None:
-        instead = " or ".join(
-            other for other, kernel in KERNELS.items() if kernel.why_unsupported_anywhere(needs) is None
-        )
+        instead = " or ".join(k.name for k in KERNELS.values() if k.why_unsupported_anywhere(needs) is None)
         raise UserError(f"kernel {wanted!r} cannot serve this plan: {reason}; use {instead}")
 
 
 def explain_auto(device: str, dtype: torch.dtype) -> str:
     """What "auto" takes for `dtype` on `device` here, and why, in one sentence."""
-    name, passed = choose_kernel("auto", device, dtype).name, []
+    name = choose_kernel("auto", device, dtype).name
     if os.environ.get("DBSP_KERNEL"):
         return f"{name}, because DBSP_KERNEL={os.environ['DBSP_KERNEL']}"
-    for better in KERNELS:
-        if better == name:
-            break
-        passed.append(f"{better}: {KERNELS[better].why_unsupported(device, dtype)}")
+    better = list(KERNELS)[: list(KERNELS).index(name)]
+    passed = [f"{other}: {KERNELS[other].why_unsupported(device, dtype)}" for other in better]
     return f"{name}, the best that serves {dtype} on {device}" + (f" ({'; '.join(passed)})" if passed else "")
 
 
@@ -233,6 +226,5 @@ def returns_lse(kernel: str) -> bool:
 
     Raises ValueError for an unknown name.
     """
-    if kernel not in ("auto", *KERNELS):
-        raise UserError(f"unknown kernel {kernel!r}; use auto or one of {', '.join(KERNELS)}")
-    return kernel == "auto" or KERNELS[kernel].returns_lse
+    wanted = _wanted(kernel)
+    return wanted == "auto" or KERNELS[wanted].returns_lse

@@ -1,28 +1,18 @@
-"""SpargeAttn's kernel (optional, `spas_sage_attn`): whole heads alone, no log-sum-exp, 8 bits inside."""
+"""SpargeAttn's kernel (optional, `spas_sage_attn`): only whole heads, no log-sum-exp, 8 bits inside."""
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DenseHeadLayout", "blocks", "missing", "sparge_attention"]
+from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.merge import PartialAttention
+
+__all__ = ["blocks", "sparge_attention", "why_unavailable"]
 
 
-@dataclass(frozen=True)
-class DenseHeadLayout:
-    """What rows and KV blocks are when they are simply all those of some heads, in order.
-
-    heads:  how many
-    tokens: of each head; only its last query block and its last KV block may be short
-    """
-
-    heads: int
-    tokens: int
-
-
-def missing() -> str | None:
+def why_unavailable() -> str | None:
     """Why this kernel cannot work here, or None."""
     if importlib.util.find_spec("spas_sage_attn") is None:
         return "spas_sage_attn is not installed; build it from https://github.com/thu-ml/SpargeAttn"
@@ -35,28 +25,23 @@ def blocks() -> frozenset[tuple[int, int]]:
     return frozenset({(64, 128) if hopper else (128, 64)})
 
 
-def sparge_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_index: torch.Tensor,
-    kv_count: torch.Tensor,
-    kv_len: torch.Tensor,
-    scale: float,
-    *,
-    whole: DenseHeadLayout,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sparge_attention(inputs: KernelInputs) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention` for whole heads; lse is NaN, for there is none."""
     from spas_sage_attn import block_sparse_sage2_attn_cuda
 
+    q, k, layout, kv_count = inputs.q, inputs.k, inputs.head_layout, inputs.kv_count
+    if layout is None:
+        raise ValueError("SpargeAttn's kernel needs a head_layout: it serves only whole heads")
     lse = torch.full(q.shape[:2], torch.nan, device=q.device, dtype=torch.float32)
     out = torch.zeros_like(q)
     if len(q) == 0 or len(k) == 0:
         return out, lse
-    heads = [t.reshape(1, whole.heads, -1, t.shape[-1])[:, :, : whole.tokens].contiguous() for t in (q, k, v)]
-    mask = _head_mask(kv_index, kv_count, whole.heads, len(k))
-    result = block_sparse_sage2_attn_cuda(*heads, mask_id=mask, scale=scale, tensor_layout="HND", output_dtype=q.dtype)
-    out.view(1, whole.heads, -1, q.shape[-1])[:, :, : whole.tokens] = result
+    heads = [t.reshape(1, layout.heads, -1, t.shape[-1])[:, :, : layout.tokens].contiguous() for t in (q, k, inputs.v)]
+    mask = _head_mask(inputs.kv_index, kv_count, layout.heads, len(k))
+    result = block_sparse_sage2_attn_cuda(
+        *heads, mask_id=mask, scale=inputs.scale, tensor_layout="HND", output_dtype=q.dtype
+    )
+    out.view(1, layout.heads, -1, q.shape[-1])[:, :, : layout.tokens] = result
     return out.masked_fill(kv_count[:, None, None] == 0, 0.0), lse  # rows without blocks: it leaves memory as it was
 
 

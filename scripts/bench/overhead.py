@@ -174,7 +174,7 @@ class NothingButHost:
 class Alternating(BlockSizes):
     """Masks in turn, as if computed from queries and keys."""
 
-    varies = "calls"
+    changes = "per_call"
     masks: tuple[BlockMask, ...] = ()
     turn: list[int] = field(default_factory=lambda: [0])
 
@@ -186,7 +186,7 @@ class Alternating(BlockSizes):
 class Fixed(Alternating):
     """The first mask at every call."""
 
-    varies = "never"
+    changes = "never"
 
 
 class Operators(TorchDispatchMode):

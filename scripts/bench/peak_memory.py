@@ -53,7 +53,7 @@ def peak_of_attention(
 
     Nothing is sent, copied or computed: gloo, and the CPU's way to copy runs and to attend, have memory of their own
     that a GPU's do without. What is left is what the executor allocates and holds, with what a kernel that adds to a
-    running result in place returns.
+    partial result in place returns.
     """
     attend = DualBalancedAttention.prepare(plan, mask, home, SequenceGroup(rank, plan.strategy.world))
     q, k, v = (torch.empty(1, plan.heads, home.shard, head_dim, dtype=dtype) for _ in range(3))
@@ -67,10 +67,10 @@ def peak_of_attention(
         return PendingShift(sent.new_empty(tuple(received_shape)), sent, ())
 
     def kernel(
-        q: torch.Tensor, *_: Any, running: Any = None, out_dtype: torch.dtype = dtype, **options: Any
+        q: torch.Tensor, *_: Any, partial: Any = None, out_dtype: torch.dtype = dtype, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if running is not None and running[0].dtype == out_dtype:
-            return running[0], running[1]
+        if partial is not None and partial[0].dtype == out_dtype:
+            return partial[0], partial[1]
         return torch.empty_like(q, dtype=out_dtype), torch.empty(q.shape[:2])
 
     def copy_segments(*_: Any) -> None:

@@ -110,7 +110,7 @@ def homes(grid: BlockGrid, strategy: Strategy, layout: str) -> tuple[np.ndarray,
         home = SequenceLayout.striped(grid, strategy)
     else:
         home = SequenceLayout.contiguous(grid.tokens, strategy.world)
-    q, k = home.fragments(grid.q_axis), home.fragments(grid.k_axis)
+    q, k = home.segments(grid.q_axis), home.segments(grid.k_axis)
     return majority_rank(q.tokens_by_ring(grid.nq, strategy)), majority_rank(k.tokens_by_ring(grid.nk, strategy))
 
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from clock import Sampler
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.comm.all_to_all import build_route
-from dbsp_kernels import available, block_attention
+from dbsp_kernels import KernelInputs, available, block_attention
 from dbsp_kernels.packing.segment_copy import copy_segments
 from dbsp_kernels.triton.tile_config import HOPPER, Tiles, tiles_for
 from setting import GenerateJob, Setting
@@ -54,7 +54,7 @@ def largest_error(job: GenerateJob, rows: int = 16) -> float:
     """Relative error of the first rows of the order and the last, against float64."""
     q, k, v = job.inputs[0]
     out, _ = block_attention(q, k, v, **vars(job.table), kernel="triton")
-    picked = torch.cat([job.table.order[: rows // 2], job.table.order[-(rows // 2) :]]).long()
+    picked = torch.cat([job.table.row_schedule[: rows // 2], job.table.row_schedule[-(rows // 2) :]]).long()
     table = {name: getattr(job.table, name)[picked] for name in ("kv_index", "kv_count")}
     wide = (q[picked].double(), k.double(), v.double())
     expected, _ = block_attention(*wide, **table, kv_len=job.table.kv_len, kernel="reference")
@@ -132,16 +132,16 @@ def orders(job: GenerateJob, sampler: Sampler) -> Iterator[Row]:
 
 
 def accumulating(job: GenerateJob, sampler: Sampler) -> Iterator[Row]:
-    """Merging into a running result over writing a plain one, and the same by a merge kernel of its own."""
+    """Merging into a partial result over writing a plain one, and the same by a merge kernel of its own."""
     q, k, v = job.inputs[0]
     table = vars(job.table)
-    running = block_attention(q, k, v, **table, kernel="triton", out_dtype=torch.float32)
+    partial = block_attention(q, k, v, **table, kernel="triton", out_dtype=torch.float32)
 
     def plain(i: int) -> object:
         return block_attention(*job.inputs[i % len(job.inputs)], **table, kernel="triton")
 
     def merged(i: int) -> object:
-        return block_attention(*job.inputs[i % len(job.inputs)], **table, kernel="triton", running=running)
+        return block_attention(*job.inputs[i % len(job.inputs)], **table, kernel="triton", partial=partial)
 
     ms = sampler.medians({"plain": plain, "merged": merged})
     yield Row(f"{job.name}: accumulate / plain forward", ms["merged"] / ms["plain"], "", "≤ 1.03")
@@ -166,12 +166,9 @@ def variants(job: GenerateJob, sampler: Sampler) -> Iterator[Row]:
         for copies in (True, False) if on_gpu else (True,):
 
             def work(i: int, tiles: Tiles = tiles, copies: bool = copies) -> object:
-                inputs = job.inputs[i % len(job.inputs)]
-                scale = job.setting.width**-0.5
-                return triton_attention(
-                    *inputs, job.table.kv_index, job.table.kv_count, job.table.kv_len, scale,
-                    kv_full=job.table.kv_full, order=job.table.order, tiles=tiles, use_tma=copies,
-                )  # fmt: skip
+                tensors, scale = job.inputs[i % len(job.inputs)], job.setting.width**-0.5
+                inputs = KernelInputs(*tensors, **vars(job.table), scale=scale)
+                return triton_attention(inputs, tiles=tiles, use_tma=copies)
 
             name = f"{tiles.queries}×{tiles.keys}, {tiles.warps} warps, {tiles.stages} stages"
             try:
@@ -228,16 +225,16 @@ def against_sparge(setting: Setting, sampler: Sampler) -> Iterator[Row]:
     """SpargeAttn's kernel on the same masks, and our predicted masks beside its own, where it is installed."""
     from dbsp_kernels import DenseHeadLayout, sparge
 
-    if sparge.missing() is not None:
+    if sparge.why_unavailable() is not None:
         return
     ((block_q, block_k),) = sparge.blocks()
-    whole = DenseHeadLayout(setting.heads, setting.tokens)
+    layout = DenseHeadLayout(setting.heads, setting.tokens)
     for density in setting.densities:
         job = setting.job(block_q, block_k, density)
 
         def theirs(i: int, job: GenerateJob = job) -> object:
             inputs = job.inputs[i % setting.sets]
-            return block_attention(*inputs, **vars(job.table), kernel="sparge", whole=whole, lse=False)
+            return block_attention(*inputs, **vars(job.table), kernel="sparge", head_layout=layout, lse=False)
 
         def ours(i: int, job: GenerateJob = job) -> object:
             return block_attention(*job.inputs[i % setting.sets], **vars(job.table), kernel="triton")

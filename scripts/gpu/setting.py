@@ -90,4 +90,4 @@ class GenerateJob:
 
     def ordered(self, order: torch.Tensor | None) -> KernelTable:
         """The table with its rows in another order."""
-        return replace(self.table, order=order)  # type: ignore[arg-type]
+        return replace(self.table, row_schedule=order)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 PARTS = ("tests", "sanitizer", "measures")
-SANITIZED = "test_every_mix_of_blocks and 128 and bfloat16 and triton or test_odd_shapes or running or twin"
+SANITIZED = "test_every_mix_of_blocks and 128 and bfloat16 and triton or test_odd_shapes or partial or twin"
 
 
 def main() -> int:

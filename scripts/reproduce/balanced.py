@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 from dbsp_core import Plan, Strategy, make_plan
-from dbsp_core.layout.sequence_layout import HOME_ORDERS, MaskProfile, SequenceLayout
+from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, MaskProfile, SequenceLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources.synthetic.presets import PRESETS
 
@@ -98,7 +98,7 @@ def draw(rows: list[Row]) -> Figure:
 
 def main() -> None:
     parser = arguments(__doc__, layers=3)
-    choices = [f"{planner}@{home}" for planner in PLANNERS for home in HOME_ORDERS]
+    choices = [f"{planner}@{home}" for planner in PLANNERS for home in LAYOUT_ORDERS]
     whole = [
         planner for planner in PLANNERS if not PLANNERS[planner].subdivides
     ]  # a refined mask is y² times as large

@@ -98,7 +98,7 @@ def record(path: Path, steps: int) -> None:
     pipeline = load_pipeline()
     _, watched = generate(pipeline, PROMPTS[0], 0, steps, PREDICTED, keep=True)
     layers = len(pipeline.transformer.blocks)
-    masks = {(at.step, at.layer): mask for at, mask in watched.masks.items() if at.branch == 0}
+    masks = {(at.step, at.layer): mask for at, mask in watched.masks.items() if at.cfg_branch == 0}
     groups = ",".join(f"{step}-{step}" for step in range(steps))
     by_step = [[masks[step, layer] for layer in range(layers)] for step in range(steps)]
     path.parent.mkdir(parents=True, exist_ok=True)

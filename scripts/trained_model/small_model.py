@@ -14,8 +14,8 @@ from dbsp_cli.tiny_models import TRAINED_WAN
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources import LocalQK, MaskRequest, MaskSource
-from dbsp_core.sources.base import Varies
+from dbsp_core.sources import LocalQK, MaskRequest
+from dbsp_core.sources.base import Changes
 from dbsp_diffusers.reference import attach_single_process
 from side_by_side import decode_video
 
@@ -41,14 +41,14 @@ class Video:
 class Watched:
     """A mask source that keeps every mask it gives, by request, or its density alone."""
 
-    source: MaskSource
+    source: Any
     keep: bool = False
     masks: dict[MaskRequest, BlockMask] = field(default_factory=dict)
     densities: list[float] = field(default_factory=list)
 
     @property
-    def varies(self) -> Varies:
-        return self.source.varies
+    def changes(self) -> Changes:
+        return self.source.changes
 
     @property
     def density(self) -> float:
@@ -58,11 +58,11 @@ class Watched:
     def grid(self, request: MaskRequest) -> BlockGrid:
         return self.source.grid(request)
 
-    def version(self, request: MaskRequest) -> Hashable:
-        return self.source.version(request)
+    def cache_key(self, request: MaskRequest) -> Hashable:
+        return self.source.cache_key(request)
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
-        mask = self.source.mask(request, tokens)
+    def mask(self, request: MaskRequest, *tokens: LocalQK) -> BlockMask:
+        mask = self.source.mask(request, *tokens)
         self.densities.append(float(mask.bits.float().mean()))
         if self.keep:
             self.masks[request] = mask

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
-from dbsp_core.layout.sequence_layout import HOME_ORDERS
+from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
 from dbsp_core.planning.planners import PLANNERS
 from generators import random_bits
 
@@ -115,7 +115,7 @@ MISTAKES = [
     (["plan", "MASK", "--gpus", "4", "--strategy", "4x1"], "not of the form UxRy"),
     (["plan", "MASK", "--gpus", "14", "--strategy", "U1R14"], "only 13 KV blocks"),
     (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
-    (["plan", "MASK", "--gpus", "4", "--home", "random"], f"use one of {', '.join(HOME_ORDERS)}"),
+    (["plan", "MASK", "--gpus", "4", "--home", "random"], f"use one of {', '.join(LAYOUT_ORDERS)}"),
     (["plan", "MASK", "--gpus", "4", "--reward", "-1"], "must not be negative"),
     (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),
     (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),

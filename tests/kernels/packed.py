@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dbsp_kernels import block_attention
+from dbsp_kernels import Kernel, block_attention
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,9 @@ class Packed:
     kv_count: torch.Tensor
     kv_len: torch.Tensor
 
-    def attend(self, kernel: str, scale: float | None = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, kernel: str | Kernel, scale: float | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         tables = (self.kv_index, self.kv_count, self.kv_len)
         return block_attention(self.q, self.k, self.v, *tables, scale=scale, kernel=kernel, **options)
 

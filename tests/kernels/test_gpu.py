@@ -58,7 +58,7 @@ def test_odd_shapes(dtype, block_q, block_k, width):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_running_result_takes_in_another(dtype):
+def test_a_partial_result_takes_in_another(dtype):
     p = packed(rows=24, blocks=16, block_q=64, block_k=64, width=128, dtype=dtype)
     half = p.kv_count // 2
     rest = torch.arange(16)[None] + half[:, None]
@@ -68,7 +68,7 @@ def test_a_running_result_takes_in_another(dtype):
     apart = merge_states(*first, *second.attend("triton"))
     merged = tuple(t.clone() for t in first)
     merge_into(*merged, *second.attend("triton"))
-    out, lse = second.attend("triton", running=first, out_dtype=dtype)
+    out, lse = second.attend("triton", partial=first, out_dtype=dtype)
     expected, _ = p.exact()
     for result in (out, apart[0], merged[0]):
         assert relative_error(result.cpu(), expected) <= MOST_ERROR[dtype]

@@ -17,6 +17,7 @@ from dbsp_kernels import (
     KERNELS,
     DenseHeadLayout,
     Kernel,
+    KernelInputs,
     KernelRequirements,
     available,
     choose_kernel,
@@ -139,7 +140,7 @@ def full(table):
     return torch.full_like(table, 6)
 
 
-def running(rows):
+def partial(rows):
     return torch.zeros(rows, 8, 16), torch.full((rows, 8), -torch.inf)
 
 
@@ -162,26 +163,30 @@ MISTAKES = {
     "a length of zero": (mangled(kv_len=with_entry(0)), "between 1 and block_k = 4"),
     "a length above the block": (mangled(kv_len=with_entry(5)), "between 1 and block_k = 4"),
     "an index beyond the blocks": (mangled(kv_count=full, kv_index=lambda t: full(t)), "between 0 and 5"),
-    "an order for other rows": (mangled(), r"order \[5\]", {"order": torch.arange(4).int()}),
-    "an order that names a row twice": (mangled(), "each of the 5 rows once", {"order": torch.zeros(5).int()}),
-    "an int64 order": (mangled(), "must be int32", {"order": torch.arange(5)}),
+    "a schedule for other rows": (mangled(), r"row_schedule \[5\]", {"row_schedule": torch.arange(4).int()}),
+    "a schedule that names a row twice": (
+        mangled(),
+        "each of the 5 rows once",
+        {"row_schedule": torch.zeros(5).int()},
+    ),
+    "an int64 schedule": (mangled(), "must be int32", {"row_schedule": torch.arange(5)}),
     "more full blocks than blocks": (mangled(), "first kv_full entries", {"kv_full": torch.full((5,), 7).int()}),
     "full blocks that are short": (
         mangled(kv_count=torch.ones_like, kv_index=torch.zeros_like, kv_len=torch.ones_like),
         "first kv_full entries",
         {"kv_full": torch.ones(5).int()},
     ),
-    "a running result of other rows": (mangled(), "running must be", {"running": running(4)}),
-    "a running lse in half precision": (
+    "a partial result of other rows": (mangled(), "partial must be", {"partial": partial(4)}),
+    "a partial lse in half precision": (
         mangled(),
-        "running must be",
-        {"running": (running(5)[0], running(5)[1].half())},
+        "partial must be",
+        {"partial": (partial(5)[0], partial(5)[1].half())},
     ),
-    "a running result on another device": (mangled(), "running must be", {"running": (running(5)[0].to("meta"),) * 2}),
-    "a running result that is not contiguous": (
+    "a partial result on another device": (mangled(), "partial must be", {"partial": (partial(5)[0].to("meta"),) * 2}),
+    "a partial result that is not contiguous": (
         mangled(),
-        "running must be",
-        {"running": (running(5)[0].mT.contiguous().mT, running(5)[1])},
+        "partial must be",
+        {"partial": (partial(5)[0].mT.contiguous().mT, partial(5)[1])},
     ),
     "a negative index": (mangled(kv_count=full, kv_index=lambda t: -torch.ones_like(t)), "between 0 and 5"),
 }
@@ -199,8 +204,8 @@ def test_a_mistake_raises(kernel, mistake):
 def test_hints_that_are_true_change_nothing(kernel):
     p = kinder(packed(seed=1))
     assert full_counts(p).any()
-    order = torch.tensor([4, 2, 0, 1, 3]).int()
-    hinted = p.attend(kernel, kv_full=full_counts(p), order=order)
+    schedule = torch.tensor([4, 2, 0, 1, 3]).int()
+    hinted = p.attend(kernel, kv_full=full_counts(p), row_schedule=schedule)
     assert all(map(torch.equal, hinted, p.attend(kernel)))
 
 
@@ -281,7 +286,7 @@ class TestRegistry:
         assert available("cpu", torch.int8) == []
 
     def test_a_kernel_that_misses_something_is_not_available(self, monkeypatch):
-        broken = replace(KERNELS["cpu"], missing=lambda: "no operator here")
+        broken = replace(KERNELS["cpu"], why_unavailable=lambda: "no operator here")
         monkeypatch.setitem(KERNELS, "cpu", broken)
         assert available("cpu") == ["reference"]
         assert choose_kernel("auto", "cpu", torch.float32).name == "reference"
@@ -299,13 +304,19 @@ class TestRegistry:
         assert choose_kernel("cpu", "cpu", torch.float32).name == "cpu"
 
     def test_block_attention_runs_the_kernel_of_the_environment(self, monkeypatch):
-        def run(q, *rest):
-            return q + 1, q[..., 0]
+        def run(inputs):
+            return inputs.q + 1, inputs.q[..., 0]
 
         monkeypatch.setitem(KERNELS, "plus one", Kernel("plus one", run, frozenset({"cpu"})))
         monkeypatch.setenv("DBSP_KERNEL", "plus one")
         p = packed()
         assert torch.equal(p.attend("auto")[0], p.q + 1)
+
+    def test_a_chosen_kernel_serves_without_another_choice(self, monkeypatch):
+        p = packed()
+        expected, chosen = p.attend("cpu"), choose_kernel("auto", "cpu", torch.float32)
+        monkeypatch.setenv("DBSP_KERNEL", "no such kernel")
+        assert all(map(torch.equal, p.attend(chosen), expected))
 
     def test_an_empty_environment_variable_is_as_good_as_none(self, monkeypatch):
         monkeypatch.setenv("DBSP_KERNEL", "")
@@ -334,8 +345,8 @@ class TestCapabilities:
 
     def test_sparge_is_never_chosen_by_itself(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setitem(KERNELS, "sparge", replace(KERNELS["sparge"], missing=lambda: None))
-        monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], missing=lambda: "none here"))
+        monkeypatch.setitem(KERNELS, "sparge", replace(KERNELS["sparge"], why_unavailable=lambda: None))
+        monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], why_unavailable=lambda: "none here"))
         assert available("cuda", torch.bfloat16)[-1] == "sparge"
         assert choose_kernel("auto", "cuda", torch.bfloat16, KernelRequirements((128, 64), 128)).name == "reference"
 
@@ -343,7 +354,7 @@ class TestCapabilities:
         ("needs", "complaint"),
         [
             (KernelRequirements(lse=True), r"returns no log-sum-exp.*use cpu or triton or flex or reference"),
-            (KernelRequirements(ragged_rows=True), r"whole heads alone.*use cpu or triton or flex or reference"),
+            (KernelRequirements(ragged_rows=True), r"only whole heads.*use cpu or triton or flex or reference"),
             (
                 KernelRequirements(width=32),
                 r"head dims from 64 to 128, not 32; use cpu or triton or flex or reference",
@@ -365,7 +376,7 @@ class TestCapabilities:
     def test_the_geometry_of_sparge_is_asked_from_the_device(self, monkeypatch, capability, served):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        sparge = replace(KERNELS["sparge"], missing=lambda: None)
+        sparge = replace(KERNELS["sparge"], why_unavailable=lambda: None)
         assert sparge.why_unsupported("cuda", torch.float16, KernelRequirements(served, 128)) is None
         reason = sparge.why_unsupported("cuda", torch.float16, KernelRequirements(served[::-1], 128))
         assert reason == f"it serves blocks of {served[0]}×{served[1]}, not {served[1]}×{served[0]}"
@@ -379,8 +390,10 @@ class TestCapabilities:
     def test_auto_says_what_it_takes_and_why(self, monkeypatch):
         monkeypatch.delenv("DBSP_KERNEL", raising=False)
         assert explain_auto("cpu", torch.float32) == "cpu, the best that serves torch.float32 on cpu"
-        monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], missing=lambda: "triton is not installed"))
-        monkeypatch.setitem(KERNELS, "flex", replace(KERNELS["flex"], missing=lambda: None))
+        monkeypatch.setitem(
+            KERNELS, "triton", replace(KERNELS["triton"], why_unavailable=lambda: "triton is not installed")
+        )
+        monkeypatch.setitem(KERNELS, "flex", replace(KERNELS["flex"], why_unavailable=lambda: None))
         why = explain_auto("cuda", torch.bfloat16)
         assert why.startswith("flex, the best that serves torch.bfloat16 on cuda (")
         assert "triton: triton is not installed" in why
@@ -433,7 +446,9 @@ class TestSparge:
         index = torch.argsort(~bits, dim=-1, stable=True) + 5 * torch.arange(heads)[:, None, None]
         length = torch.tensor([6, 6, 6, 6, 5] * heads).int()
         p = Packed(q, k, v, index.flatten(0, 1).int(), count, length)
-        out, lse = sparge.sparge_attention(*vars(p).values(), width**-0.5, whole=DenseHeadLayout(heads, tokens))
+        out, lse = sparge.sparge_attention(
+            KernelInputs(*vars(p).values(), width**-0.5, head_layout=DenseHeadLayout(heads, tokens))
+        )
         expected = p.exact()[0].unflatten(0, (heads, 4)).flatten(1, 2)[:, :tokens]
         torch.testing.assert_close(out.view(heads, -1, width)[:, :tokens], expected.float())
         assert (out[6] == 0).all()

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_kernels import choose_kernel, merge_states
+from dbsp_kernels import KernelInputs, choose_kernel, merge_states
 from generators import SEEDS, examples
 from interpreter import interpreted
 from packed import Packed, full_counts, kinder, packed, relative_error
@@ -38,11 +38,11 @@ def interpreter():
     torch.use_deterministic_algorithms(False)
 
 
-def assert_right(p: Packed, scale: float | None = None, **options) -> None:
+def assert_right(p: Packed, scale: float | None = None, kv_full: torch.Tensor | None = None, **options) -> None:
     from dbsp_kernels.triton.forward import triton_attention
 
     scale = p.q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = triton_attention(*vars(p).values(), scale, **options)
+    out, lse = triton_attention(KernelInputs(*vars(p).values(), scale, kv_full), **options)
     expected, expected_lse = p.exact(scale)
     assert (out.dtype, out.shape, lse.dtype) == (p.q.dtype, p.q.shape, torch.float32)
     assert relative_error(out, expected) <= MOST_ERROR[p.q.dtype]
@@ -115,7 +115,7 @@ class TestInterpreted:
         p = packed(rows=6, block_q=16, block_k=16)
         plain = p.attend("triton")
         for order in (torch.arange(6), torch.tensor([3, 5, 1, 0, 2, 4])):
-            assert all(map(torch.equal, p.attend("triton", order=order.int()), plain))
+            assert all(map(torch.equal, p.attend("triton", row_schedule=order.int()), plain))
 
     def test_inputs_stay_as_they_were(self):
         p, untouched = packed(block_q=16, block_k=16), packed(block_q=16, block_k=16)
@@ -145,10 +145,10 @@ class TestAccumulating:
         p, parts = three_parts(dtype)
         expected, expected_lse = p.exact()
         for first, second, third in itertools.permutations(parts):
-            running = first.attend(kernel, out_dtype=torch.float32)
-            assert running[0].dtype == torch.float32
-            assert all(map(torch.Tensor.is_set_to, second.attend(kernel, running=running), running)), "in place"
-            out, lse = third.attend(kernel, running=running, out_dtype=dtype)
+            partial = first.attend(kernel, out_dtype=torch.float32)
+            assert partial[0].dtype == torch.float32
+            assert all(map(torch.Tensor.is_set_to, second.attend(kernel, partial=partial), partial)), "in place"
+            out, lse = third.attend(kernel, partial=partial, out_dtype=dtype)
             assert out.dtype == dtype
             assert relative_error(out, expected) <= MOST_ERROR[dtype]
             some = p.kv_count > 0
@@ -159,7 +159,7 @@ class TestAccumulating:
     def test_it_is_the_merge_of_the_parts(self):
         _, (a, b, _) = three_parts(torch.float32)
         expected = merge_states(*a.attend("triton"), *b.attend("triton"))
-        torch.testing.assert_close(b.attend("triton", running=a.attend("triton")), expected)
+        torch.testing.assert_close(b.attend("triton", partial=a.attend("triton")), expected)
 
     @given(
         rows=st.integers(0, 3),

@@ -12,7 +12,7 @@ SOURCES = {
     "tiles": {"source": "window", "tile": [1, 3, 4], "window": [1, 1, 3], "block_q": 12, "block_k": 12},
     "tiles cut by blocks": {"source": "window", "tile": [2, 3, 4], "window": [1, 1, 1], **BLOCKS},
     "radial": {"source": "radial", "width": 0.4, "sink_frames": 0, **BLOCKS},
-    "svg": {"source": "svg", "frames": 1, "band": 0.2, "temporal_heads": [0, 1, 4], **BLOCKS},
+    "svg": {"source": "svg", "frames": 1, "bandwidth": 0.2, "temporal_heads": [0, 1, 4], **BLOCKS},
     "callable": {
         "source": "callable",
         "function": "user_masks:band",

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
-from dbsp_core.layout.sequence_layout import HOME_ORDERS, MaskProfile
+from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, MaskProfile
 from dbsp_core.planning.planners import PLANNERS
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -44,7 +44,7 @@ def random_bits(heads: int, grid: BlockGrid, seed: int, level: float = 0.5) -> n
 @st.composite
 def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
     """Every named layout, with text among the video or apart from it, and tokens in no order at all."""
-    name = draw(st.sampled_from([*HOME_ORDERS, "shuffled"]))
+    name = draw(st.sampled_from([*LAYOUT_ORDERS, "shuffled"]))
     if name == "shuffled":
         order = np.random.default_rng(draw(SEEDS)).permutation(grid.tokens)
         return SequenceLayout.from_streams([order], strategy.world)

@@ -16,12 +16,12 @@ def token_mask(mask: BlockMask) -> torch.Tensor:
     k_lengths = torch.tensor(mask.grid.k_axis.lengths)
     allowed = mask.bits.repeat_interleave(q_lengths, 1).repeat_interleave(k_lengths, 2)
     for head in range(mask.heads):
-        place = standing_place(mask.grid, head)
+        place = place_in_order(mask.grid, head)
         allowed[head] = allowed[head][place][:, place]
     return allowed
 
 
-def standing_place(grid: BlockGrid, head: int) -> torch.Tensor:
+def place_in_order(grid: BlockGrid, head: int) -> torch.Tensor:
     """int64[N]: where in a head's blocks each token stands, counted token by token."""
     order = grid.orders[head if len(grid.orders) > 1 else 0]
     if order == "thw" or grid.thw is None:

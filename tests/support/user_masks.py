@@ -17,7 +17,7 @@ NOT_A_FUNCTION = 3
 def band(grid, request, blocks=1):
     """Blocks near the diagonal, wider in later layers and steps."""
     q, k = (axis.starts for axis in (grid.q_axis, grid.k_axis))
-    reach = (blocks + request.layer + request.step + request.branch) * max(grid.block_q, grid.block_k)
+    reach = (blocks + request.layer + request.step + request.cfg_branch) * max(grid.block_q, grid.block_k)
     return np.abs(q[:, None] - k) < reach
 
 
@@ -59,7 +59,7 @@ def on_one_rank(grid, request, fault, culprit=1):
 
 
 def band_of_other_branch(grid, request):
-    return band(grid, replace(request, branch=1 - request.branch))
+    return band(grid, replace(request, cfg_branch=1 - request.cfg_branch))
 
 
 TOLD_TO_FAIL: set[tuple[int, int]] = set()

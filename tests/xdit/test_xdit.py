@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 MASKS = (
     {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},
     {"source": "window", "window": [1, 3, 3], "block_q": 8, "block_k": 16},
-    {"source": "svg", "frames": 1, "band": 0.2, "block_q": 16, "block_k": 8},
+    {"source": "svg", "frames": 1, "bandwidth": 0.2, "block_q": 16, "block_k": 8},
     {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8, "token_order": "tile:2x3x2"},
 )
 

@@ -1,4 +1,4 @@
-"""What attention heads of video models look at: the shapes that PAROAttention and SpargeAttn show. numpy alone.
+"""What attention heads of video models look at: the shapes that PAROAttention and SpargeAttn show. Only numpy.
 
 A pattern says how likely each (query block, key block) pair is to be dense, from 0 (background) to 1 (the shape).
 """
@@ -20,7 +20,7 @@ KNOTS = 9
 
 @dataclass(frozen=True, eq=False)
 class BlockPositions:
-    """Where the blocks of one axis lie in the video.
+    """Where the blocks of one axis are in the video.
 
     middle:   float64[n], video token at each block's middle; 0 for text
     is_text:  bool[n]
@@ -65,7 +65,7 @@ def _sinks(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np
 
 
 def _scattered(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """No shape: profiles and chance alone."""
+    """No shape: only profiles and chance."""
     return np.zeros((len(q.middle), len(k.middle)))
 
 

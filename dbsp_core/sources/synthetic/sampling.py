@@ -12,39 +12,44 @@ __all__ = ["ALWAYS_DENSE", "DriftingRng", "choose_best", "exact_counts", "logist
 
 @dataclass(frozen=True)
 class DriftingRng:
-    """seed: ≥ 0; age: drift · call, the number of keyframes passed. A `key` of ints ≥ 0 names each quantity."""
+    """Random numbers that drift from step to step, each a function of (seed, key, time) on every machine.
+
+    A `key` of ints ≥ 0 names each quantity. Between two keyframes, whole numbers of `time`, values are mixed.
+    seed: ≥ 0
+    time: drift · step, the number of keyframes passed
+    """
 
     seed: int
-    age: float = 0.0
+    time: float = 0.0
 
-    def fixed(self, *key: int) -> np.random.Generator:
+    def constant(self, *key: int) -> np.random.Generator:
         """A generator for what does not drift."""
         return np.random.default_rng([self.seed, 0, *key])
 
     def normal(self, size: int, *key: int) -> np.ndarray:
-        """float64[size], standard normal at every age; ages Δ < 1 apart within a keyframe correlate by cos(Δ·π/2)."""
-        keyframe, mix = self._moment
+        """float64[size], standard normal at any time; times Δ < 1 apart within a keyframe correlate by cos(Δ·π/2)."""
+        keyframe, mix = self._position
         now = self._keyframe(keyframe, *key).standard_normal(size)
         if mix == 0:
             return now
         then = self._keyframe(keyframe + 1, *key).standard_normal(size)
         return math.cos(mix * math.pi / 2) * now + math.sin(mix * math.pi / 2) * then
 
-    def noise(self, shape: tuple[int, ...], *key: int) -> np.ndarray:
-        """uint16[shape], uniform; from one call to the next a share `drift` of the elements is drawn anew."""
-        keyframe, mix = self._moment
+    def uniform(self, shape: tuple[int, ...], *key: int) -> np.ndarray:
+        """uint16[shape], uniform; from one step to the next a share `drift` of the elements is drawn again."""
+        keyframe, mix = self._position
         now = _uint16(self._keyframe(keyframe, *key), shape)
         if mix == 0:
             return now
-        turn = _uint16(self.fixed(*key), shape)  # when, between keyframes, each element's time comes
+        turn = _uint16(self.constant(*key), shape)  # when, between keyframes, each element changes
         np.copyto(now, _uint16(self._keyframe(keyframe + 1, *key), shape), where=turn < int(mix * 65536))
         return now
 
     @property
-    def _moment(self) -> tuple[int, float]:
-        """(last keyframe passed, how far on the way to the next, 0 ≤ … < 1)."""
-        keyframe = math.floor(self.age)
-        return keyframe, self.age - keyframe
+    def _position(self) -> tuple[int, float]:
+        """(last keyframe passed, position between it and the next, 0 ≤ … < 1)."""
+        keyframe = math.floor(self.time)
+        return keyframe, self.time - keyframe
 
     def _keyframe(self, number: int, *key: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, 1, number, *key])
@@ -81,16 +86,18 @@ def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np
     densities: float64[H], ≥ 0;  a total that the limits forbid is moved to the nearest they allow
     returns: int64[H]
     """
+    # 1. The scale at which clipped shares sum up to the total: a bisection, as the sum grows with the scale.
     heads = len(densities)
     total = min(max(total, heads * least), heads * most)
     weights = np.maximum(densities, 1e-6)
     low, high = 0.0, most / weights.min()
-    for _ in range(100):  # a bisection: the sum grows with the scale
+    for _ in range(100):
         scale = (low + high) / 2
         if np.clip(weights * scale, least, most).sum() < total:
             low = scale
         else:
             high = scale
+    # 2. Whole blocks, and those left to the heads that rounding down took most from.
     exact = np.clip(weights * low, least, most)
     counts = np.floor(exact).astype(np.int64)
     open_heads = np.flatnonzero(counts < most)
@@ -101,10 +108,12 @@ def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np
 
 def choose_best(scores: np.ndarray, count: int, out: np.ndarray) -> None:
     """Sets `out` (bool, like scores) to the `count` highest scores (int16); of equal ones, some spread evenly."""
+    # 1. The threshold, by a histogram of all scores: at_least[s] is the number of scores of s or more.
     lowest = np.iinfo(np.int16).min
     number = np.bincount(scores.ravel().astype(np.int64) - lowest, minlength=65536)
-    at_least = np.cumsum(number[::-1])[::-1]  # at_least[s]: scores of s or more
+    at_least = np.cumsum(number[::-1])[::-1]
     threshold = int(np.flatnonzero(at_least >= count)[-1])
+    # 2. All above it, and of those at it as many as are missing.
     np.greater(scores, threshold + lowest, out=out)
     missing = count - (int(at_least[threshold]) - int(number[threshold]))
     equal = np.flatnonzero(scores.ravel() == threshold + lowest)

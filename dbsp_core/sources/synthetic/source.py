@@ -12,7 +12,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, Varies
+from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.sources.synthetic.patterns import PATTERNS, BlockPositions, always_dense, profile_basis
 from dbsp_core.sources.synthetic.presets import DEFAULT_STYLE, PRESETS, MaskStyle
 from dbsp_core.sources.synthetic.sampling import (
@@ -35,12 +35,12 @@ class _Stream(IntEnum):
 
 
 _ALL_LAYERS = 1 << 30
-"""Stands where a layer's number would, for what layers share."""
+"""In the place of a layer's number, for what layers share."""
 
 
 @dataclass(frozen=True)
 class SyntheticSource(BlockSizes):
-    """Masks of a style: a preset's or the default's, with each key that is given in its place; see `MaskStyle`.
+    """Masks of a style: a preset's or the default's, with each key that is given replacing its own; see `MaskStyle`.
 
     A block is dense with odds of exp(pattern + row profile + column profile + the head's own level), except that each
     head takes exactly the number of best-scored blocks that its density says. The diagonal and all text are dense,
@@ -67,30 +67,30 @@ class SyntheticSource(BlockSizes):
 
     @property
     def style(self) -> MaskStyle:
-        """The statistics in force."""
+        """The effective statistics."""
         base = PRESETS[self.preset].style if self.preset else DEFAULT_STYLE
         given = {f.name: getattr(self, f.name) for f in fields(MaskStyle)}
         return replace(base, **{name: value for name, value in given.items() if value is not None})
 
     @property
-    def varies(self) -> Varies:
-        return "steps" if self.style.drift else "never"
+    def changes(self) -> Changes:
+        return "per_step" if self.style.drift else "never"
 
-    def version(self, request: MaskRequest) -> Hashable:
+    def cache_key(self, request: MaskRequest) -> Hashable:
         return request.layer, request.step if self.style.drift else 0
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         grid, style = self.grid(request), self.style
-        draws = DriftingRng(self.seed, style.drift * request.step)
-        return BlockMask(torch.from_numpy(_Layer(style, draws, request, grid).bits()), grid)
+        rng = DriftingRng(self.seed, style.drift * request.step)
+        return BlockMask(torch.from_numpy(_Layer(style, rng, request, grid).bits()), grid)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's mask at one call. Heads are made one after the other: one head's scores are in memory at a time."""
+    """One layer's mask at one step. Heads are made one after the other: one head's scores are in memory at a time."""
 
     style: MaskStyle
-    draws: DriftingRng
+    rng: DriftingRng
     request: MaskRequest
     grid: BlockGrid
 
@@ -101,19 +101,20 @@ class _Layer:
             BlockPositions.of(axis, self.grid.text_tokens, self.request.thw)
             for axis in (self.grid.q_axis, self.grid.k_axis)
         )
+        # 1. What heads share: the logits of rows, columns and patterns.
         rows = quantize_logits(self._profiles(q, _Stream.ROWS, _Stream.SHARED_ROWS))
         columns = quantize_logits(self._profiles(k, _Stream.COLUMNS, _Stream.SHARED_COLUMNS))
-        patterns = [
-            self._pattern_scores(pattern(q, k, self.draws.fixed(_Stream.SINKS, layer))) for pattern in PATTERNS
-        ]
-        kinds = self.draws.fixed(_Stream.PATTERN, layer).integers(0, len(PATTERNS), heads)
-        strengths = self.draws.fixed(_Stream.STRENGTH, layer).integers(8, 24, heads, dtype=np.int16, endpoint=True)
+        sinks = (self.rng.constant(_Stream.SINKS, layer) for _ in PATTERNS)
+        patterns = [self._pattern_scores(pattern(q, k, rng)) for pattern, rng in zip(PATTERNS, sinks, strict=True)]
+        kinds = self.rng.constant(_Stream.PATTERN, layer).integers(0, len(PATTERNS), heads)
+        strengths = self.rng.constant(_Stream.STRENGTH, layer).integers(8, 24, heads, dtype=np.int16, endpoint=True)
+        # 2. How many blocks each head takes.
         forced = always_dense(self.grid)
         counts = self._counts(int(forced.sum()), forced.size)
-
+        # 3. Head by head, that many of its best-scored blocks.
         bits = np.empty((heads, *forced.shape), dtype=bool)
         for head in range(heads):
-            scores = logistic_noise(self.draws.noise(forced.shape, _Stream.NOISE, layer, head))
+            scores = logistic_noise(self.rng.uniform(forced.shape, _Stream.NOISE, layer, head))
             scores += patterns[kinds[head]] * strengths[head]
             scores += rows[head][:, None]
             scores += columns[head]
@@ -136,8 +137,8 @@ class _Layer:
         concentration = self.style.head_concentration
         alpha = max(self.style.density, 1e-3) * concentration
         beta = max(1 - self.style.density, 1e-3) * concentration
-        sample = np.sort(self.draws.fixed(_Stream.BETA).beta(alpha, beta, 4096))  # stands for the inverse of its CDF
-        normal = self.draws.normal(self.request.heads, _Stream.DENSITY, self.request.layer)
+        sample = np.sort(self.rng.constant(_Stream.BETA).beta(alpha, beta, 4096))  # the inverse of its CDF, sampled
+        normal = self.rng.normal(self.request.heads, _Stream.DENSITY, self.request.layer)
         quantile = [(1 + math.erf(z / math.sqrt(2))) / 2 for z in normal]
         return np.interp(quantile, (np.arange(4096) + 0.5) / 4096, sample)
 
@@ -155,11 +156,11 @@ class _Layer:
 
     def _profile_weights(self, size: int, own: _Stream, shared: _Stream) -> np.ndarray:
         """float64[H, size], standard normal, correlated across heads and layers as the style says."""
-        layer, draws = self.request.layer, self.draws
+        layer, rng = self.request.layer, self.rng
         common = _blend(
-            draws.normal(size, shared, _ALL_LAYERS), draws.normal(size, shared, layer), self.style.layer_similarity
+            rng.normal(size, shared, _ALL_LAYERS), rng.normal(size, shared, layer), self.style.layer_similarity
         )
-        each = draws.normal(self.request.heads * size, own, layer).reshape(-1, size)
+        each = rng.normal(self.request.heads * size, own, layer).reshape(-1, size)
         return _blend(common, each, self.style.profile_correlation)
 
 

@@ -1,4 +1,4 @@
-"""Sums of the tokens of blocks, the same bits however tokens are shared out: what block predictors pool from.
+"""Sums of the tokens of blocks, the same bits however tokens are distributed: what block predictors pool from.
 
 Floating-point sums depend on their order, and a block cut between ranks is summed in another order than one that is
 not. So what is summed over tokens is summed as integers in fixed point, and sums over the D elements of a token are
@@ -12,9 +12,12 @@ import os
 
 import torch
 
-from dbsp_kernels.packing.fixed_point import DIRECTION_UNIT, LIMIT, MEAN_UNIT
+__all__ = ["DIRECTION_UNIT", "MEAN_UNIT", "halving_sum", "sum_tokens", "sum_tokens_torch"]
 
-__all__ = ["halving_sum", "sum_tokens", "sum_tokens_torch"]
+# The fixed point that every implementation of `sum_tokens` rounds to.
+LIMIT = 2.0**15  # magnitudes beyond it count as it: no attention has such queries or keys
+MEAN_UNIT = 2.0**-32  # with LIMIT, int64 holds the sum of 2**16 tokens
+DIRECTION_UNIT = 2.0**-20
 
 CHUNK_BYTES = 64 << 20  # of widened tokens in memory at a time
 
@@ -33,7 +36,7 @@ def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor) -
     if on_gpu or os.environ.get("TRITON_INTERPRET") == "1":
         from dbsp_kernels.triton.pooling import sum_tokens_triton  # here: triton need not be installed
 
-        return sum_tokens_triton(tokens, place, first)
+        return sum_tokens_triton(tokens, place, first, LIMIT, MEAN_UNIT, DIRECTION_UNIT)
     return sum_tokens_torch(tokens, place, first)
 
 

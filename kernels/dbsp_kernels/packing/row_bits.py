@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-__all__ = ["expand_rows", "pack_bits"]
+__all__ = ["expand_rows", "pack_bits", "unpack_bits"]
 
 
 def pack_bits(needed: torch.Tensor) -> torch.Tensor:
@@ -21,6 +21,11 @@ def pack_bits(needed: torch.Tensor) -> torch.Tensor:
         bits = torch.nn.functional.pad(bits, (0, -width % 8))
     bits = bits.view(*bits.shape[:-1], -(-width // 8), 8)
     return (bits << _places(needed.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """bool[count] of what `pack_bits` packed as one row."""
+    return (packed[:, None] >> _places(packed.device) & 1).bool().reshape(-1)[:count]
 
 
 @functools.cache
@@ -44,7 +49,7 @@ def expand_rows(
     base:    int32[R]
     kv_len:  int32[Ck]; blocks shorter than `block` are listed last
     kv_full: int32[R], how many of each row's blocks are not short
-    returns: kv_index int32[batch · R, width]; the b-th copy of the rows has the b-th copy of the Ck blocks. What lies
+    returns: kv_index int32[batch · R, width]; the b-th copy of the rows has the b-th copy of the Ck blocks. What is
              beyond a row's count is undefined.
     """
     if bits.is_cuda:

@@ -1,20 +1,68 @@
-"""Copying runs of tokens between tensors of any strides: how routes pack what they send and unpack what they get."""
+"""Copying segments of tokens between tensors of any strides: how routes pack what they send and unpack what they get.
+
+A segment is a few tokens of one head that are contiguous on both sides: 24 bytes of table for up to a block of tokens,
+and no index per token in device memory.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 
-from dbsp_kernels.packing.segment_table import CopySegments
+from dbsp_kernels.packing.h2d import to_device
 
-__all__ = ["CopySegments", "copy_segments"]
+__all__ = ["COLUMNS", "CopySegments", "copy_segments"]
 
-SLICED = 16  # tokens a run from which on the CPU copies run by run, rather than by index
+COLUMNS = ("from_head", "from_token", "to_head", "to_token", "length", "zeros")
+
+SLICED = 16  # mean tokens from which on the CPU copies segment by segment, rather than by index
 
 
-def copy_segments(source: torch.Tensor, destination: torch.Tensor, runs: CopySegments) -> None:
-    """Copies runs of tokens: one pass over what is copied, whatever the strides.
+@dataclass(frozen=True, eq=False)
+class CopySegments:
+    """What `copy_segments` copies; no two segments write to one place.
+
+    table: int32[n, 6], COLUMNS: `length` tokens are copied, and `zeros` zeros written behind them
+    mean:  tokens and zeros of a segment, on average
+    """
+
+    table: torch.Tensor
+    mean: float
+
+    @classmethod
+    def of(cls, columns: np.ndarray, device: torch.device) -> CopySegments:
+        """columns: int[n, 6] on the host; segments in which there is nothing to write are left out."""
+        size = columns[:, 4] + columns[:, 5]
+        kept = np.ascontiguousarray(columns if (size > 0).all() else columns[size > 0], dtype=np.int32)
+        return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
+
+    def to(self, device: torch.device) -> CopySegments:
+        """The same on a device. The table is on the host."""
+        return CopySegments(to_device(self.table.numpy(), device), self.mean)
+
+    @cached_property
+    def entries(self) -> list[list[int]]:
+        """The table as Python's numbers."""
+        entries: list[list[int]] = self.table.tolist()
+        return entries
+
+    @cached_property
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """int64 each, by token: from_head, from_token, to_head, to_token; and to_head, to_token of the zeros."""
+        table = self.table.long()
+        from_head, from_token, to_head, to_token, length, zeros = table.unbind(1)
+        spread = torch.repeat_interleave
+        copied = (spread(from_head, length), _counted(from_token, length))
+        written = (spread(to_head, length), _counted(to_token, length))
+        return (*copied, *written, spread(to_head, zeros), _counted(to_token + length, zeros))
+
+
+def copy_segments(source: torch.Tensor, destination: torch.Tensor, segments: CopySegments) -> None:
+    """Copies segments of tokens: one pass over what is copied, for any strides.
 
     source, destination: [B, heads, tokens, D] of one B, D, dtype and device; views are welcome
     Nothing else in the destination is touched.
@@ -22,15 +70,15 @@ def copy_segments(source: torch.Tensor, destination: torch.Tensor, runs: CopySeg
     if source.is_cuda:
         from dbsp_kernels.triton.segment_copy import triton_copy_segments  # here: triton need not be installed
 
-        triton_copy_segments(source, destination, runs)
+        triton_copy_segments(source, destination, segments.table, segments.mean)
         return
-    if runs.mean >= SLICED:
-        for a, i, b, j, length, zeros in runs.entries:
+    if segments.mean >= SLICED:
+        for a, i, b, j, length, zeros in segments.entries:
             destination[:, b, j : j + length] = source[:, a, i : i + length]
             if zeros:
                 destination[:, b, j + length : j + length + zeros] = 0
         return
-    from_head, from_token, to_head, to_token, zero_head, zero_token = runs.places
+    from_head, from_token, to_head, to_token, zero_head, zero_token = segments.places
     for one, other in zip(source, destination, strict=True):
         read, write = _token_matrix(one), _token_matrix(other)
         if read is None or write is None:
@@ -53,3 +101,10 @@ def _token_matrix(t: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
     by_head, by_token = by_head // step, by_token // step
     rows = (heads - 1) * by_head + (tokens - 1) * by_token + 1
     return t.as_strided((rows, width), (step, 1)), by_head, by_token
+
+
+def _counted(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """start, start + 1, … of every segment, one after the other."""
+    before = starts - (sizes.cumsum(0) - sizes)
+    spread = torch.repeat_interleave(before, sizes)
+    return spread + torch.arange(len(spread), device=spread.device)

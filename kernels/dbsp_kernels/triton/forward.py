@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.merge import PartialAttention
 from dbsp_kernels.triton.tile_config import HOPPER, Tiles, padded, tiles_for
 
@@ -151,28 +152,16 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_index: torch.Tensor,
-    kv_count: torch.Tensor,
-    kv_len: torch.Tensor,
-    scale: float,
-    *,
-    kv_full: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-    running: PartialAttention | None = None,
-    out_dtype: torch.dtype | None = None,
-    tiles: Tiles | None = None,
-    use_tma: bool | None = None,
+    inputs: KernelInputs, tiles: Tiles | None = None, use_tma: bool | None = None
 ) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention`; tiles and use_tma override what is best for the device."""
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (inputs.q, inputs.k, inputs.v))
+    scale, partial, kv_count, kv_full = inputs.scale, inputs.partial, inputs.kv_count, inputs.kv_full
     if scale <= 0:  # the maximum of the scores is taken before they are scaled
         q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
     rows, block_q, width = q.shape
     block_k = k.shape[1]
-    out, lse = _destination(q, running, out_dtype)
+    out, lse = _destination(q, partial, inputs.out_dtype)
     if rows == 0:
         return out, lse
     interpreted = not q.is_cuda
@@ -183,29 +172,31 @@ def triton_attention(
     use_tma = use_tma and _copyable(k) and _copyable(v)
     tile_d = padded(width)
     k_source, v_source = (_described(t, tiles.keys, tile_d) if use_tma else t for t in (k, v))
-    if order is None:
-        order = torch.argsort(kv_count, descending=True, stable=True).to(torch.int32)
-    other, other_lse = running or (out, lse)
+    schedule = inputs.row_schedule
+    if schedule is None:
+        schedule = torch.argsort(kv_count, descending=True, stable=True).to(torch.int32)
+    other, other_lse = partial or (out, lse)
     forward_kernel[(rows, -(-block_q // tiles.queries))](
-        q, k_source, v_source, kv_index.contiguous(), kv_count, kv_count if kv_full is None else kv_full, kv_len,
-        order.contiguous(),
+        q, k_source, v_source,
+        inputs.kv_index.contiguous(), kv_count, kv_count if kv_full is None else kv_full, inputs.kv_len,
+        schedule.contiguous(),
         out, lse, other, other_lse,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        kv_index.shape[1], scale * LOG2_E,
+        inputs.kv_index.shape[1], scale * LOG2_E,
         BLOCK_Q=block_q, BLOCK_K=block_k, WIDTH=width, TILE_Q=tiles.queries, TILE_K=tiles.keys, TILE_D=tile_d,
         USE_TMA=use_tma, FULL_FIRST=kv_full is not None and block_k % tiles.keys == 0,
-        RUNNING=running is not None, INTERPRET_FP32=q.dtype == torch.bfloat16 and interpreted,
+        RUNNING=partial is not None, INTERPRET_FP32=q.dtype == torch.bfloat16 and interpreted,
         STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
     return out, lse
 
 
-def _destination(q: torch.Tensor, running: PartialAttention | None, out_dtype: torch.dtype | None) -> PartialAttention:
-    """Where the result goes: over what is running, unless another dtype is asked for."""
-    dtype = out_dtype or (running[0].dtype if running else q.dtype)
-    lse = running[1] if running else torch.empty(q.shape[:2], device=q.device, dtype=torch.float32)
-    if running and running[0].dtype == dtype:
-        return running[0], lse
+def _destination(q: torch.Tensor, partial: PartialAttention | None, out_dtype: torch.dtype | None) -> PartialAttention:
+    """Where the result goes: over the partial one, unless another dtype is asked for."""
+    dtype = out_dtype or (partial[0].dtype if partial else q.dtype)
+    lse = partial[1] if partial else torch.empty(q.shape[:2], device=q.device, dtype=torch.float32)
+    if partial and partial[0].dtype == dtype:
+        return partial[0], lse
     return torch.empty(q.shape, device=q.device, dtype=dtype), lse
 
 

@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.packing.fixed_point import DIRECTION_UNIT, LIMIT, MEAN_UNIT
-
 __all__ = ["sum_tokens_triton"]
 
 TILE = 32  # tokens at a time
@@ -48,9 +46,14 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def sum_tokens_triton(
-    tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor
+    tokens: torch.Tensor,
+    place: torch.Tensor,
+    first: torch.Tensor,
+    limit: float,
+    mean_unit: float,
+    direction_unit: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract of `dbsp_kernels.sum_tokens`."""
+    """The contract of `dbsp_kernels.packing.pooling.sum_tokens`, with its limit and units."""
     batch, heads, _, width = tokens.shape
     blocks = len(first) - 1
     values, directions = tokens.new_empty(2, batch, heads, blocks, width, dtype=torch.int64)
@@ -60,7 +63,7 @@ def sum_tokens_triton(
     _sum_kernel[(blocks, batch * heads)](
         tokens, place, first, values, directions, *tokens.stride(), heads, blocks,
         WIDTH=width, PADDED=padded, TILE=TILE, LOG2=padded.bit_length() - 1,
-        LIMIT=LIMIT, PER_MEAN_UNIT=1 / MEAN_UNIT, PER_DIRECTION_UNIT=1 / DIRECTION_UNIT,
+        LIMIT=limit, PER_MEAN_UNIT=1 / mean_unit, PER_DIRECTION_UNIT=1 / direction_unit,
         enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
     )  # fmt: skip
     return values, directions

@@ -49,17 +49,7 @@ def triton_expand_rows(
     index = torch.empty(batch * rows, width, dtype=torch.int32, device=bits.device)
     if index.numel():
         expand_kernel[(rows, batch)](
-            bits,
-            base,
-            kv_len,
-            kv_full,
-            index,
-            rows,
-            bits.shape[1],
-            width,
-            block,
-            len(kv_len),
-            CHUNK=CHUNK,
-            num_warps=4,
-        )
+            bits, base, kv_len, kv_full, index, rows, bits.shape[1], width, block, len(kv_len),
+            CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
     return index

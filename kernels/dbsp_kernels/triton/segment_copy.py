@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.packing.segment_table import CopySegments
 from dbsp_kernels.triton.tile_config import padded
 
 __all__ = ["copy_kernel", "triton_copy_segments"]
@@ -47,15 +46,15 @@ def copy_kernel(  # type: ignore[no-untyped-def]
         tl.store(to_row[:, None] + token[:, None] * to_token_stride + width[None, :] * to_width, values, mask=written)
 
 
-def triton_copy_segments(source: torch.Tensor, destination: torch.Tensor, runs: CopySegments) -> None:
-    """The contract of `dbsp_kernels.packing.segment_copy.copy_segments`."""
-    count, width = len(runs.table), source.shape[-1]
+def triton_copy_segments(source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float) -> None:
+    """The contract of `dbsp_kernels.packing.segment_copy.copy_segments`. table, mean: of its `CopySegments`"""
+    count, width = len(table), source.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return
     rows = max(1, ELEMENTS // padded(width))
     # Where runs are short (heads with token orders of their own), a program takes many of them at once.
-    tokens = min(rows, 1 << (max(1, round(runs.mean)) - 1).bit_length())
+    tokens = min(rows, 1 << (max(1, round(mean)) - 1).bit_length())
     copy_kernel[(-(-count // (rows // tokens)), source.shape[0])](
-        source, destination, runs.table, count, *source.stride(), *destination.stride(),
+        source, destination, table, count, *source.stride(), *destination.stride(),
         WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), num_warps=4,
     )  # fmt: skip

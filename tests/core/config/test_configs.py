@@ -78,7 +78,7 @@ def test_blocks_fit_the_video(name, tmp_path, monkeypatch):
     request = request_of(config)
     grid = config.mask.grid(request)
     assert grid.tokens == request.tokens
-    if config.mask.varies == "calls":
+    if config.mask.changes == "per_call":
         assert grid.nq > 4
         assert grid.nk > 4
         return

@@ -98,7 +98,7 @@ def test_ranks_with_other_constants_are_refused(pool, tmp_path):
 
 @pytest.mark.parametrize("model", ["wan", "cogvideox"])
 @pytest.mark.parametrize(
-    "source", [{"source": "sparge", "cdf": 0.5, "similarity": 0.0}, {"source": "svg", "band": 0.2}]
+    "source", [{"source": "sparge", "cdf": 0.5, "similarity": 0.0}, {"source": "svg", "bandwidth": 0.2}]
 )
 def test_whatever_is_chosen_is_exact(pool, model, source):
     config = {

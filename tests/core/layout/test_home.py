@@ -43,10 +43,10 @@ def test_order_reads_rank_after_rank_and_place_after_place(problem):
 
 @given(placed())
 @examples(80)
-def test_fragments_tile_every_block_with_runs_that_lie_together(problem):
+def test_segments_tile_every_block_with_runs_that_lie_together(problem):
     grid, _, home = problem
     for axis in (grid.q_axis, grid.k_axis):
-        f = home.fragments(axis)
+        f = home.segments(axis)
         tokens, ranks, places = [], [], []
         for block, offset, rank, local, length in zip(f.block, f.offset, f.rank, f.local, f.length, strict=True):
             assert length >= 1
@@ -65,7 +65,7 @@ def test_tokens_by_ring_counts_each_blocks_tokens(problem):
     grid, strategy, home = problem
     for axis in (grid.q_axis, grid.k_axis):
         counted = Counter((axis.block_of[t], home.rank[t] // strategy.ulysses) for t in range(grid.tokens))
-        table = home.fragments(axis).tokens_by_ring(len(axis), strategy)
+        table = home.segments(axis).tokens_by_ring(len(axis), strategy)
         assert table.tolist() == [
             [counted[block, ring] for ring in range(strategy.ring)] for block in range(len(axis))
         ]
@@ -124,13 +124,13 @@ def test_split_text_without_text_changes_nothing():
     ],
 )
 def test_bad_layouts_raise(rank, local, world):
-    with pytest.raises(ValueError, match="home layout"):
+    with pytest.raises(ValueError, match="sequence layout"):
         SequenceLayout(np.array(rank), np.array(local), world, shard=2)
 
 
 @pytest.mark.parametrize("streams", [[[0, 1, 1]], [[0, 1], [1, 2]], [[0, 1, 3]]])
 def test_streams_that_do_not_hold_every_token_once_raise(streams):
-    with pytest.raises(ValueError, match="home layout"):
+    with pytest.raises(ValueError, match="sequence layout"):
         SequenceLayout.from_streams([np.array(stream) for stream in streams], 2)
 
 

@@ -12,7 +12,7 @@ from dbsp_core import BlockGrid
 from dbsp_core.masks.token_order import AXIS_ORDERS, video_order
 from dbsp_core.planning.baselines import balanced_majority_rank, majority_rank
 from generators import examples
-from oracle import standing_place
+from oracle import place_in_order
 
 SIZES = st.tuples(*[st.integers(1, 7)] * 3)
 ORDERS = st.sampled_from(AXIS_ORDERS) | SIZES.map(lambda tile: "tile:{}x{}x{}".format(*tile))
@@ -23,7 +23,7 @@ ORDERS = st.sampled_from(AXIS_ORDERS) | SIZES.map(lambda tile: "tile:{}x{}x{}".f
 def test_standing_is_the_order_written_out(thw, text_tokens, order):
     grid = BlockGrid(text_tokens + int(np.prod(thw)), text_tokens, 4, 4, thw, (order,))
     token_permutation = torch.from_numpy(grid.token_permutation(order).copy())
-    assert torch.equal(torch.argsort(token_permutation), standing_place(grid, 0))
+    assert torch.equal(torch.argsort(token_permutation), place_in_order(grid, 0))
 
 
 def test_tiles_that_fit_are_blocks():

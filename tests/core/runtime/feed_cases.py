@@ -13,7 +13,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.sources import LocalQK, MaskRequest
+from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.utils.errors import UserError
 
@@ -30,7 +30,7 @@ class OddOneOut(BlockSizes):
             raise UserError("the file is broken here")
         return super().grid(request)
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         if self._odd("mask"):
             raise UserError("the file is broken here")
         if self._odd("bug"):
@@ -59,15 +59,15 @@ def attend_with(rank: int, world: int, source: BlockSizes) -> None:
 class Forgetful(BlockSizes):
     """Its masks never change, but in the second step rank `rank` cannot name them."""
 
-    varies = "steps"
+    changes = "per_step"
     rank: int = 0
 
-    def version(self, request: MaskRequest) -> str:
+    def cache_key(self, request: MaskRequest) -> str:
         if request.step == 1 and dist.get_rank() == self.rank:
             raise ValueError("the table of contents is gone")
         return "always the same"
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         return BlockMask.dense(request.heads, self.grid(request))
 
 
@@ -90,5 +90,5 @@ def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], 
     dense = []
     for timestep in timesteps:
         feed.begin((2, 2, 2), 0, torch.tensor([timestep, timestep]))
-        dense.append([layer for layer in range(layers) if feed.version(layer) == "dense by schedule"])
+        dense.append([layer for layer in range(layers) if feed.cache_key(layer) == "dense by schedule"])
     return dense

@@ -28,15 +28,15 @@ HEADS, WIDTH, THW = 5, 16, (3, 6, 10)
 class Drifting(BlockSizes):
     """Random masks whose heads grow and shrink from step to step; another one for each layer and pass."""
 
-    varies = "steps"
+    changes = "per_step"
     slope: float = 0.0
 
-    def version(self, request: MaskRequest) -> tuple[int, int, int]:
-        return request.layer, request.step, request.branch
+    def cache_key(self, request: MaskRequest) -> tuple[int, int, int]:
+        return request.layer, request.step, request.cfg_branch
 
-    def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
+    def mask(self, request: MaskRequest) -> BlockMask:
         grid = self.grid(request)
-        rng = np.random.default_rng([request.layer, request.branch])
+        rng = np.random.default_rng([request.layer, request.cfg_branch])
         score = rng.random((request.heads, grid.nq, grid.nk))
         density = 0.5 + self.slope * request.step * np.linspace(-1, 1, request.heads)
         return BlockMask(score < density[:, None, None], grid)

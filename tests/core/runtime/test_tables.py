@@ -90,8 +90,8 @@ def test_every_rank_and_period_lists_what_the_mask_and_the_plan_say(grid, heads,
             kv_head, kv_block = plan.assignment.slot_blocks((ring_rank + period) % strategy.ring, column)
             lengths = grid.k_axis.lengths[kv_block]
             assert table.kv_len.tolist() == lengths.tolist() * batch
-            assert sorted(table.order.tolist()) == list(range(batch * len(row_head)))
-            heaviest_first = [(row_head[r], -int(kept.kv_count[r])) for r in kept.order.tolist()]
+            assert sorted(table.row_schedule.tolist()) == list(range(batch * len(row_head)))
+            heaviest_first = [(row_head[r], -int(kept.kv_count[r])) for r in kept.row_schedule.tolist()]
             assert heaviest_first == sorted(heaviest_first), "head by head, heavy rows first"
             for row, (head, block) in enumerate(zip(row_head, row_block, strict=True)):
                 entries = table.kv_index[row, : table.kv_count[row]].tolist()

@@ -14,7 +14,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import CallableSource, MaskRequest
 from para_cases import ParaCase, run_para_case, run_pipeline_case, run_until_error
 
-REQUEST = MaskRequest(layer=2, heads=3, thw=(3, 4, 5), text_tokens=7, step=4, branch=1)
+REQUEST = MaskRequest(layer=2, heads=3, thw=(3, 4, 5), text_tokens=7, step=4, cfg_branch=1)
 
 
 def source(name, **keys):
@@ -24,18 +24,18 @@ def source(name, **keys):
 def test_one_mask_for_all_heads_or_one_each():
     shared, apart = source("band").mask(REQUEST), source("heads_apart").mask(REQUEST)
     assert shared.heads == apart.heads == 3
-    assert np.array_equal(shared.bits[2].numpy(), user_masks.band(shared.grid, replace(REQUEST, step=0, branch=0)))
+    assert np.array_equal(shared.bits[2].numpy(), user_masks.band(shared.grid, replace(REQUEST, step=0, cfg_branch=0)))
     assert torch.equal(apart.bits, user_masks.heads_apart(apart.grid, REQUEST))
 
 
 @pytest.mark.parametrize(
-    ("depends_on", "varies", "asked"),
-    [("nothing", "never", (0, 0, 0)), ("layer", "never", (2, 0, 0)), ("step", "steps", (2, 4, 1))],
+    ("depends_on", "changes", "asked"),
+    [("nothing", "never", (0, 0, 0)), ("layer", "never", (2, 0, 0)), ("step", "per_step", (2, 4, 1))],
 )
-def test_masks_depend_on_what_was_said_and_on_nothing_else(depends_on, varies, asked):
+def test_masks_depend_on_what_was_said_and_on_nothing_else(depends_on, changes, asked):
     mine = source("band", depends_on=depends_on)
-    assert (mine.varies, mine.version(REQUEST)) == (varies, asked)
-    seen = replace(REQUEST, layer=asked[0], step=asked[1], branch=asked[2])
+    assert (mine.changes, mine.cache_key(REQUEST)) == (changes, asked)
+    seen = replace(REQUEST, layer=asked[0], step=asked[1], cfg_branch=asked[2])
     mask = mine.mask(REQUEST)
     assert np.array_equal(mask.bits[0].numpy(), user_masks.band(mask.grid, seen))
 

@@ -56,15 +56,15 @@ class TestOneRank:
                 assert read.grid == mask.grid
         assert len(set(source.mask(request(step=1)).grid.orders)) == 6
 
-    def test_versions_tell_groups_and_layers_apart_and_nothing_else(self, path):
+    def test_keys_distinguish_groups_and_layers_and_nothing_else(self, path):
         source = ParoSource(str(path))
 
-        def version(**changes):
-            return source.version(request(**changes))
+        def key(**changes):
+            return source.cache_key(request(**changes))
 
-        assert version() == version(layer=1) == version(branch=1)
-        assert len({version(), version(step=1), version(step=2), version(step=1, layer=1)}) == 4
-        assert version(step=1) == version(step=1, branch=1)
+        assert key() == key(layer=1) == key(cfg_branch=1)
+        assert len({key(), key(step=1), key(step=2), key(step=1, layer=1)}) == 4
+        assert key(step=1) == key(step=1, cfg_branch=1)
 
     def test_dense_steps_override_the_files(self, path):
         def densities(dense_steps):
@@ -107,7 +107,7 @@ class TestOneRank:
     )
     def test_a_file_for_another_model_or_too_few_steps_raises(self, path, changes, complaint):
         source = ParoSource(str(path))
-        source.version(request(**changes))  # leaves the complaint to `mask`, which all ranks call together
+        source.cache_key(request(**changes))  # leaves the complaint to `mask`, which all ranks call together
         with pytest.raises(ValueError, match=complaint) as raised:
             source.mask(request(**changes))
         assert str(path) in str(raised.value)

@@ -162,7 +162,7 @@ class TestSvg:
     def test_temporal_heads_are_sparse_because_of_their_order(self):
         """In order "thw" every block would hold a pair of tokens at near places: nothing could be skipped."""
         request = replace(WAN, heads=2)
-        mask = SvgSource(frames=7, band=0.3, temporal_heads=(1,)).mask(request)
+        mask = SvgSource(frames=7, bandwidth=0.3, temporal_heads=(1,)).mask(request)
         spatial, temporal = mask.bits.numpy().mean(axis=(1, 2))
         assert 0.25 < temporal < 0.3 < spatial < 0.36
 
@@ -174,8 +174,8 @@ class TestSvg:
         ("key", "value", "message"),
         [
             ("frames", 0, "frames=0 must be at least 1"),
-            ("band", 0.0, "band=0.0 must lie above 0"),
-            ("band", 1.1, "band=1.1 must lie above 0 and not above 1"),
+            ("bandwidth", 0.0, "bandwidth=0.0 must lie above 0"),
+            ("bandwidth", 1.1, "bandwidth=1.1 must lie above 0 and not above 1"),
             ("sink_frames", -1, "sink_frames=-1 must not be negative"),
             ("temporal_heads", 1.5, "temporal_heads=1.5 must be a share"),
             ("temporal_heads", (-1,), "must be head numbers, from 0"),
@@ -190,6 +190,6 @@ class TestSvg:
     "source", [RadialSource(), SvgSource(), WindowSource(120, 120, (3, 5, 5), (3, 5, 8))], ids=repr
 )
 def test_all_layers_and_steps_share_one_mask(source):
-    versions = {source.version(replace(WAN, layer=layer, step=step)) for layer in (0, 39) for step in (0, 9)}
-    assert (len(versions), source.varies) == (1, "never")
+    keys = {source.cache_key(replace(WAN, layer=layer, step=step)) for layer in (0, 39) for step in (0, 9)}
+    assert (len(keys), source.changes) == (1, "never")
     assert source.grid(WAN) == source.mask(WAN).grid

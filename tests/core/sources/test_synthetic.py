@@ -136,7 +136,7 @@ def test_layers_share_profiles_as_asked():
 
 def test_drift_changes_masks_slowly_and_without_end():
     source = SyntheticSource(drift=0.02, block_q=16, block_k=16)
-    assert source.varies == "steps"
+    assert source.changes == "per_step"
     masks = [bits(source, MaskRequest(0, 12, (7, 13, 9), step=call)) for call in (0, 1, 5, 25, 50, 75)]
     changed = [float((mask != masks[0]).mean()) for mask in masks]
     assert changed[0] == 0
@@ -148,7 +148,7 @@ def test_drift_changes_masks_slowly_and_without_end():
 
 def test_without_drift_masks_are_static():
     source = SyntheticSource(block_q=32, block_k=32)
-    assert source.varies == "never"
+    assert source.changes == "never"
     assert (bits(source) == bits(source, MaskRequest(0, 12, (7, 13, 9), step=7))).all()
 
 
