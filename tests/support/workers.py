@@ -16,7 +16,7 @@ PRELOADED = (
     *("diffusers.pipelines.wan.pipeline_wan_i2v", "diffusers.pipelines.cogvideo.pipeline_cogvideox"),
 )
 """What every worker has from its birth; one that is not installed is left out."""
-MOST_THREADS = 150
+MOST_THREADS = 100
 """Of a worker. Every gloo group brings threads that poll for as long as the process lives, destroyed or not."""
 
 
