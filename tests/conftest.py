@@ -13,6 +13,7 @@ from repository import python_path
 from workers import WorkerPool
 
 os.environ["PYTHONPATH"] = python_path()  # of every process that a test starts
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of them would compile every module
 
 
 @pytest.fixture(scope="module")
