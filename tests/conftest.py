@@ -13,11 +13,12 @@ from repository import python_path
 from workers import WorkerPool
 
 os.environ["PYTHONPATH"] = python_path()  # of every process that a test starts
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of them would compile every module
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, WorkerPool]]:
-    """By world size, the worker processes that are running."""
+    """By world size, the worker processes that run for a file: threads of groups that wait poll, and slow the rest."""
     running: dict[int, WorkerPool] = {}
     yield running
     for workers in running.values():

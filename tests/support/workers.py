@@ -1,4 +1,4 @@
-"""Worker processes on gloo, started once per world size and sent many cases: importing torch costs seconds."""
+"""Worker processes on gloo, started once per world size and sent many cases: importing diffusers costs seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 SAFETY_NET_S = 300  # ends a hang; no test is timed by it
-MOST_THREADS = 150
+PRELOADED = (
+    *("interpreter", "cases", "torch._dynamo"),  # the first before anything else imports triton
+    *("diffusers.pipelines.wan.pipeline_wan_i2v", "diffusers.pipelines.cogvideo.pipeline_cogvideox"),
+)
+"""What every worker has from its birth; one that is not installed is left out."""
+MOST_THREADS = 100
 """Of a worker. Every gloo group brings threads that poll for as long as the process lives, destroyed or not."""
 
 
@@ -29,7 +34,7 @@ class WorkerPool:
     def __init__(self, world: int) -> None:
         self.world = world
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "dbsp_core", "cases"])
+        context.set_forkserver_preload(list(PRELOADED))
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._pipes: list[Connection] = []

@@ -20,6 +20,13 @@ from xdit_cases import load_cogvideox
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
 SIZE = {"height": 80, "width": 112, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 2.0}
 
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each rank starts compile workers, which import torch
+}
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
@@ -51,7 +58,7 @@ def test_a_video_from_the_command_line(tmp_path, tiny, expected, command, option
     line = [*command, "--model", tiny, "--prompt", "the sea at dusk", *size, *options, *out, *port]
     run = subprocess.run(
         [os.path.join(os.path.dirname(sys.executable), line[0]), *line[1:]],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
     )
