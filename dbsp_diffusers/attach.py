@@ -137,7 +137,7 @@ def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> No
     observer = None if state is None else run_observer(state.session)
     if state is None or observer is None:
         raise UserError("nothing was collected for a report; parallelize with config={'report': FOLDER, …}")
-    name = type(getattr(model, "_orig_mod", model)).__name__ if isinstance(model, nn.Module) else model_name(model)
+    name = model_name(model) if hasattr(model, "transformer") else type(getattr(model, "_orig_mod", model)).__name__
     report = make_report(state.session, name, state.host)
     if is_writer(state.session.group):
         write_report_files(report, state.session, Path(folder or observer.folder))
@@ -180,7 +180,8 @@ def attach_host(
     model: Any, config: ConfigLike, host: Host, steps: Callable[[], int | None] | None = None
 ) -> AttentionSession:
     """Puts db-SP on a pipeline or transformer in one of the hosts. Collective; as `enable` says."""
-    transformer, pipe = transformer_of(model), None if isinstance(model, nn.Module) else model
+    transformer = transformer_of(model)
+    pipe = None if transformer is model else model
     blocks = list(host.blocks)
     check_not_parallelized(transformer, [block.get_submodule("attn1") for block in blocks])
     config = resolve_config(config, transformer, host.everyone, pipe=pipe)
@@ -211,10 +212,10 @@ def transformer_of(model: Any) -> Any:
 
     Raises UserError for a pipeline without a transformer or with two, and for a compiled transformer.
     """
-    transformer = model if isinstance(model, nn.Module) else getattr(model, "transformer", None)
-    if transformer is None:
+    transformer = getattr(model, "transformer", model)
+    if not isinstance(transformer, nn.Module):
         raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
-    if transformer is not model and getattr(model, "transformer_2", None) is not None:
+    if getattr(model, "transformer_2", None) is not None:
         raise UserError("db-SP runs pipelines with one transformer, this one has two")
     check_not_compiled(transformer)
     return transformer

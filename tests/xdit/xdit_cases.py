@@ -88,7 +88,7 @@ def run_xdit_case(rank: int, world: int, case: XditCase) -> tuple[float, float]:
         before = fingerprint(wrapped)
         attach(pipe, case.config)
         out = wrapped(**inputs.arguments)[0]
-        with pytest.raises(ValueError, match="attached"):
+        with pytest.raises(ValueError, match="parallelized already"):
             attach(pipe, case.config)
         detach(pipe)
         assert fingerprint(wrapped) == before, "detach left something behind"
