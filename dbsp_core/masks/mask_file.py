@@ -287,7 +287,7 @@ def _whole_number(key: str, text: str) -> int:
 
 
 def _parse_thw(text: str) -> tuple[int, int, int]:
-    sizes = [_whole_number("thw", size) for size in text.split(",")]
+    sizes = tuple(_whole_number("thw", size) for size in text.split(","))
     if len(sizes) != 3 or min(sizes) < 1:
         raise UserError(f"thw={text!r} must be three numbers of at least 1: frames, rows, columns")
-    return sizes[0], sizes[1], sizes[2]
+    return sizes

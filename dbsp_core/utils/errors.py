@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from dbsp_kernels.errors import UserError
 
-__all__ = ["ERROR", "NOTICE", "SettingError", "UserError", "bad_value", "blame_setting", "exit_with"]
+__all__ = ["ERROR", "NOTICE", "SettingError", "UserError", "bad_value", "blame_setting", "exit_with", "require_value"]
 
 NOTICE = "dbsp: "
 """Before a line that a rank has for the user."""
@@ -40,6 +40,12 @@ def bad_value(settings: object, name: str, complaint: str, section: str = "") ->
     """An error about one attribute of `settings`: "NAME=VALUE COMPLAINT". section: for the message, before the name"""
     value = getattr(settings, name)
     return SettingError(f"{section}{name}={list(value) if isinstance(value, tuple) else value} {complaint}", (name,))
+
+
+def require_value(settings: object, name: str, fits: bool, complaint: str, section: str = "") -> None:
+    """Raises what `bad_value` makes unless the attribute fits."""
+    if not fits:
+        raise bad_value(settings, name, complaint, section)
 
 
 @contextmanager
