@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.mask_file import block_counts, unpack_bits
+from dbsp_core.masks.mask_file import block_counts, unpack_mask_bits
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX
 from dbsp_core.utils.errors import UserError
@@ -81,7 +81,7 @@ class Recording:
             nq, nk = block_counts(grid)
             if packed.shape[1:] != (nq, -(-nk // 8)):
                 raise UserError(f"shape {list(packed.shape)} does not fit {nq}×{nk} blocks")
-            return BlockMask(unpack_bits(packed, nk), grid)
+            return BlockMask(unpack_mask_bits(packed, nk), grid)
         except (OSError, SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(f"the recording {self.folder} is damaged: mask {name} ({error})") from error
 

@@ -44,12 +44,19 @@ class BlockAxis:
 class BlockGrid:
     """Tokens in token order (text first, then video) cut into blocks of at most `block_q` queries or `block_k` keys.
 
-    A text segment starts its own blocks: no block holds both text and video. The last block of a segment may be
-    short.
-    thw:    frames, rows and columns of the video; needed for orders other than "thw"
-    orders: the order of video tokens (see `dbsp_core.masks.token_order`), one for all heads or one per head: where
-            they differ, a block holds other tokens in other heads
-    Raises ValueError for sizes that make no grid, or orders that do not fit.
+    No block holds both text and video. The last block of either may be short.
+
+    Attributes:
+        tokens: Text and video together.
+        text_tokens: Of them, text.
+        block_q: Tokens per query block.
+        block_k: Tokens per key block.
+        thw: Frames, rows and columns of the video's token grid; needed for orders other than "thw".
+        orders: The order of video tokens (see `dbsp_core.masks.token_order`), one for all heads or one per head:
+            where they differ, a block holds other tokens in other heads.
+
+    Raises:
+        ValueError: For sizes that make no grid, or orders that do not fit.
     """
 
     tokens: int

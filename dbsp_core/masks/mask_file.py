@@ -18,7 +18,7 @@ from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["MaskFile", "MaskLayout", "block_counts", "pack_bits", "save_mask", "unpack_bits", "write_masks"]
+__all__ = ["MaskFile", "MaskLayout", "block_counts", "pack_mask_bits", "save_mask", "unpack_mask_bits", "write_masks"]
 
 Orders = tuple[str, ...]
 
@@ -32,13 +32,13 @@ def block_counts(grid: BlockGrid) -> tuple[int, int]:
     return nq, nk
 
 
-def pack_bits(bits: torch.Tensor) -> np.ndarray:
+def pack_mask_bits(bits: torch.Tensor) -> np.ndarray:
     """uint8[..., nq, ceil(nk / 8)] of bool[..., nq, nk]: the first of eight blocks is the most significant bit."""
     return np.packbits(bits.cpu().numpy(), axis=-1)
 
 
-def unpack_bits(packed: np.ndarray, nk: int) -> torch.Tensor:
-    """bool[..., nq, nk]: the inverse of `pack_bits`. Bits beyond the last block are ignored."""
+def unpack_mask_bits(packed: np.ndarray, nk: int) -> torch.Tensor:
+    """bool[..., nq, nk]: the inverse of `pack_mask_bits`. Bits beyond the last block are ignored."""
     return torch.from_numpy(np.unpackbits(packed, axis=-1, count=nk).view(bool))
 
 
@@ -47,9 +47,13 @@ class MaskFile:
 
     The tensor is `mask`, uint8 0/1 of shape [H, nq, nk] (one mask for every layer), [L, H, nq, nk] or, with step
     groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. Masks are read one layer at a time.
-    grid:   of every mask, apart from token orders
-    groups: the step groups; None where masks hold for all steps
-    Raises ValueError, naming the file and the fix, for a file that is not one.
+
+    Attributes:
+        grid: Of every mask, apart from token orders.
+        groups: The step groups; None where masks hold for all steps.
+
+    Raises:
+        ValueError: For a file that is not one; names the file and the fix.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -164,7 +168,15 @@ class MaskFile:
         return one_or_each(table.tolist())
 
     def layer(self, index: int, group: int = 0) -> BlockMask:
-        """The mask of one layer. Raises ValueError for a layer or group the file lacks, or values other than 0, 1."""
+        """The mask of one layer.
+
+        Args:
+            index: The layer; ignored where one mask serves all.
+            group: The step group.
+
+        Raises:
+            ValueError: For a layer or group the file lacks, or values other than 0 and 1.
+        """
         if self.per_layer and not 0 <= index < self.layers:
             raise UserError(f"mask file {self.path} has {self.layers} layers, there is no layer {index}")
         if not 0 <= group < len(self.groups or (0,)):
@@ -178,7 +190,7 @@ class MaskFile:
             raise UserError(f"mask file {self.path} cannot be read any more ({error})") from error
         if not self.packed and int(values.max()) > 1:
             raise UserError(f"mask file {self.path}: values must be 0 or 1, found {int(values.max())}")
-        bits = unpack_bits(values, self.grid.nk) if self.packed else torch.from_numpy(values).bool()
+        bits = unpack_mask_bits(values, self.grid.nk) if self.packed else torch.from_numpy(values).bool()
         return BlockMask(bits, replace(self.grid, orders=self.orders(index, group)))
 
 
@@ -234,7 +246,7 @@ def write_masks(
     """
     width = -(-layout.grid.nk // 8) if packed else layout.grid.nk
     pieces: Iterator[bytes] = (
-        (pack_bits(bits) if packed else bits.cpu().to(torch.uint8).numpy()).tobytes() for bits in masks
+        (pack_mask_bits(bits) if packed else bits.cpu().to(torch.uint8).numpy()).tobytes() for bits in masks
     )
     metadata, orders = layout.metadata()
     tensors = {
@@ -250,11 +262,16 @@ def save_mask(
     groups: StepGroups | str | None = None,
     packed: bool = False,
 ) -> None:
-    """Writes one mask for all layers, a list with one mask per layer, or with `groups` a list of such lists.
+    """Writes a mask file, which appears whole or not at all.
 
-    groups: the step groups, such as "5-9,10-24,25-49": steps before the first are dense
-    packed: eight blocks in a byte
-    The file appears whole or not at all. Raises ValueError when masks don't go together.
+    Args:
+        path: Of the file, usually *.safetensors.
+        masks: One mask for all layers, a list with one mask per layer, or with `groups` a list of such lists.
+        groups: The step groups, such as "5-9,10-24,25-49": steps before the first are dense.
+        packed: Whether to store eight blocks in a byte.
+
+    Raises:
+        ValueError: When masks don't go together.
     """
     groups = StepGroups.parse(groups) if isinstance(groups, str) else groups
     given: list[BlockMask | Sequence[BlockMask]] = [masks] if isinstance(masks, BlockMask) else list(masks)

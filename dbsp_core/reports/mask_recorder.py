@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.mask_file import pack_bits
+from dbsp_core.masks.mask_file import pack_mask_bits
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.utils.atomic_io import ByteTensor, write_atomically, write_byte_tensors
 from dbsp_core.utils.errors import UserError
@@ -34,7 +34,7 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _Packed = tuple[BlockGrid, np.ndarray]
-"""A mask's grid, and its bits as `pack_bits` gives them."""
+"""A mask's grid, and its bits as `pack_mask_bits` gives them."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class MaskRecorder:
         name = f"{mask.fingerprint:016x}"
         self._names[key] = name
         if name not in self._files:
-            self._pending[name] = mask.grid, pack_bits(mask.bits)
+            self._pending[name] = mask.grid, pack_mask_bits(mask.bits)
 
     @_never_raises
     def used(self, layer: int, key: Hashable) -> None:

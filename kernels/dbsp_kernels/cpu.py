@@ -31,7 +31,6 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
     q, k, v = (t.contiguous() for t in (inputs.q, inputs.k, inputs.v))  # the operator reads D as if its stride were 1
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     short = bool((kv_len < k.shape[1]).any())
     gather = _Gather(k, v)
     together = GATHER_BYTES * torch.get_num_threads()
@@ -44,9 +43,7 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
             for chunk in alike.split(max(1, together // (count * gather.block_bytes))):
                 blocks = inputs.kv_index[chunk, :count].long()
                 bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
-                keys, values = (side.flatten(1, 2)[:, None] for side in gather(blocks))  # [R, 1, n · Bk, D]
-                found = flash(q[chunk][:, None], keys, values, 0.0, False, attn_mask=bias, scale=inputs.scale)
-                out[chunk], lse[chunk] = (one[:, 0] for one in found)
+                out[chunk], lse[chunk] = _flash(q[chunk], *gather(blocks), bias, inputs.scale)
     return out, lse
 
 
@@ -74,6 +71,16 @@ class _Gather:
         torch.index_select(self._k, 0, blocks.flatten(), out=keys)
         torch.index_select(self._v, 0, blocks.flatten(), out=values)
         return keys.unflatten(0, blocks.shape), values.unflatten(0, blocks.shape)
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> PartialAttention:
+    """q: [R, Bq, D]; k, v: [R, n, Bk, D]; bias: [R, 1, 1, n·Bk] or None. returns: out [R, Bq, D], lse [R, Bq]."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[:, None], k.flatten(1, 2)[:, None], v.flatten(1, 2)[:, None], 0.0, False, attn_mask=bias, scale=scale
+    )
+    return out[:, 0], lse[:, 0]
 
 
 def _tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
