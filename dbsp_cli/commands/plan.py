@@ -20,7 +20,7 @@ from dbsp_core.planning.planners import PLANNERS, require_planner
 
 __all__ = ["plan_command"]
 
-_VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved", "plan_ms")
+_VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
 
 
 def plan_command(
@@ -60,8 +60,9 @@ def plan_command(
     ]
     if as_json:
         rows = [
-            {"strategy": str(p.strategy), "split_heads": p.assignment.split_heads, "extra_kv": p.assignment.extra_kv}
+            {"strategy": str(p.strategy)}
             | {name: getattr(p, name) for name in _VALUES}
+            | {"split_heads": p.assignment.split_heads, "extra_kv": p.assignment.extra_kv, "plan_ms": p.plan_ms}
             for p in plans
         ]
         print_json(file=str(file), gpus=gpus, density=mask.density, plans=rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -135,6 +135,9 @@ class SequenceLayout:
     local: np.ndarray
     world: int
     shard: int
+    _segments: dict[tuple[BlockGrid, str], tuple[ShardSegments, ShardSegments]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         place = self._place
@@ -243,16 +246,9 @@ class SequenceLayout:
         """The segments of a grid's query blocks and of its KV blocks in one token order. Made once, then kept."""
         key = grid, order
         if key not in self._segments:
-            token_permutation = grid.token_permutation(order)
-            self._segments[key] = (
-                self.segments(grid.q_axis, token_permutation),
-                self.segments(grid.k_axis, token_permutation),
-            )
+            permutation = grid.token_permutation(order)
+            self._segments[key] = self.segments(grid.q_axis, permutation), self.segments(grid.k_axis, permutation)
         return self._segments[key]
-
-    @cached_property
-    def _segments(self) -> dict[tuple[BlockGrid, str], tuple[ShardSegments, ShardSegments]]:
-        return {}
 
 
 def _in_token_order(

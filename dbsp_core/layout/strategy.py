@@ -14,7 +14,15 @@ _PATTERN = re.compile(r"U(\d+)R(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True, order=True)
 class Strategy:
-    """`ulysses` (x) times `ring` (y) ranks; rank = ring_rank · x + ulysses_rank, so Ulysses ranks are neighbours."""
+    """UxRy, x·y ranks: rank = ring_rank · x + ulysses_rank, so the ranks of a Ulysses group are neighbours.
+
+    Attributes:
+        ulysses: x, ranks among which heads are divided.
+        ring: y, ranks among which each head's keys and values rotate.
+
+    Raises:
+        ValueError: For a degree below 1.
+    """
 
     ulysses: int
     ring: int

@@ -20,9 +20,9 @@ REMEMBERED = 4  # assignments of slots whose counts are kept: a planner's own, t
 
 
 class MaskCounts:
-    """Counts of bits bool[H, nq, nk], head by head: widened, a head is some times its bits.
+    """Counts of bits bool[H, nq, nk], head by head: as numbers to add up, a head takes several times its bits.
 
-    Each is made once, or by each of several threads that ask at the same time; none is given another's.
+    Each is made once, or by each of several threads that ask at the same time; every thread gets its own.
     """
 
     def __init__(self, bits: torch.Tensor) -> None:
@@ -105,8 +105,12 @@ def _integers(sums: torch.Tensor) -> np.ndarray:
 class BlockMask:
     """Which (query block, key block) pairs each head computes.
 
-    bits: bool[H, nq, nk], a tensor on any device or a numpy array; True is a dense block. Rows may be empty.
-    Raises ValueError when the shape does not fit the grid.
+    Attributes:
+        bits: bool[H, nq, nk], a tensor on any device or a numpy array; True is a dense block. Rows may be empty.
+        grid: How tokens are cut into blocks.
+
+    Raises:
+        ValueError: When the bits are not bool, or their shape does not fit the grid.
     """
 
     bits: torch.Tensor

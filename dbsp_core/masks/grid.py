@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dbsp_core.masks.token_order import CANONICAL, require_order, video_order
-from dbsp_core.utils.errors import UserError, bad_value
+from dbsp_core.utils.errors import UserError, require_value
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["BlockAxis", "BlockGrid"]
 
@@ -40,12 +44,19 @@ class BlockAxis:
 class BlockGrid:
     """Tokens in token order (text first, then video) cut into blocks of at most `block_q` queries or `block_k` keys.
 
-    A text segment starts its own blocks: no block holds both text and video. The last block of a segment may be
-    short.
-    thw:    frames, rows and columns of the video; needed for orders other than "thw"
-    orders: the order of video tokens (see `dbsp_core.masks.token_order`), one for all heads or one per head: where
-            they differ, a block holds other tokens in other heads
-    Raises ValueError for sizes that make no grid, or orders that do not fit.
+    No block holds both text and video. The last block of either may be short.
+
+    Attributes:
+        tokens: Text and video together.
+        text_tokens: Of them, text.
+        block_q: Tokens per query block.
+        block_k: Tokens per key block.
+        thw: Frames, rows and columns of the video's token grid; needed for orders other than "thw".
+        orders: The order of video tokens (see `dbsp_core.masks.token_order`), one for all heads or one per head:
+            where they differ, a block holds other tokens in other heads.
+
+    Raises:
+        ValueError: For sizes that make no grid, or orders that do not fit.
     """
 
     tokens: int
@@ -61,8 +72,7 @@ class BlockGrid:
         if not 0 <= self.text_tokens <= self.tokens:
             raise UserError(f"text_tokens={self.text_tokens} must lie between 0 and tokens={self.tokens}")
         for name in ("block_q", "block_k"):
-            if getattr(self, name) < 1:
-                raise bad_value(self, name, "must be at least 1; 64 and 128 are usual")
+            require_value(self, name, getattr(self, name) >= 1, "must be at least 1; 64 and 128 are usual")
         self._check_orders()
 
     def _check_orders(self) -> None:
@@ -137,6 +147,11 @@ class BlockGrid:
         if order == CANONICAL or self.thw is None:
             return np.arange(self.tokens)
         return np.concatenate([np.arange(self.text_tokens), self.text_tokens + video_order(order, self.thw)])
+
+    def make_text_dense(self, bits: np.ndarray | torch.Tensor) -> None:
+        """Sets all rows and columns of text, which come first. bits: bool[..., nq, nk]"""
+        q, k = (int((axis.starts < self.text_tokens).sum()) for axis in (self.q_axis, self.k_axis))
+        bits[..., :q, :], bits[..., :k] = True, True
 
     def _axis(self, block: int) -> BlockAxis:
         starts, first = [], 0

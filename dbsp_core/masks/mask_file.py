@@ -24,9 +24,9 @@ __all__ = [
     "MaskLayout",
     "block_counts",
     "mask_file_bytes",
-    "pack_bits",
+    "pack_mask_bits",
     "save_mask",
-    "unpack_bits",
+    "unpack_mask_bits",
     "write_masks",
 ]
 
@@ -42,13 +42,13 @@ def block_counts(grid: BlockGrid) -> tuple[int, int]:
     return nq, nk
 
 
-def pack_bits(bits: torch.Tensor) -> np.ndarray:
+def pack_mask_bits(bits: torch.Tensor) -> np.ndarray:
     """uint8[..., nq, ceil(nk / 8)] of bool[..., nq, nk]: the first of eight blocks is the most significant bit."""
     return np.packbits(bits.cpu().numpy(), axis=-1)
 
 
-def unpack_bits(packed: np.ndarray, nk: int) -> torch.Tensor:
-    """bool[..., nq, nk]: the inverse of `pack_bits`. Bits beyond the last block are ignored."""
+def unpack_mask_bits(packed: np.ndarray, nk: int) -> torch.Tensor:
+    """bool[..., nq, nk]: the inverse of `pack_mask_bits`. Bits beyond the last block are ignored."""
     return torch.from_numpy(np.unpackbits(packed, axis=-1, count=nk).view(bool))
 
 
@@ -57,9 +57,13 @@ class MaskFile:
 
     The tensor is `mask`, uint8 0/1 of shape [H, nq, nk] (one mask for every layer), [L, H, nq, nk] or, with step
     groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. Masks are read one layer at a time.
-    grid:   of every mask, apart from token orders
-    groups: the step groups; None where masks hold for all steps
-    Raises ValueError, naming the file and the fix, for a file that is not one.
+
+    Attributes:
+        grid: Of every mask, apart from token orders.
+        groups: The step groups; None where masks hold for all steps.
+
+    Raises:
+        ValueError: For a file that is not one; names the file and the fix.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -174,7 +178,15 @@ class MaskFile:
         return one_or_each(table.tolist())
 
     def layer(self, index: int, group: int = 0) -> BlockMask:
-        """The mask of one layer. Raises ValueError for a layer or group the file lacks, or values other than 0, 1."""
+        """The mask of one layer.
+
+        Args:
+            index: The layer; ignored where one mask serves all.
+            group: The step group.
+
+        Raises:
+            ValueError: For a layer or group the file lacks, or values other than 0 and 1.
+        """
         if self.per_layer and not 0 <= index < self.layers:
             raise UserError(f"mask file {self.path} has {self.layers} layers, there is no layer {index}")
         if not 0 <= group < len(self.groups or (0,)):
@@ -188,7 +200,7 @@ class MaskFile:
             raise UserError(f"mask file {self.path} cannot be read any more ({error})") from error
         if not self.packed and int(values.max()) > 1:
             raise UserError(f"mask file {self.path}: values must be 0 or 1, found {int(values.max())}")
-        bits = unpack_bits(values, self.grid.nk) if self.packed else torch.from_numpy(values).bool()
+        bits = unpack_mask_bits(values, self.grid.nk) if self.packed else torch.from_numpy(values).bool()
         return BlockMask(bits, replace(self.grid, orders=self.orders(index, group)))
 
 
@@ -244,7 +256,7 @@ def write_masks(
     """
     width = -(-layout.grid.nk // 8) if packed else layout.grid.nk
     pieces: Iterator[bytes] = (
-        (pack_bits(bits) if packed else bits.cpu().to(torch.uint8).numpy()).tobytes() for bits in masks
+        (pack_mask_bits(bits) if packed else bits.cpu().to(torch.uint8).numpy()).tobytes() for bits in masks
     )
     metadata, orders = layout.metadata()
     tensors = {
@@ -260,11 +272,16 @@ def save_mask(
     groups: StepGroups | str | None = None,
     packed: bool = False,
 ) -> None:
-    """Writes one mask for all layers, a list with one mask per layer, or with `groups` a list of such lists.
+    """Writes a mask file, which appears whole or not at all.
 
-    groups: the step groups, such as "5-9,10-24,25-49": steps before the first are dense
-    packed: eight blocks in a byte
-    The file appears whole or not at all. Raises ValueError when masks don't go together.
+    Args:
+        path: Of the file, usually *.safetensors.
+        masks: One mask for all layers, a list with one mask per layer, or with `groups` a list of such lists.
+        groups: The step groups, such as "5-9,10-24,25-49": steps before the first are dense.
+        packed: Whether to store eight blocks in a byte.
+
+    Raises:
+        ValueError: When masks don't go together.
     """
     groups = StepGroups.parse(groups) if isinstance(groups, str) else groups
     given: list[BlockMask | Sequence[BlockMask]] = [masks] if isinstance(masks, BlockMask) else list(masks)
@@ -288,7 +305,7 @@ def mask_file_bytes(mask: BlockMask) -> bytes:
     """The content of a packed mask file with one mask for all layers."""
     plain = replace(mask.grid, orders=(CANONICAL,))
     metadata, orders = MaskLayout(plain, mask.heads, orders=(mask.grid.orders,)).metadata()
-    tensors = {"packed": pack_bits(mask.bits)}
+    tensors = {"packed": pack_mask_bits(mask.bits)}
     if orders is not None:
         tensors["orders"] = np.frombuffer(b"".join(orders.pieces), dtype=np.uint8).reshape(orders.shape)
     return save(tensors, metadata)
@@ -307,7 +324,7 @@ def _whole_number(key: str, text: str) -> int:
 
 
 def _parse_thw(text: str) -> tuple[int, int, int]:
-    sizes = [_whole_number("thw", size) for size in text.split(",")]
+    sizes = tuple(_whole_number("thw", size) for size in text.split(","))
     if len(sizes) != 3 or min(sizes) < 1:
         raise UserError(f"thw={text!r} must be three numbers of at least 1: frames, rows, columns")
-    return sizes[0], sizes[1], sizes[2]
+    return sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from dbsp_core.utils.errors import UserError, bad_value
+from dbsp_core.utils.errors import UserError, require_value
 
 __all__ = ["DenoisingStep", "DenseSchedule", "StepCounter"]
 
@@ -62,8 +62,9 @@ class DenseSchedule:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            if getattr(self, setting.name) < 0:
-                raise bad_value(self, setting.name, "must not be negative", "dense_schedule.")
+            require_value(
+                self, setting.name, getattr(self, setting.name) >= 0, "must not be negative", "dense_schedule."
+            )
 
     @property
     def by_step(self) -> bool:

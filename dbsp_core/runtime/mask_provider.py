@@ -93,15 +93,20 @@ class MaskProvider:
         Collective then: what one rank raises, all raise, and also where masks that are new to one rank are known to
         another. Such ranks would wait for one another in vain.
         """
-        if self._dynamic is None and self._now not in self._keys:
-            keys = run_consistently(self.group, self._cache_keys, device, self._in_numbers, "which masks are new")
-            self._keys[self._now] = keys
-            if len(self._keys) > _MOST_KEYED:
-                self._keys.popitem(last=False)
+        if self._dynamic is not None or self._now in self._keys:
+            return
 
-    def _in_numbers(self, keys: dict[int, Hashable]) -> int:
-        """Equal on ranks that have seen the same keys, of any kind, in the same order."""
-        return fingerprint_of([self._numbers.setdefault(key, len(self._numbers)) for key in keys.values()])
+        def ask() -> dict[int, Hashable]:
+            layers = (layer for layer in range(self.layers) if not self._is_dense(layer))
+            return {layer: self._static.cache_key(self._request(layer)) for layer in layers}
+
+        def in_numbers(keys: dict[int, Hashable]) -> int:
+            """Equal on ranks that have seen the same keys, of any kind, in the same order."""
+            return fingerprint_of([self._numbers.setdefault(key, len(self._numbers)) for key in keys.values()])
+
+        self._keys[self._now] = run_consistently(self.group, ask, device, in_numbers, "which masks are new")
+        if len(self._keys) > _MOST_KEYED:
+            self._keys.popitem(last=False)
 
     def changes(self, layer: int) -> bool:
         """Whether this layer will have other masks, in other denoising steps."""
@@ -112,10 +117,6 @@ class MaskProvider:
         """What cache keys depend on."""
         by_step = self.source.changes == "per_step" or self.schedule.by_step
         return self._thw, self._text_tokens, self.moment if by_step else DenoisingStep()
-
-    def _cache_keys(self) -> dict[int, Hashable]:
-        layers = (layer for layer in range(self.layers) if not self._is_dense(layer))
-        return {layer: self._static.cache_key(self._request(layer)) for layer in layers}
 
     def cache_key(self, layer: int) -> Hashable | None:
         """Equal keys are equal masks of this layer now. None where the mask is predicted from q and k."""

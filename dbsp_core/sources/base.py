@@ -13,15 +13,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 
-__all__ = [
-    "BlockSizes",
-    "Changes",
-    "DynamicMaskSource",
-    "LocalQK",
-    "MaskRequest",
-    "MaskSource",
-    "StaticMaskSource",
-]
+__all__ = ["BlockSizes", "Changes", "DynamicMaskSource", "LocalQK", "MaskRequest", "MaskSource", "StaticMaskSource"]
 
 Changes = Literal["never", "per_step", "per_call"]
 """How often a layer's mask may change: never, from one denoising step to another, or with every q and k."""

@@ -12,7 +12,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.sources.geometry import distances, line_segments, reduce_to_blocks
-from dbsp_core.utils.errors import bad_value
+from dbsp_core.utils.errors import require_value
 
 __all__ = ["RadialSource", "radial_bits"]
 
@@ -32,12 +32,10 @@ class RadialSource(BlockSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.width < math.inf:
-            raise bad_value(self, "width", "must be a positive share of a frame; 1 is the paper's")
-        if not 0 < self.decay <= 1:
-            raise bad_value(self, "decay", "must lie above 0 and not above 1; 0.5 is the paper's")
-        if self.sink_frames < 0:
-            raise bad_value(self, "sink_frames", "must not be negative")
+        width_fits = 0 < self.width < math.inf
+        require_value(self, "width", width_fits, "must be a positive share of a frame; 1 is the paper's")
+        require_value(self, "decay", 0 < self.decay <= 1, "must lie above 0 and not above 1; 0.5 is the paper's")
+        require_value(self, "sink_frames", self.sink_frames >= 0, "must not be negative")
 
     def mask(self, request: MaskRequest) -> BlockMask:
         grid = self.grid(request)

@@ -13,7 +13,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.distributed_pooling import Pooled, gather_bits, pool_own_heads
-from dbsp_core.utils.errors import SettingError, bad_value, blame_setting
+from dbsp_core.utils.errors import SettingError, blame_setting, require_value
 
 __all__ = ["SpargeSource", "SpargeThresholds", "select_blocks"]
 
@@ -38,10 +38,9 @@ class SpargeThresholds:
             message = "mask source 'sparge' needs either cdf or topk, and not both; cdf: 0.92 is what xDiT uses"
             raise SettingError(message, ("cdf",))
         for name, value in (("cdf", self.cdf), ("topk", self.topk)):
-            if value is not None and not 0 < value <= 1:
-                raise bad_value(self, name, "must be above 0 and at most 1")
-        if not -1 <= self.similarity <= 1:
-            raise bad_value(self, "similarity", "is a cosine: it must lie between -1 and 1")
+            require_value(self, name, value is None or 0 < value <= 1, "must be above 0 and at most 1")
+        is_cosine = -1 <= self.similarity <= 1
+        require_value(self, "similarity", is_cosine, "is a cosine: it must lie between -1 and 1")
 
 
 def select_blocks(q: Pooled, k: Pooled, scale: float, how: SpargeThresholds) -> torch.Tensor:
@@ -125,7 +124,10 @@ class SpargeSource(BlockSizes):
         q, k = pool_own_heads(tokens, grid)
         mine = self._predict(q, k, tokens.scale)
         bits = gather_bits(mine, request.heads, tokens.group).flatten(0, 1)
-        self._force(bits, grid)
+        if self.attention_sink:
+            bits[:, :, 0] = True
+        if self.dense_text:
+            grid.make_text_dense(bits)
         return BlockMask(bits, grid)
 
     def _predict(self, q: Pooled, k: Pooled, scale: float) -> torch.Tensor:
@@ -135,10 +137,3 @@ class SpargeSource(BlockSizes):
         for sample, head in itertools.product(range(batch), range(heads)):
             bits[sample, head] = select_blocks(q.of(sample, head), k.of(sample, head), scale, self.thresholds)
         return bits
-
-    def _force(self, bits: torch.Tensor, grid: BlockGrid) -> None:
-        if self.attention_sink:
-            bits[:, :, 0] = True
-        if self.dense_text:
-            bits[:, : int((grid.q_axis.starts < grid.text_tokens).sum())] = True  # text comes first
-            bits[:, :, : int((grid.k_axis.starts < grid.text_tokens).sum())] = True

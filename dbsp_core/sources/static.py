@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, require_value
 
 __all__ = ["DenseSource", "FileSource", "ParoSource", "StoredMasks"]
 
@@ -23,8 +22,8 @@ __all__ = ["DenseSource", "FileSource", "ParoSource", "StoredMasks"]
 class StoredMasks:
     """path: a mask file (see docs/mask-files.md).
 
-    A bad file is found out at once. Only where ranks have joined already it is left to `grid`, at the first forward
-    pass: there all ranks raise together, also when the file is bad on one of them.
+    A bad file is refused at once, or where ranks have joined already by `grid`, at the first forward pass: there all
+    ranks raise together, also when the file is bad on only one of them.
     """
 
     path: str = ""
@@ -99,7 +98,7 @@ class FileSource(StoredMasks):
 class ParoSource(StoredMasks):
     """path: a mask file; without step groups, its masks hold for all steps. Rows and columns of text are made dense.
 
-    dense_steps: so many leading steps are dense; None: those before the file's first group
+    dense_steps: number of leading steps that are dense; None: those before the file's first group
     """
 
     dense_steps: int | None = None
@@ -107,8 +106,7 @@ class ParoSource(StoredMasks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dense_steps is not None and self.dense_steps < 0:
-            raise bad_value(self, "dense_steps", "must not be negative")
+        require_value(self, "dense_steps", (self.dense_steps or 0) >= 0, "must not be negative")
 
     def cache_key(self, request: MaskRequest) -> Hashable:
         try:
@@ -123,8 +121,7 @@ class ParoSource(StoredMasks):
             return BlockMask.dense(request.heads, grid)
         mask = self._file.layer(request.layer, group)
         bits = mask.bits.clone()
-        bits[:, torch.from_numpy(grid.q_axis.starts < grid.text_tokens)] = True
-        bits[:, :, torch.from_numpy(grid.k_axis.starts < grid.text_tokens)] = True
+        grid.make_text_dense(bits)
         return BlockMask(bits, mask.grid)
 
     def _group(self, step: int) -> int | None:

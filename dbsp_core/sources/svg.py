@@ -11,7 +11,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, MaskRequest
 from dbsp_core.sources.geometry import distances, line_segments, reduce_to_blocks
-from dbsp_core.utils.errors import UserError, bad_value
+from dbsp_core.utils.errors import UserError, bad_value, require_value
 
 __all__ = ["SvgSource", "spatial_bits", "temporal_bits"]
 
@@ -38,15 +38,13 @@ class SvgSource(BlockSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.frames < 1:
-            raise bad_value(self, "frames", "must be at least 1, the query's own")
-        if not 0 < self.bandwidth <= 1:
-            raise bad_value(self, "bandwidth", "must lie above 0 and not above 1: a share of a frame's places")
-        if self.sink_frames < 0:
-            raise bad_value(self, "sink_frames", "must not be negative")
+        require_value(self, "frames", self.frames >= 1, "must be at least 1, the query's own")
+        in_range = 0 < self.bandwidth <= 1
+        require_value(self, "bandwidth", in_range, "must lie above 0 and not above 1: a share of a frame's places")
+        require_value(self, "sink_frames", self.sink_frames >= 0, "must not be negative")
         if isinstance(self.temporal_heads, tuple):
-            if min(self.temporal_heads, default=0) < 0:
-                raise bad_value(self, "temporal_heads", "must be head numbers, from 0")
+            no_negative = min(self.temporal_heads, default=0) >= 0
+            require_value(self, "temporal_heads", no_negative, "must be head numbers, from 0")
         elif not 0 <= self.temporal_heads <= 1:
             raise bad_value(self, "temporal_heads", "must be a share between 0 and 1, or a list of head numbers")
 
@@ -69,12 +67,8 @@ class SvgSource(BlockSizes):
 
     def mask(self, request: MaskRequest) -> BlockMask:
         grid, temporal = self.grid(request), self.temporal(request.heads)
-        kinds = np.stack(
-            [
-                spatial_bits(grid, request.thw, self.frames, self.sink_frames),
-                temporal_bits(grid, request.thw, self.bandwidth),
-            ]
-        )
+        spatial = spatial_bits(grid, request.thw, self.frames, self.sink_frames)
+        kinds = np.stack([spatial, temporal_bits(grid, request.thw, self.bandwidth)])
         return BlockMask(torch.from_numpy(kinds[temporal.astype(np.int64)]), grid)
 
 

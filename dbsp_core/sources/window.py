@@ -62,8 +62,7 @@ def window_bits(grid: BlockGrid, thw: Sizes, window: Sizes) -> np.ndarray:
     reach = np.array(window) // 2
     near = (q_low[:, None] <= k_high[None] + reach) & (k_low[None] <= q_high[:, None] + reach)
     dense = near.all(axis=2)
-    dense[grid.q_axis.starts < grid.text_tokens] = True
-    dense[:, grid.k_axis.starts < grid.text_tokens] = True
+    grid.make_text_dense(dense)
     return dense
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dbsp_core.utils.log import log
 from dbsp_kernels.errors import UserError
 
-__all__ = ["SettingError", "UserError", "bad_value", "blame_setting", "exit_on_user_error"]
+__all__ = ["SettingError", "UserError", "bad_value", "blame_setting", "exit_on_user_error", "require_value"]
 
 
 class SettingError(UserError):
@@ -34,6 +34,12 @@ def bad_value(settings: object, name: str, complaint: str, section: str = "") ->
     """An error about one attribute of `settings`: "NAME=VALUE COMPLAINT". section: for the message, before the name"""
     value = getattr(settings, name)
     return SettingError(f"{section}{name}={list(value) if isinstance(value, tuple) else value} {complaint}", (name,))
+
+
+def require_value(settings: object, name: str, fits: bool, complaint: str, section: str = "") -> None:
+    """Raises what `bad_value` makes unless the attribute fits."""
+    if not fits:
+        raise bad_value(settings, name, complaint, section)
 
 
 @contextmanager

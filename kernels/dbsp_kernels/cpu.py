@@ -75,7 +75,7 @@ class _Gather:
 
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> PartialAttention:
     """q: [R, Bq, D]; k, v: [R, n, Bk, D]; bias: [R, 1, 1, n·Bk] or None. returns: out [R, Bq, D], lse [R, Bq]."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q[:, None], k.flatten(1, 2)[:, None], v.flatten(1, 2)[:, None], 0.0, False, attn_mask=bias, scale=scale

@@ -82,7 +82,14 @@ class Kernel:
             return f"it runs on {', '.join(sorted(self.devices))}, the tensors are on {device}"
         if dtype not in self.dtypes:
             return f"it takes {', '.join(sorted(str(d) for d in self.dtypes))}, the tensors are {dtype}"
-        return self.why_unsupported_anywhere(needs) or self.why_unavailable() or self._why_unsupported_blocks(needs)
+        reason = self.why_unsupported_anywhere(needs) or self.why_unavailable()
+        if reason is not None or needs.blocks is None:
+            return reason
+        blocks = self.blocks()  # asked last: the geometry of some kernels depends on the device
+        if blocks is None or needs.blocks in blocks:
+            return None
+        served = ", ".join(f"{q}×{k}" for q, k in sorted(blocks))
+        return f"it serves blocks of {served}, not {needs.blocks[0]}×{needs.blocks[1]}"
 
     def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
         """Why this kernel cannot serve such a plan on any machine, or None."""
@@ -94,14 +101,6 @@ class Kernel:
         if needs.width is not None and not least <= needs.width <= most:
             return f"it serves head dims from {least} to {most}, not {needs.width}"
         return None
-
-    def _why_unsupported_blocks(self, needs: KernelRequirements) -> str | None:
-        """Asked last: the geometry of some kernels depends on the device at hand."""
-        blocks = self.blocks()
-        if needs.blocks is None or blocks is None or needs.blocks in blocks:
-            return None
-        served = ", ".join(f"{q}×{k}" for q, k in sorted(blocks))
-        return f"it serves blocks of {served}, not {needs.blocks[0]}×{needs.blocks[1]}"
 
 
 def interpreted() -> bool:

@@ -83,8 +83,7 @@ def always_dense(grid: BlockGrid) -> np.ndarray:
     q, k = grid.q_axis, grid.k_axis
     dense = np.zeros((len(q), len(k)), dtype=bool)
     dense[np.arange(len(q)), k.block_of[q.starts + q.lengths // 2]] = True
-    dense[q.starts < grid.text_tokens] = True
-    dense[:, k.starts < grid.text_tokens] = True
+    grid.make_text_dense(dense)
     return dense
 
 

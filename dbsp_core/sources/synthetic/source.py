@@ -23,7 +23,7 @@ from dbsp_core.sources.synthetic.sampling import (
     logistic_noise,
     quantize_logits,
 )
-from dbsp_core.utils.errors import SettingError, bad_value
+from dbsp_core.utils.errors import SettingError, require_value
 
 __all__ = ["SyntheticSource"]
 
@@ -61,8 +61,7 @@ class SyntheticSource(BlockSizes):
         super().__post_init__()
         if self.preset is not None and self.preset not in PRESETS:
             raise SettingError(f"unknown preset {self.preset!r}; use one of {', '.join(PRESETS)}", ("preset",))
-        if self.seed < 0:
-            raise bad_value(self, "seed", "must not be negative")
+        require_value(self, "seed", self.seed >= 0, "must not be negative")
         self.style  # noqa: B018  raises for values out of range
 
     @property
@@ -97,10 +96,8 @@ class _Layer:
     def bits(self) -> np.ndarray:
         """bool[H, nq, nk]"""
         heads, layer = self.request.heads, self.request.layer
-        q, k = (
-            BlockPositions.of(axis, self.grid.text_tokens, self.request.thw)
-            for axis in (self.grid.q_axis, self.grid.k_axis)
-        )
+        axes, text_tokens = (self.grid.q_axis, self.grid.k_axis), self.grid.text_tokens
+        q, k = (BlockPositions.of(axis, text_tokens, self.request.thw) for axis in axes)
         # 1. What heads share: the logits of rows, columns and patterns.
         rows = quantize_logits(self._profiles(q, _Stream.ROWS, _Stream.SHARED_ROWS))
         columns = quantize_logits(self._profiles(k, _Stream.COLUMNS, _Stream.SHARED_COLUMNS))
@@ -128,8 +125,7 @@ class _Layer:
 
     def _counts(self, least: int, most: int) -> np.ndarray:
         """int64[H]: dense blocks of each head, Beta-distributed, of exactly the mean density asked for."""
-        density, heads = self.style.density, self.request.heads
-        total = round(density * heads * most)
+        total = round(self.style.density * self.request.heads * most)
         return exact_counts(self._densities(), total, least, most)
 
     def _densities(self) -> np.ndarray:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
-from dbsp_core.masks.mask_file import pack_bits, unpack_bits
+from dbsp_core.masks.mask_file import pack_mask_bits, unpack_mask_bits
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import AXIS_ORDERS
 from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
@@ -71,9 +71,9 @@ def test_what_is_saved_is_read_back(tmp_path_factory, problem):
 @examples(30)
 def test_bits_are_packed_from_the_most_significant_one(seed, nk):
     bits = torch.from_numpy(np.random.default_rng(seed).random((2, 3, nk)) < 0.5)
-    packed = pack_bits(bits)
+    packed = pack_mask_bits(bits)
     assert packed.shape == (2, 3, -(-nk // 8))
-    assert torch.equal(unpack_bits(packed, nk), bits)
+    assert torch.equal(unpack_mask_bits(packed, nk), bits)
     for head, row, block in np.ndindex(2, 3, nk):
         assert bool(packed[head, row, block // 8] >> (7 - block % 8) & 1) == bool(bits[head, row, block])
 
