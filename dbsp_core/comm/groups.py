@@ -61,7 +61,7 @@ def _told_if_it_breaks_off() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PendingShift:
-    """A tensor on its way from a neighbour; `wait` returns it. Keeps what is being sent alive until then."""
+    """A tensor in flight from a neighbour; `wait` returns it. Keeps what is being sent alive until then."""
 
     received: torch.Tensor
     sent: torch.Tensor

@@ -37,7 +37,7 @@ NEAREST = {True: "h200", False: "cpu-demo"}
 """Shipped constants by whether there is a GPU, for choosing between strategies where nothing was calibrated."""
 SHIPPED = shipped_configs() / "hardware"
 LABELS = ("measured", "fitted", "published", "assumed")
-REDO = "measure anew with: dbsp calibrate --out FILE"
+REDO = "measure again with: dbsp calibrate --out FILE"
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def software_versions(kernel: str) -> dict[str, str]:
 
 
 def warn_if_elsewhere(hardware: Hardware, device: str, kernel: str) -> list[str]:
-    """Warns, and says how to measure anew, where constants were measured on another device or with other versions.
+    """Warns, and says how to measure again, where constants were measured on another device or with other versions.
 
     returns: what differs, in words; empty for constants that fit, or of which none was measured
     """

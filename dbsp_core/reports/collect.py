@@ -1,4 +1,4 @@
-"""From what each rank collected to one report, and its files. All ranks come together once, when a run is over."""
+"""From what each rank collected to one report, and its files. All ranks synchronise once, when a run is over."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class LayerReport:
 class Environment:
     """What the run ran with.
 
-    settings: of `DbspConfig` in force, as they would stand in YAML, with what "auto" and defaults came to
+    settings: of `DbspConfig` in effect, as they would stand in YAML, with what "auto" and defaults came to
     software: versions by name;  hardware: the device of each rank
     """
 

@@ -246,7 +246,7 @@ def dual_balanced_attention(
     q, k, v: [B, H, n_local, D], this rank's tokens under `home` (default contiguous: shards of ceil(tokens / P))
     mask:    equal on all ranks
     returns: [B, H, n_local, D]
-    Plans anew at every call: for many calls with one mask, keep a `DualBalancedAttention`.
+    Plans again at every call: for many calls with one mask, keep a `DualBalancedAttention`.
     """
     group = group or SequenceGroup.of()
     strategy = Strategy.parse(strategy)

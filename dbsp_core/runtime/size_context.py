@@ -19,7 +19,7 @@ from dbsp_core.sources import LocalQK
 __all__ = ["AttentionKey", "SizeContext"]
 
 MOST_PASSES = 4
-"""Passes of one denoising step that are told apart for each layer: guidance has two or three."""
+"""Passes of one denoising step that are distinguished for each layer: guidance has two or three."""
 
 
 class AttentionKey(NamedTuple):

@@ -4,7 +4,7 @@
 scripts/bench/reuse.py                      Wan2.1 under SpargeAttn, drift fitted to the paper's Fig. 11
 scripts/bench/reuse.py --json > FILE        the same numbers for a program
 
-Each rule is run by db-SP's own caches. "walk" and "jumps" are the same masks in another order: to and fro by one step
+Each rule is run by db-SP's own caches. "walk" and "jumps" are these masks in another order: back and forth by one step
 at random, and any of twelve steps at random, so that there is no trend to foresee. Beside the rules stand what no rule
 could beat that plans for the mask at hand ("now"), or for any of the run's masks ("any"), had it known all masks
 beforehand: found by dynamic programming, for as many plans.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Table 1, Figs. 11 and 12 and more on masks of learned attention: those of the small trained model.
 
-Reads the mask file that ships with the tests; --record makes it anew (a minute): a video's masks as SpargeAttn's
+Reads the mask file that ships with the tests; --record makes it again (a minute): a video's masks as SpargeAttn's
 predictor gives them, of every layer, head and denoising step, for the branch with the caption.
 """
 

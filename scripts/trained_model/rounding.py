@@ -25,7 +25,7 @@ WAYS = (("float64", PREDICTED), ("float64", FIXED), ("float32", FIXED), ("float3
 
 @dataclass(frozen=True)
 class Row:
-    """max_abs_diff: of the final latents from one process, whose masks are predicted anew"""
+    """max_abs_diff: of the final latents from one process, whose masks are predicted again"""
 
     dtype: str
     mask: str

@@ -1,4 +1,4 @@
-"""Calibration: fits recover known constants, quiet repetitions are told apart, and the command runs."""
+"""Calibration: fits recover known constants, quiet repetitions are distinguished, and the command runs."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class DensityTrend:
     _totals: deque[np.ndarray] = field(default_factory=lambda: deque(maxlen=2 * WINDOW + 1))
 
     def update(self, mask: BlockMask) -> None:
-        """Adds a call's mask. Another number of heads starts anew."""
+        """Adds a call's mask. Another number of heads clears it."""
         totals = mask.counts.rows.sum(axis=1)
         if self._totals and self._totals[-1].shape != totals.shape:
             self._totals.clear()
@@ -47,7 +47,7 @@ class DensityTrend:
         """int64[len(calls), H]: each head's blocks so many calls after the last, in 1/UNIT of the last's.
 
         The change over the last window goes on in the share in which the change of the window before went on in it:
-        all of it where masks move steadily, nothing where they jump to and fro or too few calls are known.
+        all of it where masks move steadily, nothing where they jump back and forth or too few calls are known.
         """
         now = self._totals[-1]
         window = min(WINDOW, len(self._totals) - 1)

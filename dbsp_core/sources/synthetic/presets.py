@@ -20,7 +20,7 @@ class MaskStyle:
     profile_correlation: correlation of the row and column profiles of two heads of a layer
     layer_similarity:    correlation of the profiles that two layers' heads share
     pattern_strength:    how far a head's pattern stands out of the background, in logits
-    drift:               share of a mask drawn anew from one call to the next; 0 makes masks static
+    drift:               share of a mask drawn again from one call to the next; 0 makes masks static
     """
 
     density: float

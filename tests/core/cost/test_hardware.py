@@ -1,4 +1,4 @@
-"""Hardware files: read strictly, written whole, labelled, and told apart from the machine at hand."""
+"""Hardware files: read strictly, written whole, labelled, and distinguished from the machine at hand."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MISTAKES = {
     "unknown key 'flop_per_s' in constants.*did you mean 'flops_per_s'": lambda v: v["constants"].update(
         flop_per_s=1.0
     ),
-    "constants lacks row_s; add them, or measure anew with: dbsp calibrate": lambda v: v["constants"].pop("row_s"),
+    "constants lacks row_s; add them, or measure again with: dbsp calibrate": lambda v: v["constants"].pop("row_s"),
     "lacks sources": lambda v: v.pop("sources"),
     "must be a number, got '1e9'; write 1.0e\\+9": lambda v: v["constants"].update(flops_per_s="1e9"),
     "must be a number, got True": lambda v: v["constants"].update(launch_s=True),

@@ -66,18 +66,18 @@ class TestTrend:
 def test_a_foreseen_mask_has_the_counts_of_its_heads_times_whole_numbers():
     bits = np.random.default_rng(0).random((3, 16, 16)) < 0.4
     mask, growth = BlockMask(bits, GRID), np.array([5, 7, 11])
-    foreseen = ForecastMask.of(mask, growth)
+    predicted = ForecastMask.of(mask, growth)
     slots = np.random.default_rng(1).integers(0, 2, (3, 16))
     owner = np.random.default_rng(2).integers(0, 4, (3, 16))
     repeated = BlockMask(np.repeat(bits, growth, axis=0), GRID)
     head = np.repeat(np.arange(3), growth)
     strategy = make_plan(mask, "U2R2").strategy
-    assert (foreseen.counts.rows == mask.counts.rows * growth[:, None]).all()
-    assert (foreseen.counts.columns == mask.counts.columns * growth[:, None]).all()
+    assert (predicted.counts.rows == mask.counts.rows * growth[:, None]).all()
+    assert (predicted.counts.columns == mask.counts.columns * growth[:, None]).all()
     expected = Assignment(strategy, GRID, owner[head], slots[head]).work(repeated.counts)
-    assert (Assignment(strategy, GRID, owner, slots).work(foreseen.counts) == expected).all()
+    assert (Assignment(strategy, GRID, owner, slots).work(predicted.counts) == expected).all()
     finer = GRID.resized(8, 8)
-    assert (foreseen.subdivided(finer).counts.rows == mask.subdivided(finer).counts.rows * growth[:, None]).all()
+    assert (predicted.subdivided(finer).counts.rows == mask.subdivided(finer).counts.rows * growth[:, None]).all()
 
 
 @pytest.mark.parametrize("delay", [0, 1])

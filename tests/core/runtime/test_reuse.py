@@ -31,7 +31,7 @@ FIRST = mask_of(6, 4, 4, 2)
 AT_THRESHOLD = mask_of(6, 4, 2, 4)
 """Under that plan 10 and 6: ρ_s = 10 / (16 / 2) = 1.25."""
 ABOVE = mask_of(7, 3, 2, 4)
-"""Under that plan 11 and 5: ρ_s = 1.375. Planned anew: heads 0 and 2, heads 1 and 3, hence 9 and 7."""
+"""Under that plan 11 and 5: ρ_s = 1.375. Planned again: heads 0 and 2, heads 1 and 3, hence 9 and 7."""
 
 
 @pytest.fixture
