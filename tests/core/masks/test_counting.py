@@ -15,12 +15,12 @@ def test_threads_that_count_one_mask_do_not_mix_up_their_counts():
     draws = np.random.default_rng(0)
     bits = torch.from_numpy(draws.random((3, 40, 30)) < 0.4)
     slots = [draws.integers(0, 3, (3, 30)) for _ in range(12)]
-    expected = [MaskCounts(bits).cells(one, 3) for one in slots]
+    expected = [MaskCounts(bits).work_by_slot(one, 3) for one in slots]
     shared = MaskCounts(bits)
 
     def wrong(first: int) -> int:
         places = [(first + 5 * turn) % len(slots) for turn in range(400)]
-        return sum(not np.array_equal(shared.cells(slots[place], 3), expected[place]) for place in places)
+        return sum(not np.array_equal(shared.work_by_slot(slots[place], 3), expected[place]) for place in places)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -71,4 +71,4 @@ def predict_together(rank: int, world: int, case: SpargeCase, strategy: str) -> 
         local.append(here)
     tokens = LocalQK(*local, home, SequenceGroup.of(), case.width**-0.5)
     mask = case.source.mask(case.request, tokens)
-    return mask.fingerprint, make_plan(mask, parsed, home=home).fingerprint
+    return mask.fingerprint, make_plan(mask, parsed, home=home).assignment.fingerprint
