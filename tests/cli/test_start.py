@@ -118,10 +118,11 @@ class TestFaultsOfOurOwn:
     def test_of_making_a_report_does_not_end_what_has_succeeded(self, monkeypatch, capfd, error, ours):
         from types import SimpleNamespace
 
+        from dbsp_core.reports.observer import RunObserver
         from dbsp_diffusers import report_hook as calls
 
         monkeypatch.setattr(calls, "make_report", lambda *_: (_ for _ in ()).throw(error))
-        calls.report_or_say_why_not(SimpleNamespace(config=SimpleNamespace(report="there")), "m", "para")
+        calls.report_or_say_why_not(SimpleNamespace(observers=(RunObserver("there"),)), "m", "para")
         *before, last = capfd.readouterr().err.splitlines()
         assert last == f"dbsp: no report in there: {error}"
         assert ("Traceback (most recent call last):" in before) is ours

@@ -66,7 +66,7 @@ def run_repeated_timesteps(
 
     pipe: Any = load("wan", folder).to(torch.float64)  # each step multiplies rounding
     pipe.scheduler = FlowMatchHeunDiscreteScheduler()
-    config = {"mask": {"source": "callable", "function": "user_masks:band_noting_moments", "per": "step"}}
+    config = {"mask": {"source": "callable", "function": "user_masks:band_noting_moments", "depends_on": "step"}}
     config["mask"] |= {"block_q": 8, "block_k": 8}
     asked = []
     MOMENTS.clear()

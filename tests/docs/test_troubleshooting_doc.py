@@ -18,7 +18,7 @@ OTHERS = ("unrecognized arguments", "import xfuser", "terminate called")
 
 def constants() -> Iterator[str]:
     """Every string constant of the packages, f-strings in the pieces between their values."""
-    for package in ("dbsp_core", "dbsp_para", "dbsp_xdit", "kernels"):
+    for package in ("dbsp_core", "dbsp_diffusers", "dbsp_para", "dbsp_xdit", "dbsp_cli", "kernels"):
         for file in (REPOSITORY / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -77,7 +77,7 @@ MOMENTS: list[tuple[int, int]] = []
 
 
 def band_noting_moments(grid, request):
-    MOMENTS.append((request.step, request.branch))
+    MOMENTS.append((request.step, request.cfg_branch))
     return band(grid, request)
 
 

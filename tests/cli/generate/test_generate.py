@@ -139,7 +139,7 @@ def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_prop
 
 def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):
     """Rank 1 is killed in the second step, as for want of memory: the other would wait for it."""
-    mask = "{source: callable, function: 'user_masks:dies_in_the_second_step', per: step}"
+    mask = "{source: callable, function: 'user_masks:dies_in_the_second_step', depends_on: step}"
     out, report = tmp_path / "ball.mp4", tmp_path / "report"
     out.write_text("an older video")
     options = ["--host", "para", "--nproc", 2, "--report", report, "--set", f"mask={mask}"]
