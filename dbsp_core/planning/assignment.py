@@ -11,7 +11,7 @@ import numpy as np
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import MaskCounts
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.imbalance import work_by_ring_step
+from dbsp_core.planning.imbalance import owned_work
 
 __all__ = ["Assignment"]
 
@@ -68,10 +68,8 @@ class Assignment:
 
     def work(self, counts: MaskCounts) -> np.ndarray:
         """int64[y, P]: b(i, g) of Eq. 1, dense blocks by (ring step, rank). counts: of a mask of this grid"""
-        by_slot, world = counts.work_by_slot(self.kv_slot, self.strategy.ring), self.strategy.world
-        of_slot = (by_slot[..., slot].ravel() for slot in range(self.strategy.ring))
-        by_rank = [np.bincount(self.q_owner.ravel(), one, world) for one in of_slot]
-        return work_by_ring_step(np.stack(by_rank, axis=1).astype(np.int64), self.strategy.ulysses)
+        by_slot = counts.work_by_slot(self.kv_slot, self.strategy.ring)
+        return owned_work(self.q_owner, by_slot, self.strategy.ulysses)
 
     def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(head, query block) of the rows that `rank` computes, int64[Rq] each, in packing order."""

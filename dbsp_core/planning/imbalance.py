@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["imbalance_ratio", "work_by_ring_step"]
+__all__ = ["imbalance_ratio", "owned_work", "work_by_ring_step"]
 
 
 def work_by_ring_step(work_by_slot: np.ndarray, ulysses: int) -> np.ndarray:
@@ -17,6 +17,17 @@ def work_by_ring_step(work_by_slot: np.ndarray, ulysses: int) -> np.ndarray:
     rank = np.arange(world)
     ring_step = np.arange(ring)[:, None]
     return work_by_slot[..., rank, (rank // ulysses + ring_step) % ring]
+
+
+def owned_work(owner: np.ndarray, work_by_slot: np.ndarray, ulysses: int) -> np.ndarray:
+    """int64[y, P]: dense blocks by (ring step, rank), where each row is its owner's.
+
+    owner: int[H, nq];  work_by_slot: int[H, nq, y], dense blocks of each row by the slot their keys travel in
+    """
+    ring = work_by_slot.shape[2]
+    of_slot = (work_by_slot[..., slot].ravel() for slot in range(ring))
+    by_rank = [np.bincount(owner.ravel(), one, ulysses * ring) for one in of_slot]
+    return work_by_ring_step(np.stack(by_rank, axis=1).astype(np.int64), ulysses)
 
 
 def imbalance_ratio(work: np.ndarray) -> float:

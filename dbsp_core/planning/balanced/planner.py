@@ -12,7 +12,7 @@ from dbsp_core.planning.balanced.ring_slots import balance_slots
 from dbsp_core.planning.balanced.row_moves import move_rows, trade_rows
 from dbsp_core.planning.balanced.work import RingSchedule, head_shards
 from dbsp_core.planning.baselines import contiguous_assignment
-from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
+from dbsp_core.planning.imbalance import imbalance_ratio, owned_work
 
 __all__ = ["plan_rows"]
 
@@ -51,7 +51,7 @@ def plan_rows(
         slots = np.zeros(kv_block_work.shape, dtype=np.int64)
         owner = balance_heads(row_work, ulysses, head_tolerance, split_cost)
         work_by_slot = row_work[:, :, None]
-        rho = _rho(owner, work_by_slot, ulysses)
+        rho = imbalance_ratio(owned_work(owner, work_by_slot, ulysses))
         return _unless_staying_is_better(
             owner, slots, rho, work_by_slot, q_home, k_home, ulysses, None, head_tolerance
         )
@@ -99,18 +99,10 @@ def _unless_staying_is_better(
     """
     if rho > tolerance:
         stay, at_home = contiguous_assignment(len(owner), q_home, k_home, ulysses)
-        if _rho(stay, count_work_by_slot(at_home) if count_work_by_slot else work_by_slot, ulysses) < rho:
+        at_rest = count_work_by_slot(at_home) if count_work_by_slot else work_by_slot
+        if imbalance_ratio(owned_work(stay, at_rest, ulysses)) < rho:
             return stay, at_home
     return owner, slots
-
-
-def _rho(owner: np.ndarray, work_by_slot: np.ndarray, ulysses: int) -> float:
-    """ρ_s of an assignment. owner: int64[H, nq];  cells: int[H, nq, y], dense blocks of each row by slot"""
-    world = ulysses * work_by_slot.shape[2]
-    work = np.stack(
-        [np.bincount(owner.ravel(), work_by_slot[..., s].ravel(), world) for s in range(work_by_slot.shape[2])], axis=1
-    )
-    return imbalance_ratio(work_by_ring_step(work.astype(np.int64), ulysses))
 
 
 def _interleaved(q_home: np.ndarray, ring: int) -> np.ndarray:
