@@ -113,6 +113,10 @@ class Plan:
         """Share of blocks that are dense."""
         return int(self.metrics.work.sum()) / (self.heads * self.grid.nq * self.grid.nk)
 
+    def fits(self, mask: BlockMask) -> bool:
+        """Whether the assignment can serve this mask: it has as many heads, on the same grid, subdivided or not."""
+        return self.heads == mask.heads and (self.grid == mask.grid or self.grid.subdivides(mask.grid))
+
     def evaluate(self, mask: BlockMask, *, compare: bool = True) -> Plan:
         """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0.
 

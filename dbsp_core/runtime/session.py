@@ -80,7 +80,6 @@ class AttentionSession:
     _sizes: OrderedDict[Hashable, SizeContext] = field(default_factory=OrderedDict)
     """By size of video, the one used last at the end."""
     _hardware: Hardware | None = None
-    _constants_loaded: bool = False
     _reached: set[int] = field(default_factory=set)
     _lock: threading.Lock = field(init=False)
 
@@ -290,9 +289,7 @@ class AttentionSession:
         grid = self._feed.grid(device)  # which all ranks have alike
         if self.strategy is not None:
             require_slots(self.strategy, grid)
-        if not self._constants_loaded:
-            self._hardware = load_constants(self.config, self.group, self.strategy, device)
-            self._constants_loaded = True
+        self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
         layout = self._layout(grid, size[1], device) if host_home is None else host_home()
         maker = ConfiguredPlanMaker.of(
             self.config, self.group, self.strategy, layout, self._hardware, grid, device, self._compare

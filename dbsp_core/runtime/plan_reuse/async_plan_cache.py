@@ -18,7 +18,7 @@ from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlanMaker, Planned, _fits
+from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlanMaker, Planned
 from dbsp_core.runtime.plan_reuse.planning_thread import PlanningThread
 from dbsp_core.runtime.plan_reuse.rule import PlanUsage
 
@@ -77,7 +77,7 @@ class AsyncPlanCache(PlanCache):
         self.counters.calls += 1
         self._adopt(key)
         planned = self._plans.get(key)
-        if planned is None or not _fits(planned.plan, mask):
+        if planned is None or not planned.plan.fits(mask):
             self.counters.replans += 1
             planned = Planned(maker.make(mask, None if planned is None else planned.plan))
             self._usages[key] = PlanUsage(best_rho=planned.plan.rho)

@@ -80,7 +80,7 @@ class PlanCache:
         """The kept plan if it still serves, else a new one; with this mask's numbers."""
         self.counters.calls += 1
         plan = self.latest.get(key)
-        used = plan.evaluate(mask, compare=self.compare) if plan is not None and _fits(plan, mask) else None
+        used = plan.evaluate(mask, compare=self.compare) if plan is not None and plan.fits(mask) else None
         chosen = self._renewed(key, used, mask, maker, plan, delay=0)
         self.counters.replans += chosen is not used
         self.counters.add(chosen)
@@ -141,7 +141,3 @@ class PlanCache:
         if delay == 0:
             usage.add(chosen)
         return chosen
-
-
-def _fits(plan: Plan, mask: BlockMask) -> bool:
-    return plan.heads == mask.heads and (plan.grid == mask.grid or plan.grid.subdivides(mask.grid))
