@@ -1,1 +1,1 @@
-"""The `dbsp` commands that need a room of their own."""
+"""The `dbsp` commands with a module of their own."""

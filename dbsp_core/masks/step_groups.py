@@ -19,7 +19,7 @@ class StepGroups:
     """Runs of denoising steps, one after the other without a gap. Steps before the first group are dense.
 
     starts: first step of each group, ascending
-    end:    one past the last group's last step; None: it goes on for ever
+    end:    one past the last group's last step; None: it has no end
     Raises ValueError for groups that are empty or out of order.
     """
 

@@ -8,33 +8,21 @@ import torch
 import torch._dynamo
 
 import dbsp_para
-from transformers_for_tests import Inputs, make_transformer
+from transformers_for_tests import GraphCounter, Inputs, make_transformer
 
 
 def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[str, Any]) -> tuple[float, int, int]:
     """(largest difference from the same uncompiled, graphs a forward pass runs, graphs compiled in a second pass)."""
     transformer = make_transformer(model, num_layers=layers)
     inputs = Inputs.random(model, (3, 5, 7), 1, 7).arguments
-    runs = compiled = 0
-
-    def counting_backend(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
-        nonlocal compiled
-        compiled += 1
-
-        def run(*args: torch.Tensor) -> Any:
-            nonlocal runs
-            runs += 1
-            return graph.forward(*args)
-
-        return run
-
+    graphs = GraphCounter()
     torch._dynamo.reset()
     with torch.no_grad():
         dbsp_para.parallelize_transformer(transformer, config=config)
         expected = transformer(**inputs)[0]
-        fast = torch.compile(transformer, backend=counting_backend)
+        fast = torch.compile(transformer, backend=graphs)
         fast(**inputs)
-        runs, before = 0, compiled
+        graphs.runs, before = 0, graphs.compiled
         out = fast(**inputs)[0]
         dbsp_para.unparallelize(transformer)
-    return float((out - expected).abs().max()), runs, compiled - before
+    return float((out - expected).abs().max()), graphs.runs, graphs.compiled - before

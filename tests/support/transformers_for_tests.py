@@ -82,3 +82,23 @@ class Inputs:
             angles = torch.rand(frames * height * width, WIDTH // 2, generator=generator).repeat_interleave(2, dim=1)
             arguments["image_rotary_emb"] = (angles.cos(), angles.sin())
         return cls(arguments)
+
+
+@dataclass
+class GraphCounter:
+    """A backend of torch.compile that runs graphs as they are, and counts them.
+
+    compiled, runs: graphs compiled, and run
+    """
+
+    compiled: int = 0
+    runs: int = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        self.compiled += 1
+
+        def run(*args: torch.Tensor) -> Any:
+            self.runs += 1
+            return graph.forward(*args)
+
+        return run

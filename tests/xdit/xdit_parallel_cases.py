@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 
 from dbsp_diffusers.reference import attach_single_process
-from transformers_for_tests import Inputs
+from transformers_for_tests import GraphCounter, Inputs
 from xdit_cases import XditCase, hosted_transformer, run_xdit_case
 
 
@@ -86,27 +86,15 @@ def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[st
     transformer = hosted_transformer(model, num_layers=layers)
     pipe = types.SimpleNamespace(transformer=transformer)
     inputs = Inputs.random(model, (3, 5, 7), 1, 7).arguments
-    runs = compiled = 0
-
-    def counting_backend(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
-        nonlocal compiled
-        compiled += 1
-
-        def run(*args: torch.Tensor) -> Any:
-            nonlocal runs
-            runs += 1
-            return graph.forward(*args)
-
-        return run
-
+    graphs = GraphCounter()
     torch._dynamo.reset()
     with torch.no_grad():
         session = attach(pipe, config)
         expected = transformer(**inputs)[0]
-        pipe.transformer = torch.compile(transformer, backend=counting_backend)  # as xfuser's runner does
+        pipe.transformer = torch.compile(transformer, backend=graphs)  # as xfuser's runner does
         assert session_of(pipe) is session
         pipe.transformer(**inputs)
-        runs, before = 0, compiled
+        graphs.runs, before = 0, graphs.compiled
         out = pipe.transformer(**inputs)[0]
         detach(pipe)
-    return float((out - expected).abs().max()), runs, compiled - before
+    return float((out - expected).abs().max()), graphs.runs, graphs.compiled - before

@@ -150,7 +150,7 @@ def balance_heads(
     tolerance:  fullest Ulysses rank over mean (ρ_s of U{x}R1) that is good enough
     split_cost: what one more Ulysses rank for a head's K and V costs, in units of ρ_s; 0 splits until `tolerance` is
                 met
-    row_order:  int[nq], the order of the query blocks in which a head is cut (default: as they stand)
+    row_order:  int[nq], the order of the query blocks in which a head is cut (default: by number)
     returns:    int64[H, nq]
     """
     # 1. Whole heads, largest first, then moved and swapped.

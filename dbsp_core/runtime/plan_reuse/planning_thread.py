@@ -68,4 +68,4 @@ def _end() -> None:
     for thread, _ in running:
         thread.join(LAST_JOBS_S)
     if running:
-        time.sleep(0.02)  # gloo's threads need the interpreter to let go of the last collective's tensors
+        time.sleep(0.02)  # gloo's threads need the interpreter to release the last collective's tensors
