@@ -13,7 +13,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
-from dbsp_core.planning.planners import PLANNERS, require_planner
+from dbsp_core.planning.planners import PLANNERS, PlannerConfig, require_planner
 
 __all__ = [
     "MODELLED",
@@ -31,13 +31,13 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, order=True)
 class RunConfig:
-    """How one attention is run: a strategy, a planner, and the home layout the planner is meant for."""
+    """How one attention is run: a strategy, a planner, and the sequence layout the planner is meant for."""
 
     strategy: Strategy
     planner: str
 
-    def home(self, mask: BlockMask) -> SequenceLayout:
-        return SequenceLayout.named(require_planner(self.planner).home, mask.grid, self.strategy)
+    def layout(self, mask: BlockMask) -> SequenceLayout:
+        return SequenceLayout.named(require_planner(self.planner).layout, mask.grid, self.strategy)
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ def simulate_layer(
     run: RunConfig, mask: BlockMask, model: ModelSpec, hardware: Hardware, topology: Topology
 ) -> LayerTime:
     """Plans one layer's mask and predicts one call of it, of one batch item."""
-    home = run.home(mask)
+    layout = run.layout(mask)
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
     cost = exchange_cost_of(mask, run.strategy, shape, hardware, topology)
-    plan = make_plan(mask, run.strategy, run.planner, home=home, exchange_cost=cost)
-    prediction = predict(plan, shape, hardware, topology, home)
+    plan = make_plan(mask, run.strategy, PlannerConfig(run.planner, exchange_cost=cost), layout=layout)
+    prediction = predict(plan, shape, hardware, topology, layout)
     return LayerTime(plan, prediction, predict_as_printed(plan, mask.density, shape, hardware, topology))
 
 

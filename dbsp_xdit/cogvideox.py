@@ -102,7 +102,7 @@ class _StripSharding:
             self._text_tokens,
             inputs.get("timestep"),
             sample.device,
-            host_home=lambda: strips_layout(thw, self._text_tokens, world),
+            host_layout=lambda: strips_layout(thw, self._text_tokens, world),
         )
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -69,7 +69,7 @@ def _permute_sequence(transformer: Any, session: AttentionSession, patches: Patc
     patch = transformer.config.patch_size
 
     def order(device: torch.device) -> torch.Tensor:
-        return torch.from_numpy(session.home.order).to(device)
+        return torch.from_numpy(session.layout.order).to(device)
 
     @torch.compiler.disable
     def permute_tokens(module: Any, args: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor:

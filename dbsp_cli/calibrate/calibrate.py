@@ -181,15 +181,15 @@ def _fit_overlap(
 
 
 def predict_case(case: Case, strategy: Strategy, planner: str, known: Constants | Hardware, dtype: str) -> Prediction:
-    """What a case is predicted to take on one node, under the home layout that the planner is meant for."""
+    """What a case is predicted to take on one node, under the sequence layout that the planner is meant for."""
     mask = case.mask()
-    home = SequenceLayout.named(require_planner(planner).home, mask.grid, strategy)
-    plan = make_plan(mask, strategy, planner, home=home)
+    layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, strategy)
+    plan = make_plan(mask, strategy, planner, layout=layout)
     shape = AttentionShape(1, case.heads, case.tokens, case.head_dim, ELEMENT_BYTES[dtype])
     if isinstance(known, Constants):
         labels = {key: "measured" for key, value in vars(known).items() if value is not None}
         known = Hardware("being calibrated", "", dtype, known, labels)
-    return predict(plan, shape, known, home=home)
+    return predict(plan, shape, known, layout=layout)
 
 
 def check(

@@ -76,10 +76,10 @@ def _attention_call(
 ) -> Callable[[], object]:
     """A call of the attention on random q, k, v of this rank."""
     mask = case.mask()
-    home = SequenceLayout.named(require_planner(planner).home, mask.grid, strategy)
-    plan = make_plan(mask, strategy, planner, home=home)
-    attend = DualBalancedAttention.prepare(plan, mask, home, group, device=setting.device, kernel=setting.kernel)
-    q, k, v = (torch.randn(1, case.heads, home.shard, case.head_dim, **setting.where) for _ in range(3))
+    layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, strategy)
+    plan = make_plan(mask, strategy, planner, layout=layout)
+    attend = DualBalancedAttention.prepare(plan, mask, layout, group, device=setting.device, kernel=setting.kernel)
+    q, k, v = (torch.randn(1, case.heads, layout.shard, case.head_dim, **setting.where) for _ in range(3))
     return lambda: attend(q, k, v)
 
 

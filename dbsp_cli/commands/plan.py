@@ -16,7 +16,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
-from dbsp_core.planning.planners import PLANNERS, require_planner
+from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 
 __all__ = ["plan_command"]
 
@@ -29,9 +29,9 @@ def plan_command(
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}, or all.")] = "dbsp",
     reward: Annotated[float, typer.Option(help="R_b of planner paper: how strongly blocks stay.")] = 1.0,
-    head_cap: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
-    tolerance: Annotated[float | None, typer.Option(help="Planner dbsp: the ρ_s at which it is content.")] = None,
-    home: Annotated[
+    equal_heads: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
+    target_rho: Annotated[float | None, typer.Option(help="Planner dbsp: the ρ_s at which it is content.")] = None,
+    layout: Annotated[
         str | None, typer.Option(help=f"Home layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
     ] = None,
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
@@ -43,16 +43,13 @@ def plan_command(
     possible = candidates(gpus, mask.grid) if strategy == "all" else (Strategy.parse(strategy),)
     for wanted in possible:
         wanted.require_world(gpus)
-    profile = MaskProfile.of(map(source.layer, range(source.layers))) if home == "learned" else None
+    profile = MaskProfile.of(map(source.layer, range(source.layers))) if layout == "learned" else None
     plans = [
         make_plan(
             mask,
             s,
-            name,
-            home=SequenceLayout.named(home or require_planner(name).home, mask.grid, s, profile=profile),
-            reward=reward,
-            head_cap=head_cap,
-            tolerance=tolerance,
+            PlannerConfig(name, target_rho, paper=PaperConfig(reward, equal_heads)),
+            layout=SequenceLayout.named(layout or require_planner(name).layout, mask.grid, s, profile=profile),
         )
         for s in possible
         for name in (PLANNERS if planner == "all" else (planner,))

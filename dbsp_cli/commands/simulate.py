@@ -25,7 +25,7 @@ from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
-from dbsp_kernels import KernelRequirements, require_fit
+from dbsp_kernels import KernelRequirements, require_supported
 from dbsp_kernels.registry import returns_lse
 
 __all__ = ["simulate_command"]
@@ -55,7 +55,7 @@ def simulate_command(
     for name in planners:
         require_planner(name)
     if strategy != "all":
-        require_fit(kernel, KernelRequirements(lse=Strategy.parse(strategy).ring > 1))
+        require_supported(kernel, KernelRequirements(lse=Strategy.parse(strategy).ring > 1))
     masks = masks_for(spec, mask, layers, coarsen, seed)
     rows = simulate(
         spec,

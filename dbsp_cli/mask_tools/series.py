@@ -124,10 +124,10 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
     masks = [series.first(layer) for layer in layers]
     for strategy in candidates(gpus, min((mask.grid for mask in masks), key=lambda grid: grid.nk)):
         for planner in planners:
-            name, plans = require_planner(planner).home, []
+            name, plans = require_planner(planner).layout, []
             for mask in masks:
-                home = SequenceLayout.named(name, replace(mask.grid, orders=(CANONICAL,)), strategy)
-                plans.append(make_plan(mask, strategy, planner, home=home))
+                layout = SequenceLayout.named(name, replace(mask.grid, orders=(CANONICAL,)), strategy)
+                plans.append(make_plan(mask, strategy, planner, layout=layout))
             before, rho, moved = (
                 float(np.mean([getattr(plan, value) for plan in plans])) for value in ("rho_before", "rho", "moved")
             )

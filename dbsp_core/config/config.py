@@ -13,15 +13,15 @@ from dbsp_core.cost.selection import AUTO
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
-from dbsp_core.planning.planners import require_planner
+from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.schema import build, checked, convert, keys_within, require_choice, setting_names
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, require_known
-from dbsp_kernels import KERNELS, KernelRequirements, require_fit
+from dbsp_kernels import KERNELS, KernelRequirements, require_supported
 
-__all__ = ["ConfigLike", "DbspConfig", "PaperConfig", "PlannerConfig", "ReuseConfig"]
+__all__ = ["ConfigLike", "DbspConfig", "ReuseConfig"]
 
 MODES = ("auto", "sync", "async")
 
@@ -29,49 +29,6 @@ _NOT_COMPARED = ("report", "record", "origin", "generate", "cost_model", "mask")
 """Settings that may differ by rank, as paths do, or are compared apart."""
 
 ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], str, os.PathLike, None]
-
-
-@dataclass(frozen=True)
-class PaperConfig:
-    """What only planner "paper" heeds.
-
-    reward:      R_b ≥ 0 of its biased greedy: how strongly blocks are held where they are
-    equal_heads: whether head counts per Ulysses rank are kept equal (up to one)
-    """
-
-    reward: float = 1.0
-    equal_heads: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.reward >= 0:
-            raise bad_value(
-                self, "reward", "must not be negative; 0 balances without regard to homes", "planner.paper."
-            )
-
-
-@dataclass(frozen=True)
-class PlannerConfig:
-    """Who computes what.
-
-    name:          from dbsp_core.planning.planners.PLANNERS: "dbsp" (ours), "paper" (Alg. 1), "contiguous" …
-    target_rho:    ρ_s at which planner "dbsp" is content; None: 1.002 for only Ulysses, 1.005 with a ring
-    exchange_cost: what exchanging all of Q, K, V once costs in units of ρ_s, for planner "dbsp" to weigh; None: as
-                   the constants of `DbspConfig.cost_model` say
-    paper:         for planner "paper"
-    """
-
-    name: str = "dbsp"
-    target_rho: float | None = None
-    exchange_cost: float | None = None
-    paper: PaperConfig = field(default_factory=PaperConfig)
-
-    def __post_init__(self) -> None:
-        with blame_setting("name"):
-            require_planner(self.name)
-        if self.target_rho is not None and not self.target_rho >= 1:
-            raise bad_value(self, "target_rho", "must be at least 1, the least ρ_s there is", "planner.")
-        if self.exchange_cost is not None and not self.exchange_cost >= 0:
-            raise bad_value(self, "exchange_cost", "must not be negative; 0 puts balance first", "planner.")
 
 
 @dataclass(frozen=True)
@@ -168,7 +125,7 @@ class DbspConfig:
         require_choice("kernel", self.kernel, ("auto", *KERNELS))
         if isinstance(self.strategy, Strategy):
             with blame_setting("kernel"):
-                require_fit(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))
+                require_supported(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))
 
     def strategy_or(self, host: Strategy) -> Strategy | None:
         """The strategy to use where the host has its own; None for "auto"."""
@@ -179,7 +136,7 @@ class DbspConfig:
     @property
     def effective_layout(self) -> str:
         """The name of the layout that is used: the one that is set, or else the planner's."""
-        return self.layout or require_planner(self.planner.name).home
+        return self.layout or require_planner(self.planner.name).layout
 
     @property
     def fingerprint(self) -> int:

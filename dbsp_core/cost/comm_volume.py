@@ -40,19 +40,19 @@ class Traffic:
         return self.queries.T
 
 
-def traffic_of(assignment: Assignment, home: SequenceLayout) -> Traffic:
-    """Counts what an assignment moves under `home`. Raises ValueError when they do not fit each other."""
+def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
+    """Counts what an assignment moves under `layout`. Raises ValueError when they do not fit each other."""
     strategy, grid = assignment.strategy, assignment.grid
-    if (home.tokens, home.world) != (grid.tokens, strategy.world):
+    if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
         raise ValueError(
-            f"home layout of {home.tokens} tokens on {home.world} ranks does not fit a plan of {grid.tokens} tokens "
-            f"on {strategy.world}; give the one the plan was made for"
+            f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit a plan of {grid.tokens} "
+            f"tokens on {strategy.world}; give the one the plan was made for"
         )
     queries = np.zeros((strategy.world, strategy.world))
     keys = np.zeros_like(queries)
     slots = np.zeros(strategy.world, dtype=np.int64)
     for order, heads in grid.order_groups(assignment.heads):
-        q_home, k_home = _tokens_at(home, grid, order)
+        q_home, k_home = _tokens_at(layout, grid, order)
         queries += q_home.T @ _by_rank(assignment.q_owner[heads], strategy.world).T
         head, column = np.nonzero(assignment.head_ulysses_ranks[heads])
         holder = assignment.kv_slot[heads][head] * strategy.ulysses + column[:, None]
@@ -71,13 +71,13 @@ def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=32)
-def _tokens_at(home: SequenceLayout, grid: BlockGrid, order: str) -> tuple[np.ndarray, np.ndarray]:
+def _tokens_at(layout: SequenceLayout, grid: BlockGrid, order: str) -> tuple[np.ndarray, np.ndarray]:
     """float64[nq, P], float64[nk, P]: tokens of each query and KV block that live on each rank."""
 
     def tokens(pieces: ShardSegments, axis: BlockAxis) -> np.ndarray:
-        found = np.zeros((len(axis), home.world))
+        found = np.zeros((len(axis), layout.world))
         np.add.at(found, (pieces.block, pieces.rank), pieces.length)
         return found
 
-    q, k = home.block_segments(grid, order)
+    q, k = layout.block_segments(grid, order)
     return tokens(q, grid.q_axis), tokens(k, grid.k_axis)

@@ -120,27 +120,27 @@ def predict(
     shape: AttentionShape,
     hardware: Hardware,
     topology: Topology | None = None,
-    home: SequenceLayout | None = None,
+    layout: SequenceLayout | None = None,
 ) -> Prediction:
     """The corrected form of Eq. 4: the slowest rank's real work in each period, real bytes, real packing.
 
     topology: default one node
-    home:     the layout the plan was made for, which decides what travels; default contiguous
-    Raises ValueError when plan, shape, home and topology don't fit, or network constants are needed but not known.
+    layout:   the layout the plan was made for, which decides what travels; default contiguous
+    Raises ValueError when plan, shape, layout and topology don't fit, or network constants are needed but not known.
     """
     strategy, known = plan.strategy, hardware.constants
     topology = topology or Topology(strategy.world, strategy.world)
-    home = home or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
+    layout = layout or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     _require_fit(plan, shape, topology)
     _require_network(hardware, topology)
-    traffic = traffic_of(plan.assignment, home)
+    traffic = traffic_of(plan.assignment, layout)
     exchanged = [traffic.dispatch, traffic.combine]
     if exchange_q_separately(plan.assignment):
         exchanged = [traffic.queries, 2 * traffic.keys, traffic.combine]
     return Prediction(
         exchange_s=sum(_exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
         periods=_periods(plan, traffic, shape, known, topology),
-        pack_s=packed_bytes(plan, traffic, home, shape) / known.pack_bytes_per_s,
+        pack_s=packed_bytes(plan, traffic, layout, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
         overlap=known.overlap,
     )
@@ -217,9 +217,9 @@ def _p2p_s(strategy: Strategy, slot_bytes: np.ndarray, known: Constants, topolog
     ]
 
 
-def packed_bytes(plan: Plan, traffic: Traffic, home: SequenceLayout, shape: AttentionShape) -> float:
+def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
     """Of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner."""
-    at_home = 4 * shape.heads * home.shard
+    at_home = 4 * shape.heads * layout.shard
     packed = 2 * traffic.rows * plan.grid.block_q + 2 * traffic.slots.ravel() * plan.grid.block_k
     return float(at_home + packed.max()) * shape.token_bytes
 

@@ -30,7 +30,7 @@ def candidates(world: int, grid: BlockGrid, merges: bool = True) -> tuple[Strate
 class StrategySelector:
     """Plans every strategy, predicts each plan's time, and takes the fastest.
 
-    home:       the one layout of the forward pass, which plans of all strategies start from
+    layout:     the one layout of the forward pass, which plans of all strategies start from
     hysteresis: share of the predicted time that a change of strategy must save: what a change costs is not predicted
     chosen:     how often each strategy was
     """
@@ -38,7 +38,7 @@ class StrategySelector:
     strategies: tuple[Strategy, ...]
     hardware: Hardware
     topology: Topology
-    home: SequenceLayout
+    layout: SequenceLayout
     hysteresis: float = 0.02
     chosen: dict[Strategy, int] = field(default_factory=dict)
 
@@ -54,4 +54,4 @@ class StrategySelector:
 
     def predict_ns(self, plan: Plan, shape: AttentionShape) -> int:
         """Whole nanoseconds: a last bit that differed between ranks could not make them choose differently."""
-        return round(predict(plan, shape, self.hardware, self.topology, self.home).total_s * 1e9)
+        return round(predict(plan, shape, self.hardware, self.topology, self.layout).total_s * 1e9)

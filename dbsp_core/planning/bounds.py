@@ -41,20 +41,20 @@ def _capped_bound(items: np.ndarray, bins: int) -> int:
 
 
 def whole_block_bound(
-    row_work: np.ndarray, kv_block_work: np.ndarray, ulysses: int, ring: int, head_cap: bool = False
+    row_work: np.ndarray, kv_block_work: np.ndarray, ulysses: int, ring: int, equal_heads: bool = False
 ) -> float:
     """Bound on ρ_s for plans that give whole heads to Ulysses ranks, and whole blocks to ring ranks and slots.
 
     row_work:    int[H, nq], dense blocks per (head, query block)
     kv_block_work: int[H, nk], dense blocks per (head, KV block)
-    head_cap: whether no Ulysses rank may take more than ceil(H / x) heads
+    equal_heads: whether no Ulysses rank may take more than ceil(H / x) heads
     returns: a float ≥ 1
     """
     total = int(row_work.sum())
     if total == 0:
         return 1.0
     heads = row_work.sum(axis=1)
-    fullest_ulysses_rank = max(bins_bound(heads, ulysses), _capped_bound(heads, ulysses) if head_cap else 0)
+    fullest_ulysses_rank = max(bins_bound(heads, ulysses), _capped_bound(heads, ulysses) if equal_heads else 0)
     slowest = max(
         -(-total // (ulysses * ring)),
         -(-fullest_ulysses_rank // ring),  # a Ulysses rank's work is shared by its y ring ranks

@@ -15,7 +15,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.imbalance import imbalance_ratio
 from dbsp_core.planning.majority import baseline_assignment, majority_ring_ranks
-from dbsp_core.planning.planners import Planner, PlannerInput, PlannerSettings, require_planner
+from dbsp_core.planning.planners import PlannerConfig, PlannerInput, require_planner
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["Plan", "PlanMetrics", "can_subdivide", "make_plan", "require_slots"]
@@ -35,9 +35,7 @@ class PlanMetrics:
     rho_bound: float
 
     @classmethod
-    def of(
-        cls, assignment: Assignment, mask: BlockMask, planner: Planner, *, head_cap: bool, compare: bool
-    ) -> PlanMetrics:
+    def of(cls, assignment: Assignment, mask: BlockMask, config: PlannerConfig, *, compare: bool) -> PlanMetrics:
         """Counts the blocks of `mask`. compare: whether to count also what needs no assignment, as reports show it"""
         baseline, bound = None, float("nan")
         fine = mask.subdivided(assignment.grid)
@@ -46,7 +44,8 @@ class PlanMetrics:
             if fine is mask:
                 mask.counts.count([without.kv_slot, assignment.kv_slot], assignment.strategy.ring)
             baseline = without.work(mask.counts)
-            bound = planner.bound(fine.counts.rows, fine.counts.columns, assignment.strategy, head_cap)
+            planner = require_planner(config.name)
+            bound = planner.bound(fine.counts.rows, fine.counts.columns, assignment.strategy, config)
         return cls(assignment.work(fine.counts), baseline, bound)
 
     @property
@@ -71,18 +70,22 @@ class PlanMetrics:
 class Plan:
     """An assignment, its numbers for a mask, and how it was made.
 
-    moved:    share of Q, K, V elements whose owner's ring rank is not that of the rank that holds them outside
-    head_cap: see `dbsp_core.planning.planners.PlannerSettings`
-    plan_ms:  time from counts to owners and slots, milliseconds; counting blocks is not in it
+    config:  the planner and what it was told
+    moved:   share of Q, K, V elements whose owner's ring rank is not that of the rank that holds them outside
+    plan_ms: time from counts to owners and slots, milliseconds; counting blocks is not in it
     The assignment's grid is the mask's, or for planner "burst" one whose blocks are parts of the mask's.
     """
 
     assignment: Assignment
     metrics: PlanMetrics
-    planner: str
+    config: PlannerConfig
     moved: float
     plan_ms: float
-    head_cap: bool = False
+
+    @property
+    def planner(self) -> str:
+        """The planner's name."""
+        return self.config.name
 
     @property
     def strategy(self) -> Strategy:
@@ -122,8 +125,7 @@ class Plan:
 
         compare: as for `make_plan`
         """
-        planner = require_planner(self.planner)
-        metrics = PlanMetrics.of(self.assignment, mask, planner, head_cap=self.head_cap, compare=compare)
+        metrics = PlanMetrics.of(self.assignment, mask, self.config, compare=compare)
         return replace(self, metrics=metrics, plan_ms=0.0)
 
 
@@ -139,39 +141,46 @@ def require_slots(strategy: Strategy, grid: BlockGrid) -> None:
 def make_plan(
     mask: BlockMask,
     strategy: Strategy | str,
-    planner: str = "dbsp",
+    planner: PlannerConfig | str = "dbsp",
     *,
-    home: SequenceLayout | None = None,
-    reward: float = 1.0,
-    head_cap: bool = False,
-    tolerance: float | None = None,
-    exchange_cost: float = 0.0,
+    layout: SequenceLayout | None = None,
+    reward: float | None = None,
     compare: bool = True,
 ) -> Plan:
-    """Plans one attention.
+    """Plans one attention. Deterministic: equal arguments give equal plans on every rank.
 
-    home: where tokens live before and after (default: contiguous)
-    reward, head_cap, tolerance, exchange_cost: see `dbsp_core.planning.planners.PlannerSettings`
-    compare: whether to count what the contiguous plan would do, and what no plan could beat, as reports show them
-    Deterministic: equal arguments give equal plans on every rank. Raises UserError for an unknown planner, more ring
-    ranks than KV blocks, or a home layout of another size.
+    Args:
+        mask: Its dense blocks, on any device.
+        strategy: How many ranks share heads and how many form a ring, such as "U4R2" (paper §2.3).
+        planner: A name from `dbsp_core.planning.planners.PLANNERS`, or that and what else it is told.
+        layout: Which rank holds which tokens before and after. Default: contiguous shards of ceil(tokens / P).
+        reward: R_b of planner "paper" (§4.2.2), in place of the one in `planner`.
+        compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
+
+    Returns:
+        Owners of rows and slots of KV blocks, with their numbers for this mask.
+
+    Raises:
+        UserError: For an unknown planner, more ring ranks than KV blocks, or a layout of another size.
     """
     strategy = Strategy.parse(strategy)
-    chosen = require_planner(planner)
-    settings = PlannerSettings(reward, head_cap, tolerance, exchange_cost)
+    config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)
+    if reward is not None:
+        config = replace(config, paper=replace(config.paper, reward=reward))
+    chosen = require_planner(config.name)
     require_slots(strategy, mask.grid)
-    home = home or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
-    if (home.tokens, home.world) != (mask.grid.tokens, strategy.world):
+    layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
+    if (layout.tokens, layout.world) != (mask.grid.tokens, strategy.world):
         raise UserError(
-            f"home layout of {home.tokens} tokens on {home.world} ranks does not fit {mask.grid.tokens} tokens on "
-            f"{strategy.world}; build it from the same grid and strategy"
+            f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit {mask.grid.tokens} "
+            f"tokens on {strategy.world}; build it from the same grid and strategy"
         )
     fine = mask.subdivided(_subdivide(mask.grid, strategy.ring)) if chosen.subdivides else mask
     grid, counts = fine.grid, fine.counts
     if compare and fine is mask:
         counts.count([baseline_assignment(grid, mask.heads, strategy).kv_slot], strategy.ring)
     row_work, kv_block_work = counts.rows, counts.columns
-    q_home, k_home = majority_ring_ranks(home, grid, mask.heads, strategy)
+    q_home, k_home = majority_ring_ranks(layout, grid, mask.heads, strategy)
     count_work_by_slot = _Stopwatch(lambda slots: counts.work_by_slot(slots, strategy.ring))
     inputs = PlannerInput(
         strategy=strategy,
@@ -180,7 +189,7 @@ def make_plan(
         q_home=q_home,
         k_home=k_home,
         count_work_by_slot=count_work_by_slot,
-        settings=settings,
+        config=config,
     )
     start = time.perf_counter()
     q_owner, kv_slot = chosen.assign(inputs)
@@ -188,11 +197,10 @@ def make_plan(
     assignment = Assignment(strategy, grid, q_owner, kv_slot)
     return Plan(
         assignment=assignment,
-        metrics=PlanMetrics.of(assignment, mask, chosen, head_cap=settings.head_cap, compare=compare),
-        planner=planner,
-        moved=_moved(assignment, home),
+        metrics=PlanMetrics.of(assignment, mask, config, compare=compare),
+        config=config,
+        moved=_moved(assignment, layout),
         plan_ms=seconds * 1e3,
-        head_cap=settings.head_cap,
     )
 
 
@@ -226,14 +234,14 @@ def _subdivide(grid: BlockGrid, parts: int) -> BlockGrid:
     return grid.resized(grid.block_q // parts, grid.block_k // parts)
 
 
-def _moved(assignment: Assignment, home: SequenceLayout) -> float:
+def _moved(assignment: Assignment, layout: SequenceLayout) -> float:
     """Share of Q, K, V elements (K and V each counted like Q) that change ring rank on their way to their owner."""
     strategy, grid, q_owner, kv_slot = assignment.strategy, assignment.grid, assignment.q_owner, assignment.kv_slot
     if strategy.ring == 1:
         return 0.0
     x, moved = strategy.ulysses, 0
     for order, heads in grid.order_groups(len(q_owner)):
-        q, k = home.block_segments(grid, order)
+        q, k = layout.block_segments(grid, order)
         moved += int(((q_owner[heads][:, q.block] // x != q.rank // x) * q.length).sum())
         moved += 2 * int(((kv_slot[heads][:, k.block] != k.rank // x) * k.length).sum())
     return moved / (3 * len(q_owner) * grid.tokens)

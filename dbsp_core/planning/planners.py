@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from dbsp_core.planning.baselines import (
     snake_heads,
 )
 from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
-from dbsp_core.utils.errors import SettingError, UserError, bad_value
+from dbsp_core.utils.errors import UserError, bad_value, blame_setting
 
-__all__ = ["PLANNERS", "OwnersAndSlots", "Planner", "PlannerInput", "PlannerSettings", "require_planner"]
+__all__ = ["PLANNERS", "OwnersAndSlots", "PaperConfig", "Planner", "PlannerConfig", "PlannerInput", "require_planner"]
 
 RING_TOLERANCE, HEAD_TOLERANCE = 1.005, 1.002
 
@@ -29,29 +29,46 @@ OwnersAndSlots = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class PlannerSettings:
-    """What planners can be told. Raises ValueError for values out of range.
+class PaperConfig:
+    """What only planner "paper" heeds.
 
-    reward:        R_b ≥ 0 of planner "paper"
-    head_cap:      whether planner "paper" gives no Ulysses rank more than ceil(H / x) heads
-    tolerance:     the ρ_s at which planner "dbsp" is content; None: 1.002 for Ulysses alone, 1.005 with a ring
-    exchange_cost: what exchanging all of Q, K and V once would cost, in units of ρ_s (its time over that of perfectly
-                   balanced attention): planner "dbsp" then trades balance against bytes; 0: balance comes first
+    reward:      R_b ≥ 0 of its biased greedy: how strongly blocks are held where they are
+    equal_heads: whether no Ulysses rank gets more than ceil(H / x) heads
     """
 
     reward: float = 1.0
-    head_cap: bool = False
-    tolerance: float | None = None
-    exchange_cost: float = 0.0
+    equal_heads: bool = False
 
     def __post_init__(self) -> None:
         if not self.reward >= 0:
-            message = f"reward R_b={self.reward} must not be negative; 0 balances without regard to homes"
-            raise SettingError(message, ("reward",))
-        if self.tolerance is not None and not self.tolerance >= 1:
-            raise bad_value(self, "tolerance", "must be at least 1, the least ρ_s there is")
-        if not self.exchange_cost >= 0:
-            raise bad_value(self, "exchange_cost", "must not be negative; 0 puts balance first")
+            complaint = "must not be negative; 0 balances without regard to where blocks are"
+            raise bad_value(self, "reward", complaint, "planner.paper.")
+
+
+@dataclass(frozen=True)
+class PlannerConfig:
+    """Which planner, and what it is told. Raises SettingError for values out of range.
+
+    name:          from `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous" …
+    target_rho:    ρ_s at which planner "dbsp" is content; None: 1.002 for only Ulysses, 1.005 with a ring
+    exchange_cost: what exchanging all of Q, K and V once costs, in units of ρ_s (its time over that of perfectly
+                   balanced attention), for planner "dbsp" to trade balance against bytes. None: in sessions, as the
+                   constants of `DbspConfig.cost_model` say; else 0: balance comes first
+    paper:         for planner "paper"
+    """
+
+    name: str = "dbsp"
+    target_rho: float | None = None
+    exchange_cost: float | None = None
+    paper: PaperConfig = field(default_factory=PaperConfig)
+
+    def __post_init__(self) -> None:
+        with blame_setting("name"):
+            require_planner(self.name)
+        if self.target_rho is not None and not self.target_rho >= 1:
+            raise bad_value(self, "target_rho", "must be at least 1, the least ρ_s there is", "planner.")
+        if self.exchange_cost is not None and not self.exchange_cost >= 0:
+            raise bad_value(self, "exchange_cost", "must not be negative; 0 puts balance first", "planner.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +88,7 @@ class PlannerInput:
     q_home: np.ndarray
     k_home: np.ndarray
     count_work_by_slot: Callable[[np.ndarray], np.ndarray]
-    settings: PlannerSettings
+    config: PlannerConfig
 
     @property
     def heads(self) -> int:
@@ -83,22 +100,22 @@ class Planner:
     """How work is assigned, and what bounds it.
 
     granularity_bound: (rows, Ulysses ranks, x, y) → ρ_s that no plan of this granularity can beat
-    home:      the home layout it is meant for: where blocks are when nothing else is asked for
-    heeds_cap: whether `PlannerSettings.head_cap` binds it
+    layout:    the sequence layout it is meant for: where blocks are when nothing else is asked for
+    heeds_cap: whether `PaperConfig.equal_heads` binds it
     subdivides:   whether it plans on blocks cut into y parts
     """
 
     assign: Callable[[PlannerInput], OwnersAndSlots]
     granularity_bound: Callable[..., float] = whole_block_bound
-    home: str = "contiguous"
+    layout: str = "contiguous"
     heeds_cap: bool = False
     subdivides: bool = False
 
     def bound(
-        self, row_work: np.ndarray, kv_block_work: np.ndarray, strategy: Strategy, head_cap: bool = False
+        self, row_work: np.ndarray, kv_block_work: np.ndarray, strategy: Strategy, config: PlannerConfig
     ) -> float:
         """ρ_s that no plan of this kind can beat; see `PlannerInput` for the arrays."""
-        capped = {"head_cap": True} if head_cap and self.heeds_cap else {}
+        capped = {"equal_heads": True} if config.paper.equal_heads and self.heeds_cap else {}
         return self.granularity_bound(row_work, kv_block_work, strategy.ulysses, strategy.ring, **capped)
 
 
@@ -135,11 +152,11 @@ def burst(inputs: PlannerInput) -> OwnersAndSlots:
 
 def paper(inputs: PlannerInput) -> OwnersAndSlots:
     """Alg. 1: greedy heads, then biased greedy blocks for Q and for K, V on counts summed over heads."""
-    x, y = inputs.strategy.ulysses, inputs.strategy.ring
-    cap = -(-inputs.heads // x) if inputs.settings.head_cap else None
+    x, y, told = inputs.strategy.ulysses, inputs.strategy.ring, inputs.config.paper
+    cap = -(-inputs.heads // x) if told.equal_heads else None
     ulysses_rank = greedy_heads(inputs.row_work.sum(axis=1), x, cap)
-    q_ring = biased_greedy(inputs.row_work.sum(axis=0), y, _of_most_heads(inputs.q_home), inputs.settings.reward)
-    slot = biased_greedy(inputs.kv_block_work.sum(axis=0), y, _of_most_heads(inputs.k_home), inputs.settings.reward)
+    q_ring = biased_greedy(inputs.row_work.sum(axis=0), y, _of_most_heads(inputs.q_home), told.reward)
+    slot = biased_greedy(inputs.kv_block_work.sum(axis=0), y, _of_most_heads(inputs.k_home), told.reward)
     return assign_whole_heads(ulysses_rank, q_ring, slot, x)
 
 
@@ -152,7 +169,7 @@ def _of_most_heads(home: np.ndarray) -> np.ndarray:
 
 def dbsp(inputs: PlannerInput) -> OwnersAndSlots:
     """Ours: whole heads and the fewest splits, level slots, single rows moved; see `planning.balanced.planner`."""
-    settings = inputs.settings
+    config = inputs.config
     return plan_rows(
         inputs.row_work,
         inputs.kv_block_work,
@@ -161,14 +178,14 @@ def dbsp(inputs: PlannerInput) -> OwnersAndSlots:
         inputs.strategy.ulysses,
         inputs.strategy.ring,
         inputs.count_work_by_slot,
-        tolerance=settings.tolerance or RING_TOLERANCE,
-        head_tolerance=settings.tolerance or HEAD_TOLERANCE,
-        exchange_cost=settings.exchange_cost,
+        target_rho=config.target_rho or RING_TOLERANCE,
+        head_target_rho=config.target_rho or HEAD_TOLERANCE,
+        exchange_cost=config.exchange_cost or 0.0,
     )
 
 
 PLANNERS = {
-    "dbsp": Planner(dbsp, granularity_bound=functools.partial(whole_row_bound, slot=None), home="striped"),
+    "dbsp": Planner(dbsp, granularity_bound=functools.partial(whole_row_bound, slot=None), layout="striped"),
     "contiguous": Planner(contiguous),
     "snake": Planner(snake),
     "knapsack": Planner(knapsack),

@@ -20,7 +20,6 @@ from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_kernels import KernelRequirements, choose_kernel
 
 __all__ = ["MOST_CALLS", "ObservedCall", "RunObserver", "SentBytes", "run_observer"]
 
@@ -160,7 +159,7 @@ class RunObserver(SessionObserver):
         replanned = self._assignments.get(key) is not plan.assignment
         self._assignments[key] = plan.assignment
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
-        self.kernel = self.kernel or _kernel_of(executor, q)
+        self.kernel = self.kernel or executor.kernel_for(q).name
         call = ObservedCall(
             layer=layer,
             forward=max(len(self._timesteps) - 1, 0),
@@ -205,13 +204,6 @@ def _sent_by(executor: DualBalancedAttention, q: torch.Tensor) -> SentBytes:
     items = batch if executor.plan.heads == heads else 1
     shape = AttentionShape(items, executor.plan.heads, executor.plan.grid.tokens, width, q.element_size())
     return SentBytes.of(executor, shape, shard)
-
-
-def _kernel_of(executor: DualBalancedAttention, q: torch.Tensor) -> str:
-    grid = executor.plan.grid
-    blocks, lse = (grid.block_q, grid.block_k), len(executor.tables) > 1
-    needs = KernelRequirements(blocks, q.shape[3], lse=lse, ragged_rows=executor.whole is None)
-    return choose_kernel(executor.kernel, q.device.type, q.dtype, needs).name
 
 
 def _mark(device: torch.device) -> Mark:

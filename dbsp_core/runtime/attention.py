@@ -5,6 +5,7 @@ q, k, v at home → plan → route to owners → y periods of kernel beside rota
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,12 +17,13 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.ring import ring_attention
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_kernels import DenseHeadLayout, KernelRequirements, choose_kernel, require_fit
+from dbsp_kernels import Kernel, KernelRequirements, choose_kernel, require_supported
 
 __all__ = [
     "INPUTS_DIFFER",
@@ -50,11 +52,16 @@ def inputs_fingerprint(q: torch.Tensor) -> int:
     return fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype))
 
 
-class _FirstCall:
-    """Whether the first call of an executor, and of those made from it for other masks, is still to come."""
+class _Calls:
+    """What an executor, and those made from it for other masks, remember of their calls.
+
+    pending: whether the first is still to come
+    chosen:  the kernel that serves, after what it was chosen for
+    """
 
     def __init__(self, pending: bool) -> None:
         self.pending = pending
+        self.chosen: tuple[Hashable, Kernel] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +71,9 @@ class DualBalancedAttention:
     part:   this rank's part in the plan, with its tables on the device
     plan:   the same plan, with the numbers of the mask
     tables: by period, those of the mask
+    group:  the ranks that share the sequence
+    kernel: a name from `dbsp_kernels.KERNELS`, or "auto"
+    debug:  whether all ranks compare inputs and plans before every call
     """
 
     part: RankPlan
@@ -72,14 +82,14 @@ class DualBalancedAttention:
     group: SequenceGroup
     kernel: str = "auto"
     debug: bool = False
-    _first_call: _FirstCall = field(default_factory=lambda: _FirstCall(pending=False))
+    _calls: _Calls = field(default_factory=lambda: _Calls(pending=False))
 
     @classmethod
     def prepare(
         cls,
         plan: Plan,
         mask: BlockMask,
-        home: SequenceLayout,
+        layout: SequenceLayout,
         group: SequenceGroup,
         *,
         n_local: int | None = None,
@@ -89,31 +99,33 @@ class DualBalancedAttention:
     ) -> DualBalancedAttention:
         """Builds this rank's route and kernel tables. Collective: all ranks agree that their parts fit together.
 
-        plan:    from `make_plan`, equal on all ranks, made for `home`
-        n_local: places this rank has, with or without the padding at the end (default: with)
-        kernel:  a name from dbsp_kernels.KERNELS, or "auto"
-        debug:   before every call all ranks agree that inputs are finite and plans equal, or raise together. Without
-                 it they agree at the first call only that shapes fit
-        Raises UserError, on all ranks alike, when plan, mask, home layout and group don't fit each other, plans
-        differ, or the kernel can't serve the plan.
+        Args:
+            plan: From `make_plan`, equal on all ranks, made for `layout`.
+            mask: The plan's, or another one of the same grid and heads.
+            layout: Which rank holds which tokens before and after.
+            group: The ranks that share the sequence.
+            n_local: Places this rank has, with or without the padding at the end. Default: with.
+            device: Where q, k and v will be.
+            kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
+            debug: Whether before every call all ranks agree that inputs are finite and plans equal, or raise together.
+                Without it they agree at the first call only that shapes fit.
+
+        Raises:
+            UserError: On all ranks alike, when plan, mask, layout and group don't fit each other, plans differ, or the
+                kernel can't serve the plan.
         """
         plan.strategy.require_world(group.size)
         device = torch.device(device)
         problem = None
         try:
-            require_fit(
-                kernel,
-                KernelRequirements(
-                    lse=plan.strategy.ring > 1, ragged_rows=dense_head_layout(plan.assignment, group.rank) is None
-                ),
-            )
-            n_local = _require_places(home, group.rank, n_local)
+            ragged = dense_head_layout(plan.assignment, group.rank) is None
+            require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
+            n_local = _require_places(layout, group.rank, n_local)
         except UserError as error:
             problem = error
         check_consistent(group, problem, {PLANS_DIFFER: plan.assignment.fingerprint}, device)
-        part = RankPlan.of(plan.assignment, home, group.rank, n_local).to(device)
-        first_call = _FirstCall(pending=True)
-        return cls.of_part(part, plan, mask, group, kernel=kernel, debug=debug, first_call=first_call)
+        part = RankPlan.of(plan.assignment, layout, group.rank, n_local).to(device)
+        return cls.of_part(part, plan, mask, group, kernel=kernel, debug=debug, calls=_Calls(pending=True))
 
     @classmethod
     def of_part(
@@ -125,7 +137,7 @@ class DualBalancedAttention:
         *,
         kernel: str = "auto",
         debug: bool = False,
-        first_call: _FirstCall | None = None,
+        calls: _Calls | None = None,
     ) -> DualBalancedAttention:
         """For ranks that have agreed on their parts already.
 
@@ -135,21 +147,17 @@ class DualBalancedAttention:
             raise UserError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
         if not plan.assignment.equals(part.assignment):
             raise ValueError("this part of a plan was made for another plan")
-        tables = build_tables(part.layout, mask.subdivided(plan.grid))
-        return cls(part, plan, tables, group, kernel, debug, first_call or _FirstCall(pending=False))
+        tables = build_tables(part.table_layout, mask.subdivided(plan.grid))
+        return cls(part, plan, tables, group, kernel, debug, calls or _Calls(pending=False))
 
     def for_mask(self, plan: Plan, mask: BlockMask) -> DualBalancedAttention:
         """The same part in a plan with another mask's tables. plan: with the same owners and slots as this one's"""
-        tables = build_tables(self.part.layout, mask.subdivided(plan.grid))
+        tables = build_tables(self.part.table_layout, mask.subdivided(plan.grid))
         return replace(self, plan=plan, tables=tables)
 
     @property
     def route(self) -> Route:
         return self.part.route
-
-    @property
-    def whole(self) -> DenseHeadLayout | None:
-        return self.part.whole
 
     @property
     def device(self) -> torch.device:
@@ -159,11 +167,19 @@ class DualBalancedAttention:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
-        """q, k, v: [B, H, n_local, D], this rank's home tokens.
+        """Attention of this rank's tokens over all ranks' keys; called by every rank.
 
-        scale:   of the scores, default D^−1/2
-        returns: [B, H, n_local, D], zero at padding and at queries whose row has no blocks
-        Raises ValueError before any collective when the shapes don't fit.
+        Args:
+            q: [B, H, n_local, D], this rank's tokens in the order of the layout.
+            k: [B, H, n_local, D].
+            v: [B, H, n_local, D].
+            scale: Of the scores; default D^−1/2.
+
+        Returns:
+            [B, H, n_local, D], zero at padding and at queries whose row has no blocks.
+
+        Raises:
+            UserError: Before any collective, where shapes, dtypes or the kernel don't fit.
         """
         self._check(q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -177,19 +193,32 @@ class DualBalancedAttention:
         rows = packed_q.view(-1, grid.block_q, width)
         first_slot = [packed_kv.view(2, batch, -1, grid.block_k, width)]
         del packed_kv  # or slot 0 would be held while all others pass
-        out = ring_attention(rows, first_slot.pop, self.tables, strategy, self.group, scale, self.kernel, self.whole)
+        kernel, layout = self.kernel_for(q), self.part.head_layout
+        out = ring_attention(rows, first_slot.pop, self.tables, strategy, self.group, scale, kernel, layout)
         return out.view(batch, -1, width)
+
+    def kernel_for(self, q: torch.Tensor) -> Kernel:
+        """The kernel that serves inputs like q [B, H, n_local, D]: chosen once for a device, dtype and head size.
+
+        Raises UserError where none, or not the one asked for, can serve.
+        """
+        inputs = (q.device.type, q.dtype, q.shape[-1])
+        if self._calls.chosen is None or self._calls.chosen[0] != inputs:
+            blocks, ragged = (self.plan.grid.block_q, self.plan.grid.block_k), self.part.head_layout is None
+            needs = KernelRequirements(blocks, q.shape[-1], lse=len(self.tables) > 1, ragged_rows=ragged)
+            self._calls.chosen = inputs, choose_kernel(self.kernel, q.device.type, q.dtype, needs)
+        return self._calls.chosen[1]
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises UserError for inputs that don't fit: on all ranks together at the first call, and under debug."""
         problem = self._problem(q, k, v)
-        if self.debug or self._first_call.pending:
+        if self.debug or self._calls.pending:
             if self.debug and problem is None and not all(bool(t.isfinite().all()) for t in (q, k, v)):
                 problem = "q, k or v has values that are not finite"
             error = None if problem is None else UserError(problem)
             marks = {PLANS_DIFFER: self.plan.assignment.fingerprint, INPUTS_DIFFER: inputs_fingerprint(q)}
             check_consistent(self.group, error, marks, q.device)
-            self._first_call.pending = False
+            self._calls.pending = False
         if problem is not None:
             raise UserError(problem)
 
@@ -206,22 +235,20 @@ class DualBalancedAttention:
         if needs_gradients(q, k, v):
             return NO_GRADIENTS
         try:
-            blocks = (self.plan.grid.block_q, self.plan.grid.block_k)
-            needs = KernelRequirements(blocks, q.shape[3], lse=len(self.tables) > 1, ragged_rows=self.whole is None)
-            choose_kernel(self.kernel, q.device.type, q.dtype, needs)
-        except ValueError as error:
+            self.kernel_for(q)
+        except UserError as error:
             return str(error)
         return None
 
 
-def _require_places(home: SequenceLayout, rank: int, n_local: int | None) -> int:
-    """How many tokens a rank has at home. Raises UserError for a number that doesn't hold its tokens."""
-    n_local = home.shard if n_local is None else n_local
-    least = int(home.tokens_at(rank)[1].max(initial=-1)) + 1
-    if not least <= n_local <= home.shard:
+def _require_places(layout: SequenceLayout, rank: int, n_local: int | None) -> int:
+    """How many tokens a rank holds. Raises UserError for a number that doesn't hold its tokens."""
+    n_local = layout.shard if n_local is None else n_local
+    least = int(layout.tokens_at(rank)[1].max(initial=-1)) + 1
+    if not least <= n_local <= layout.shard:
         raise UserError(
-            f"rank {rank} holds {n_local} tokens, expected {least} ({home.shard} with padding): "
-            f"{home.tokens} tokens are shared by {home.world} ranks"
+            f"rank {rank} holds {n_local} tokens, expected {least} ({layout.shard} with padding): "
+            f"{layout.tokens} tokens are shared by {layout.world} ranks"
         )
     return n_local
 
@@ -233,27 +260,44 @@ def dual_balanced_attention(
     mask: BlockMask,
     strategy: Strategy | str,
     *,
-    planner: str = "dbsp",
-    home: SequenceLayout | None = None,
-    reward: float = 1.0,
+    planner: PlannerConfig | str = "dbsp",
+    layout: SequenceLayout | None = None,
+    reward: float | None = None,
     group: SequenceGroup | None = None,
     scale: float | None = None,
     kernel: str = "auto",
     debug: bool = False,
 ) -> torch.Tensor:
-    """Block-sparse attention over all ranks of `group` (default: torch.distributed's), called by every one of them.
+    """Block-sparse attention over all ranks of `group`, called by every one of them.
 
-    q, k, v: [B, H, n_local, D], this rank's tokens under `home` (default contiguous: shards of ceil(tokens / P))
-    mask:    equal on all ranks
-    returns: [B, H, n_local, D]
     Plans again at every call: for many calls with one mask, keep a `DualBalancedAttention`.
+
+    Args:
+        q: [B, H, n_local, D], this rank's tokens under `layout`; float16, bfloat16, float32 or float64.
+        k: [B, H, n_local, D].
+        v: [B, H, n_local, D].
+        mask: Which blocks are dense; equal on all ranks.
+        strategy: How many ranks share heads and how many form a ring, such as "U4R2".
+        planner: See `make_plan`.
+        layout: Which rank holds which tokens. Default: contiguous shards of ceil(tokens / P).
+        reward: See `make_plan`.
+        group: Default: all ranks of torch.distributed.
+        scale: Of the scores; default D^−1/2.
+        kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
+        debug: Whether all ranks agree before the call that inputs are finite and plans equal.
+
+    Returns:
+        [B, H, n_local, D], zero at padding and at queries whose row has no blocks.
+
+    Raises:
+        UserError: On all ranks alike, before anything is exchanged, where arguments don't fit each other.
     """
     group = group or SequenceGroup.of()
     strategy = Strategy.parse(strategy)
     strategy.require_world(group.size)
-    home = home or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
-    plan = make_plan(mask, strategy, planner, home=home, reward=reward)
+    layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
+    plan = make_plan(mask, strategy, planner, layout=layout, reward=reward)
     attend = DualBalancedAttention.prepare(
-        plan, mask, home, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
+        plan, mask, layout, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
     )
     return attend(q, k, v, scale=scale)

@@ -90,18 +90,8 @@ class ConfiguredPlanMaker:
 
     def _plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
         """real: the mask at hand, where `mask` is a predicted one"""
-        planner = self.config.planner
-        return make_plan(
-            mask,
-            strategy,
-            planner.name,
-            home=self.layout,
-            reward=planner.paper.reward,
-            head_cap=planner.paper.equal_heads,
-            tolerance=planner.target_rho,
-            exchange_cost=self._exchange_cost(strategy, real),
-            compare=self.compare and mask is real,
-        )
+        planner = replace(self.config.planner, exchange_cost=self._exchange_cost(strategy, real))
+        return make_plan(mask, strategy, planner, layout=self.layout, compare=self.compare and mask is real)
 
     def _exchange_cost(self, strategy: Strategy, mask: BlockMask) -> float:
         """The user's, or what the machine's constants say."""

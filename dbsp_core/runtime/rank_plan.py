@@ -1,4 +1,4 @@
-"""One rank's part in a plan: all that follows from the plan and the home layout, whatever the mask."""
+"""One rank's part in a plan: all that follows from the plan and the sequence layout, whatever the mask."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ class RankPlan:
 
     assignment: what it was made from
     route:   how tensors travel between homes and owners
-    layout:  what the kernel tables of every mask have in common
-    n_local: tokens this rank has at home
-    whole:   says that the rank's rows are those of whole heads; see `dbsp_kernels.block_attention`
+    table_layout: what the kernel tables of every mask have in common
+    n_local: tokens this rank holds outside attention
+    head_layout: says that the rank's rows are those of whole heads; see `dbsp_kernels.block_attention`
     """
 
     assignment: Assignment
     route: Route
-    layout: TableLayout
+    table_layout: TableLayout
     n_local: int
-    whole: DenseHeadLayout | None
+    head_layout: DenseHeadLayout | None
 
     @classmethod
-    def of(cls, assignment: Assignment, home: SequenceLayout, rank: int, n_local: int | None = None) -> RankPlan:
+    def of(cls, assignment: Assignment, layout: SequenceLayout, rank: int, n_local: int | None = None) -> RankPlan:
         """Made on the host, by any thread. n_local: default with the padding at the end"""
-        n_local = home.shard if n_local is None else n_local
-        route = build_route(assignment, home, rank, n_local, torch.device("cpu"))
-        tables, whole = table_layout(assignment, rank), dense_head_layout(assignment, rank)
-        return cls(assignment, route, tables, n_local, whole)
+        n_local = layout.shard if n_local is None else n_local
+        route = build_route(assignment, layout, rank, n_local, torch.device("cpu"))
+        return cls(assignment, route, table_layout(assignment, rank), n_local, dense_head_layout(assignment, rank))
 
     def to(self, device: torch.device) -> RankPlan:
         """The same with its tables on a device. They are on the host."""
-        return replace(self, route=self.route.to(device), layout=self.layout.to(device))
+        return replace(self, route=self.route.to(device), table_layout=self.table_layout.to(device))

@@ -9,7 +9,7 @@ import torch
 from dbsp_core.comm.groups import PendingShift, SequenceGroup
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.kernel_tables import RingStepTable
-from dbsp_kernels import DenseHeadLayout, PartialAttention, block_attention
+from dbsp_kernels import DenseHeadLayout, Kernel, PartialAttention, block_attention
 
 __all__ = ["ring_attention"]
 
@@ -21,8 +21,8 @@ def ring_attention(
     strategy: Strategy,
     group: SequenceGroup,
     scale: float,
-    kernel: str,
-    whole: DenseHeadLayout | None = None,
+    kernel: Kernel,
+    head_layout: DenseHeadLayout | None = None,
 ) -> torch.Tensor:
     """All periods of one attention on one rank.
 
@@ -30,7 +30,7 @@ def ring_attention(
     first_slot: hands over [2, B, Ck, Bk, D], keys and values of the slot it starts with: called once, so that nobody
             else holds them while other slots pass
     tables: one per period, not yet expanded for the batch
-    whole:  says that rows are those of whole heads; see `dbsp_kernels.block_attention`
+    head_layout: says that rows are those of whole heads; see `dbsp_kernels.block_attention`
     returns: [B·Rq, Bq, D]
 
     In period i, ring rank r computes with slot (r + i) mod y: after each period a rank hands its slot to ring rank
@@ -54,7 +54,7 @@ def ring_attention(
             kernel=kernel,
             partial=running,
             out_dtype=q.dtype if coming is None else torch.promote_types(q.dtype, torch.float32),
-            head_layout=whole and DenseHeadLayout(whole.heads * batch, whole.tokens),
+            head_layout=head_layout and DenseHeadLayout(head_layout.heads * batch, head_layout.tokens),
             lse=len(tables) > 1,
         )
         del keys, values  # or the slot that has been handed over would be held while the next but one comes

@@ -38,7 +38,7 @@ from dbsp_core.runtime.size_context import AttentionKey, SizeContext
 from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_kernels import KernelRequirements, require_fit
+from dbsp_kernels import KernelRequirements, require_supported
 
 __all__ = ["MOST_SIZES", "AttentionSession"]
 
@@ -75,7 +75,7 @@ class AttentionSession:
     steps: Callable[[], int | None] = lambda: None
     generation: Callable[[], object] = lambda: None
     observers: Sequence[SessionObserver] = ()
-    _feed: MaskProvider = field(init=False)
+    _mask_provider: MaskProvider = field(init=False)
     _counters: ReuseCounters = field(default_factory=ReuseCounters)
     _sizes: OrderedDict[Hashable, SizeContext] = field(default_factory=OrderedDict)
     """By size of video, the one used last at the end."""
@@ -86,7 +86,7 @@ class AttentionSession:
     def __post_init__(self) -> None:
         self._lock = _lock_of(self.group)
         self._agree_on_settings()
-        self._feed = MaskProvider(
+        self._mask_provider = MaskProvider(
             self.config.mask,
             self.config.dense_schedule,
             self.heads,
@@ -105,7 +105,7 @@ class AttentionSession:
         try:
             if self.strategy is not None:
                 self.strategy.require_world(self.group.size)
-                require_fit(self.config.kernel, KernelRequirements(lse=self.strategy.ring > 1))
+                require_supported(self.config.kernel, KernelRequirements(lse=self.strategy.ring > 1))
         except UserError as error:
             problem = error
         shared = fingerprint_of((replace(self.config, strategy=self.strategy).fingerprint, self.heads, self.layers))
@@ -120,7 +120,7 @@ class AttentionSession:
         device: torch.device | str = "cpu",
         *,
         cfg_branch: int | None = None,
-        host_home: Callable[[], SequenceLayout] | None = None,
+        host_layout: Callable[[], SequenceLayout] | None = None,
     ) -> SequenceLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
@@ -133,26 +133,26 @@ class AttentionSession:
         """
         with self._alone():
             self._reached.clear()
-            self._feed.begin(thw, text_tokens, timestep, cfg_branch)
+            self._mask_provider.begin(thw, text_tokens, timestep, cfg_branch)
             for observer in self.observers:
-                observer.begin(self._feed.moment, timestep, cfg_branch)
+                observer.begin(self._mask_provider.moment, timestep, cfg_branch)
             size, place = (thw, text_tokens), torch.device(device)
             if self.config.debug:
                 check_consistent(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
             if size not in self._sizes:
-                self._sizes[size] = self._new_size(size, place, host_home)
+                self._sizes[size] = self._new_size(size, place, host_layout)
                 if len(self._sizes) > MOST_SIZES:
                     self._drop_oldest_size()
             self._sizes.move_to_end(size)
-            self._feed.name_masks(place)
-            return self.home
+            self._mask_provider.name_masks(place)
+            return self.layout
 
     def end(self) -> int:
         """Ends a forward pass. returns: how many layers' attentions it reached."""
         return len(self._reached)
 
     @property
-    def home(self) -> SequenceLayout:
+    def layout(self) -> SequenceLayout:
         """The layout of the current forward pass."""
         return self._now.layout
 
@@ -166,7 +166,7 @@ class AttentionSession:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             for observer in self.observers:
                 observer.attention_begins(q.device)
-            executor = self._executor(layer, LocalQK(q, k, self.home, self.group, scale))
+            executor = self._executor(layer, LocalQK(q, k, self.layout, self.group, scale))
             self._reached.add(layer)
             try:
                 if executor.plan.heads == q.shape[1]:
@@ -262,11 +262,11 @@ class AttentionSession:
     def _executor(self, layer: int, tokens: LocalQK) -> DualBalancedAttention:
         """For this layer's mask now."""
         now = self._now
-        attention = AttentionKey(now.size, layer, self._feed.moment.cfg_branch)
-        name = self._feed.cache_key(layer)
+        attention = AttentionKey(now.size, layer, self._mask_provider.moment.cfg_branch)
+        name = self._mask_provider.cache_key(layer)
 
         def new_mask(key: Hashable) -> BlockMask:
-            mask = self._feed.mask(layer, tokens)
+            mask = self._mask_provider.mask(layer, tokens)
             for observer in self.observers:
                 observer.mask_made(key, layer, mask, name is not None)
             return mask
@@ -274,7 +274,7 @@ class AttentionSession:
         if name is None:
             key, executor = now.for_each_call(attention, new_mask, tokens)
         else:
-            key, executor = now.for_mask_named(attention, name, self._feed.changes(layer), new_mask, tokens)
+            key, executor = now.for_mask_named(attention, name, self._mask_provider.changes(layer), new_mask, tokens)
         for observer in self.observers:
             observer.mask_used(layer, key)
         return executor
@@ -283,14 +283,14 @@ class AttentionSession:
         self,
         size: tuple[tuple[int, int, int], int],
         device: torch.device,
-        host_home: Callable[[], SequenceLayout] | None,
+        host_layout: Callable[[], SequenceLayout] | None,
     ) -> SizeContext:
         """Collective: all ranks must plan by the same."""
-        grid = self._feed.grid(device)  # which all ranks have alike
+        grid = self._mask_provider.grid(device)  # which all ranks have alike
         if self.strategy is not None:
             require_slots(self.strategy, grid)
         self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
-        layout = self._layout(grid, size[1], device) if host_home is None else host_home()
+        layout = self._layout(grid, size[1], device) if host_layout is None else host_layout()
         maker = ConfiguredPlanMaker.of(
             self.config, self.group, self.strategy, layout, self._hardware, grid, device, self._compare
         )
@@ -328,7 +328,7 @@ class AttentionSession:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
         if self.config.effective_layout != "learned":
             return None
-        masks = self._feed.static_masks(device)
+        masks = self._mask_provider.static_masks(device)
         return None if masks is None else MaskProfile.of(masks)
 
 

@@ -10,7 +10,7 @@ from dbsp_kernels.registry import (
     available,
     choose_kernel,
     explain_auto,
-    require_fit,
+    require_supported,
 )
 
 __all__ = [
@@ -26,5 +26,5 @@ __all__ = [
     "explain_auto",
     "merge_into",
     "merge_states",
-    "require_fit",
+    "require_supported",
 ]

@@ -23,7 +23,7 @@ __all__ = [
     "choose_kernel",
     "explain_auto",
     "interpreted",
-    "require_fit",
+    "require_supported",
     "returns_lse",
 ]
 
@@ -198,7 +198,7 @@ def choose_kernel(name: str, device: str, dtype: torch.dtype, needs: KernelRequi
     raise UserError(f"no attention kernel serves {dtype} on {device}; use float32, float16 or bfloat16")
 
 
-def require_fit(name: str, needs: KernelRequirements) -> None:
+def require_supported(name: str, needs: KernelRequirements) -> None:
     """Raises ValueError, naming kernels that can, when the kernel called `name` can serve such a plan on no machine.
 
     Asks for nothing that differs between ranks, so that all of them raise alike.

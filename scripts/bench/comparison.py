@@ -94,8 +94,8 @@ def compare(
 
 
 def _plan(mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, SequenceLayout]:
-    home = SequenceLayout.named(require_planner(planner).home, mask.grid, strategy)
-    return make_plan(mask, strategy, planner, home=home), home
+    layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, strategy)
+    return make_plan(mask, strategy, planner, layout=layout), layout
 
 
 def replay(
@@ -116,8 +116,8 @@ def replay(
         before, after = (_plan(mask, strategy, planner) for planner in PLANNERS)
         seconds = replayed_seconds((before[0], after[0]), mask, case.head_dim, setting)
         communication = []
-        for plan, home in (before, after):
-            predicted = predict(plan, shape, hardware, home=home)
+        for plan, layout in (before, after):
+            predicted = predict(plan, shape, hardware, layout=layout)
             communication.append(predicted.exchange_s + sum(p2p for _, p2p in predicted.periods))
         found.append(
             Comparison(

@@ -92,10 +92,10 @@ def main() -> None:
     mask = SyntheticSource(preset=PRESET).mask(MaskRequest(0, preset.model.heads, VIDEO))
     rows = []
     for strategy in Strategy.all_for(args.ranks):
-        home = SequenceLayout.striped(mask.grid, strategy)
-        plan = make_plan(mask, strategy, home=home)
+        layout = SequenceLayout.striped(mask.grid, strategy)
+        plan = make_plan(mask, strategy, layout=layout)
         usp = [usp_peak(strategy, mask.grid.tokens, mask.heads, rotating) for rotating in (False, True)]
-        ours = [peak_of_attention(plan, mask, home, rank, HEAD_DIM, DTYPE) for rank in range(args.ranks)]
+        ours = [peak_of_attention(plan, mask, layout, rank, HEAD_DIM, DTYPE) for rank in range(args.ranks)]
         row: dict[str, Any] = {"strategy": str(strategy), "usp": usp[0], "usp_rotating": usp[1]}
         row |= {"dbsp_least": min(ours), "dbsp_most": max(ours)}
         row |= {"over_usp": max(ours) / usp[0], "over_usp_rotating": max(ours) / usp[1]}

@@ -44,6 +44,7 @@ from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, device_class, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, packed_bytes, predict
 from dbsp_core.masks.block_mask import MaskCounts
+from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.plan_reuse.forecast import DensityTrend, choose_longest_lived
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
@@ -112,13 +113,13 @@ def without_counting(action: Callable[[], object], repeats: int) -> float:
 
 
 def planning(
-    seen: list[BlockMask], strategy: Strategy, home: SequenceLayout, cost: float, repeats: int, replans: float
+    seen: list[BlockMask], strategy: Strategy, layout: SequenceLayout, cost: float, repeats: int, replans: float
 ) -> dict[str, float]:
     """measured: milliseconds of the planning thread's pieces, and of all of them a call."""
     mask = seen[-1]
 
     def make(one: BlockMask) -> Plan:
-        return make_plan(one, strategy, home=home, exchange_cost=cost, compare=False)
+        return make_plan(one, strategy, PlannerConfig(exchange_cost=cost), layout=layout, compare=False)
 
     def fresh() -> BlockMask:
         return BlockMask(mask.bits, mask.grid)
@@ -135,7 +136,7 @@ def planning(
         "evaluation_ms": without_counting(lambda: before.evaluate(fresh(), compare=False), repeats),
         "planning_ms": without_counting(lambda: make(fresh()), repeats),
         "planning_ahead_ms": without_counting(ahead, repeats),
-        "part_ms": without_counting(lambda: RankPlan.of(plan.assignment, home, RANK), repeats),
+        "part_ms": without_counting(lambda: RankPlan.of(plan.assignment, layout, RANK), repeats),
         "fingerprint_ms": without_counting(lambda: replace(plan.assignment).fingerprint, repeats),
     }
     a_plan = sum(found[part] for part in ("planning_ms", "planning_ahead_ms", "part_ms", "fingerprint_ms"))
@@ -224,16 +225,16 @@ def calling(strategy: Strategy, repeats: int) -> dict[str, float]:
 
 
 def moved(
-    mask: BlockMask, strategy: Strategy, home: SequenceLayout, cost: float, hardware: Hardware
+    mask: BlockMask, strategy: Strategy, layout: SequenceLayout, cost: float, hardware: Hardware
 ) -> dict[str, float]:
-    """counted bytes of the busiest rank, and modelled milliseconds, against the contiguous plan at USP's own home."""
+    """Counted bytes of the busiest rank and modelled milliseconds, against the contiguous plan at USP's layout."""
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, HEAD_DIM, ELEMENT_BYTES)
     topology = Topology(strategy.world, strategy.world)
-    usp_home = SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
+    usp_layout = SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
     found: dict[str, float] = {}
     ways = {
-        "usp": (make_plan(mask, strategy, "contiguous", home=usp_home), usp_home),
-        "dbsp": (make_plan(mask, strategy, home=home, exchange_cost=cost), home),
+        "usp": (make_plan(mask, strategy, "contiguous", layout=usp_layout), usp_layout),
+        "dbsp": (make_plan(mask, strategy, PlannerConfig(exchange_cost=cost), layout=layout), layout),
     }
     for name, (plan, its_home) in ways.items():
         traffic, predicted = traffic_of(plan.assignment, its_home), predict(plan, shape, hardware, topology, its_home)
@@ -251,7 +252,7 @@ def moved(
         }
     # Bits of rows to indices of blocks, read and written once a call; and the mask is counted where it changes.
     plan = ways["dbsp"][0]
-    rows = traffic_of(plan.assignment, home).rows.max()
+    rows = traffic_of(plan.assignment, layout).rows.max()
     tables = rows * mask.grid.nk * (1 / 8 + 4)
     # bits read for each kind of sums; or read, widened to 16 bits, and those read for either
     read = mask.bits.numel() * (2 if strategy.ring == 1 else 1 + 2 * 3)
@@ -289,11 +290,11 @@ def main() -> None:
     topology = Topology(args.ranks, args.ranks)
     rows = []
     for strategy in Strategy.all_for(args.ranks):
-        home = SequenceLayout.striped(seen[-1].grid, strategy)
+        layout = SequenceLayout.striped(seen[-1].grid, strategy)
         cost = exchange_cost_of(seen[-1], strategy, shape, hardware, topology)
-        host = planning(seen, strategy, home, cost, args.repeats, args.replans) | calling(strategy, args.repeats)
+        host = planning(seen, strategy, layout, cost, args.repeats, args.replans) | calling(strategy, args.repeats)
         row: dict[str, Any] = {"strategy": str(strategy), "exchange_cost": cost, "host": host}
-        row["device"] = moved(seen[-1], strategy, home, cost, hardware)
+        row["device"] = moved(seen[-1], strategy, layout, cost, hardware)
         rows.append(row | {"shares": shares(row)})
     if args.json:
         about = {

@@ -47,7 +47,7 @@ class Alive(TorchDispatchMode):
 
 
 def peak_of_attention(
-    plan: Plan, mask: BlockMask, home: SequenceLayout, rank: int, head_dim: int, dtype: torch.dtype = torch.float32
+    plan: Plan, mask: BlockMask, layout: SequenceLayout, rank: int, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> float:
     """Peak bytes of one rank beside its q, k and v themselves, in units of one of them.
 
@@ -55,8 +55,8 @@ def peak_of_attention(
     that a GPU's do without. What is left is what the executor allocates and holds, with what a kernel that adds to a
     partial result in place returns.
     """
-    attend = DualBalancedAttention.prepare(plan, mask, home, SequenceGroup(rank, plan.strategy.world))
-    q, k, v = (torch.empty(1, plan.heads, home.shard, head_dim, dtype=dtype) for _ in range(3))
+    attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup(rank, plan.strategy.world))
+    q, k, v = (torch.empty(1, plan.heads, layout.shard, head_dim, dtype=dtype) for _ in range(3))
 
     def all_to_all(_: SequenceGroup, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]) -> torch.Tensor:
         return sent.new_empty(sum(receive), *sent.shape[1:])

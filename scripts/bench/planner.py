@@ -107,10 +107,10 @@ def work_of(cells: np.ndarray, owner: np.ndarray, strategy: Strategy) -> np.ndar
 def homes(grid: BlockGrid, strategy: Strategy, layout: str) -> tuple[np.ndarray, np.ndarray]:
     """(int64[nq], int64[nk]): home ring rank of each query and KV block."""
     if layout == "striped":
-        home = SequenceLayout.striped(grid, strategy)
+        layout = SequenceLayout.striped(grid, strategy)
     else:
-        home = SequenceLayout.contiguous(grid.tokens, strategy.world)
-    q, k = home.segments(grid.q_axis), home.segments(grid.k_axis)
+        layout = SequenceLayout.contiguous(grid.tokens, strategy.world)
+    q, k = layout.segments(grid.q_axis), layout.segments(grid.k_axis)
     return majority_rank(q.tokens_by_ring(grid.nq, strategy)), majority_rank(k.tokens_by_ring(grid.nk, strategy))
 
 
@@ -174,7 +174,7 @@ def masks(args: argparse.Namespace) -> Rows:
                         bits.sum(axis=1),
                         lambda slots, b=bits, y=strategy.ring: count(b, slots, y),
                         strategy,
-                        args.home,
+                        args.layout,
                         args.repeat,
                     )
                     yield {"mask": name, "heads": heads, "seed": args.first_seed + seed, **found}
@@ -211,7 +211,7 @@ def scale(args: argparse.Namespace) -> Rows:
                 columns,
                 lambda slots, y=strategy.ring, draw=cells_of: draw(slots, y),
                 strategy,
-                args.home,
+                args.layout,
                 args.repeat,
             )
             # drawn cells do not add up to the columns' counts exactly: bound by rows alone
@@ -239,7 +239,7 @@ def main() -> None:
         "--blocks", type=int, default=1182, help="query and KV blocks of 64 tokens; 1182 is 75,600 tokens"
     )
     parser.add_argument("--mask", default="", help="only masks whose name contains this")
-    parser.add_argument("--home", choices=["striped", "contiguous"], default="striped")
+    parser.add_argument("--layout", choices=["striped", "contiguous"], default="striped")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=5, help="plans timed; the shortest time stands")
@@ -255,7 +255,7 @@ def main() -> None:
     if args.json:
         print(json.dumps({"plans": found, "worst": summary(found)}, indent=1))
         return
-    table = Table(*FIELDS, title=f"planner dbsp, {args.home} home")
+    table = Table(*FIELDS, title=f"planner dbsp, {args.layout} layout")
     for one in found:
         shares = {key: f"{one[key]:.2%}" for key in ("moved", "extra_kv")}
         ratios = {key: f"{one[key]:.4f}" for key in ("before", "rho", "bound")}

@@ -51,8 +51,8 @@ def rules(args: argparse.Namespace) -> dict[str, ReplanRule]:
     }
 
 
-def planner_of(strategy: Strategy, home: SequenceLayout) -> Callable[[BlockMask], Plan]:
-    return lambda mask: make_plan(mask, strategy, home=home)
+def planner_of(strategy: Strategy, layout: SequenceLayout) -> Callable[[BlockMask], Plan]:
+    return lambda mask: make_plan(mask, strategy, layout=layout)
 
 
 def run(masks: Sequence[BlockMask], plan: Callable[[BlockMask], Plan], rule: ReplanRule, behind: bool) -> list[float]:

@@ -31,19 +31,19 @@ WAN_HEADS, WAN_WIDTH, WAN_BYTES = 40, 128, 2  # bfloat16
 
 
 def smooth_tokens(
-    thw: tuple[int, int, int], heads: int, width: int, home: SequenceLayout, rank: int
+    thw: tuple[int, int, int], heads: int, width: int, layout: SequenceLayout, rank: int
 ) -> list[torch.Tensor]:
     """q, k, v [1, H, shard, D]: waves over the video with some noise, so that blocks resemble their neighbours."""
     generator = torch.Generator().manual_seed(0)
     place = torch.stack(torch.meshgrid(*map(torch.arange, thw), indexing="ij")).reshape(3, -1).float() / 4
-    mine, places = (torch.from_numpy(a) for a in home.tokens_at(rank))
+    mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
     tensors = []
     for _ in range(3):
         waves = torch.randn(heads, width, 3, generator=generator)
         phase = 7 * torch.rand(heads, width, 1, generator=generator)
         everywhere = 1.5 * torch.sin(waves @ place + phase).transpose(1, 2)
         everywhere = everywhere + 0.3 * torch.randn(everywhere.shape, generator=generator)
-        here = torch.zeros(1, heads, home.shard, width)
+        here = torch.zeros(1, heads, layout.shard, width)
         here[0, :, places] = everywhere[:, mine]
         tensors.append(here)
     return tensors
@@ -64,17 +64,17 @@ def measure(rank: int, args: argparse.Namespace, cdf: float, strategy: Strategy)
     source = SpargeSource(args.block, args.block, cdf=cdf)
     request = MaskRequest(0, args.heads, thw)
     grid = source.grid(request)
-    home = SequenceLayout.striped(grid, strategy)
-    q, k, v = smooth_tokens(thw, args.heads, args.width, home, rank)
-    tokens = LocalQK(q, k, home, SequenceGroup.of(), args.width**-0.5)
+    layout = SequenceLayout.striped(grid, strategy)
+    q, k, v = smooth_tokens(thw, args.heads, args.width, layout, rank)
+    tokens = LocalQK(q, k, layout, SequenceGroup.of(), args.width**-0.5)
     mask = source.mask(request, tokens)
-    plan = make_plan(mask, strategy, home=home)
-    attend = DualBalancedAttention.prepare(plan, mask, home, SequenceGroup.of())
+    plan = make_plan(mask, strategy, layout=layout)
+    attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of())
     predicting, attending = [], []
     for _ in range(args.repeat):
         predicting.append(slowest(lambda: source.mask(request, tokens)))
         attending.append(slowest(lambda: attend(q, k, v)))
-    received = traffic(home, grid, args.heads, args.width)
+    received = traffic(layout, grid, args.heads, args.width)
     exchange = 4 * grid.tokens * args.heads * args.width * q.element_size() * (args.ranks - 1) // args.ranks**2
     return {
         "strategy": str(strategy),
@@ -104,8 +104,8 @@ def at_wan_size() -> list[dict[str, object]]:
     """Counted: bytes a rank receives for one mask, beside Q, K, V and the output, at Wan2.1-14B's size."""
     rows = []
     for ranks in (4, 8):
-        home = SequenceLayout.striped(WAN_14B, Strategy(1, ranks))
-        received = traffic(home, WAN_14B, WAN_HEADS, WAN_WIDTH)
+        layout = SequenceLayout.striped(WAN_14B, Strategy(1, ranks))
+        received = traffic(layout, WAN_14B, WAN_HEADS, WAN_WIDTH)
         exchange = 4 * WAN_14B.tokens * WAN_HEADS * WAN_WIDTH * WAN_BYTES * (ranks - 1) // ranks**2
         rows.append({"gpus": ranks, "bytes": received, "bytes_share": received / exchange})
     return rows

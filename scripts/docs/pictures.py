@@ -38,8 +38,8 @@ def example_mask() -> BlockMask:
 
 
 def plan_of(mask: BlockMask, strategy: str, planner: str) -> Plan:
-    layout = SequenceLayout.named(require_planner(planner).home, mask.grid, Strategy.parse(strategy))
-    return make_plan(mask, strategy, planner, home=layout)
+    layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, Strategy.parse(strategy))
+    return make_plan(mask, strategy, planner, layout=layout)
 
 
 def masks_picture(mask: BlockMask) -> Figure:

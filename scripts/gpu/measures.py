@@ -188,8 +188,8 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
     """Packing and unpacking q, k, v of a rank over copies of the same bytes; the exchange itself is left out."""
     grid = BlockGrid.uniform(setting.tokens, setting.blocks[-1])
     plan = make_plan(BlockMask.dense(setting.all_heads, grid), f"U{setting.world}R1")
-    home = SequenceLayout.contiguous(setting.tokens, setting.world)
-    route = build_route(plan.assignment, home, 0, home.shard, torch.device(setting.device))
+    layout = SequenceLayout.contiguous(setting.tokens, setting.world)
+    route = build_route(plan.assignment, layout, 0, layout.shard, torch.device(setting.device))
     (exchange,) = route.dispatch_exchanges
     options = {"device": setting.device, "dtype": setting.dtype}
     width, heads = setting.width, setting.all_heads
@@ -199,7 +199,7 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
     blocks = torch.empty(1, 2, route.kv_places, width, **options)
     twins = [torch.empty_like(buffer) for buffer in (sent[0], came[0])]
     for layout, order in (("[B,H,n,D]", (0, 1, 2)), ("[B,n,H,D]", (0, 2, 1))):
-        shape = (3, heads, home.shard, width) if order == (0, 1, 2) else (3, home.shard, heads, width)
+        shape = (3, heads, layout.shard, width) if order == (0, 1, 2) else (3, layout.shard, heads, width)
         hosts = [torch.randn(shape, **options).permute(*order, 3)[:, None] for _ in range(setting.sets)]
 
         def ours(i: int, hosts: list[torch.Tensor] = hosts) -> None:

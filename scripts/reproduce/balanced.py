@@ -25,7 +25,7 @@ class Row:
     preset: str
     strategy: str
     planner: str
-    home: str
+    layout: str
     rho: float
     rho_max: float
     rho_before: float
@@ -46,17 +46,17 @@ def measure(preset: str, options: argparse.Namespace) -> list[Row]:
         planner, home = way.split("@")
         layout = SequenceLayout.named(home, layers[0].grid, Strategy.parse(strategy), profile=profile)
         plans[strategy, planner, home] = [
-            make_plan(mask, strategy, planner, home=layout, reward=options.reward) for mask in layers
+            make_plan(mask, strategy, planner, layout=layout, reward=options.reward) for mask in layers
         ]
     return [_row(preset, *key, here) for key, here in plans.items()]
 
 
-def _row(preset: str, strategy: str, planner: str, home: str, plans: list[Plan]) -> Row:
+def _row(preset: str, strategy: str, planner: str, layout: str, plans: list[Plan]) -> Row:
     return Row(
         preset,
         strategy,
         planner,
-        home,
+        layout,
         rho=float(np.mean([plan.rho for plan in plans])),
         rho_max=max(plan.rho for plan in plans),
         rho_before=float(np.mean([plan.rho_before for plan in plans])),
@@ -71,14 +71,14 @@ def _row(preset: str, strategy: str, planner: str, home: str, plans: list[Plan])
 
 def draw(rows: list[Row]) -> Figure:
     presets = list(dict.fromkeys(row.preset for row in rows))
-    ways = list(dict.fromkeys((row.planner, row.home) for row in rows))
+    ways = list(dict.fromkeys((row.planner, row.layout) for row in rows))
     figure, panels = pyplot.subplots(
         1, len(presets), figsize=(5.5 * len(presets), 4.2), squeeze=False, sharey=True, layout="constrained"
     )
     width = 0.8 / len(ways)
     for axes, preset in zip(panels[0], presets, strict=True):
         for number, (planner, home) in enumerate(ways):
-            here = [row for row in rows if (row.preset, row.planner, row.home) == (preset, planner, home)]
+            here = [row for row in rows if (row.preset, row.planner, row.layout) == (preset, planner, home)]
             place = np.arange(len(here)) + (number - (len(ways) - 1) / 2) * width
             name = planner if home == "contiguous" else f"{planner}, {home} home"
             axes.bar(place, [row.rho - 1 for row in here], width, bottom=1, label=name)

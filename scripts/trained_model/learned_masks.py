@@ -43,7 +43,7 @@ class Balance:
 
     strategy: str
     planner: str
-    home: str
+    layout: str
     rho: float
     rho_max: float
     moved: float
@@ -120,7 +120,7 @@ def balance(series: MaskSeries, every: int) -> list[Balance]:
             if planner not in PLANNERS:
                 continue
             layout = SequenceLayout.named(home, masks[0].grid, Strategy.parse(strategy))
-            plans = [make_plan(mask, strategy, planner, home=layout) for mask in masks]
+            plans = [make_plan(mask, strategy, planner, layout=layout) for mask in masks]
             rows.append(Balance(strategy, planner, home, *_means(plans), len(masks)))
     return rows
 
@@ -168,10 +168,10 @@ def densities(series: MaskSeries) -> list[Density]:
 
 def draw_balance(rows: list[Balance]) -> Figure:
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    ways = list(dict.fromkeys((row.planner, row.home) for row in rows))
+    ways = list(dict.fromkeys((row.planner, row.layout) for row in rows))
     width = 0.8 / len(ways)
     for number, (planner, home) in enumerate(ways):
-        here = [row for row in rows if (row.planner, row.home) == (planner, home)]
+        here = [row for row in rows if (row.planner, row.layout) == (planner, home)]
         place = [STRATEGIES.index(row.strategy) + (number - (len(ways) - 1) / 2) * width for row in here]
         axes.bar(place, [row.rho - 1 for row in here], width, bottom=1, label=f"{planner}, {home} home")
         axes.scatter(place, [row.rho_max for row in here], marker="_", color="k")

@@ -73,9 +73,9 @@ class TestPlan:
 
         paper = ("--planner", "paper", "--reward")
         assert moved("--planner", "contiguous") < moved(*paper, 1) < moved(*paper, 0)
-        assert moved(*paper, 0, "--home", "striped") != moved(*paper, 0)
+        assert moved(*paper, 0, "--layout", "striped") != moved(*paper, 0)
 
-    def test_the_head_cap_reaches_the_planner(self, dbsp, tmp_path):
+    def test_equal_heads_reaches_the_planner(self, dbsp, tmp_path):
         # Heads of 91, 1, 1 and 1 blocks: one column takes the large one alone, unless heads must be two and two.
         bits = np.zeros((4, GRID.nq, GRID.nk), dtype=bool)
         bits[0], bits[1:, 0, 0] = True, True
@@ -91,7 +91,7 @@ class TestPlan:
             "paper",
             "--json",
         )
-        free, capped = (json.loads(dbsp(*ask, *flag)[1])["plans"][0]["rho"] for flag in ([], ["--head-cap"]))
+        free, capped = (json.loads(dbsp(*ask, *flag)[1])["plans"][0]["rho"] for flag in ([], ["--equal-heads"]))
         assert (free, capped) == (91 / 47, 92 / 47)
 
     def test_each_layer_has_its_own_plan(self, dbsp, mask_file):
@@ -115,7 +115,7 @@ MISTAKES = [
     (["plan", "MASK", "--gpus", "4", "--strategy", "4x1"], "not of the form UxRy"),
     (["plan", "MASK", "--gpus", "14", "--strategy", "U1R14"], "only 13 KV blocks"),
     (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
-    (["plan", "MASK", "--gpus", "4", "--home", "random"], f"use one of {', '.join(LAYOUT_ORDERS)}"),
+    (["plan", "MASK", "--gpus", "4", "--layout", "random"], f"use one of {', '.join(LAYOUT_ORDERS)}"),
     (["plan", "MASK", "--gpus", "4", "--reward", "-1"], "must not be negative"),
     (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),
     (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),

@@ -146,9 +146,9 @@ def test_a_kernel_that_returns_no_log_sum_exp_serves_no_ring(monkeypatch):
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], returns_lse=False))
     assert not returns_lse("cpu")
     mask = tiny_mask(heads=2)
-    home = SequenceLayout.contiguous(mask.grid.tokens, 2)
+    layout = SequenceLayout.contiguous(mask.grid.tokens, 2)
     with pytest.raises(ValueError, match="kernel 'cpu' cannot serve this plan: it returns no log-sum-exp"):
-        DualBalancedAttention.prepare(make_plan(mask, "U1R2"), mask, home, SequenceGroup(0, 2), kernel="cpu")
+        DualBalancedAttention.prepare(make_plan(mask, "U1R2"), mask, layout, SequenceGroup(0, 2), kernel="cpu")
 
 
 def test_every_kernel_that_merges_serves_rings():

@@ -31,8 +31,8 @@ def test_the_table_of_sources(row):
     assert round(mask.density, 3) == density
     for name, rho in (("U8R1", ulysses), ("U1R8", ring)):
         strategy = Strategy.parse(name)
-        home = SequenceLayout.striped(source.grid(WAN), strategy)
-        plan = make_plan(mask, strategy, home=home)
+        layout = SequenceLayout.striped(source.grid(WAN), strategy)
+        plan = make_plan(mask, strategy, layout=layout)
         assert round(plan.rho_before, 3) == rho
         assert plan.rho < 1.0055, "brought to 1.005 or less"
 

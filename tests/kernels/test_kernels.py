@@ -26,7 +26,7 @@ from dbsp_kernels import (
     flex,
     merge_into,
     merge_states,
-    require_fit,
+    require_supported,
     sparge,
 )
 from generators import SEEDS, examples
@@ -365,12 +365,12 @@ class TestCapabilities:
     def test_a_plan_that_a_kernel_can_never_serve_is_refused_by_name(self, monkeypatch, needs, complaint):
         monkeypatch.delenv("DBSP_KERNEL", raising=False)
         with pytest.raises(ValueError, match=f"kernel 'sparge' cannot serve this plan: .*{complaint}"):
-            require_fit("sparge", needs)
-        require_fit("auto", needs)
-        require_fit("sparge", self.PLAIN)
+            require_supported("sparge", needs)
+        require_supported("auto", needs)
+        require_supported("sparge", self.PLAIN)
         monkeypatch.setenv("DBSP_KERNEL", "sparge")
         with pytest.raises(ValueError, match="kernel 'sparge' cannot serve this plan"):
-            require_fit("auto", needs)
+            require_supported("auto", needs)
 
     @pytest.mark.parametrize(("capability", "served"), [((8, 0), (128, 64)), ((9, 0), (64, 128))])
     def test_the_geometry_of_sparge_is_asked_from_the_device(self, monkeypatch, capability, served):

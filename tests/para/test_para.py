@@ -28,8 +28,8 @@ SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.1, "block_q": 16, "blo
 )
 def test_equals_one_process(pool, model, world):
     for strategy in Strategy.all_for(world):
-        for home in ("contiguous", "striped"):
-            config = {"mask": MASK, "strategy": str(strategy), "layout": home, "debug": True}
+        for layout in ("contiguous", "striped"):
+            config = {"mask": MASK, "strategy": str(strategy), "layout": layout, "debug": True}
             case = ParaCase(model, thw=(3, 5, 7), config=config, batch=2)
             for difference, from_dense in pool(world).run(run_para_case, case):
                 assert difference <= TOLERANCE, case
@@ -37,7 +37,7 @@ def test_equals_one_process(pool, model, world):
 
 
 @pytest.mark.parametrize(
-    ("model", "world", "strategy", "home", "groups", "text_tokens"),
+    ("model", "world", "strategy", "layout", "groups", "text_tokens"),
     [
         ("wan", 4, "U1R4", "learned", 1, 7),
         ("cogvideox", 4, "U4R1", "striped", 1, 226),
@@ -52,9 +52,9 @@ def test_equals_one_process(pool, model, world):
     ],
 )
 def test_more_ranks_layouts_and_batch_groups_equal_one_process(
-    pool, model, world, strategy, home, groups, text_tokens
+    pool, model, world, strategy, layout, groups, text_tokens
 ):
-    config = {"mask": MASK, "strategy": strategy, "layout": home, "debug": True}
+    config = {"mask": MASK, "strategy": strategy, "layout": layout, "debug": True}
     case = ParaCase(model, (5, 3, 7), config, batch=4, text_tokens=text_tokens, batch_groups=groups)
     for difference, from_dense in pool(world).run(run_para_case, case):
         assert difference <= TOLERANCE

@@ -140,8 +140,8 @@ def test_learned_masks_are_uneven_and_db_sp_evens_them_out(series, strategy):
     known = {row["planner"]: row for row in rows_of("learned-balance") if row["strategy"] == strategy}
     masks = [series.get(step, layer) for step in series.steps for layer in series.layers]
     for planner in ("contiguous", "dbsp"):
-        layout = SequenceLayout.named(known[planner]["home"], masks[0].grid, Strategy.parse(strategy))
-        rho = [make_plan(mask, strategy, planner, home=layout).rho for mask in masks]
+        layout = SequenceLayout.named(known[planner]["layout"], masks[0].grid, Strategy.parse(strategy))
+        rho = [make_plan(mask, strategy, planner, layout=layout).rho for mask in masks]
         assert np.mean(rho) == pytest.approx(float(known[planner]["rho"]), abs=1e-4)
         assert max(rho) == pytest.approx(float(known[planner]["rho_max"]), abs=1e-4)
     assert float(known["dbsp"]["rho"]) < float(known["contiguous"]["rho"])

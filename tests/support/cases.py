@@ -10,6 +10,7 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import MaskProfile
+from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from interpreter import interpreted
 from oracle import dense_attention
 
@@ -33,9 +34,9 @@ class Case:
     batch: int = 1
     width: int = 16
     density: float = 0.4
-    home: str = "contiguous"
+    layout: str = "contiguous"
     reward: float = 1.0
-    head_cap: bool = False
+    equal_heads: bool = False
     split_text: bool = False
     padded: bool = False
     kernel: str = "auto"
@@ -69,12 +70,12 @@ def run_case(rank: int, world: int, case: Case) -> float:
     mask = random_mask(case, grid)
     strategy = Strategy.parse(case.strategy)
     profile = MaskProfile.of([mask])
-    home = SequenceLayout.named(case.home, grid, strategy, split_text=case.split_text, profile=profile)
+    layout = SequenceLayout.named(case.layout, grid, strategy, split_text=case.split_text, profile=profile)
     generator = torch.Generator().manual_seed(case.seed)
     shape = (case.batch, case.heads, case.tokens, case.width)
     full = [torch.randn(shape, generator=generator, dtype=case.dtype) for _ in range(3)]
-    mine, places = (torch.from_numpy(a) for a in home.tokens_at(rank))
-    n_local = home.shard if case.padded else int(home.tokens_at(rank)[1].max(initial=-1)) + 1
+    mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
+    n_local = layout.shard if case.padded else int(layout.tokens_at(rank)[1].max(initial=-1)) + 1
     local = [torch.full((*shape[:2], n_local, case.width), RUBBISH, dtype=case.dtype) for _ in full]
     for here, everywhere in zip(local, full, strict=True):
         here[:, :, places] = everywhere[:, :, mine]
@@ -84,7 +85,7 @@ def run_case(rank: int, world: int, case: Case) -> float:
         keys, values = (t[:, :, mine] for t in full[1:])
         return _difference(dense_attention(full[0][:, :, mine], keys, values, mask, mine, keys=mine), expected)
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
-        out = _attend(case, mask, strategy, home, local)
+        out = _attend(case, mask, strategy, layout, local)
     assert out.shape == local[0].shape
     padding = torch.ones(n_local, dtype=torch.bool)
     padding[places] = False
@@ -97,21 +98,22 @@ def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _attend(
-    case: Case, mask: BlockMask, strategy: Strategy, home: SequenceLayout, local: list[torch.Tensor]
+    case: Case, mask: BlockMask, strategy: Strategy, layout: SequenceLayout, local: list[torch.Tensor]
 ) -> torch.Tensor:
     if case.sabotage == "token order off by one":
-        home = replace(home, rank=np.roll(home.rank, 1), local=np.roll(home.local, 1))
+        layout = replace(layout, rank=np.roll(layout.rank, 1), local=np.roll(layout.local, 1))
     if case.sabotage == "heads' orders mixed up":
         mask = BlockMask(mask.bits, replace(mask.grid, orders=mask.grid.orders[::-1]))
     planner = "contiguous" if case.planner == "random" else case.planner
-    plan = make_plan(mask, strategy, planner, home=home, reward=case.reward, head_cap=case.head_cap)
+    config = PlannerConfig(planner, paper=PaperConfig(case.reward, case.equal_heads))
+    plan = make_plan(mask, strategy, config, layout=layout)
     if case.planner == "random":
         rng = np.random.default_rng(case.seed)
         owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)
         slots = rng.integers(strategy.ring, size=plan.assignment.kv_slot.shape)
         plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, kv_slot=slots))
     attend = DualBalancedAttention.prepare(
-        plan, mask, home, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
+        plan, mask, layout, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )
     if case.sabotage == "wrong slot order":
         attend = replace(attend, tables=(attend.tables[0], *reversed(attend.tables[1:])))

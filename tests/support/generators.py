@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, MaskProfile
-from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 
 SEEDS = st.integers(0, 2**32 - 1)
 BLOCK_SIZES = st.integers(1, 24)
@@ -60,22 +60,20 @@ class Problem:
     mask: BlockMask
     strategy: Strategy
     planner: str
-    home: SequenceLayout
+    layout: SequenceLayout
     reward: float
-    head_cap: bool
+    equal_heads: bool
 
     def plan(self) -> Plan:
         return make_plan(
             self.mask,
             self.strategy,
-            self.planner,
-            home=self.home,
-            reward=self.reward,
-            head_cap=self.head_cap,
+            PlannerConfig(self.planner, paper=PaperConfig(self.reward, self.equal_heads)),
+            layout=self.layout,
         )
 
     def __repr__(self) -> str:
-        settings = f"planner={self.planner} reward={self.reward} head_cap={self.head_cap}"
+        settings = f"planner={self.planner} reward={self.reward} equal_heads={self.equal_heads}"
         return f"{self.strategy} {settings} heads={self.mask.heads} {self.mask.grid}"
 
 
@@ -88,7 +86,7 @@ def problems(draw: st.DrawFn, strategy: Strategy, planners: Sequence[str] = tupl
         mask=BlockMask(random_bits(draw(st.integers(1, 9)), grid, draw(SEEDS), level), grid),
         strategy=strategy,
         planner=planner,
-        home=draw(layouts(grid, strategy)),
+        layout=draw(layouts(grid, strategy)),
         reward=draw(st.sampled_from([0.0, 0.3, 1.0, 50.0])),
-        head_cap=draw(st.booleans()),
+        equal_heads=draw(st.booleans()),
     )

@@ -49,8 +49,8 @@ def waits_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], stra
 
     with mock.patch.object(dbsp_core.runtime.ring, "block_attention", no_kernel):
         for step in range(3):
-            home = session.begin((4, 8, 8), 0, 900.0 - step)
-            q, k, v = torch.randn(3, 1, 4, home.shard, 16, generator=torch.Generator().manual_seed(step))
+            layout = session.begin((4, 8, 8), 0, 900.0 - step)
+            q, k, v = torch.randn(3, 1, 4, layout.shard, 16, generator=torch.Generator().manual_seed(step))
             if step < 2:
                 session.attend(0, q, k, v)
         with watch:

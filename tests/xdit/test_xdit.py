@@ -31,14 +31,14 @@ def test_equals_one_process(pool, world):
     workers = pool(world)
     workers.run(start_xfuser)
     for strategy in Strategy.all_for(world):
-        for home, mask in (
+        for layout, mask in (
             ("contiguous", MASKS[0]),
             ("striped", MASKS[0]),
             ("striped", MASKS[1]),
             ("striped", MASKS[2]),
             ("striped", MASKS[3]),
         ):
-            config = {"mask": mask, "strategy": str(strategy), "layout": home, "debug": True}
+            config = {"mask": mask, "strategy": str(strategy), "layout": layout, "debug": True}
             # 3·5·7 = 105 tokens: xfuser pads them on 2 and 4 ranks
             for difference, from_dense in workers.run(run_xdit_case, XditCase((3, 5, 7), config, batch=2)):
                 assert difference <= TOLERANCE, (strategy, config)

@@ -70,8 +70,8 @@ def test_the_stock_pipeline_equals_one_process(pool, tiny, world):
     workers = pool(world)
     workers.run(start_xfuser)
     for strategy in Strategy.all_for(world):
-        for mask, home in ((MASK, "striped"), (CDF, "contiguous")):
-            config = {"mask": mask, "strategy": str(strategy), "layout": home, "debug": True}
+        for mask, layout in ((MASK, "striped"), (CDF, "contiguous")):
+            config = {"mask": mask, "strategy": str(strategy), "layout": layout, "debug": True}
             assert_equal(workers, PipelineCase(tiny, config, height=80, width=112, own=False))
 
 

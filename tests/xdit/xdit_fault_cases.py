@@ -138,7 +138,7 @@ def run_until_error(rank: int, world: int, model: str, config: dict[str, Any]) -
 
 
 def strip_errors(rank: int, world: int, case: PipelineCase) -> tuple[str, str]:
-    """What xfuser's own CogVideoX pipeline is told for a height it cannot shard, and for a home layout of its own."""
+    """What xfuser's own CogVideoX pipeline is told for a height it cannot shard, and for a layout of its own."""
     from xfuser import xFuserCogVideoXPipeline
 
     from dbsp_xdit import attach, detach

@@ -140,15 +140,15 @@ class HeadSplit:
 def balance_heads(
     row_work: np.ndarray,
     ulysses_degree: int,
-    tolerance: float = 1.002,
+    target_rho: float = 1.002,
     split_cost: float = 0.0,
     row_order: np.ndarray | None = None,
 ) -> np.ndarray:
     """The Ulysses rank of every row: heads whole where that is balanced, a few of them split otherwise.
 
     row_work:   int[H, nq], dense blocks per (head, query block)
-    tolerance:  fullest Ulysses rank over mean (ρ_s of U{x}R1) that is good enough
-    split_cost: what one more Ulysses rank for a head's K and V costs, in units of ρ_s; 0 splits until `tolerance` is
+    target_rho: fullest Ulysses rank over mean (ρ_s of U{x}R1) that is good enough
+    split_cost: what one more Ulysses rank for a head's K and V costs, in units of ρ_s; 0 splits until `target_rho` is
                 met
     row_order:  int[nq], the order of the query blocks in which a head is cut (default: by number)
     returns:    int64[H, nq]
@@ -157,7 +157,7 @@ def balance_heads(
     work = row_work.sum(axis=1)
     total = int(work.sum())
     mean = -(-total // ulysses_degree)
-    limit = max(mean, int(total * tolerance) // ulysses_degree)
+    limit = max(mean, int(total * target_rho) // ulysses_degree)
     ulysses_rank = local_search_heads(work, greedy_heads(work, ulysses_degree), ulysses_degree, limit)
     head_work_by_rank = np.zeros((len(work), ulysses_degree), dtype=np.int64)
     head_work_by_rank[np.arange(len(work)), ulysses_rank] = work

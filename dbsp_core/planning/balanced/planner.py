@@ -29,8 +29,8 @@ def plan_rows(
     ring: int,
     count_work_by_slot: Callable[[np.ndarray], np.ndarray],
     *,
-    tolerance: float = 1.005,
-    head_tolerance: float = 1.002,
+    target_rho: float = 1.005,
+    head_target_rho: float = 1.002,
     exchange_cost: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The owner of every row and the slot of every (head, KV block): heads, then slots, then single rows.
@@ -39,7 +39,7 @@ def plan_rows(
     q_home, k_home: int[nq], int[nk], ring rank where each block lives; int[H, nq], int[H, nk] where heads differ
     count_work_by_slot: slots int64[H, nk] -> int[H, nq, y], dense blocks of each row by slot; not called when y = 1,
                     once otherwise, and once more where the plan misses its tolerance
-    tolerance:      ρ_s that is good enough for a ring or hybrid; `head_tolerance` for Ulysses alone
+    target_rho:     ρ_s that is good enough for a ring or hybrid; `head_target_rho` for Ulysses alone
     exchange_cost:  what exchanging all of Q, K and V once costs, in units of ρ_s (time of the exchange over time of
                     perfectly balanced attention). 0: balance first, and move only what that needs
     returns:        int64[H, nq], int64[H, nk]
@@ -49,15 +49,15 @@ def plan_rows(
     # 1. Heads to Ulysses ranks; without a ring that is all.
     if ring == 1:
         slots = np.zeros(kv_block_work.shape, dtype=np.int64)
-        owner = balance_heads(row_work, ulysses, head_tolerance, split_cost)
+        owner = balance_heads(row_work, ulysses, head_target_rho, split_cost)
         work_by_slot = row_work[:, :, None]
         rho = imbalance_ratio(owned_work(owner, work_by_slot, ulysses))
         return _unless_staying_is_better(
-            owner, slots, rho, work_by_slot, q_home, k_home, ulysses, None, head_tolerance
+            owner, slots, rho, work_by_slot, q_home, k_home, ulysses, None, head_target_rho
         )
     # moved rows are much cheaper than split heads, but cannot level Ulysses ranks: leave them a part of the tolerance
-    whole_head_tolerance = 1 + HEAD_SHARE * (tolerance - 1)
-    ulysses_rank = balance_heads(row_work, ulysses, whole_head_tolerance, split_cost, _interleaved(q_home, ring))
+    unsplit_target = 1 + HEAD_SHARE * (target_rho - 1)
+    ulysses_rank = balance_heads(row_work, ulysses, unsplit_target, split_cost, _interleaved(q_home, ring))
     # 2. KV blocks to ring slots of equal work.
     slots = balance_slots(kv_block_work, k_home, _main_ulysses_rank(ulysses_rank, ulysses), ring)
     work_by_slot = count_work_by_slot(slots)
@@ -69,16 +69,16 @@ def plan_rows(
         changed = matched != parts.ulysses_rank  # whole heads only
         ulysses_rank[parts.head[changed]] = matched[changed][:, None]
         work = parts.work_by_rank(matched, ulysses)
-        if parts.is_unsplit.all() or imbalance_ratio(work) <= tolerance or (turn > 0 and not changed.any()):
+        if parts.is_unsplit.all() or imbalance_ratio(work) <= target_rho or (turn > 0 and not changed.any()):
             break
-        ulysses_rank, work = trade_rows(work_by_slot, ulysses_rank, q_home, work, schedule, (1 + tolerance) / 2)
-        if imbalance_ratio(work) <= tolerance:
+        ulysses_rank, work = trade_rows(work_by_slot, ulysses_rank, q_home, work, schedule, (1 + target_rho) / 2)
+        if imbalance_ratio(work) <= target_rho:
             break
     # 4. Single rows moved to other ring ranks, as few as bring ρ_s to the tolerance.
-    owner, work = move_rows(work_by_slot, ulysses_rank, q_home, work, schedule, tolerance, exchange_cost)
+    owner, work = move_rows(work_by_slot, ulysses_rank, q_home, work, schedule, target_rho, exchange_cost)
     rho = imbalance_ratio(work)
     return _unless_staying_is_better(
-        owner, slots, rho, work_by_slot, q_home, k_home, ulysses, count_work_by_slot, tolerance
+        owner, slots, rho, work_by_slot, q_home, k_home, ulysses, count_work_by_slot, target_rho
     )
 
 
@@ -91,13 +91,13 @@ def _unless_staying_is_better(
     k_home: np.ndarray,
     ulysses: int,
     count_work_by_slot: Callable[[np.ndarray], np.ndarray] | None,
-    tolerance: float,
+    target_rho: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The plan, or heads in equal runs and blocks at home where a handful of rows is better left alone.
 
     rho: ρ_s of the plan
     """
-    if rho > tolerance:
+    if rho > target_rho:
         stay, at_home = contiguous_assignment(len(owner), q_home, k_home, ulysses)
         at_rest = count_work_by_slot(at_home) if count_work_by_slot else work_by_slot
         if imbalance_ratio(owned_work(stay, at_rest, ulysses)) < rho:

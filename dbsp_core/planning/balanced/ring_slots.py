@@ -16,7 +16,7 @@ __all__ = ["balance_slots"]
 
 
 def balance_slots(
-    kv_block_work: np.ndarray, slot: np.ndarray, group: np.ndarray, ring: int, tolerance: float = 1.001
+    kv_block_work: np.ndarray, slot: np.ndarray, group: np.ndarray, ring: int, target_rho: float = 1.001
 ) -> np.ndarray:
     """Moves the fewest pieces between slots that bring every slot of every group of heads near the group's mean.
 
@@ -30,7 +30,7 @@ def balance_slots(
         heads = np.flatnonzero(group == one)
         weight, where = kv_block_work[heads], slots[heads]
         loads = np.bincount(where.ravel(), weights=weight.ravel(), minlength=ring).astype(np.int64).tolist()
-        limit = max(-(-sum(loads) // ring), int(sum(loads) * tolerance) // ring)
+        limit = max(-(-sum(loads) // ring), int(sum(loads) * target_rho) // ring)
         for source in np.argsort(loads, kind="stable")[::-1].tolist():
             if loads[source] > limit:
                 pieces = np.flatnonzero((where == source) & (weight > 0))

@@ -122,16 +122,16 @@ def trade_rows(
     q_home: np.ndarray,
     work: np.ndarray,
     schedule: RingSchedule,
-    tolerance: float,
+    target_rho: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of split heads change Ulysses rank within their ring row, which is free, until ρ_s is at most `tolerance`.
+    """Rows of split heads change Ulysses rank within their ring row, which is free, until ρ_s is at most `target_rho`.
 
     Arguments as in `move_rows`;  returns: int64[H, nq] Ulysses rank, int64[y, P] work
     """
     search = _Search.start(work_by_slot, ulysses_rank, q_home, work, schedule)
     split = np.flatnonzero(search.needed[:, : schedule.ulysses].sum(axis=1) > 1)
     rows = split[:, None] * ulysses_rank.shape[1] + np.arange(ulysses_rank.shape[1])
-    search.run(rows.reshape(-1), True, int(work.sum() * tolerance) // schedule.world, FREE_ROUNDS)
+    search.run(rows.reshape(-1), True, int(work.sum() * target_rho) // schedule.world, FREE_ROUNDS)
     return search.owner.reshape(ulysses_rank.shape) % schedule.ulysses, search.work
 
 
@@ -141,10 +141,10 @@ def move_rows(
     q_home: np.ndarray,
     work: np.ndarray,
     schedule: RingSchedule,
-    tolerance: float = 1.005,
+    target_rho: float = 1.005,
     move_cost: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The owner of every row: its home ring rank and Ulysses rank, but for the few rows that bring ρ_s to `tolerance`.
+    """The owner of every row: its home ring rank and Ulysses rank, but for the few that bring ρ_s to `target_rho`.
 
     A row may go to any ring rank, in any Ulysses rank in which its head is needed anyway.
     work_by_slot: int[H, nq, y], dense blocks of each row by the slot their keys travel in
@@ -157,7 +157,7 @@ def move_rows(
     total = int(work.sum())
     price = move_cost * total / (3 * ulysses_rank.size * schedule.world)
     search = _Search.start(work_by_slot, ulysses_rank, q_home, work, schedule, price)
-    search.run(np.arange(ulysses_rank.size), False, int(total * tolerance) // schedule.world, ROUNDS)
+    search.run(np.arange(ulysses_rank.size), False, int(total * target_rho) // schedule.world, ROUNDS)
     return search.owner.reshape(ulysses_rank.shape), search.work
 
 

@@ -24,13 +24,13 @@ SHAPES = (
 )
 SETTINGS = (
     {"planner": "contiguous"},
-    {"planner": "contiguous", "home": "striped"},
+    {"planner": "contiguous", "layout": "striped"},
     {"planner": "paper"},
-    {"planner": "paper", "reward": 0.0, "head_cap": True, "padded": True},
-    {"planner": "paper", "home": "striped", "split_text": True, "padded": True},
+    {"planner": "paper", "reward": 0.0, "equal_heads": True, "padded": True},
+    {"planner": "paper", "layout": "striped", "split_text": True, "padded": True},
     {"planner": "dbsp", "padded": True},
-    {"planner": "dbsp", "home": "learned"},
-    {"planner": "random", "home": "learned", "padded": True},
+    {"planner": "dbsp", "layout": "learned"},
+    {"planner": "random", "layout": "learned", "padded": True},
 )
 
 
@@ -72,12 +72,12 @@ ORDERED = (
 def test_token_orders_equal_dense_attention(pool, world):
     ways = itertools.product(Strategy.all_for(world), ORDERED, ("contiguous", "paper", "dbsp", "random"))
     for seed, (strategy, shape, planner) in enumerate(ways):
-        home = ("contiguous", "striped", "learned")[seed % 3]
+        layout = ("contiguous", "striped", "learned")[seed % 3]
         case = replace(
             shape,
             strategy=str(strategy),
             planner=planner,
-            home=home,
+            layout=layout,
             split_text=bool(seed % 2),
             padded=True,
             seed=seed,

@@ -1,6 +1,6 @@
-"""Both hosts × both models × ranks × every strategy × masks, home layouts in turn: whole pipelines equal one process.
+"""Both hosts × both models × ranks × every strategy × masks, layouts in turn: whole pipelines equal one process.
 
-Every strategy meets both home layouts, and so does every mask; test_para and test_xdit cross them all on transformers.
+Every strategy meets both layouts, and so does every mask; test_para and test_xdit cross them all on transformers.
 """
 
 from __future__ import annotations

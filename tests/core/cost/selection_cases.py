@@ -24,8 +24,8 @@ def choose_together(
     config = DbspConfig.load({**settings, "cost_model": hardware, "mask": mask, "strategy": "auto"})
     session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(None), heads=5, layers=2)
     try:
-        home = session.begin((3, 8, 8))
-        q = torch.ones(1, 5, home.shard, 16)
+        layout = session.begin((3, 8, 8))
+        q = torch.ones(1, 5, layout.shard, 16)
         for layer in range(2):
             session.attend(layer, q, q, q)
     finally:

@@ -22,6 +22,7 @@ from dbsp_core.cost.latency import (
     predict,
     predict_as_printed,
 )
+from dbsp_core.planning.planners import PlannerConfig
 from generators import random_bits
 
 NAMES = Constants.__dataclass_fields__
@@ -35,11 +36,11 @@ def machine(**changes) -> Hardware:
     return Hardware("test", "none", "bfloat16", Constants(**constants), sources)
 
 
-def a_plan(strategy="U2R2", planner="dbsp", heads=6, tokens=512, home=None, seed=3):
+def a_plan(strategy="U2R2", planner="dbsp", heads=6, tokens=512, layout_name=None, seed=3):
     grid = BlockGrid.uniform(tokens, 16)
     mask = BlockMask(random_bits(heads, grid, seed), grid)
-    layout = SequenceLayout.named(home, grid, Strategy.parse(strategy)) if home else None
-    return make_plan(mask, strategy, planner, home=layout), mask, layout
+    layout = SequenceLayout.named(layout_name, grid, Strategy.parse(strategy)) if layout_name else None
+    return make_plan(mask, strategy, planner, layout=layout), mask, layout
 
 
 def shape_of(plan, batch=1, head_dim=8, element_bytes=2) -> AttentionShape:
@@ -76,11 +77,11 @@ class TestCompute:
 
 
 class TestBytes:
-    @pytest.mark.parametrize("home", ["contiguous", "striped"])
+    @pytest.mark.parametrize("layout_name", ["contiguous", "striped"])
     @pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
     @pytest.mark.parametrize("heads", [3, 6])
-    def test_traffic_is_what_the_routes_send(self, strategy, home, heads):
-        plan, _, layout = a_plan(strategy, heads=heads, tokens=500, home=home)
+    def test_traffic_is_what_the_routes_send(self, strategy, layout_name, heads):
+        plan, _, layout = a_plan(strategy, heads=heads, tokens=500, layout_name=layout_name)
         traffic = traffic_of(plan.assignment, layout)
         for rank in range(4):
             route = build_route(plan.assignment, layout, rank, layout.shard, torch.device("cpu"))
@@ -93,10 +94,10 @@ class TestBytes:
     def test_traffic_with_token_orders_per_head(self):
         grid = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
         mask = BlockMask(random_bits(3, grid, 0), grid)
-        home = SequenceLayout.contiguous(480, 4)
-        plan = make_plan(mask, "U2R2", home=home)
-        traffic = traffic_of(plan.assignment, home)
-        route = build_route(plan.assignment, home, 1, home.shard, torch.device("cpu"))
+        layout = SequenceLayout.contiguous(480, 4)
+        plan = make_plan(mask, "U2R2", layout=layout)
+        traffic = traffic_of(plan.assignment, layout)
+        route = build_route(plan.assignment, layout, 1, layout.shard, torch.device("cpu"))
         sent = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
         assert sent.tolist() == (traffic.queries[1] + 2 * traffic.keys[1]).tolist()
         assert list(route.combine_exchange.received) == traffic.queries[1].tolist()
@@ -166,7 +167,7 @@ def test_predictions_are_equal_bit_for_bit():
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap"))])
 def test_every_constant_matters_in_its_direction(name):
-    plan, _, _ = a_plan("U2R2", home="striped")
+    plan, _, _ = a_plan("U2R2", layout_name="striped")
     rates = {n: 1e6 for n in NAMES if n.endswith("_per_s") and not n.startswith("network")}
     hardware = machine(**rates, overlap=0.5)
     worse = getattr(hardware.constants, name) / 2 if name.endswith("_per_s") else 1.0
@@ -212,13 +213,15 @@ class TestExchangeCost:
         mask = BlockMask(random_bits(heads, grid, seed=heads), grid)
         shape, one = AttentionShape(1, heads, 2048, 64, 4), Topology(4, 4)
         for strategy in map(Strategy.parse, ("U4R1", "U2R2", "U1R4")):
-            home = SequenceLayout.striped(grid, strategy)
+            layout = SequenceLayout.striped(grid, strategy)
             cost = exchange_cost_of(mask, strategy, shape, hardware, one)
             assert cost > 0
-            free, weighed = (make_plan(mask, strategy, home=home, exchange_cost=c) for c in (0.0, cost))
-            sent = [sum(traffic_of(plan.assignment, home).dispatch.ravel()) for plan in (free, weighed)]
+            free, weighed = (
+                make_plan(mask, strategy, PlannerConfig(exchange_cost=c), layout=layout) for c in (0.0, cost)
+            )
+            sent = [sum(traffic_of(plan.assignment, layout).dispatch.ravel()) for plan in (free, weighed)]
             assert sent[1] <= sent[0]
-            seconds = [predict(plan, shape, hardware, one, home).total_s for plan in (free, weighed)]
+            seconds = [predict(plan, shape, hardware, one, layout).total_s for plan in (free, weighed)]
             assert seconds[1] <= 1.01 * seconds[0]
 
 
@@ -245,7 +248,7 @@ class TestMistakes:
         with pytest.raises(ValueError, match="use one of U8R1"):
             predict(plan, shape_of(plan), machine(), Topology(8))
         with pytest.raises(ValueError, match="give the one the plan was made for"):
-            predict(plan, shape_of(plan), machine(), home=SequenceLayout.contiguous(512, 2))
+            predict(plan, shape_of(plan), machine(), layout=SequenceLayout.contiguous(512, 2))
         with pytest.raises(ValueError, match="head_dim=0 must be at least 1"):
             AttentionShape(1, 1, 1, 0)
         with pytest.raises(ValueError, match="at least one rank"):

@@ -34,7 +34,7 @@ def selector(hysteresis: float = 0.0, **constants: float) -> StrategySelector:
 
 
 def planned(mask: BlockMask):
-    return lambda strategy: make_plan(mask, strategy, home=HOME)
+    return lambda strategy: make_plan(mask, strategy, layout=HOME)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -42,7 +42,7 @@ def test_no_strategy_is_predicted_to_be_faster(seed):
     mask, chooser = mask_of(seed), selector()
     plan = chooser.choose(planned(mask), SHAPE, None)
     seconds = [
-        predict(make_plan(mask, s, home=HOME), SHAPE, chooser.hardware, Topology(4), HOME).total_s
+        predict(make_plan(mask, s, layout=HOME), SHAPE, chooser.hardware, Topology(4), HOME).total_s
         for s in Strategy.all_for(4)
     ]
     assert predict(plan, SHAPE, chooser.hardware, Topology(4), HOME).total_s <= min(seconds) + 1e-9

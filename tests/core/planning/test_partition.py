@@ -188,7 +188,7 @@ class TestBounds:
         # column, one of the small ones is with it: 91 of 93, two ranks.
         rows, columns = np.array([[90], [1], [1], [1]]), np.array([[90], [1], [1], [1]])
         assert whole_block_bound(rows, columns, ulysses=2, ring=1) == 90 * 2 / 93
-        assert whole_block_bound(rows, columns, ulysses=2, ring=1, head_cap=True) == 91 * 2 / 93
+        assert whole_block_bound(rows, columns, ulysses=2, ring=1, equal_heads=True) == 91 * 2 / 93
 
     def test_whole_block_bound_of_no_work_is_one(self):
         assert whole_block_bound(np.zeros((2, 3), dtype=int), np.zeros((2, 3), dtype=int), 2, 2) == 1.0

@@ -116,7 +116,7 @@ def test_small_cases_of_heads_are_within_one_row_of_the_best_of_all_assignments(
         np.bincount(owners, weights=rows.ravel(), minlength=columns).max()
         for owners in map(list, itertools.product(range(columns), repeat=rows.size))
     )
-    owner = balance_heads(rows, columns, tolerance=1.0)
+    owner = balance_heads(rows, columns, target_rho=1.0)
     ours = np.bincount(owner.ravel(), weights=rows.ravel(), minlength=columns).max()
     assert bins_bound(rows.ravel(), columns) <= best <= ours <= best + rows.max()
 
@@ -127,7 +127,7 @@ def test_small_rings_and_hybrids_are_within_one_row_of_the_best_of_all_owners(se
     ulysses, ring = shape
     rng = np.random.default_rng(seed)
     bits = rng.random((2, 3, 6)) < rng.choice([0.2, 0.5, 0.9], (2, 3, 1))
-    _, slots, work = plan(bits, ulysses, ring, tolerance=1.0)
+    _, slots, work = plan(bits, ulysses, ring, target_rho=1.0)
     cells, schedule = count_work_by_slot(bits, slots, ring).reshape(6, ring), RingSchedule(ulysses, ring)
     owners = np.array(list(itertools.product(range(ulysses * ring), repeat=6)))
     every = np.zeros((len(owners), ring, ulysses * ring), dtype=np.int64)
@@ -147,7 +147,7 @@ def test_slots_become_level_and_pieces_stay_in_their_group(seed, ring):
     columns = rng.integers(0, 200, (6, 60))
     columns[:, 0] = 900  # a sink in every head
     group = np.arange(6) // 3
-    slots = balance_slots(columns, np.arange(60) % ring, group, ring, tolerance=1.01)
+    slots = balance_slots(columns, np.arange(60) % ring, group, ring, target_rho=1.01)
     for one in range(2):
         load = np.bincount(slots[group == one].ravel(), weights=columns[group == one].ravel(), minlength=ring)
         assert load.max() <= 1.01 * load.mean() + 1
@@ -166,9 +166,9 @@ def test_single_rows_only_make_a_plan_better_and_a_dear_exchange_moves_none(seed
     assert np.array_equal(work, _work(cells, q_home * ulysses + column, periods))
     matched = parts.work_by_rank(match_ulysses_ranks(parts, ulysses), ulysses)
     assert matched.max(axis=1).sum() <= work.max(axis=1).sum()
-    owner, _ = move_rows(cells, column, q_home, work, periods, tolerance=1.0)
+    owner, _ = move_rows(cells, column, q_home, work, periods, target_rho=1.0)
     assert _work(cells, owner, periods).max(axis=1).sum() <= work.max(axis=1).sum()
-    dear, _ = move_rows(cells, column, q_home, work, periods, tolerance=1.0, move_cost=1e6)
+    dear, _ = move_rows(cells, column, q_home, work, periods, target_rho=1.0, move_cost=1e6)
     assert np.array_equal(dear, q_home * ulysses + column)
 
 
@@ -210,6 +210,6 @@ def test_the_planner_is_never_worse_than_leaving_everything_where_it_is():
         bits = rng.random(shape) < rng.random() * 2 * rng.random((shape[0], 1, 1)) * rng.random((1, grid.nq, 1))
         mask = BlockMask(torch.from_numpy(bits), grid)
         for name in ("contiguous", "striped"):
-            home = SequenceLayout.named(name, grid, strategy)
-            plans = {planner: make_plan(mask, strategy, planner, home=home) for planner in ("dbsp", "contiguous")}
+            layout = SequenceLayout.named(name, grid, strategy)
+            plans = {planner: make_plan(mask, strategy, planner, layout=layout) for planner in ("dbsp", "contiguous")}
             assert plans["dbsp"].rho <= plans["contiguous"].rho + 1e-12

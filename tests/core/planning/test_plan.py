@@ -92,12 +92,12 @@ def test_rho_is_eq_1_and_not_below_its_bound(strategy, data):
 @examples(12)
 def test_moved_is_the_share_of_tokens_that_change_ring_rank(strategy, data):
     problem = data.draw(problems(strategy))
-    plan, home, x = problem.plan(), problem.home, problem.strategy.ulysses
+    plan, layout, x = problem.plan(), problem.layout, problem.strategy.ulysses
     grid = plan.grid
     moved = 0
     for head in range(problem.mask.heads):
         for token in range(grid.tokens):
-            ring = home.rank[token] // x
+            ring = layout.rank[token] // x
             moved += plan.assignment.q_owner[head, grid.q_axis.block_of[token]] // x != ring
             moved += 2 * (plan.assignment.kv_slot[head, grid.k_axis.block_of[token]] != ring)  # a key and a value
     assert plan.moved == pytest.approx(moved / (3 * problem.mask.heads * grid.tokens))
@@ -140,8 +140,8 @@ def test_the_fingerprint_sees_one_row_or_block_elsewhere(data):
 @every_strategy
 @given(data=st.data())
 @examples(8)
-def test_the_head_cap_makes_head_counts_equal_up_to_one(strategy, data):
-    problem = replace(data.draw(problems(strategy)), planner="paper", head_cap=True)
+def test_equal_heads_makes_head_counts_equal_up_to_one(strategy, data):
+    problem = replace(data.draw(problems(strategy)), planner="paper", equal_heads=True)
     heads_of_rank = problem.plan().assignment.head_ulysses_ranks.sum(axis=0)
     assert heads_of_rank.max() <= -(-problem.mask.heads // problem.strategy.ulysses)
 
@@ -209,7 +209,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("reward", [-0.1, float("nan")])
     def test_a_reward_below_zero_or_none_at_all(self, reward):
-        with pytest.raises(ValueError, match=r"reward R_b=.* must not be negative"):
+        with pytest.raises(ValueError, match=r"reward=.* must not be negative"):
             make_plan(self.MASK, "U2R1", reward=reward)
 
     def test_a_strategy_of_another_form(self):
@@ -217,15 +217,15 @@ class TestErrors:
             make_plan(self.MASK, "2x1")
 
     @pytest.mark.parametrize(
-        "home",
+        "layout",
         [
             SequenceLayout.contiguous(63, 2),
             SequenceLayout.contiguous(64, 4),
             SequenceLayout.striped(GRID, Strategy(1, 3)),
         ],
     )
-    def test_a_home_layout_of_another_size(self, home):
+    def test_a_home_layout_of_another_size(self, layout):
         with pytest.raises(
-            ValueError, match=f"home layout of {home.tokens} tokens on {home.world} ranks does not fit"
+            ValueError, match=f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit"
         ):
-            make_plan(self.MASK, "U2R1", home=home)
+            make_plan(self.MASK, "U2R1", layout=layout)

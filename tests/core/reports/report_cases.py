@@ -71,10 +71,10 @@ def recounted_session(
         mock.patch.object(DualBalancedAttention, "__call__", counted),
     ):
         for step, branch, thw in [(s, b, (4, 6, 7)) for s in range(3) for b in range(2)] + [(3, 0, (3, 6, 7))]:
-            home = session.begin(thw, 0, torch.tensor([900.0 - 10 * step] * batch))
+            layout = session.begin(thw, 0, torch.tensor([900.0 - 10 * step] * batch))
             for layer in range(LAYERS):
                 now = layer, step, branch
-                q, k, v = 3 * torch.randn(3, batch, HEADS, home.shard, WIDTH, generator=draws)
+                q, k, v = 3 * torch.randn(3, batch, HEADS, layout.shard, WIDTH, generator=draws)
                 session.attend(layer, q, k, v)
     return make_report(session, "two layers", "test"), found
 
@@ -89,7 +89,7 @@ def _recount(
     plan, strategy, layer = executor.plan, executor.plan.strategy, now[0]
     work = plan.evaluate(mask).metrics.work
     before = make_plan(mask, strategy, "contiguous").metrics.work
-    traffic = traffic_of(plan.assignment, session.home)
+    traffic = traffic_of(plan.assignment, session.layout)
     items = q.shape[0]  # as the executor sees it: 1 where items have masks of their own
     token_bytes = items * q.shape[3] * q.element_size()
     apart = ~np.eye(strategy.world, dtype=bool)

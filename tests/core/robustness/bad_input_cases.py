@@ -51,7 +51,7 @@ def call_where_one_rank_differs(rank: int, world: int, culprit: int, fault: str)
             mask = a_mask(seed=1)
         if fault == "other shape":
             q = q[:, :2]
-    home = SequenceLayout.contiguous(TOKENS, world)
-    plan = make_plan(mask, f"U1R{world}", home=home)
-    attend = DualBalancedAttention.prepare(plan, mask, home, SequenceGroup.of(), n_local=k.shape[2], debug=True)
+    layout = SequenceLayout.contiguous(TOKENS, world)
+    plan = make_plan(mask, f"U1R{world}", layout=layout)
+    attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of(), n_local=k.shape[2], debug=True)
     attend(q, k, v)

@@ -24,8 +24,8 @@ def die_in_the_middle(rank: int, world: int, settings: dict[str, Any], strategy:
     config = DbspConfig.load(settings)
     session = AttentionSession(config, SequenceGroup.of(), Strategy.parse(strategy), heads=world, layers=1)
     for step in range(5):
-        home = session.begin((4, 8, 8), 0, 900.0 - step)
-        q = torch.randn(1, world, home.shard, 16, generator=torch.Generator().manual_seed(step))
+        layout = session.begin((4, 8, 8), 0, 900.0 - step)
+        q = torch.randn(1, world, layout.shard, 16, generator=torch.Generator().manual_seed(step))
         if step == 2 and rank == odd:
             os._exit(1)
         session.attend(0, q, q, q)
@@ -39,8 +39,8 @@ def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
     """
     config = DbspConfig.load({"mask": {"source": "dense", "block_q": 16, "block_k": 16}, "planner": "contiguous"})
     session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), heads=2, layers=1)
-    home = session.begin((world, 4, 8))
-    k = torch.full((1, 2, home.shard, 16), float(rank + 1))
+    layout = session.begin((world, 4, 8))
+    k = torch.full((1, 2, layout.shard, 16), float(rank + 1))
     pending: list[PendingShift] = []
     arrived: list[bool] = []
     shift = SequenceGroup.shift

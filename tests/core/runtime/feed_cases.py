@@ -48,8 +48,8 @@ def attend_with(rank: int, world: int, source: BlockSizes) -> None:
     """One attention; afterwards a collective, which would hang or fail if ranks were not together."""
     session = AttentionSession(DbspConfig(mask=source), SequenceGroup.of(), Strategy(world, 1), heads=world, layers=1)
     try:
-        home = session.begin((2, 4, 8))
-        q = torch.ones(1, world, home.shard, 16)
+        layout = session.begin((2, 4, 8))
+        q = torch.ones(1, world, layout.shard, 16)
         session.attend(0, q, q, q)
     finally:
         dist.barrier()
@@ -77,8 +77,8 @@ def attend_in_two_steps(rank: int, world: int, odd: int) -> None:
     session = AttentionSession(DbspConfig(mask=source), SequenceGroup.of(), Strategy(world, 1), heads=world, layers=1)
     try:
         for timestep in (900.0, 800.0):
-            home = session.begin((2, 4, 8), 0, timestep)
-            q = torch.ones(1, world, home.shard, 16)
+            layout = session.begin((2, 4, 8), 0, timestep)
+            q = torch.ones(1, world, layout.shard, 16)
             session.attend(0, q, q, q)
     finally:
         dist.barrier()

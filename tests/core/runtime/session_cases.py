@@ -73,13 +73,13 @@ class Session:
         """A forward pass. returns: how far this rank's output is from one process's."""
         if settle:
             self.inner.flush()
-        home = self.inner.begin(thw, text_tokens, timestep)
+        layout = self.inner.begin(thw, text_tokens, timestep)
         self.feed.begin(thw, text_tokens, timestep)
-        token, place = (torch.from_numpy(one) for one in home.tokens_at(dist.get_rank()))
+        token, place = (torch.from_numpy(one) for one in layout.tokens_at(dist.get_rank()))
         generator, worst = torch.Generator().manual_seed(int(timestep)), 0.0
         for layer in range(self.layers):
-            full = [torch.randn(batch, HEADS, home.tokens, WIDTH, generator=generator) * 2 for _ in range(3)]
-            local = [torch.zeros(batch, HEADS, home.shard, WIDTH) for _ in full]
+            full = [torch.randn(batch, HEADS, layout.tokens, WIDTH, generator=generator) * 2 for _ in range(3)]
+            local = [torch.zeros(batch, HEADS, layout.shard, WIDTH) for _ in full]
             for shard, whole in zip(local, full, strict=True):
                 shard[:, :, place] = whole[:, :, token]
             out = self.inner.attend(layer, *local)
@@ -152,8 +152,8 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
     """A forward pass in which one rank's input is of another batch, dtype or size."""
     session = Session(PREDICTED | {"debug": debug}, f"U{world}R1").inner
     try:
-        home = session.begin((3, 6, 8) if (rank, fault) == (odd, "size") else THW)
-        q = torch.zeros(1, HEADS, home.shard, WIDTH)
+        layout = session.begin((3, 6, 8) if (rank, fault) == (odd, "size") else THW)
+        q = torch.zeros(1, HEADS, layout.shard, WIDTH)
         if rank == odd:
             q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
         session.attend(0, q, q, q)
@@ -164,11 +164,11 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
 def a_shard_that_does_not_fit(rank: int, world: int, odd: int, when: str) -> None:
     """One rank prepares for, or calls with, fewer tokens than the layout gives it."""
     mask = BlockMask.dense(HEADS, BlockGrid.uniform(world * 32, 16))
-    home = SequenceLayout.contiguous(world * 32, world)
-    plan = make_plan(mask, f"U1R{world}", home=home)
+    layout = SequenceLayout.contiguous(world * 32, world)
+    plan = make_plan(mask, f"U1R{world}", layout=layout)
     here, call = (20 if (rank, when) == (odd, moment) else 32 for moment in ("prepare", "call"))
     try:
-        attend = DualBalancedAttention.prepare(plan, mask, home, SequenceGroup.of(), n_local=here)
+        attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of(), n_local=here)
         q = torch.zeros(1, HEADS, call, WIDTH)
         attend(q, q, q)
     finally:
@@ -178,8 +178,8 @@ def a_shard_that_does_not_fit(rank: int, world: int, odd: int, when: str) -> Non
 def gradients(rank: int, world: int, wanted: bool) -> bool:
     """Attention outside no_grad. returns: whether its output has a graph"""
     session = Session(PREDICTED, f"U{world}R1").inner
-    home = session.begin(THW)
-    q = torch.ones(1, HEADS, home.shard, WIDTH, requires_grad=wanted)
+    layout = session.begin(THW)
+    q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=wanted)
     return session.attend(0, q, q, q).requires_grad
 
 

@@ -22,10 +22,10 @@ from peak_memory import peak_of_attention
 def test_the_peak_beside_the_inputs(strategy, tensors):
     parsed = Strategy.parse(strategy)
     mask = BlockMask.dense(8, BlockGrid.uniform(parsed.world * 512, 32))
-    home = SequenceLayout.striped(mask.grid, parsed)
-    plan = make_plan(mask, parsed, home=home)
+    layout = SequenceLayout.striped(mask.grid, parsed)
+    plan = make_plan(mask, parsed, layout=layout)
     for rank in range(parsed.world):
-        peak = peak_of_attention(plan, mask, home, rank, 64)
+        peak = peak_of_attention(plan, mask, layout, rank, 64)
         assert tensors <= peak <= tensors + 0.1  # log-sum-exps, and a token more here than there
 
 
@@ -34,7 +34,7 @@ def test_where_a_rank_has_many_more_rows_queries_go_ahead():
     bits = np.ones((3, 64, 64), dtype=bool)
     bits[1:, :, ::2] = False
     mask = BlockMask(bits, BlockGrid.uniform(2048, 32))
-    home = SequenceLayout.contiguous(2048, 2)
-    plan = make_plan(mask, "U2R1", "paper", home=home)
-    peaks = sorted(peak_of_attention(plan, mask, home, rank, 64) for rank in range(2))
+    layout = SequenceLayout.contiguous(2048, 2)
+    plan = make_plan(mask, "U2R1", "paper", layout=layout)
+    peaks = sorted(peak_of_attention(plan, mask, layout, rank, 64) for rank in range(2))
     assert peaks[1] == 5 * 4 / 3  # not 6 · 4/3: queries lie there once

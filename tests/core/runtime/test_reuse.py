@@ -122,13 +122,13 @@ class TestLagged:
 
     def test_what_goes_with_a_new_plan_is_prepared_in_the_thread_before_it_is_adopted(self, lagged):
         grid = FIRST.grid
-        home = SequenceLayout.contiguous(grid.tokens, 2)
+        layout = SequenceLayout.contiguous(grid.tokens, 2)
         threads = []
 
         class Prepares(PlansBy):
             def rank_plan(self, assignment: Assignment) -> RankPlan:
                 threads.append(threading.current_thread().name)
-                return RankPlan.of(assignment, home, 0)
+                return RankPlan.of(assignment, layout, 0)
 
         masks = (FIRST, ABOVE, ABOVE, ABOVE)
         planned = [lagged.plan_for(0, mask, Prepares(plan_u2, ahead=False)) for mask in masks]
@@ -141,11 +141,11 @@ class TestLagged:
 
     def test_a_prepared_part_is_dropped_with_its_plan(self, lagged):
         """Guidance is switched off between two calls: the prepared part is of a plan for more heads."""
-        home = SequenceLayout.contiguous(FIRST.grid.tokens, 2)
+        layout = SequenceLayout.contiguous(FIRST.grid.tokens, 2)
 
         class Prepares(PlansBy):
             def rank_plan(self, assignment: Assignment) -> RankPlan:
-                return RankPlan.of(assignment, home, 0)
+                return RankPlan.of(assignment, layout, 0)
 
         for mask in (FIRST, ABOVE):
             lagged.plan_for(0, mask, Prepares(plan_u2, ahead=False))

@@ -16,7 +16,7 @@ RUBBISH = 1e4  # fills padding, which must not be seen
 
 @dataclass(frozen=True)
 class SpargeCase:
-    """One prediction. home: a layout's name, or "shuffled" for tokens in no order at all."""
+    """One prediction. layout: a layout's name, or "shuffled" for tokens in no order at all."""
 
     thw: tuple[int, int, int] = (5, 7, 9)
     text_tokens: int = 0
@@ -24,7 +24,7 @@ class SpargeCase:
     batch: int = 1
     width: int = 16
     dtype: torch.dtype = torch.float32
-    home: str = "contiguous"
+    layout: str = "contiguous"
     settings: dict[str, Any] = field(default_factory=lambda: {"cdf": 0.6, "similarity": 0.35})
     seed: int = 0
 
@@ -58,17 +58,17 @@ def predict_together(rank: int, world: int, case: SpargeCase, strategy: str) -> 
     """(fingerprint of the mask, of the plan) on this rank."""
     parsed = Strategy.parse(strategy)
     grid = case.source.grid(case.request)
-    if case.home == "shuffled":
+    if case.layout == "shuffled":
         order = np.random.default_rng(7).permutation(grid.tokens)
-        home = SequenceLayout.from_streams([order], world)
+        layout = SequenceLayout.from_streams([order], world)
     else:
-        home = SequenceLayout.named(case.home, grid, parsed, split_text=case.text_tokens > 0)
-    mine, places = (torch.from_numpy(a) for a in home.tokens_at(rank))
+        layout = SequenceLayout.named(case.layout, grid, parsed, split_text=case.text_tokens > 0)
+    mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
     local = []
     for everywhere in case.tensors():
-        here = torch.full((case.batch, case.heads, home.shard, case.width), RUBBISH, dtype=case.dtype)
+        here = torch.full((case.batch, case.heads, layout.shard, case.width), RUBBISH, dtype=case.dtype)
         here[:, :, places] = everywhere[:, :, mine]
         local.append(here)
-    tokens = LocalQK(*local, home, SequenceGroup.of(), case.width**-0.5)
+    tokens = LocalQK(*local, layout, SequenceGroup.of(), case.width**-0.5)
     mask = case.source.mask(case.request, tokens)
-    return mask.fingerprint, make_plan(mask, parsed, home=home).assignment.fingerprint
+    return mask.fingerprint, make_plan(mask, parsed, layout=layout).assignment.fingerprint

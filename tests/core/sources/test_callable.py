@@ -130,7 +130,7 @@ def test_masks_that_depend_on_step_and_guidance_pass_equal_one_process(pool, tmp
     assert all(difference <= 1e-5 for difference, _ in results), results
 
 
-@pytest.mark.parametrize("home", ["striped", "learned"])  # "learned" asks for all masks beforehand
+@pytest.mark.parametrize("layout", ["striped", "learned"])  # "learned" asks for all masks beforehand
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -140,10 +140,10 @@ def test_masks_that_depend_on_step_and_guidance_pass_equal_one_process(pool, tmp
         ("bits", "the mask of layer 1 differs on rank(s) [1]; it must be the same on every rank"),
     ],
 )
-def test_what_one_rank_does_raises_on_all(pool, fault, message, home):
+def test_what_one_rank_does_raises_on_all(pool, fault, message, layout):
     workers = pool(3)
     mask = {"source": "callable", "function": "user_masks:on_one_rank", "parameters": {"fault": fault}}
-    config = {"mask": mask | {"block_q": 16, "block_k": 8}, "strategy": "U1R3", "layout": home}
+    config = {"mask": mask | {"block_q": 16, "block_k": 8}, "strategy": "U1R3", "layout": layout}
     for raised in workers.run(run_until_error, ParaCase("wan", (3, 5, 7), config)):
         assert message in raised
         assert "\n" not in raised

@@ -123,16 +123,16 @@ class TestOneRank:
 
 
 @pytest.mark.parametrize(("world", "strategies"), [(2, ["U2R1", "U1R2"]), (3, ["U1R3"]), (4, ["U2R2", "U1R4"])])
-@pytest.mark.parametrize("home", ["contiguous", "striped"])
-def test_equals_one_process_whatever_the_order_of_each_head(pool, path, tmp_path, world, strategies, home):
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_equals_one_process_whatever_the_order_of_each_head(pool, path, tmp_path, world, strategies, layout):
     ignored = tmp_path / "ignored.safetensors"
     save_mask(ignored, file_masks(2, ordered=False), groups="1-1,2-2")
     for strategy in strategies:
         mask = {"source": "paro", "path": str(path)}
-        config = {"mask": mask, "strategy": strategy, "layout": home, "debug": True}
+        config = {"mask": mask, "strategy": strategy, "layout": layout, "debug": True}
         wrong = {"mask": mask | {"path": str(ignored)}}
         for same, dense, unordered in pool(world).run(run_paro_case, "wan", THW, 7, config, wrong):
-            assert max(same) <= TOLERANCE, (strategy, home)
+            assert max(same) <= TOLERANCE, (strategy, layout)
             assert max(dense[:2]) <= TOLERANCE, "the leading step is dense"
             assert min(dense[2:]) > 100 * TOLERANCE, "the mask must matter"
             assert max(unordered[:2]) <= TOLERANCE

@@ -86,11 +86,11 @@ def test_agrees_with_xfusers_own_predictor():
 @pytest.mark.parametrize("name", [name for name in CASES if name != "everything"])
 def test_every_number_of_ranks_gives_the_same_bits_and_plans(pool, world, name):
     strategies = Strategy.all_for(world)
-    for number, home in enumerate(("contiguous", "striped", "shuffled")):
-        case = replace(CASES[name], home=home)
+    for number, layout in enumerate(("contiguous", "striped", "shuffled")):
+        case = replace(CASES[name], layout=layout)
         strategy = str(strategies[number % len(strategies)])
         answers = pool(world).run(predict_together, case, strategy)
-        assert {mask for mask, _ in answers} == {alone(case).fingerprint}, (home, strategy)
+        assert {mask for mask, _ in answers} == {alone(case).fingerprint}, (layout, strategy)
         assert len({plan for _, plan in answers}) == 1
 
 

@@ -23,30 +23,32 @@ def placed(draw):
 @given(placed())
 @examples(80)
 def test_every_token_is_at_exactly_one_place(problem):
-    grid, strategy, home = problem
+    grid, strategy, layout = problem
     held = [
-        (token, rank, place) for rank in range(home.world) for token, place in zip(*home.tokens_at(rank), strict=True)
+        (token, rank, place)
+        for rank in range(layout.world)
+        for token, place in zip(*layout.tokens_at(rank), strict=True)
     ]
     assert sorted(token for token, _, _ in held) == list(range(grid.tokens))
     assert len({(rank, place) for _, rank, place in held}) == grid.tokens
-    assert all(0 <= place < home.shard for _, _, place in held)
-    assert home.world == strategy.world
-    assert home.tokens == grid.tokens
+    assert all(0 <= place < layout.shard for _, _, place in held)
+    assert layout.world == strategy.world
+    assert layout.tokens == grid.tokens
 
 
 @given(placed())
 @examples(80)
 def test_order_reads_rank_after_rank_and_place_after_place(problem):
-    home = problem[2]
-    assert home.order.tolist() == [token for rank in range(home.world) for token in home.tokens_at(rank)[0]]
+    layout = problem[2]
+    assert layout.order.tolist() == [token for rank in range(layout.world) for token in layout.tokens_at(rank)[0]]
 
 
 @given(placed())
 @examples(80)
 def test_segments_tile_every_block_with_runs_that_lie_together(problem):
-    grid, _, home = problem
+    grid, _, layout = problem
     for axis in (grid.q_axis, grid.k_axis):
-        f = home.segments(axis)
+        f = layout.segments(axis)
         tokens, ranks, places = [], [], []
         for block, offset, rank, local, length in zip(f.block, f.offset, f.rank, f.local, f.length, strict=True):
             assert length >= 1
@@ -55,17 +57,17 @@ def test_segments_tile_every_block_with_runs_that_lie_together(problem):
             ranks += [rank] * length
             places += range(local, local + length)
         assert tokens == list(range(grid.tokens))
-        assert ranks == home.rank.tolist()
-        assert places == home.local.tolist()
+        assert ranks == layout.rank.tolist()
+        assert places == layout.local.tolist()
 
 
 @given(placed())
 @examples(50)
 def test_tokens_by_ring_counts_each_blocks_tokens(problem):
-    grid, strategy, home = problem
+    grid, strategy, layout = problem
     for axis in (grid.q_axis, grid.k_axis):
-        counted = Counter((axis.block_of[t], home.rank[t] // strategy.ulysses) for t in range(grid.tokens))
-        table = home.segments(axis).tokens_by_ring(len(axis), strategy)
+        counted = Counter((axis.block_of[t], layout.rank[t] // strategy.ulysses) for t in range(grid.tokens))
+        table = layout.segments(axis).tokens_by_ring(len(axis), strategy)
         assert table.tolist() == [
             [counted[block, ring] for ring in range(strategy.ring)] for block in range(len(axis))
         ]
@@ -73,36 +75,36 @@ def test_tokens_by_ring_counts_each_blocks_tokens(problem):
 
 def test_contiguous_keeps_token_order_and_pads_the_last_ranks():
     # 10 tokens on 4 ranks: shards of 3, the last rank has one token and two places of padding.
-    home = SequenceLayout.contiguous(10, 4)
-    assert home.shard == 3
-    assert home.rank.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
-    assert home.local.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    layout = SequenceLayout.contiguous(10, 4)
+    assert layout.shard == 3
+    assert layout.rank.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+    assert layout.local.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
 
 def test_more_ranks_than_tokens_leave_some_empty():
-    home = SequenceLayout.contiguous(2, 5)
-    assert [len(home.tokens_at(rank)[0]) for rank in range(5)] == [1, 1, 0, 0, 0]
+    layout = SequenceLayout.contiguous(2, 5)
+    assert [len(layout.tokens_at(rank)[0]) for rank in range(5)] == [1, 1, 0, 0, 0]
 
 
 def test_striped_deals_blocks_out_over_the_ring():
     # 8 blocks of 4 on U2R2: even blocks are ring rank 0's (ranks 0 and 1), odd blocks ring rank 1's (2 and 3).
     grid = BlockGrid.uniform(32, 4)
-    home = SequenceLayout.striped(grid, Strategy(2, 2))
-    assert (home.rank // 2).tolist() == (np.arange(32) // 4 % 2).tolist()
-    assert home.tokens_at(0)[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+    layout = SequenceLayout.striped(grid, Strategy(2, 2))
+    assert (layout.rank // 2).tolist() == (np.arange(32) // 4 % 2).tolist()
+    assert layout.tokens_at(0)[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 def test_striped_deals_out_the_coarser_blocks_so_that_none_is_cut():
-    home = SequenceLayout.striped(BlockGrid(32, 0, block_q=2, block_k=8), Strategy(1, 2))
-    assert home.rank.tolist() == (np.arange(32) // 8 % 2).tolist()
+    layout = SequenceLayout.striped(BlockGrid(32, 0, block_q=2, block_k=8), Strategy(1, 2))
+    assert layout.rank.tolist() == (np.arange(32) // 8 % 2).tolist()
 
 
 def test_split_text_gives_every_rank_its_share_of_text_before_its_share_of_video():
     # 5 text tokens on 2 ranks: 3 + 2 and one of padding; 6 video tokens: 3 + 3.
-    home = SequenceLayout.named("contiguous", BlockGrid(11, 5, 4, 4), Strategy(2, 1), split_text=True)
-    assert [a.tolist() for a in home.tokens_at(0)] == [[0, 1, 2, 5, 6, 7], [0, 1, 2, 3, 4, 5]]
-    assert [a.tolist() for a in home.tokens_at(1)] == [[3, 4, 8, 9, 10], [0, 1, 3, 4, 5]]
-    assert home.shard == 6
+    layout = SequenceLayout.named("contiguous", BlockGrid(11, 5, 4, 4), Strategy(2, 1), split_text=True)
+    assert [a.tolist() for a in layout.tokens_at(0)] == [[0, 1, 2, 5, 6, 7], [0, 1, 2, 3, 4, 5]]
+    assert [a.tolist() for a in layout.tokens_at(1)] == [[3, 4, 8, 9, 10], [0, 1, 3, 4, 5]]
+    assert layout.shard == 6
 
 
 def test_split_text_without_text_changes_nothing():
