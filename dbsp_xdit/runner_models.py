@@ -37,7 +37,8 @@ def _wan(model: Model, dtype: torch.dtype) -> type:
     class WanModel(xFuserWan21T2VModel):
         # its choice of layers for low precision is for the 14B model
         capabilities = replace(xFuserWan21T2VModel.capabilities, **({} if own else no_low_precision))
-        default_input_values = replace(xFuserWan21T2VModel.default_input_values, **_defaults(model))
+        # the 14B model's stay, so that a command makes the same video with and without db-SP
+        default_input_values = replace(xFuserWan21T2VModel.default_input_values, **({} if own else _defaults(model)))
 
         def _customize_settings(self, config: Any) -> None:
             super()._customize_settings(config)

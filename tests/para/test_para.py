@@ -8,6 +8,7 @@ import pytest
 
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
+from dbsp_core.utils.errors import UserError
 from para_cases import (
     ParaCase,
     run_para_case,
@@ -132,8 +133,9 @@ def test_para_attn_learns_the_argument_and_forgets_it():
     ]
     assert dbsp_para.install()
     wrapped = [adapter.parallelize_transformer for adapter in adapters]
-    with pytest.raises(ValueError, match='pass attn="dbsp"'):
-        wrapped[0](object(), attn="flash")
+    for parallelize in (wrapped[0], dbsp_para.parallelize_transformer, dbsp_para.parallelize_pipe):
+        with pytest.raises(UserError, match="unknown attn 'flash'; pass attn=\"dbsp\""):
+            parallelize(object(), attn="flash")
     dbsp_para.uninstall()
     assert all(a.parallelize_transformer is not w for a, w in zip(adapters, wrapped, strict=True))
     assert dbsp_para.install()

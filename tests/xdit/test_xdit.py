@@ -177,6 +177,7 @@ def test_published_checkpoints_by_any_name(pool, name, source):
     like = find_model_spec(name)
     assert like is not None
     assert (settings["model_name"], settings["fps"], settings["height"]) == (source, like.video.fps, like.video.height)
+    assert settings["as usual"], "a command makes the same video with and without db-SP"
     assert settings["cfg"] is (like.pipeline == "CogVideoXPipeline")
 
 

@@ -105,6 +105,7 @@ def registered_model(rank: int, world: int, name: str) -> dict[str, Any]:
     from dbsp_xdit.models import find_model
     from dbsp_xdit.runner_models import register
 
+    usual = vars(MODEL_REGISTRY[name].default_input_values) if name in MODEL_REGISTRY else None
     register(name, find_model(name), DbspConfig())
     model = MODEL_REGISTRY[name](xFuserArgs(model=name))
     return {
@@ -112,6 +113,7 @@ def registered_model(rank: int, world: int, name: str) -> dict[str, Any]:
         "fps": model.settings.fps,
         "height": model.default_input_values.height,
         "cfg": model.capabilities.use_cfg_parallel,
+        "as usual": usual in (None, vars(model.default_input_values)),
     }
 
 

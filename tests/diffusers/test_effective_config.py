@@ -20,7 +20,7 @@ from dbsp_core.config.models import MODEL_SPECS
 from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, resolve_config
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_xdit.flags import config_from, parse_known
-from in_force_cases import attach_to_another_model, settings_by_rank
+from effective_config_cases import attach_to_another_model, settings_by_rank
 from repository import ROOT
 from transformers_for_tests import make_transformer
 from workers import WorkerError
