@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from dbsp_core.comm.all_to_all import exchange_q_separately
 from dbsp_core.cost.comm_volume import Traffic, traffic_of
@@ -50,6 +51,12 @@ class AttentionShape:
         for name in ("batch", "heads", "tokens", "head_dim", "element_bytes"):
             if getattr(self, name) < 1:
                 raise UserError(f"attention shape: {name}={getattr(self, name)} must be at least 1")
+
+    @classmethod
+    def of(cls, q: torch.Tensor, heads: int, tokens: int) -> AttentionShape:
+        """Of an attention with this rank's q [B, H, n_local, D], whose plan or mask has `heads` heads, H or B·H."""
+        batch, own, _, head_dim = q.shape
+        return cls(batch if heads == own else 1, heads, tokens, head_dim, q.element_size())
 
     @property
     def token_bytes(self) -> int:

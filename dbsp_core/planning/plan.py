@@ -70,10 +70,14 @@ class PlanMetrics:
 class Plan:
     """An assignment, its numbers for a mask, and how it was made.
 
-    config:  the planner and what it was told
-    moved:   share of Q, K, V elements whose owner's ring rank is not that of the rank that holds them outside
-    plan_ms: time from counts to owners and slots, milliseconds; counting blocks is not in it
     The assignment's grid is the mask's, or for planner "burst" one whose blocks are parts of the mask's.
+
+    Attributes:
+        assignment: Which rank owns each row, and in which ring slot each KV block travels.
+        metrics: Its numbers for one mask.
+        config: The planner and what it was told.
+        moved: Share of Q, K, V elements whose owner's ring rank is not that of the rank that holds them outside.
+        plan_ms: Time from counts to owners and slots, milliseconds; counting blocks is not in it.
     """
 
     assignment: Assignment

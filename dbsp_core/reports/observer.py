@@ -200,10 +200,8 @@ class RunObserver(SessionObserver):
 
 
 def _sent_by(executor: DualBalancedAttention, q: torch.Tensor) -> SentBytes:
-    batch, heads, shard, width = q.shape
-    items = batch if executor.plan.heads == heads else 1
-    shape = AttentionShape(items, executor.plan.heads, executor.plan.grid.tokens, width, q.element_size())
-    return SentBytes.of(executor, shape, shard)
+    shape = AttentionShape.of(q, executor.plan.heads, executor.plan.grid.tokens)
+    return SentBytes.of(executor, shape, q.shape[2])
 
 
 def _mark(device: torch.device) -> Mark:

@@ -68,12 +68,13 @@ class _Calls:
 class DualBalancedAttention:
     """Attention under one plan and one mask on one rank, ready to be called for many q, k, v; made by `prepare`.
 
-    part:   this rank's part in the plan, with its tables on the device
-    plan:   the same plan, with the numbers of the mask
-    tables: by period, those of the mask
-    group:  the ranks that share the sequence
-    kernel: a name from `dbsp_kernels.KERNELS`, or "auto"
-    debug:  whether all ranks compare inputs and plans before every call
+    Attributes:
+        part: This rank's part in the plan, with its tables on the device.
+        plan: The same plan, with the numbers of the mask.
+        tables: By period, those of the mask.
+        group: The ranks that share the sequence.
+        kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
+        debug: Whether all ranks compare inputs and plans before every call.
     """
 
     part: RankPlan

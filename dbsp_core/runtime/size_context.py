@@ -112,10 +112,7 @@ class SizeContext:
     def _make(
         self, attention: AttentionKey, plan_key: Hashable, mask: BlockMask, tokens: LocalQK
     ) -> DualBalancedAttention:
-        batch, heads, _, width = tokens.q.shape
-        items = batch if mask.heads == heads else 1  # of a batch whose items have masks of their own
-        shape = AttentionShape(items, mask.heads, mask.grid.tokens, width, tokens.q.element_size())
-        maker = self.maker.for_shape(shape)
+        maker = self.maker.for_shape(AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens))
         planned = self.plans.plan_for(plan_key, mask, maker)
         plan, device = planned.plan, tokens.q.device
         before = self._executors.get(self._used.get(attention))
