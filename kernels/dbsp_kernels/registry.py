@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_kernels import cpu, flex, sparge
+from dbsp_kernels.backends import cpu, flex, sparge
+from dbsp_kernels.backends.reference import reference_attention
 from dbsp_kernels.errors import UserError
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.merge import PartialAttention
-from dbsp_kernels.reference import reference_attention
 
 __all__ = [
     "KERNELS",

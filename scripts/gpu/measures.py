@@ -223,7 +223,8 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
 
 def against_sparge(setting: Setting, sampler: Sampler) -> Iterator[Row]:
     """SpargeAttn's kernel on the same masks, and our predicted masks beside its own, where it is installed."""
-    from dbsp_kernels import DenseHeadLayout, sparge
+    from dbsp_kernels import DenseHeadLayout
+    from dbsp_kernels.backends import sparge
 
     if sparge.why_unavailable() is not None:
         return

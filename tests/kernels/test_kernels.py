@@ -21,14 +21,12 @@ from dbsp_kernels import (
     KernelRequirements,
     available,
     choose_kernel,
-    cpu,
     explain_auto,
-    flex,
     merge_into,
     merge_states,
     require_supported,
-    sparge,
 )
+from dbsp_kernels.backends import cpu, flex, sparge
 from generators import SEEDS, examples
 from packed import Packed, full_counts, kinder, packed, written_out
 
