@@ -21,7 +21,7 @@ from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.planning.assignment import Assignment
 from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
 
-__all__ = ["Exchange", "Route", "build_route", "exchange_q_separately"]
+__all__ = ["Exchange", "Route", "build_route", "by_batch", "exchange_q_separately"]
 
 UNEVEN = 1.05
 """Rows of the rank that has most over their mean, from which on memory counts more than one more exchange."""
@@ -51,7 +51,7 @@ class Exchange:
         first = tensors[0]
         buffer = first.new_empty(sum(self.sent), first.shape[0], first.shape[3])
         for tensor, segments in zip(tensors, self.pack, strict=True):
-            copy_segments(tensor, _by_batch(buffer), segments)
+            copy_segments(tensor, by_batch(buffer), segments)
         return buffer
 
     def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
@@ -97,12 +97,12 @@ class Route:
         first, *second = self.dispatch_exchanges
         came = first.run(first.send_buffer(*((q,) if second else (q, k, v))), group)
         packed_q = q.new_empty(batch, self.q_places, width)
-        copy_segments(_by_batch(came), packed_q[:, None], first.unpack[0])
+        copy_segments(by_batch(came), packed_q[:, None], first.unpack[0])
         if second:
             del came
             came = second[0].run(second[0].send_buffer(k, v), group)
         packed_kv = q.new_empty(2, batch, self.kv_places, width)
-        copy_segments(_by_batch(came), packed_kv.transpose(0, 1), self.dispatch_exchanges[-1].unpack[-1])
+        copy_segments(by_batch(came), packed_kv.transpose(0, 1), self.dispatch_exchanges[-1].unpack[-1])
         return packed_q, packed_kv
 
     def combine(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
@@ -112,7 +112,7 @@ class Route:
         came = self.combine_exchange.run(buffer, group)
         del buffer
         local = torch.empty_like(like, dtype=came.dtype)
-        copy_segments(_by_batch(came), local, self.combine_exchange.unpack[0])
+        copy_segments(by_batch(came), local, self.combine_exchange.unpack[0])
         return local
 
 
@@ -120,7 +120,7 @@ def _moved(segments: tuple[CopySegments, ...], device: torch.device) -> tuple[Co
     return tuple(one if one.table.device.type == device.type == "cpu" else one.to(device) for one in segments)
 
 
-def _by_batch(buffer: torch.Tensor) -> torch.Tensor:
+def by_batch(buffer: torch.Tensor) -> torch.Tensor:
     """A buffer [tokens, B, D] as the one head [B, 1, tokens, D] that it is to segments."""
     return buffer.transpose(0, 1)[:, None]
 

@@ -18,6 +18,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
+from dbsp_core.runtime.gradients.backward import attention_with_gradients
 from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.ring import ring_attention
@@ -27,7 +28,6 @@ from dbsp_kernels import Kernel, KernelRequirements, choose_kernel, require_supp
 
 __all__ = [
     "INPUTS_DIFFER",
-    "NO_GRADIENTS",
     "DualBalancedAttention",
     "dual_balanced_attention",
     "inputs_fingerprint",
@@ -35,11 +35,15 @@ __all__ = [
 ]
 
 PLANS_DIFFER = "the plan differs on rank(s) {}; give all ranks one mask"
-INPUTS_DIFFER = "batch, head size or dtype of q, k and v differ on rank(s) {}; give all ranks the same"
-NO_GRADIENTS = (
-    "db-SP's attention has no gradients: run the model under torch.no_grad() or torch.inference_mode(), or let "
-    "nothing before attention require them (module.requires_grad_(False))"
+INPUTS_DIFFER = (
+    "batch, head size or dtype of q, k and v, or whether they need gradients, differ on rank(s) {}; "
+    "give all ranks the same"
 )
+INFERENCE_TENSORS = (
+    "q, k or v was made under torch.inference_mode(), so that gradients cannot flow through it; make it under "
+    "torch.no_grad(), or call attention under torch.inference_mode() too"
+)
+GRADIENTS_NOT_FINITE = "the gradient of attention's output has values that are not finite"
 
 
 def needs_gradients(*tensors: torch.Tensor) -> bool:
@@ -47,9 +51,10 @@ def needs_gradients(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def inputs_fingerprint(q: torch.Tensor) -> int:
-    """Below 2^63, equal for inputs that ranks can exchange: of one batch, head size and dtype. q: [B, H, n, D]"""
-    return fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype))
+def inputs_fingerprint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Below 2^63, equal for inputs [B, H, n, D] that ranks can exchange: of one batch, head size and dtype, and with
+    gradients or without."""
+    return fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, needs_gradients(q, k, v)))
 
 
 class _Calls:
@@ -184,6 +189,8 @@ class DualBalancedAttention:
         """
         self._check(q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if needs_gradients(q, k, v):
+            return attention_with_gradients(self, q, k, v, scale)
         return self.route.combine(self._at_owners(q, k, v, scale), q, self.group)
 
     def _at_owners(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -195,20 +202,28 @@ class DualBalancedAttention:
         first_slot = [packed_kv.view(2, batch, -1, grid.block_k, width)]
         del packed_kv  # or slot 0 would be held while all others pass
         kernel, layout = self.kernel_for(q), self.part.head_layout
-        out = ring_attention(rows, first_slot.pop, self.tables, strategy, self.group, scale, kernel, layout)
+        out, _ = ring_attention(rows, first_slot.pop, self.tables, strategy, self.group, scale, kernel, layout)
         return out.view(batch, -1, width)
 
-    def kernel_for(self, q: torch.Tensor) -> Kernel:
-        """The kernel that serves inputs like q [B, H, n_local, D]: chosen once for a device, dtype and head size.
+    def kernel_for(self, q: torch.Tensor, *, backward: bool = False) -> Kernel:
+        """The kernel that serves inputs like q [..., D]: chosen once for a device, dtype and head size.
 
+        backward: whether gradients will be asked for
         Raises UserError where none, or not the one asked for, can serve.
         """
-        inputs = (q.device.type, q.dtype, q.shape[-1])
+        inputs = (q.device.type, q.dtype, q.shape[-1], backward)
         if self._calls.chosen is None or self._calls.chosen[0] != inputs:
             blocks, ragged = (self.plan.grid.block_q, self.plan.grid.block_k), self.part.head_layout is None
-            needs = KernelRequirements(blocks, q.shape[-1], lse=len(self.tables) > 1, ragged_rows=ragged)
+            lse = backward or len(self.tables) > 1
+            needs = KernelRequirements(blocks, q.shape[-1], lse=lse, ragged_rows=ragged, backward=backward)
             self._calls.chosen = inputs, choose_kernel(self.kernel, q.device.type, q.dtype, needs)
         return self._calls.chosen[1]
+
+    def check_gradient(self, dout: torch.Tensor) -> None:
+        """Under debug raises UserError, on all ranks together, for a gradient with values that are not finite."""
+        if self.debug:
+            finite = bool(dout.isfinite().all())
+            check_consistent(self.group, None if finite else UserError(GRADIENTS_NOT_FINITE), {}, dout.device)
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises UserError for inputs that don't fit: on all ranks together at the first call, and under debug."""
@@ -217,7 +232,7 @@ class DualBalancedAttention:
             if self.debug and problem is None and not all(bool(t.isfinite().all()) for t in (q, k, v)):
                 problem = "q, k or v has values that are not finite"
             error = None if problem is None else UserError(problem)
-            marks = {PLANS_DIFFER: self.plan.assignment.fingerprint, INPUTS_DIFFER: inputs_fingerprint(q)}
+            marks = {PLANS_DIFFER: self.plan.assignment.fingerprint, INPUTS_DIFFER: inputs_fingerprint(q, k, v)}
             check_consistent(self.group, error, marks, q.device)
             self._calls.pending = False
         if problem is not None:
@@ -233,10 +248,11 @@ class DualBalancedAttention:
                 f"q of shape {tuple(q.shape)} does not fit: the plan has {self.plan.heads} heads and rank "
                 f"{self.group.rank} holds {self.part.n_local} tokens"
             )
-        if needs_gradients(q, k, v):
-            return NO_GRADIENTS
+        gradients = needs_gradients(q, k, v)
+        if gradients and any(t.is_inference() for t in (q, k, v)):
+            return INFERENCE_TENSORS
         try:
-            self.kernel_for(q)
+            self.kernel_for(q, backward=gradients)
         except UserError as error:
             return str(error)
         return None

@@ -18,7 +18,14 @@ from dbsp_kernels import DenseHeadLayout
 from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
 
-__all__ = ["KernelTable", "RingStepTable", "TableLayout", "build_tables", "dense_head_layout", "table_layout"]
+__all__ = [
+    "KernelTable",
+    "RingStepTable",
+    "TableLayout",
+    "build_tables",
+    "dense_head_layout",
+    "table_layout",
+]
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from dbsp_core.comm.all_to_all import Route, build_route
+from dbsp_core.comm.all_to_all_backward import BackwardRoute
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.assignment import Assignment
+from dbsp_core.runtime.gradients.transposed_tables import TransposedLayout, transposed_layouts
 from dbsp_core.runtime.kernel_tables import TableLayout, dense_head_layout, table_layout
 from dbsp_kernels import DenseHeadLayout
 
@@ -38,6 +41,16 @@ class RankPlan:
         n_local = layout.shard if n_local is None else n_local
         route = build_route(assignment, layout, rank, n_local, torch.device("cpu"))
         return cls(assignment, route, table_layout(assignment, rank), n_local, dense_head_layout(assignment, rank))
+
+    @cached_property
+    def transposed(self) -> tuple[TransposedLayout, ...]:
+        """By period, how its kernel tables are transposed, for backward. Made at the first use."""
+        return transposed_layouts(self.table_layout)
+
+    @cached_property
+    def backward_route(self) -> BackwardRoute:
+        """How gradients travel: its route, the other way round. Made at the first use."""
+        return BackwardRoute.of(self.route)
 
     def to(self, device: torch.device) -> RankPlan:
         """The same with its tables on a device. They are on the host."""

@@ -11,7 +11,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.kernel_tables import RingStepTable
 from dbsp_kernels import DenseHeadLayout, Kernel, PartialAttention, block_attention
 
-__all__ = ["ring_attention"]
+__all__ = ["hand_over", "ring_attention"]
 
 
 def ring_attention(
@@ -23,7 +23,9 @@ def ring_attention(
     scale: float,
     kernel: Kernel,
     head_layout: DenseHeadLayout | None = None,
-) -> torch.Tensor:
+    *,
+    lse: bool = False,
+) -> PartialAttention:
     """All periods of one attention on one rank.
 
     q:      [B·Rq, Bq, D], the rank's packed rows
@@ -31,7 +33,8 @@ def ring_attention(
             else holds them while other slots pass
     tables: one per period, not yet expanded for the batch
     head_layout: says that rows are those of whole heads; see `dbsp_kernels.block_attention`
-    returns: [B·Rq, Bq, D]
+    lse:    whether the log-sum-exp is wanted
+    returns: out [B·Rq, Bq, D] and its log-sum-exp [B·Rq, Bq]
 
     In period i, ring rank r computes with slot (r + i) mod y: after each period a rank hands its slot to ring rank
     r − 1 and takes the next one from r + 1. The hand-over starts before the period's kernel and is waited for after.
@@ -43,7 +46,7 @@ def ring_attention(
     for period, table in enumerate(tables):
         coming = None
         if period + 1 < len(tables):
-            coming = _hand_over(kv, len(tables[period + 1].kv_len), strategy, group)
+            coming = hand_over(kv, len(tables[period + 1].kv_len), strategy, group)
         keys, values = kv.flatten(1, 2).unbind(0)
         running = block_attention(
             q,
@@ -55,17 +58,17 @@ def ring_attention(
             partial=running,
             out_dtype=q.dtype if coming is None else torch.promote_types(q.dtype, torch.float32),
             head_layout=head_layout and DenseHeadLayout(head_layout.heads * batch, head_layout.tokens),
-            lse=len(tables) > 1,
+            lse=lse or len(tables) > 1,
         )
         del keys, values  # or the slot that has been handed over would be held while the next but one comes
         if coming is not None:
             kv = coming.wait()
     if running is None:
         raise ValueError("ring_attention needs at least one period")
-    return running[0]
+    return running
 
 
-def _hand_over(kv: torch.Tensor, next_blocks: int, strategy: Strategy, group: SequenceGroup) -> PendingShift:
+def hand_over(kv: torch.Tensor, next_blocks: int, strategy: Strategy, group: SequenceGroup) -> PendingShift:
     """Starts to send this slot to the previous ring rank and to receive the next one, of `next_blocks` blocks."""
     ring_rank, column = divmod(group.rank, strategy.ulysses)
     previous = (ring_rank - 1) % strategy.ring * strategy.ulysses + column

@@ -23,10 +23,8 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import Plan, require_slots
 from dbsp_core.runtime.attention import (
     INPUTS_DIFFER,
-    NO_GRADIENTS,
     DualBalancedAttention,
     inputs_fingerprint,
-    needs_gradients,
 )
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.observer import SessionObserver
@@ -166,7 +164,8 @@ class AttentionSession:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             for observer in self.observers:
                 observer.attention_begins(q.device)
-            executor = self._executor(layer, LocalQK(q, k, self.layout, self.group, scale))
+            with torch.no_grad():  # to backward, predicted masks are constants
+                executor = self._executor(layer, LocalQK(q, k, self.layout, self.group, scale))
             self._reached.add(layer)
             try:
                 if executor.plan.heads == q.shape[1]:
@@ -246,15 +245,13 @@ class AttentionSession:
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Before any collective of a call. All ranks compare shapes at the first call of a size, and under debug."""
-        if needs_gradients(q, k, v):
-            raise UserError(NO_GRADIENTS)
         now, problem = self._now, None
         if not (q.ndim == 4 and q.shape == k.shape == v.shape and q.shape[1:3] == (self.heads, now.layout.shard)):
             shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
             wanted = f"[batch, {self.heads}, {now.layout.shard}, head size]"
             problem = UserError(f"q, k, v must be {wanted} of one shape, as the layout shards them, got {shapes}")
         if self.config.debug or not now.inputs_agreed:
-            check_consistent(self.group, problem, {INPUTS_DIFFER: inputs_fingerprint(q)}, q.device)
+            check_consistent(self.group, problem, {INPUTS_DIFFER: inputs_fingerprint(q, k, v)}, q.device)
             now.inputs_agreed = True
         elif problem is not None:
             raise problem

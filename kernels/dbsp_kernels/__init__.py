@@ -1,6 +1,7 @@
-"""Attention on packed blocks. `block_attention` is the contract, `available` says which kernels work here."""
+"""Attention on packed blocks: `block_attention`, its `block_attention_backward`, and `available`, the kernels here."""
 
-from dbsp_kernels.attention import block_attention
+from dbsp_kernels.attention import block_attention, block_attention_backward
+from dbsp_kernels.backward import BackwardInputs, Gradients, TransposedTable
 from dbsp_kernels.inputs import DenseHeadLayout, KernelInputs
 from dbsp_kernels.merge import PartialAttention, merge_into, merge_states
 from dbsp_kernels.registry import (
@@ -15,13 +16,17 @@ from dbsp_kernels.registry import (
 
 __all__ = [
     "KERNELS",
+    "BackwardInputs",
     "DenseHeadLayout",
+    "Gradients",
     "Kernel",
     "KernelInputs",
     "KernelRequirements",
     "PartialAttention",
+    "TransposedTable",
     "available",
     "block_attention",
+    "block_attention_backward",
     "choose_kernel",
     "explain_auto",
     "merge_into",

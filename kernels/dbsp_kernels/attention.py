@@ -1,4 +1,4 @@
-"""The one entry point to all kernels, with its checks."""
+"""The entry points to all kernels, with their checks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 
 import torch
 
+from dbsp_kernels.backward import BackwardInputs, Gradients
 from dbsp_kernels.inputs import DenseHeadLayout, KernelInputs
 from dbsp_kernels.merge import PartialAttention, merge_into
 from dbsp_kernels.registry import Kernel, KernelRequirements, choose_kernel
 
-__all__ = ["block_attention"]
+__all__ = ["block_attention", "block_attention_backward"]
 
 
 def block_attention(
@@ -75,3 +76,26 @@ def block_attention(
         merge_into(*partial, *result)
         result = partial
     return result if out_dtype is None else (result[0].to(out_dtype), result[1])
+
+
+def block_attention_backward(inputs: BackwardInputs, kernel: str | Kernel = "auto") -> Gradients:
+    """The gradients of one `block_attention` call.
+
+    Args:
+        inputs: What the forward had and gave, and the gradient of its output.
+        kernel: As for `block_attention`.
+
+    Returns:
+        dq [Rq, Bq, D], dk and dv [Ck, Bk, D], float32 (float64 for float64). Deterministic: the same bits each time.
+
+    Raises:
+        ValueError: For mismatched shapes, or a kernel without a backward.
+    """
+    inputs.check()
+    q = inputs.forward.q
+    if isinstance(kernel, str):
+        needs = KernelRequirements(inputs.forward.blocks, q.shape[2], lse=True, ragged_rows=True, backward=True)
+        kernel = choose_kernel(kernel, q.device.type, q.dtype, needs)
+    if kernel.backward is None:
+        raise ValueError(f"kernel {kernel.name!r} has no backward")
+    return kernel.backward(inputs)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from dbsp_kernels.backends import cpu, flex, sparge
+from dbsp_kernels.backends.cpu_backward import cpu_attention_backward
 from dbsp_kernels.backends.reference import reference_attention
+from dbsp_kernels.backward import BackwardInputs, Gradients, backward_by_autograd
 from dbsp_kernels.errors import UserError
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.merge import PartialAttention
@@ -40,12 +42,14 @@ class KernelRequirements:
     width:       D; None: not known yet
     lse:         its log-sum-exp is used: rings merge the results of ring steps by it
     ragged_rows: the rows are not simply all rows of whole heads: heads are split, or in a ring
+    backward:    gradients will be asked for
     """
 
     blocks: tuple[int, int] | None = None
     width: int | None = None
     lse: bool = False
     ragged_rows: bool = False
+    backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Kernel:
     """A kernel and its capabilities.
 
     run:             the attention; see `dbsp_kernels.block_attention`
+    backward:        its gradients, or None; see `dbsp_kernels.block_attention_backward`
     devices:         device types it runs on; dtypes: of q, k, v
     blocks:          says which (block_q, block_k) it serves here, or None: any
     widths:          the least and the largest D
@@ -66,6 +71,7 @@ class Kernel:
     name: str
     run: Callable[[KernelInputs], PartialAttention]
     devices: frozenset[str]
+    backward: Callable[[BackwardInputs], Gradients] | None = field(default=None, kw_only=True)
     dtypes: frozenset[torch.dtype] = _FLOATS
     blocks: Callable[[], frozenset[tuple[int, int]] | None] = lambda: None
     widths: tuple[int, int] = (1, 1 << 20)
@@ -97,6 +103,8 @@ class Kernel:
             return "it returns no log-sum-exp, by which a ring's periods are merged; use a strategy UxR1"
         if needs.ragged_rows and not self.ragged_rows:
             return "it serves only whole heads, and here heads are split over ranks or cut by text of uneven length"
+        if needs.backward and self.backward is None:
+            return "it has no backward, and gradients are asked for"
         least, most = self.widths
         if needs.width is not None and not least <= needs.width <= most:
             return f"it serves head dims from {least} to {most}, not {needs.width}"
@@ -114,6 +122,12 @@ def _run_triton(inputs: KernelInputs) -> PartialAttention:
     return triton_attention(inputs)
 
 
+def _run_triton_backward(inputs: BackwardInputs) -> Gradients:
+    from dbsp_kernels.triton.backward import triton_attention_backward  # here: triton need not be installed
+
+    return triton_attention_backward(inputs)
+
+
 def _why_triton_unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install 'dbsp-attention[gpu]'"
@@ -127,7 +141,13 @@ def _why_triton_unavailable() -> str | None:
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        Kernel("cpu", cpu.cpu_attention, frozenset({"cpu"}), why_unavailable=cpu.why_unavailable),
+        Kernel(
+            "cpu",
+            cpu.cpu_attention,
+            frozenset({"cpu"}),
+            backward=cpu_attention_backward,
+            why_unavailable=cpu.why_unavailable,
+        ),
         Kernel(
             "triton",
             _run_triton,
@@ -135,6 +155,7 @@ KERNELS = {
             _FLOATS - {torch.float64},
             widths=(1, 256),
             merges=True,
+            backward=_run_triton_backward,
             why_unavailable=_why_triton_unavailable,
             interpreted=True,
         ),
@@ -147,7 +168,12 @@ KERNELS = {
             widths=(16, 256),
             why_unavailable=flex.why_unavailable,
         ),
-        Kernel("reference", reference_attention, frozenset({"cpu", "cuda"})),
+        Kernel(
+            "reference",
+            reference_attention,
+            frozenset({"cpu", "cuda"}),
+            backward=backward_by_autograd(reference_attention),
+        ),
         Kernel(
             "sparge",
             sparge.sparge_attention,

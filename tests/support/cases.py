@@ -64,30 +64,46 @@ def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
     return BlockMask(bits, grid)
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """A case on one rank. full: q, k, v of all tokens; local: this rank's; mine, places: its tokens, and where"""
+
+    mask: BlockMask
+    layout: SequenceLayout
+    full: list[torch.Tensor]
+    local: list[torch.Tensor]
+    mine: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, case: Case, rank: int) -> Inputs:
+        grid = case.grid
+        mask = random_mask(case, grid)
+        profile, strategy = MaskProfile.of([mask]), Strategy.parse(case.strategy)
+        layout = SequenceLayout.named(case.layout, grid, strategy, split_text=case.split_text, profile=profile)
+        generator = torch.Generator().manual_seed(case.seed)
+        shape = (case.batch, case.heads, case.tokens, case.width)
+        full = [torch.randn(shape, generator=generator, dtype=case.dtype) for _ in range(3)]
+        mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
+        n_local = layout.shard if case.padded else int(layout.tokens_at(rank)[1].max(initial=-1)) + 1
+        local = [torch.full((*shape[:2], n_local, case.width), RUBBISH, dtype=case.dtype) for _ in full]
+        for here, everywhere in zip(local, full, strict=True):
+            here[:, :, places] = everywhere[:, :, mine]
+        return cls(mask, layout, full, local, mine, places)
+
+
 def run_case(rank: int, world: int, case: Case) -> float:
     """Largest absolute error on this rank's tokens."""
-    grid = case.grid
-    mask = random_mask(case, grid)
-    strategy = Strategy.parse(case.strategy)
-    profile = MaskProfile.of([mask])
-    layout = SequenceLayout.named(case.layout, grid, strategy, split_text=case.split_text, profile=profile)
-    generator = torch.Generator().manual_seed(case.seed)
-    shape = (case.batch, case.heads, case.tokens, case.width)
-    full = [torch.randn(shape, generator=generator, dtype=case.dtype) for _ in range(3)]
-    mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
-    n_local = layout.shard if case.padded else int(layout.tokens_at(rank)[1].max(initial=-1)) + 1
-    local = [torch.full((*shape[:2], n_local, case.width), RUBBISH, dtype=case.dtype) for _ in full]
-    for here, everywhere in zip(local, full, strict=True):
-        here[:, :, places] = everywhere[:, :, mine]
-
+    given = Inputs.of(case, rank)
+    mask, full, local, mine, places = given.mask, given.full, given.local, given.mine, given.places
     expected = dense_attention(full[0][:, :, mine], full[1], full[2], mask, queries=mine)
     if case.sabotage == "local tokens only":
         keys, values = (t[:, :, mine] for t in full[1:])
         return _difference(dense_attention(full[0][:, :, mine], keys, values, mask, mine, keys=mine), expected)
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
-        out = _attend(case, mask, strategy, layout, local)
+        out = attend(case, mask, given.layout, local)
     assert out.shape == local[0].shape
-    padding = torch.ones(n_local, dtype=torch.bool)
+    padding = torch.ones(out.shape[2], dtype=torch.bool)
     padding[places] = False
     assert not out[:, :, padding].any(), "padding must come back as zeros"
     return _difference(out[:, :, places], expected)
@@ -97,9 +113,9 @@ def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float((out - expected).abs().max()) if out.numel() else 0.0
 
 
-def _attend(
-    case: Case, mask: BlockMask, strategy: Strategy, layout: SequenceLayout, local: list[torch.Tensor]
-) -> torch.Tensor:
+def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torch.Tensor]) -> torch.Tensor:
+    """The distributed attention of a case, sabotaged where it says so."""
+    strategy = Strategy.parse(case.strategy)
     if case.sabotage == "token order off by one":
         layout = replace(layout, rank=np.roll(layout.rank, 1), local=np.roll(layout.local, 1))
     if case.sabotage == "heads' orders mixed up":
@@ -112,10 +128,10 @@ def _attend(
         owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)
         slots = rng.integers(strategy.ring, size=plan.assignment.kv_slot.shape)
         plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, kv_slot=slots))
-    attend = DualBalancedAttention.prepare(
+    executor = DualBalancedAttention.prepare(
         plan, mask, layout, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )
     if case.sabotage == "wrong slot order":
-        attend = replace(attend, tables=(attend.tables[0], *reversed(attend.tables[1:])))
+        executor = replace(executor, tables=(executor.tables[0], *reversed(executor.tables[1:])))
     scale = case.width**-0.5 * (1.01 if case.sabotage == "wrong scale" else 1)
-    return attend(*local, scale=scale)
+    return executor(*local, scale=scale)

@@ -52,7 +52,8 @@ def dense_attention(
         allowed = allowed[:, :, keys]
     scores = (q.double() @ k.double().transpose(-1, -2)) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~allowed, -torch.inf)
-    weights = torch.softmax(scores, dim=-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+    empty = ~allowed.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
     return weights @ v.double()
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
+
 SAFETY_NET_S = 300  # ends a hang; no test is timed by it
 PRELOADED = (
     *("interpreter", "cases", "torch._dynamo"),  # the first before anything else imports triton
@@ -88,3 +90,14 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
             pipe.send((True, "", "", function(rank, world, *args)))
         except Exception as error:
             pipe.send((False, type(error).__name__, str(error), traceback.format_exc()))
+
+
+def assert_all_raise(
+    pool: Callable[[int], WorkerPool], world: int, message: str, function: Callable[..., Any], *args: Any
+) -> None:
+    """All ranks raise a UserError with this message."""
+    with pytest.raises(WorkerError) as caught:
+        pool(world).run(function, *args)
+    assert [rank for rank, *_ in caught.value.errors] == list(range(world))
+    for _, kind, text in caught.value.errors:
+        assert (kind, message in text) == ("UserError", True), text

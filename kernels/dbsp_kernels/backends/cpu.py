@@ -9,7 +9,7 @@ import torch
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.merge import PartialAttention, lse_dtype
 
-__all__ = ["cpu_attention", "why_unavailable"]
+__all__ = ["GATHER_BYTES", "cpu_attention", "tail_bias", "why_unavailable"]
 
 GATHER_BYTES = 2 << 20
 """Of keys gathered at a time for each thread, into memory that is reused: fresh memory costs page faults."""
@@ -42,7 +42,7 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
             alike = (counts == count).nonzero().squeeze(1) + rows.start
             for chunk in alike.split(max(1, together // (count * gather.block_bytes))):
                 blocks = inputs.kv_index[chunk, :count].long()
-                bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
+                bias = tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
                 out[chunk], lse[chunk] = _flash(q[chunk], *gather(blocks), bias, inputs.scale)
     return out, lse
 
@@ -83,7 +83,7 @@ def _flash(
     return out[:, 0], lse[:, 0]
 
 
-def _tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+def tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
     """−inf on the tokens beyond each block's length. lengths: int[R, n]; returns: [R, 1, 1, n·block]."""
     beyond = torch.arange(block) >= lengths[..., None]
     return torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf).flatten(1)[:, None, None]

@@ -61,19 +61,25 @@ class CopySegments:
         return (*copied, *written, spread(to_head, zeros), _counted(to_token + length, zeros))
 
 
-def copy_segments(source: torch.Tensor, destination: torch.Tensor, segments: CopySegments) -> None:
+def copy_segments(
+    source: torch.Tensor, destination: torch.Tensor, segments: CopySegments, *, add: bool = False
+) -> None:
     """Copies segments of tokens: one pass over what is copied, for any strides.
 
     source, destination: [B, heads, tokens, D] of one B, D, dtype and device; views are welcome
+    add: whether tokens are added to what is there; such segments have no zeros
     Nothing else in the destination is touched.
     """
     if source.is_cuda:
         from dbsp_kernels.triton.segment_copy import triton_copy_segments  # here: triton need not be installed
 
-        triton_copy_segments(source, destination, segments.table, segments.mean)
+        triton_copy_segments(source, destination, segments.table, segments.mean, add)
         return
     if segments.mean >= SLICED:
         for a, i, b, j, length, zeros in segments.entries:
+            if add:
+                destination[:, b, j : j + length] += source[:, a, i : i + length]
+                continue
             destination[:, b, j : j + length] = source[:, a, i : i + length]
             if zeros:
                 destination[:, b, j + length : j + length + zeros] = 0
@@ -81,6 +87,9 @@ def copy_segments(source: torch.Tensor, destination: torch.Tensor, segments: Cop
     from_head, from_token, to_head, to_token, zero_head, zero_token = segments.places
     for one, other in zip(source, destination, strict=True):
         read, write = _token_matrix(one), _token_matrix(other)
+        if add:
+            other[to_head, to_token] += one[from_head, from_token]
+            continue
         if read is None or write is None:
             other[to_head, to_token] = one[from_head, from_token]
         else:  # several times as fast as indexing by head and token

@@ -18,6 +18,7 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     from_ptr, to_ptr, table_ptr, runs,
     from_batch, from_head_stride, from_token_stride, from_width, to_batch, to_head_stride, to_token_stride, to_width,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens at a time: TOKENS of each of ROWS / TOKENS runs, of one element of the batch."""
     row = tl.arange(0, ROWS)
@@ -43,10 +44,15 @@ def copy_kernel(  # type: ignore[no-untyped-def]
             mask=copied,
             other=0.0,
         )
-        tl.store(to_row[:, None] + token[:, None] * to_token_stride + width[None, :] * to_width, values, mask=written)
+        places = to_row[:, None] + token[:, None] * to_token_stride + width[None, :] * to_width
+        if ADD:
+            values += tl.load(places, mask=copied, other=0.0)
+        tl.store(places, values, mask=written)
 
 
-def triton_copy_segments(source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float) -> None:
+def triton_copy_segments(
+    source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float, add: bool = False
+) -> None:
     """The contract of `dbsp_kernels.packing.segment_copy.copy_segments`. table, mean: of its `CopySegments`"""
     count, width = len(table), source.shape[-1]
     if count == 0 or source.shape[0] == 0:
@@ -56,5 +62,5 @@ def triton_copy_segments(source: torch.Tensor, destination: torch.Tensor, table:
     tokens = min(rows, 1 << (max(1, round(mean)) - 1).bit_length())
     copy_kernel[(-(-count // (rows // tokens)), source.shape[0])](
         source, destination, table, count, *source.stride(), *destination.stride(),
-        WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), num_warps=4,
+        WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), ADD=add, num_warps=4,
     )  # fmt: skip

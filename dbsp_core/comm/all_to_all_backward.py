@@ -1,0 +1,111 @@
+"""The route of gradients: dispatch and combine are linear, so their backward is their tables read from right to left.
+
+What a rank unpacked it packs, what it packed it unpacks and adds: a split head's keys and values went to several ranks
+whose gradients add up in the order of those ranks, so that sums have the same bits every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dbsp_core.comm.all_to_all import Exchange, Route, by_batch
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
+
+__all__ = ["BackwardRoute"]
+
+_REVERSED = [2, 3, 0, 1, 4]  # columns: to becomes from
+
+
+@dataclass(frozen=True, eq=False)
+class _BackwardExchange:
+    """An exchange the other way round.
+
+    sent, received: tokens by destination and by source
+    pack:   by tensor that the exchange made, from its places to the send buffer
+    unpack: by tensor that the exchange sent, from the receive buffer to its places: several copies one after the
+            other, each of which writes to no place twice
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    pack: tuple[CopySegments, ...]
+    unpack: tuple[tuple[CopySegments, ...], ...]
+
+    @classmethod
+    def of(cls, exchange: Exchange) -> _BackwardExchange:
+        pack = tuple(_reversed(segments, segments.table.cpu().numpy()) for segments in exchange.unpack)
+        unpack = tuple(_layers(segments) for segments in exchange.pack)
+        return cls(exchange.received, exchange.sent, pack, unpack)
+
+    def run(self, packed: tuple[torch.Tensor, ...], homes: tuple[torch.Tensor, ...], group: SequenceGroup) -> None:
+        """Adds the gradients of what was made, [B, heads, places, D] each, to those of what was sent."""
+        first = packed[0]
+        buffer = first.new_empty(sum(self.sent), first.shape[0], first.shape[3])
+        for tensor, segments in zip(packed, self.pack, strict=True):
+            copy_segments(tensor, by_batch(buffer), segments)
+        came = group.all_to_all(buffer, self.received, self.sent)
+        for tensor, layers in zip(homes, self.unpack, strict=True):
+            for segments in layers:
+                copy_segments(by_batch(came), tensor, segments, add=True)
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardRoute:
+    """One rank's route for gradients; see `Route` for its fields.
+
+    combine:  the output's gradient, to owners;  dispatch: those of q, k and v, back to the layout outside attention
+    """
+
+    combine: _BackwardExchange
+    dispatch: tuple[_BackwardExchange, ...]
+    q_places: int
+
+    @classmethod
+    def of(cls, route: Route) -> BackwardRoute:
+        dispatch = tuple(_BackwardExchange.of(exchange) for exchange in route.dispatch_exchanges)
+        return cls(_BackwardExchange.of(route.combine_exchange), dispatch, route.q_places)
+
+    def to_owners(self, dout: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+        """dout: [B, H, n_local, D]; returns: packed [B, Rq·Bq, D], zero beyond short blocks."""
+        packed = dout.new_zeros(dout.shape[0], self.q_places, dout.shape[3])
+        self.combine.run((dout,), (packed[:, None],), group)
+        return packed
+
+    def from_owners(
+        self, dq: torch.Tensor, dkv: torch.Tensor, shape: torch.Size, group: SequenceGroup
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq: packed [B, Rq·Bq, D], dkv: [2, B, Ck·Bk, D]; returns: those of q, k and v, of `shape` each."""
+        dq_home, dk_home, dv_home = (dq.new_zeros(shape) for _ in range(3))
+        packed_q, packed_kv = dq[:, None], dkv.transpose(0, 1)
+        first, *second = self.dispatch
+        if second:
+            first.run((packed_q,), (dq_home,), group)
+            second[0].run((packed_kv,), (dk_home, dv_home), group)
+        else:
+            first.run((packed_q, packed_kv), (dq_home, dk_home, dv_home), group)
+        return dq_home, dk_home, dv_home
+
+
+def _reversed(segments: CopySegments, table: np.ndarray) -> CopySegments:
+    """Rows of a segments' table, from right to left; the zeros, which follow from nothing, are left out."""
+    columns = np.zeros_like(table)
+    columns[:, :5] = table[:, _REVERSED]
+    return CopySegments.of(columns, segments.table.device)
+
+
+def _layers(segments: CopySegments) -> tuple[CopySegments, ...]:
+    """Reversed segments, so divided that none writes to a place twice: the n-th holds each place's n-th reader.
+
+    Readers of a place read the same segment, so that places are equal where their first tokens are.
+    """
+    table = segments.table.cpu().numpy()
+    _, place = np.unique(table[:, 0].astype(np.int64) << 32 | table[:, 1], return_inverse=True)
+    order = np.argsort(place, kind="stable")
+    first = np.searchsorted(place[order], np.arange(int(place.max(initial=-1)) + 1))
+    reader = np.empty(len(table), dtype=np.int64)
+    reader[order] = np.arange(len(table)) - first[place[order]]
+    return tuple(_reversed(segments, table[reader == n]) for n in range(int(reader.max(initial=-1)) + 1))

@@ -1,0 +1,1 @@
+"""The backward of dual-balanced attention."""

@@ -1,0 +1,124 @@
+"""Dual-balanced attention with gradients: the executor's forward, and its backward along the same route and ring.
+
+What is kept is at the owners: packed q, the first slot of k and v, out and its log-sum-exp. Later slots travel again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from dbsp_core.comm.groups import PendingShift
+from dbsp_core.runtime.ring import hand_over, ring_attention
+from dbsp_kernels import BackwardInputs, KernelInputs, block_attention_backward
+
+if TYPE_CHECKING:
+    from dbsp_core.runtime.attention import DualBalancedAttention
+
+__all__ = ["attention_with_gradients"]
+
+
+def attention_with_gradients(
+    executor: DualBalancedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """As the executor computes it; backward is collective, like forward. q, k, v: [B, H, n_local, D]"""
+    out: torch.Tensor = _Attention.apply(q, k, v, executor, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        executor: DualBalancedAttention,
+        scale: float,
+    ) -> torch.Tensor:
+        grid, route, group = executor.plan.grid, executor.route, executor.group
+        batch, _, _, width = q.shape
+        packed_q, packed_kv = route.dispatch(q, k, v, group)
+        rows = packed_q.view(-1, grid.block_q, width)
+        slot = packed_kv.view(2, batch, -1, grid.block_k, width)
+        out, lse = ring_attention(
+            rows,
+            lambda: slot,
+            executor.tables,
+            executor.plan.strategy,
+            group,
+            scale,
+            executor.kernel_for(q, backward=True),
+            executor.part.head_layout,
+            lse=True,
+        )
+        ctx.executor, ctx.scale, ctx.shape = executor, scale, q.shape
+        ctx.save_for_backward(rows, slot, out, lse)
+        return route.combine(out.view(batch, -1, width), q, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        executor: DualBalancedAttention = ctx.executor
+        rows, slot, out, lse = ctx.saved_tensors
+        executor.check_gradient(dout)
+        route, group, wide = executor.part.backward_route, executor.group, lse.dtype
+        batch, width = ctx.shape[0], ctx.shape[3]
+        # 1. dOut to the owners of rows, as queries came to them.
+        dout_rows = route.to_owners(dout, group).view(rows.shape)
+        # 2. The ring again: dQ stays, dK and dV travel with their slot.
+        dq, dkv = _ring_backward(executor, rows, slot, out, lse, dout_rows, ctx.scale)
+        # 3. Back to the layout outside attention, summed over the readers of each key.
+        grads = route.from_owners(dq.view(batch, -1, width), dkv.reshape(2, batch, -1, width), ctx.shape, group)
+        return (*(grad.to(rows.dtype) if wide != rows.dtype else grad for grad in grads), None, None)
+
+
+def _ring_backward(
+    executor: DualBalancedAttention,
+    rows: torch.Tensor,
+    slot: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All periods of one attention's backward on one rank.
+
+    rows, out, dout: [B·Rq, Bq, D]; lse: [B·Rq, Bq], of all periods together; slot: [2, B, Ck, Bk, D], the first
+    returns: dq [B·Rq, Bq, D] and dk, dv of the first slot, [2, B, Ck, Bk, D], of lse's dtype
+
+    With the whole attention's log-sum-exp, periods need no merging. Keys make y − 1 hand-overs, as in the forward;
+    their gradients y, one period behind: after period i a rank adds what came from ring rank r + 1 to its own and
+    hands the sum to r − 1. The last hand-over brings every slot's sums to the rank that the slot started from.
+    """
+    strategy, group, tables = executor.plan.strategy, executor.group, executor.tables
+    kernel, batch, own = executor.kernel_for(rows, backward=True), slot.shape[1], slot.shape[2]
+    dq = torch.zeros_like(rows, dtype=lse.dtype)
+    sums: torch.Tensor | None = None
+    coming_sums: PendingShift | None = None
+    for period, (table, transposed) in enumerate(zip(tables, executor.part.transposed, strict=True)):
+        last = period + 1 == len(tables)
+        next_blocks = own if last else len(tables[period + 1].kv_len)
+        # 1. The next slot's keys and values start to travel.
+        coming = None if last else hand_over(slot, next_blocks, strategy, group)
+        # 2. This period's part of the gradients.
+        keys, values = slot.flatten(1, 2).unbind(0)
+        expanded = table.expanded(batch)
+        given = KernelInputs(
+            rows, keys, values, expanded.kv_index, expanded.kv_count, expanded.kv_len, scale, expanded.kv_full
+        )
+        inputs = BackwardInputs(given, dout, out, lse, lambda t=transposed, of=table: t.table(of, batch))  # type: ignore[misc]
+        dq_part, dk, dv = block_attention_backward(inputs, kernel)
+        dq += dq_part
+        here = torch.stack([dk, dv]).view(slot.shape)
+        # 3. The sums of the slot's earlier periods, which came beside the kernel, are added and handed on.
+        sums = here if coming_sums is None else here.add_(coming_sums.wait())
+        if len(tables) > 1:
+            coming_sums = hand_over(sums, next_blocks, strategy, group)
+        if coming is not None:
+            slot = coming.wait()
+    if sums is None:
+        raise ValueError("attention needs at least one period")
+    return dq, sums if coming_sums is None else coming_sums.wait()

@@ -1,0 +1,58 @@
+"""Transposed kernel tables, for backward: from mask bits to the rows that attend to each packed KV block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dbsp_core.runtime.kernel_tables import RingStepTable, TableLayout
+from dbsp_kernels import TransposedTable
+from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
+
+__all__ = ["TransposedLayout", "transposed_layouts"]
+
+
+@dataclass(frozen=True, eq=False)
+class TransposedLayout:
+    """Where the rows of each packed block are, in one period: those of its head, one after the other.
+
+    first:  int32[Ck], the first of them;  rows: int64[Ck], how many;  column: int64[Ck], the block's in these rows
+    most:   rows of a head, at most
+    """
+
+    first: torch.Tensor
+    rows: torch.Tensor
+    column: torch.Tensor
+    most: int
+
+    def table(self, table: RingStepTable, batch: int = 1) -> TransposedTable:
+        """Which rows attend to each block, for `batch` copies; made where the bits are, without a synchronisation."""
+        blocks, device = len(self.first), table.bits.device
+        if not blocks or not self.most:
+            return TransposedTable(
+                torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device),
+                torch.zeros(batch * blocks, dtype=torch.int32, device=device),
+            )
+        # 1. bool[Ck, most]: whether the i-th row of the block's head attends to it.
+        place = torch.arange(self.most, device=device)
+        row = (self.first[:, None] + place).clamp(max=len(table.bits) - 1)
+        byte, bit = self.column // 8, (self.column % 8).to(torch.uint8)
+        needed = (table.bits[row.long(), byte[:, None]] >> bit[:, None] & 1).bool() & (place < self.rows[:, None])
+        # 2. As bits, they expand as the rows' own do: there is nothing short.
+        count = needed.sum(dim=1, dtype=torch.int32)
+        whole = torch.full((len(table.bits),), 1, dtype=torch.int32, device=device)
+        rows = expand_rows(pack_bits(needed), self.first, whole, count, self.most, 1, batch)
+        return TransposedTable(rows, count.repeat(batch))
+
+
+def transposed_layouts(layout: TableLayout) -> tuple[TransposedLayout, ...]:
+    """By period, what the transposed tables of all masks under one plan have in common. Synchronises."""
+    per_head = torch.bincount(layout.heads, minlength=layout.columns.shape[1])  # rows are packed head by head
+    first = per_head.cumsum(0) - per_head
+    most = int(per_head.max()) if len(per_head) else 0
+    found = []
+    for present in layout.present:
+        head, column = present.nonzero(as_tuple=True)  # in packing order
+        found.append(TransposedLayout(first[head].to(torch.int32), per_head[head], column, most))
+    return tuple(found)

@@ -1,0 +1,129 @@
+"""The Triton kernel's backward: rows give dQ, blocks give dK and dV by the transposed table. No atomics: same bits.
+
+Each program owns what it writes. P = exp2(S·log2 e·scale − lse₂) is computed again from the log-sum-exp of the whole
+attention, dS = P ∘ (dO·Vᵀ − δ) with δ = Σ dO·O (FlashAttention-2, arXiv 2307.08691, Alg. 2).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from dbsp_kernels.backward import BackwardInputs, Gradients
+from dbsp_kernels.triton.tile_config import padded
+
+__all__ = ["backward_keys_kernel", "backward_rows_kernel", "triton_attention_backward"]
+
+LOG2_E = 1 / math.log(2)
+
+
+@triton.jit
+def _tile(  # type: ignore[no-untyped-def]
+    pointer, block, start, inside, UPCAST: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """[TILE, TILE_D] of tokens `start` and following of `block`; zero where not `inside` and beyond WIDTH."""
+    token, width = start + tl.arange(0, TILE), tl.arange(0, TILE_D)
+    at = pointer + (block * BLOCK + token[:, None]) * WIDTH + width[None, :]
+    tile = tl.load(at, mask=inside[:, None] & (width[None, :] < WIDTH), other=0.0)
+    return tile.to(tl.float32) if UPCAST else tile
+
+
+@triton.jit
+def backward_rows_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, index_ptr, count_ptr, length_ptr, dq_ptr,
+    index_width, scale, scale_log2,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dQ of up to TILE_Q queries of one row. All tensors contiguous; lse in base 2, +inf where a row has no block."""
+    STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * TILE_Q
+    query, width = first + tl.arange(0, TILE_Q), tl.arange(0, TILE_D)
+    real = query < BLOCK_Q
+    q = _tile(q_ptr, row, first, real, UPCAST, BLOCK_Q, WIDTH, TILE_Q, TILE_D)
+    dout = _tile(dout_ptr, row, first, real, UPCAST, BLOCK_Q, WIDTH, TILE_Q, TILE_D)
+    lse = tl.load(lse_ptr + row * BLOCK_Q + query, mask=real, other=float("inf"))
+    delta = tl.load(delta_ptr + row * BLOCK_Q + query, mask=real, other=0.0)
+    dq = tl.zeros([TILE_Q, TILE_D], tl.float32)
+    for step in tl.range(0, tl.load(count_ptr + row) * STEPS, num_stages=STAGES):
+        block = tl.load(index_ptr + row * index_width + step // STEPS).to(tl.int64)
+        start = step % STEPS * TILE_K
+        present = start + tl.arange(0, TILE_K) < tl.load(length_ptr + block)
+        k = _tile(k_ptr, block, start, present, UPCAST, BLOCK_K, WIDTH, TILE_K, TILE_D)
+        v = _tile(v_ptr, block, start, present, UPCAST, BLOCK_K, WIDTH, TILE_K, TILE_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        weights = tl.where(present[None, :], tl.exp2(scores * scale_log2 - lse[:, None]), 0.0)
+        dscores = weights * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+    places = (row * BLOCK_Q + query)[:, None] * WIDTH + width[None, :]
+    tl.store(dq_ptr + places, dq * scale, mask=real[:, None] & (width[None, :] < WIDTH))
+
+
+@triton.jit
+def backward_keys_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, rows_ptr, count_ptr, length_ptr, dk_ptr, dv_ptr,
+    rows_width, scale, scale_log2,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of up to TILE_K keys of one block, over the rows that attend to it, in rising order."""
+    STEPS: tl.constexpr = (BLOCK_Q + TILE_Q - 1) // TILE_Q
+    block = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * TILE_K
+    key, width = first + tl.arange(0, TILE_K), tl.arange(0, TILE_D)
+    present = key < tl.load(length_ptr + block)
+    k = _tile(k_ptr, block, first, present, UPCAST, BLOCK_K, WIDTH, TILE_K, TILE_D)
+    v = _tile(v_ptr, block, first, present, UPCAST, BLOCK_K, WIDTH, TILE_K, TILE_D)
+    dk, dv = tl.zeros([TILE_K, TILE_D], tl.float32), tl.zeros([TILE_K, TILE_D], tl.float32)
+    for step in tl.range(0, tl.load(count_ptr + block) * STEPS, num_stages=STAGES):
+        row = tl.load(rows_ptr + block * rows_width + step // STEPS).to(tl.int64)
+        start = step % STEPS * TILE_Q
+        query = start + tl.arange(0, TILE_Q)
+        q = _tile(q_ptr, row, start, query < BLOCK_Q, UPCAST, BLOCK_Q, WIDTH, TILE_Q, TILE_D)
+        dout = _tile(dout_ptr, row, start, query < BLOCK_Q, UPCAST, BLOCK_Q, WIDTH, TILE_Q, TILE_D)
+        lse = tl.load(lse_ptr + row * BLOCK_Q + query, mask=query < BLOCK_Q, other=float("inf"))
+        delta = tl.load(delta_ptr + row * BLOCK_Q + query, mask=query < BLOCK_Q, other=0.0)
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [TILE_K, TILE_Q]
+        weights = tl.where(present[:, None], tl.exp2(scores * scale_log2 - lse[None, :]), 0.0)
+        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision="ieee")
+        dscores = weights * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
+        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+    places = (block * BLOCK_K + key)[:, None] * WIDTH + width[None, :]
+    kept = (key < BLOCK_K)[:, None] & (width[None, :] < WIDTH)
+    tl.store(dk_ptr + places, dk * scale, mask=kept)
+    tl.store(dv_ptr + places, dv, mask=kept)
+
+
+def triton_attention_backward(inputs: BackwardInputs) -> Gradients:
+    """The contract of `dbsp_kernels.block_attention_backward`."""
+    given = inputs.forward
+    q, k, v, dout = (t.contiguous() for t in (given.q, given.k, given.v, inputs.dout))
+    dq, dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v))
+    (rows, block_q, width), (blocks, block_k, _) = q.shape, k.shape
+    if rows == 0 or blocks == 0:
+        return dq, dk, dv
+    lse = (inputs.lse * LOG2_E).masked_fill(torch.isneginf(inputs.lse), torch.inf).contiguous()
+    delta, table = inputs.delta().contiguous(), inputs.transposed()
+    tile_d = padded(width)
+    # Registers bound both: a tile of scores, one of dQ or two of dK and dV, all in fp32.
+    long, short = (64, 32) if tile_d <= 128 and q.dtype != torch.float32 else (32, 16)
+    shared = {
+        "BLOCK_Q": block_q, "BLOCK_K": block_k, "WIDTH": width, "TILE_D": tile_d,
+        "UPCAST": q.dtype == torch.bfloat16 and not q.is_cuda, "STAGES": 2, "num_warps": 4,
+    }  # fmt: skip
+    tile_q, tile_k = min(padded(block_q), long), min(padded(block_k), short)
+    backward_rows_kernel[(rows, -(-block_q // tile_q))](
+        q, k, v, dout, lse, delta, given.kv_index.contiguous(), given.kv_count, given.kv_len, dq,
+        given.kv_index.shape[1], given.scale, given.scale * LOG2_E, TILE_Q=tile_q, TILE_K=tile_k, **shared,
+    )  # fmt: skip
+    tile_q, tile_k = min(padded(block_q), short), min(padded(block_k), long)
+    backward_keys_kernel[(blocks, -(-block_k // tile_k))](
+        q, k, v, dout, lse, delta, table.rows, table.count, given.kv_len, dk, dv,
+        table.rows.shape[1], given.scale, given.scale * LOG2_E, TILE_Q=tile_q, TILE_K=tile_k, **shared,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,123 @@
+"""What the workers of test_gradients run: one attention with its backward, distributed, against the dense oracle."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+import torch
+
+from cases import Case, Inputs, attend
+from dbsp_core.comm import all_to_all_backward
+from dbsp_core.runtime.gradients import backward
+from interpreter import interpreted
+from oracle import dense_attention
+
+
+def run_gradients(rank: int, world: int, case: Case, sabotage: str | None = None) -> tuple[float, float]:
+    """Largest absolute errors on this rank's tokens: of the output, and of the gradients of q, k and v.
+
+    The loss weighs each output at random; sabotage: a negative control of backward
+    """
+    given = Inputs.of(case, rank)
+    mine, places = given.mine, given.places
+    weights = torch.randn(given.full[0].shape, generator=torch.Generator().manual_seed(7), dtype=case.dtype)
+    leaves = [t.double().requires_grad_(True) for t in given.full]
+    expected = dense_attention(*leaves, given.mask, queries=torch.arange(case.tokens))
+    (expected * weights).sum().backward()
+
+    local = [t.requires_grad_(True) for t in given.local]
+    with interpreted() if case.kernel == "triton" else contextlib.nullcontext(), _sabotaged(sabotage):
+        out = attend(case, given.mask, given.layout, local)
+        (out[:, :, places] * weights[:, :, mine]).sum().backward()
+    errors = [_difference(out[:, :, places], expected[:, :, mine])]
+    for here, everywhere in zip(local, leaves, strict=True):
+        assert here.grad is not None
+        assert everywhere.grad is not None
+        errors.append(_difference(here.grad[:, :, places], everywhere.grad[:, :, mine]))
+        padding = torch.ones(here.shape[2], dtype=torch.bool)
+        padding[places] = False
+        assert not here.grad[:, :, padding].any(), "padding must have no gradient"
+    return errors[0], max(errors[1:])
+
+
+def same_bits(rank: int, world: int, case: Case) -> bool:
+    """Whether two backward passes give the same bits."""
+    found = []
+    for _ in range(2):
+        given = Inputs.of(case, rank)
+        local = [t.requires_grad_(True) for t in given.local]
+        attend(case, given.mask, given.layout, local).square().sum().backward()
+        found.append([t.grad for t in local])
+    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def gradcheck(rank: int, world: int, case: Case) -> bool:
+    """torch's own numeric check, on a process that is alone."""
+    given = Inputs.of(case, rank)
+    local = [t.requires_grad_(True) for t in given.local]
+    return torch.autograd.gradcheck(lambda *qkv: attend(case, given.mask, given.layout, list(qkv)), local)
+
+
+def not_finite(rank: int, world: int, odd: int) -> None:
+    """Under debug, the gradient of one rank's output is NaN."""
+    given = Inputs.of(Case(f"U1R{world}", tokens=world * 32), rank)
+    case = Case(f"U1R{world}", tokens=world * 32)
+    out = attend(case, given.mask, given.layout, [t.requires_grad_(True) for t in given.local])
+    out.backward(torch.full_like(out, float("nan") if rank == odd else 1.0))
+
+
+def inference_tensors(rank: int, world: int) -> None:
+    """q, k and v of inference mode, where gradients are asked for."""
+    case = Case(f"U1R{world}", tokens=world * 32)
+    given = Inputs.of(case, rank)
+    with torch.inference_mode():
+        k = given.local[1].clone()
+    attend(case, given.mask, given.layout, [given.local[0].requires_grad_(True), k, given.local[2]])
+
+
+def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out - expected).detach().abs().max()) if out.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    """A hand-over of which nothing comes."""
+
+    pending: backward.PendingShift
+
+    def wait(self) -> torch.Tensor:
+        return torch.zeros_like(self.pending.wait())
+
+
+@contextlib.contextmanager
+def _sabotaged(how: str | None) -> Iterator[None]:
+    hand_over, ring = backward.hand_over, backward.ring_attention
+    calls = []
+
+    def all_but_the_last(kv, next_blocks, strategy, group):
+        calls.append(kv)
+        pending = hand_over(kv, next_blocks, strategy, group)
+        return _Nothing(pending) if len(calls) == 2 * strategy.ring - 1 else pending
+
+    def another_lse(*args, **kwargs):
+        out, lse = ring(*args, **kwargs)
+        return out, lse + 0.1
+
+    exchange = all_to_all_backward._BackwardExchange
+    of = exchange.of.__func__
+
+    def one_reader(cls, one):
+        found = of(cls, one)
+        return replace(found, unpack=tuple(layers[:1] for layers in found.unpack))
+
+    patches = {
+        None: contextlib.nullcontext,
+        "a missing hand-over": lambda: patch.object(backward, "hand_over", all_but_the_last),
+        "a wrong log-sum-exp": lambda: patch.object(backward, "ring_attention", another_lse),
+        "one reader of a split head": lambda: patch.object(exchange, "of", classmethod(one_reader)),
+    }
+    with patches[how]():
+        yield

@@ -1,0 +1,98 @@
+"""The backward of distributed attention: every UxRy on 1 to 8 ranks against autograd of dense attention."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cases import Case
+from dbsp_core import Strategy
+from dbsp_core.utils.errors import UserError
+from dbsp_kernels import KERNELS, KernelRequirements, require_supported
+from gradient_cases import (
+    gradcheck,
+    inference_tensors,
+    not_finite,
+    run_gradients,
+    same_bits,
+)
+from workers import assert_all_raise
+
+WORLDS = (1, 2, 3, 4, 6, 8)
+SHAPES = (
+    Case("-", heads=3, tokens=203, block_q=16, block_k=16, width=8),
+    Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2),
+    Case("-", heads=7, tokens=211, block_q=16, block_k=32, text_tokens=3, width=24, density=0.15),
+    Case("-", heads=6, tokens=19 + 5 * 4 * 9, text_tokens=19, thw=(5, 4, 9), block_q=32,
+         orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")),
+)  # fmt: skip
+SETTINGS = (
+    {"planner": "contiguous", "layout": "striped", "split_text": True, "padded": True},
+    {"planner": "paper"},
+    {"planner": "dbsp", "layout": "striped", "padded": True},
+    {"planner": "random", "layout": "learned"},
+)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
+def test_gradients_equal_those_of_dense_attention(pool, world, strategy):
+    for seed, (shape, settings) in enumerate(itertools.product(SHAPES, SETTINGS)):
+        dtype, tolerance = ((torch.float32, 1e-5), (torch.float64, 1e-12))[(seed + world) % 2]
+        case = replace(shape, strategy=str(strategy), seed=seed, dtype=dtype, **settings)
+        errors = pool(world).run(run_gradients, case)
+        assert all(max(error) <= tolerance for error in errors), (case, errors)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2")])
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+def test_other_kernels(pool, world, strategy, kernel):
+    """The reference by autograd; Triton in its interpreter."""
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    case = Case(strategy, "dbsp", heads=3, tokens=120, text_tokens=21, batch=2, kernel=kernel, seed=world)
+    assert all(max(errors) <= 1e-5 for errors in pool(world).run(run_gradients, case))
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "world", "strategy"),
+    [
+        ("a missing hand-over", 3, "U1R3"),
+        ("a missing hand-over", 4, "U2R2"),
+        ("a wrong log-sum-exp", 2, "U2R1"),
+        ("one reader of a split head", 4, "U4R1"),
+    ],
+)
+def test_negative_controls_fail(pool, sabotage, world, strategy):
+    case = Case(strategy, "random", heads=3, tokens=128 * world, seed=1)
+    assert all(max(errors) <= 1e-5 for errors in pool(world).run(run_gradients, case))
+    errors = pool(world).run(run_gradients, case, sabotage)
+    assert max(gradients for _, gradients in errors) > 1e-3
+    assert all(out <= 1e-5 for out, _ in errors), "the forward is not what is sabotaged"
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U4R1")])
+def test_the_same_bits_each_time(pool, world, strategy):
+    assert all(pool(world).run(same_bits, Case(strategy, "random", heads=5, seed=3)))
+
+
+def test_torchs_numeric_check(pool):
+    case = Case("U1R1", heads=2, tokens=21, text_tokens=3, block_q=8, block_k=4, width=4, dtype=torch.float64)
+    assert pool(1).run(gradcheck, case) == [True]
+
+
+class TestBadInput:
+    def test_a_gradient_that_is_not_finite(self, pool):
+        message = "rank(s) [1]: the gradient of attention's output has values that are not finite"
+        assert_all_raise(pool, 3, message, not_finite, 1)
+
+    def test_tensors_of_inference_mode(self, pool):
+        assert_all_raise(pool, 2, "was made under torch.inference_mode()", inference_tensors)
+
+    def test_a_kernel_without_a_backward(self):
+        needs = KernelRequirements(backward=True)
+        assert KERNELS["sparge"].why_unsupported_anywhere(needs) == "it has no backward, and gradients are asked for"
+        with pytest.raises(UserError, match="it has no backward, and gradients are asked for; use cpu or triton"):
+            require_supported("sparge", needs)
