@@ -26,6 +26,7 @@ from dbsp_core.runtime.attention import (
     DualBalancedAttention,
     inputs_fingerprint,
 )
+from dbsp_core.runtime.gradients.recomputation import Recomputation
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, load_constants
@@ -79,6 +80,7 @@ class AttentionSession:
     """By size of video, the one used last at the end."""
     _hardware: Hardware | None = None
     _reached: set[int] = field(default_factory=set)
+    _recomputation: Recomputation = field(default_factory=Recomputation)
     _lock: threading.Lock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -131,6 +133,7 @@ class AttentionSession:
         """
         with self._alone():
             self._reached.clear()
+            self._recomputation.begin(torch.is_grad_enabled())
             self._mask_provider.begin(thw, text_tokens, timestep, cfg_branch)
             for observer in self.observers:
                 observer.begin(self._mask_provider.moment, timestep, cfg_branch)
@@ -160,19 +163,18 @@ class AttentionSession:
     ) -> torch.Tensor:
         """q, k, v: [B, H, shard, D], this rank's tokens, padding included. returns: [B, H, shard, D]."""
         with self._alone():
-            self._check(q, k, v)
             scale = q.shape[-1] ** -0.5 if scale is None else scale
+            if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
+                return _attention_of(self._recomputation.take(layer), q, k, v, scale)
+            self._check(q, k, v)
             for observer in self.observers:
                 observer.attention_begins(q.device)
             with torch.no_grad():  # to backward, predicted masks are constants
                 executor = self._executor(layer, LocalQK(q, k, self.layout, self.group, scale))
             self._reached.add(layer)
+            self._recomputation.keep(layer, executor)
             try:
-                if executor.plan.heads == q.shape[1]:
-                    out = executor(q, k, v, scale=scale)
-                else:  # every item has masks of its own, as B·H heads
-                    items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))
-                    out = executor(*items, scale=scale).view(q.shape)
+                out = _attention_of(executor, q, k, v, scale)
             finally:
                 self._now.plans.start()
             key, latest = self._now.plan_keys[layer], self._now.plans.latest
@@ -327,6 +329,15 @@ class AttentionSession:
             return None
         masks = self._mask_provider.static_masks(device)
         return None if masks is None else MaskProfile.of(masks)
+
+
+def _attention_of(
+    executor: DualBalancedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    if executor.plan.heads == q.shape[1]:
+        return executor(q, k, v, scale=scale)
+    items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has masks of its own, as B·H heads
+    return executor(*items, scale=scale).view(q.shape)
 
 
 _LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()

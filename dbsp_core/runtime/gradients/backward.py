@@ -24,13 +24,13 @@ def attention_with_gradients(
     executor: DualBalancedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """As the executor computes it; backward is collective, like forward. q, k, v: [B, H, n_local, D]"""
-    out: torch.Tensor = _Attention.apply(q, k, v, executor, scale)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Attention.apply(q, k, v, executor, scale)
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
