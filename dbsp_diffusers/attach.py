@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
-from dbsp_diffusers.batch_parallel import split_batch
-from dbsp_diffusers.checks import check_not_compiled, check_not_parallelized
+from dbsp_diffusers.attention.checks import check_not_compiled, check_not_parallelized
 from dbsp_diffusers.effective_config import identify, log_config, resolve_config
 from dbsp_diffusers.patching import PatchSet, around_calls, current_generation_id, num_inference_steps_of
 from dbsp_diffusers.report_hook import model_name, report_calls
-from dbsp_diffusers.sequence_parallel import shard_transformer
+from dbsp_diffusers.sharding.batch_parallel import split_batch
+from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 
 __all__ = ["Host", "attach_host", "disable", "enable", "session_of", "share_seeds", "transformer_of", "write_report"]
 
@@ -86,7 +86,7 @@ def enable(
         name=host,
         sequence=sequence,
         everyone=together,
-        blocks=architecture_of(transformer).blocks_of(transformer),
+        attentions=architecture_of(transformer).attentions_of(transformer),
         choose_strategy=lambda config: config.strategy_or(default),
         shard=lambda session, patches: shard_transformer(
             transformer, session, patches, split_batch(transformer, batch, patches)
@@ -150,7 +150,7 @@ class Host:
 
     name:     in reports
     sequence: the ranks that share a sequence;  everyone: those that make one video together
-    blocks:   the transformer's, each with its self-attention in `attn1`
+    attentions: the transformer's self-attention modules, one a layer
     choose_strategy: for a configuration; None for "auto"
     shard:    puts the session into the transformer; returns what is true as its attribute `_is_parallelized`
     shares_seeds: whether a pipeline's calls without a generator get one that all ranks seed alike
@@ -160,7 +160,7 @@ class Host:
     name: str
     sequence: SequenceGroup
     everyone: SequenceGroup
-    blocks: Iterable[nn.Module]
+    attentions: Sequence[nn.Module]
     choose_strategy: Callable[[DbspConfig], Strategy | None]
     shard: Callable[[AttentionSession, PatchSet], object]
     shares_seeds: bool = False
@@ -182,8 +182,7 @@ def attach_host(
     """Puts db-SP on a pipeline or transformer in one of the hosts. Collective; as `enable` says."""
     transformer = transformer_of(model)
     pipe = None if transformer is model else model
-    blocks = list(host.blocks)
-    check_not_parallelized(transformer, [block.get_submodule("attn1") for block in blocks])
+    check_not_parallelized(transformer, host.attentions)
     config = resolve_config(config, transformer, host.everyone, pipe=pipe)
     strategy = host.choose_strategy(config)
     session = observed_session(
@@ -191,7 +190,7 @@ def attach_host(
         host.sequence,
         strategy,
         transformer.config.num_attention_heads,
-        len(blocks),
+        len(host.attentions),
         steps or (lambda: None if pipe is None else num_inference_steps_of(pipe)),
         generation=lambda: current_generation_id(pipe),
     )

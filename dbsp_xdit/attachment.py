@@ -14,11 +14,11 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
 from dbsp_diffusers.attach import Host, attach_host, disable, session_of, transformer_of
-from dbsp_diffusers.batch_parallel import split_batch
 from dbsp_diffusers.caching import refuse_step_caches
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_or_say_why_not, shown_name
-from dbsp_diffusers.sequence_parallel import shard_transformer
+from dbsp_diffusers.sharding.batch_parallel import split_batch
+from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 from dbsp_xdit.cogvideox import attach_strips, gather_latents
 from dbsp_xdit.flags import strategy_from
 from dbsp_xdit.wan import attach_wan
@@ -50,9 +50,12 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
     """
     transformer = transformer_of(pipe)
     kind = _kind_of(transformer)
-    blocks = getattr(transformer, _BLOCKS[kind]) if kind else architecture_of(transformer).blocks_of(transformer)
-    if kind is not None:
+    if kind is None:
+        attentions = architecture_of(transformer).attentions_of(transformer)
+    else:
+        blocks = getattr(transformer, _BLOCKS[kind])
         refuse_step_caches(transformer, blocks)
+        attentions = [block.attn1 for block in blocks]
     sequence, guidance = _groups()
     _require_parallel_kinds()
 
@@ -60,7 +63,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         if kind == _COGVIDEOX:
             attach_strips(transformer, session, patches)
             return True
-        if kind is None and guidance.size > 1 and architecture_of(transformer).joint_text:
+        if kind is None and guidance.size > 1 and architecture_of(transformer).text is not None:
             batch = split_batch(transformer, guidance, patches, repeat_uneven=True)
             return shard_transformer(transformer, session, patches, batch)
         _require_parallel_guidance(pipe, guidance)
@@ -71,7 +74,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
 
     full_latents = gather_latents(sequence) if kind == _COGVIDEOX else None
     return attach_host(
-        pipe, config, Host("xdit", sequence, sequence, blocks, _strategy, shard, full_latents=full_latents)
+        pipe, config, Host("xdit", sequence, sequence, attentions, _strategy, shard, full_latents=full_latents)
     )
 
 

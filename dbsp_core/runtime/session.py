@@ -121,6 +121,7 @@ class AttentionSession:
         *,
         cfg_branch: int | None = None,
         host_home: Callable[[], SequenceLayout] | None = None,
+        text_last: bool = False,
     ) -> SequenceLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
@@ -128,6 +129,7 @@ class AttentionSession:
         device:   where the group's collectives run
         cfg_branch:   of the step's guidance passes, where the host says which one this is; None: told from timesteps
         host_home: gives the layout in which the host itself shards this size of video; None: ours to choose
+        text_last: whether a rank has its text after its video
         Text, where the model has it in the same sequence, is sharded apart from video. What was made for the last
         `MOST_SIZES` sizes is kept. Raises UserError, on all ranks, for a size the mask source refuses.
         """
@@ -140,7 +142,7 @@ class AttentionSession:
             if self.config.debug:
                 check_consistent(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
             if size not in self._sizes:
-                self._sizes[size] = self._new_size(size, place, host_home)
+                self._sizes[size] = self._new_size(size, place, host_home, text_last)
                 if len(self._sizes) > MOST_SIZES:
                     self._drop_oldest_size()
             self._sizes.move_to_end(size)
@@ -284,13 +286,14 @@ class AttentionSession:
         size: tuple[tuple[int, int, int], int],
         device: torch.device,
         host_home: Callable[[], SequenceLayout] | None,
+        text_last: bool,
     ) -> SizeContext:
         """Collective: all ranks must plan by the same."""
         grid = self._feed.grid(device)  # which all ranks have alike
         if self.strategy is not None:
             require_slots(self.strategy, grid)
         self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
-        layout = self._layout(grid, size[1], device) if host_home is None else host_home()
+        layout = self._layout(grid, size[1] > 0, text_last, device) if host_home is None else host_home()
         maker = ConfiguredPlanMaker.of(
             self.config, self.group, self.strategy, layout, self._hardware, grid, device, self._compare
         )
@@ -306,12 +309,17 @@ class AttentionSession:
         for observer in self.observers:
             observer.flush(context.plans.latest)
 
-    def _layout(self, grid: BlockGrid, text_tokens: int, device: torch.device) -> SequenceLayout:
+    def _layout(self, grid: BlockGrid, split_text: bool, text_last: bool, device: torch.device) -> SequenceLayout:
         # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
         strategy = self.strategy or Strategy(1, self.group.size)
         profile = self._profile(device)
         return SequenceLayout.named(
-            self.config.effective_layout, grid, strategy, split_text=text_tokens > 0, profile=profile
+            self.config.effective_layout,
+            grid,
+            strategy,
+            split_text=split_text,
+            text_last=text_last,
+            profile=profile,
         )
 
     @property
