@@ -20,6 +20,7 @@ from dbsp_core.layout.sequence_layout import MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.schedule import StepClock
 from dbsp_core.planning.plan import Plan, require_slots
 from dbsp_core.runtime.attention import (
     INPUTS_DIFFER,
@@ -62,7 +63,7 @@ class AttentionSession:
     heads:    attention heads of every layer
     layers:   number of layers
     steps:    tells how many denoising steps there will be, where the host knows
-    generation: gives an object that is another one for each generation, where the host has one
+    clock:    counts denoising steps
     observers: are told what happens, see `SessionObserver`
     Raises ValueError at construction when strategy, group and kernel don't fit.
     """
@@ -73,7 +74,7 @@ class AttentionSession:
     heads: int
     layers: int
     steps: Callable[[], int | None] = lambda: None
-    generation: Callable[[], object] = lambda: None
+    clock: StepClock = field(default_factory=StepClock)
     observers: Sequence[SessionObserver] = ()
     _feed: MaskProvider = field(init=False)
     _counters: ReuseCounters = field(default_factory=ReuseCounters)
@@ -94,7 +95,7 @@ class AttentionSession:
             self.group,
             self.steps,
             count_steps=any(observer.counts_steps for observer in self.observers),
-            generation=self.generation,
+            clock=self.clock,
         )
         if self.planning == "async":
             self.group.beside("planning")  # while no rank can have failed yet: making a process group is a collective

@@ -16,6 +16,7 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import Cut, TokenSequence, architecture_of
 from dbsp_diffusers.architectures.cuts import modules_at
+from dbsp_diffusers.attention.backends import NativeBackend
 from dbsp_diffusers.attention.intercept import intercept_self_attention
 from dbsp_diffusers.caching import ForwardRanks, StepCaches
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
@@ -65,6 +66,7 @@ class _SequenceSharding:
     def attach(self, patches: PatchSet) -> None:
         self._caches.look()
         patches.on_detach(self._caches.release)
+        self._backend = NativeBackend(self._transformer, self._architecture.attentions_of(self._transformer), patches)
         self._branch = guidance_branch(self._transformer, patches)
         self._cut_own = self._arguments_cut(self._transformer, self._cuts.inputs.get("", {}))
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
@@ -93,6 +95,7 @@ class _SequenceSharding:
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
         self._caches.look()
+        self._backend.pin()
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
         device = inputs["hidden_states"].device
