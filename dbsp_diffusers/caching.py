@@ -16,9 +16,9 @@ from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.batch_parallel import BatchSplit
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.stream_shards import StreamShards
+from dbsp_diffusers.sharding.batch_parallel import BatchSplit
+from dbsp_diffusers.sharding.stream_shards import StreamShards
 
 __all__ = ["ForwardRanks", "StepCaches", "refuse_step_caches", "require_uncached_attention"]
 

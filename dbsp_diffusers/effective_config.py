@@ -48,9 +48,12 @@ def default_config(identity: ModelSignature | None) -> DbspConfig:
     return DbspConfig.load(path)
 
 
-def resolve_config(config: ConfigLike, transformer: Any, group: SequenceGroup, pipe: Any = None) -> DbspConfig:
+def resolve_config(
+    config: ConfigLike, transformer: Any, group: SequenceGroup, pipe: Any = None, name: str = "transformer"
+) -> DbspConfig:
     """The settings for a transformer: those given, or else those shipped for its checkpoint. Collective.
 
+    name: of the transformer in its pipeline
     Raises UserError on all ranks together: for an error in them on any rank, for a configuration of another model, for
     settings that differ between ranks.
     """
@@ -59,10 +62,10 @@ def resolve_config(config: ConfigLike, transformer: Any, group: SequenceGroup, p
         if not isinstance(config, (DbspConfig, Settings, Mapping, str, os.PathLike, type(None))):
             raise UserError(f"config must be a DbspConfig, a mapping or a YAML file, got a {type(config).__name__}")
         if config is None:
-            return default_config(identify(transformer, pipe))
+            return default_config(identify(transformer, pipe)).for_transformer(name)
         loaded = DbspConfig.load(config)
         require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
-        return loaded
+        return loaded.for_transformer(name)
 
     return run_consistently(
         group.control(), load, torch.device("cpu"), lambda loaded: loaded.fingerprint, "the configuration"

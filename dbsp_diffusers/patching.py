@@ -1,4 +1,4 @@
-"""Changes to a host that can be undone: hooks, attributes, self-attention, pipeline calls; and what hosts tell."""
+"""Changes to a host that can be undone: hooks, attributes, pipeline calls; and what hosts tell."""
 
 from __future__ import annotations
 
@@ -12,26 +12,17 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
-
-from dbsp_core.utils.errors import UserError
 
 __all__ = [
-    "Attend",
     "PatchSet",
     "around_calls",
     "current_generation_id",
     "guidance_branch",
     "in_float64",
-    "intercept_self_attention",
     "num_inference_steps_of",
     "signature_of",
 ]
-
-Attend = Callable[..., torch.Tensor]
-"""attend(q, k, v, scale=…) with q, k, v [B, H, n, D]; returns [B, H, n, D]"""
 
 _MISSING = object()
 
@@ -100,52 +91,6 @@ class PatchSet:
     def detach(self) -> None:
         """Leaves the host as it was."""
         self._undo.close()
-
-
-class SdpaOverride(TorchFunctionMode):
-    """Within it, torch's scaled_dot_product_attention is answered by another function."""
-
-    def __init__(self, attend: Attend) -> None:
-        super().__init__()
-        self._attend = attend
-        self.calls = 0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        call = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-        if call.get("attn_mask") is not None or call.get("is_causal"):
-            raise UserError("db-SP replaces self-attention without a mask of its own; this model passes one")
-        self.calls += 1
-        return self._attend(call["query"], call["key"], call["value"], scale=call.get("scale"))
-
-
-def intercept_self_attention(attention: nn.Module, attend: Attend, patches: PatchSet) -> None:
-    """Lets `attend` compute the attention inside one self-attention module, whose projections and norms stay.
-
-    attend: called with q, k, v [B, H, n, D] and scale=…
-    The module raises ValueError, before anything is exchanged, when its attention is not reached: another backend
-    would silently attend to only this rank's tokens.
-    """
-    forward = attention.forward
-
-    @torch.compiler.disable  # one break a block: inside the mode, torch.compile breaks at every other call
-    def intercepted(*args: Any, **kwargs: Any) -> Any:
-        mode = SdpaOverride(attend)
-        with mode:
-            output = forward(*args, **kwargs)
-        if mode.calls != 1:
-            raise UserError(
-                f"self-attention reached torch's scaled_dot_product_attention {mode.calls} times, expected once; "
-                "keep to attention backend 'native' and to processors that call it, and enable caches of attention "
-                "after db-SP"
-            )
-        return output
-
-    patches.replace_forward(attention, intercepted)
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:

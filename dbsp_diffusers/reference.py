@@ -16,9 +16,10 @@ from dbsp_core.config.config import ConfigLike
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
-from dbsp_diffusers.architectures import architecture_of
+from dbsp_diffusers.architectures import TokenSequence, architecture_of
+from dbsp_diffusers.attention.intercept import intercept_self_attention
 from dbsp_diffusers.effective_config import resolve_config
-from dbsp_diffusers.patching import PatchSet, guidance_branch, intercept_self_attention, signature_of
+from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 
@@ -37,29 +38,36 @@ def attach_single_process(
     """
     architecture = architecture_of(transformer)
     config = resolve_config(config, transformer, _ALONE)
-    blocks = architecture.blocks_of(transformer)
+    attentions = architecture.attentions_of(transformer)
     heads = transformer.config.num_attention_heads
-    provider = MaskProvider(config.mask, config.dense_schedule, heads, len(blocks), _ALONE, steps)
+    provider = MaskProvider(config.mask, config.dense_schedule, heads, len(attentions), _ALONE, steps)
     patches = PatchSet()
     branch = guidance_branch(transformer, patches)
     cache: dict[Hashable, BlockMask] = {}
+    sequence = TokenSequence((0, 0, 0))
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = signature_of(module).bind(*args, **kwargs).arguments
-        provider.begin(*architecture.token_grid(module, inputs), inputs.get("timestep"), branch())
+        nonlocal sequence
+        sequence = architecture.sequence(module, signature_of(module).bind(*args, **kwargs).arguments)
+        provider.begin(sequence.thw, sequence.text, sequence.timestep, branch())
         cache.clear()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
-        key, tokens = provider.cache_key(layer), LocalQK.alone(q, k, scale)
-        if key is None:
-            return masked_attention(q, k, v, provider.mask(layer, tokens), scale)
-        if key not in cache:
-            cache[key] = provider.mask(layer, tokens)
-        return masked_attention(q, k, v, cache[key], scale)
+        """In token order; padding of text, which a stock model would mask, gives zeros."""
+        places = sequence.places(q.shape[2], architecture.text == "last").to(q.device)
+        key, (qs, ks, vs) = provider.cache_key(layer), (x.index_select(2, places) for x in (q, k, v))
+        mask = None if key is None else cache.get(key)
+        if mask is None:
+            mask = provider.mask(layer, LocalQK.alone(qs, ks, scale))
+        if key is not None:
+            cache[key] = mask
+        return torch.zeros_like(q).index_copy_(2, places, masked_attention(qs, ks, vs, mask, scale))
 
     patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
-    for layer, block in enumerate(blocks):
-        intercept_self_attention(block.get_submodule("attn1"), functools.partial(attend, layer=layer), patches)
+    for layer, attention in enumerate(attentions):
+        intercept_self_attention(
+            attention, functools.partial(attend, layer=layer), patches, any_mask=architecture.padded_text
+        )
     return patches
 
 

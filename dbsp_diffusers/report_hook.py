@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
 from dbsp_diffusers.patching import PatchSet, around_calls
 
-__all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name"]
+__all__ = ["model_name", "report_calls", "report_or_say_why_not", "shown_name", "write_run_report"]
 
 
 def report_calls(
     pipe: Any,
-    session: AttentionSession,
+    sessions: Sequence[AttentionSession],
     patches: PatchSet,
     host: str,
     full_latents: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -30,9 +31,10 @@ def report_calls(
     """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
 
     A call that fails leaves nothing, and waits for nobody.
+    sessions: of its transformers, in the order in which the report numbers their layers
     full_latents: makes a rank's latents the whole video's, where each rank denoises a part. Collective
     """
-    observer = run_observer(session)
+    observer = run_observer(sessions[0])
     if observer is None:
         return
 
@@ -54,7 +56,7 @@ def report_calls(
                 torch.cuda.synchronize(observer.device)
             observer.seconds = time.perf_counter() - start
             if not observer.postponed:
-                report_or_say_why_not(session, model_name(pipe), host)
+                report_or_say_why_not(sessions, model_name(pipe), host)
             return output
 
         return call_and_report
@@ -62,18 +64,16 @@ def report_calls(
     around_calls(pipe, around, patches)
 
 
-def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> None:
+def report_or_say_why_not(sessions: Sequence[AttentionSession], model: str, host: str) -> None:
     """Makes the report and writes it on the first rank. Collective.
 
     What goes wrong here is one line on standard error, and what is a fault of db-SP's own has a traceback before it:
     neither that nor a full disk must end a generation that succeeded.
     """
-    observer = run_observer(session)
+    observer = run_observer(sessions[0])
     folder = Path(observer.folder if observer is not None else ".")
     try:
-        report = make_report(session, model, host)
-        if is_writer(session.group):
-            write_report_files(report, session, folder)
+        write_run_report(sessions, model, host, folder)
     except Exception as error:
         if not isinstance(error, (UserError, RuntimeError, OSError)):
             traceback.print_exc()
@@ -81,11 +81,32 @@ def report_or_say_why_not(session: AttentionSession, model: str, host: str) -> N
         log.warning("no report in %s: %s", folder, text)
 
 
+def write_run_report(
+    sessions: Sequence[AttentionSession], model: str, host: str, folder: str | os.PathLike[str] | None = None
+) -> None:
+    """Makes one report of all sessions, and writes it on the first rank. Collective; raises as `make_report` does.
+
+    folder: where to; None: what their settings say
+    """
+    first, *others = sessions
+    for session in others:
+        session.flush()
+    layers, records = first.layers, dict(first.records)
+    for number, session in enumerate(others, 2):
+        last = layers + session.layers - 1
+        model += f", layers {layers} to {last}: transformer_{number}"
+        records |= {layers + layer: plan for layer, plan in session.records.items()}
+        layers = last + 1
+    report, observer = make_report(first, model, host), run_observer(first)
+    if is_writer(first.group) and observer is not None:
+        write_report_files(report, first, Path(folder or observer.folder), records)
+
+
 def model_name(pipe: Any) -> str:
     """What a pipeline was loaded from, as it is shown; else its transformer's class."""
     config = getattr(pipe, "config", None)
     name = config.get("_name_or_path") if isinstance(config, Mapping) else None
-    return shown_name(name) if name else type(pipe.transformer).__name__
+    return shown_name(name) if name else type(pipe.transformer or pipe.transformer_2).__name__
 
 
 def shown_name(model: str) -> str:

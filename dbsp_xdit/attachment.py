@@ -13,12 +13,13 @@ from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
-from dbsp_diffusers.attach import Host, attach_host, disable, session_of, transformer_of
-from dbsp_diffusers.batch_parallel import split_batch
+from dbsp_diffusers.attach import Host, attach_host, transformers_of
 from dbsp_diffusers.caching import refuse_step_caches
+from dbsp_diffusers.enabling import disable, session_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_or_say_why_not, shown_name
-from dbsp_diffusers.sequence_parallel import shard_transformer
+from dbsp_diffusers.sharding.batch_parallel import split_batch
+from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 from dbsp_xdit.cogvideox import attach_strips, gather_latents
 from dbsp_xdit.flags import strategy_from
 from dbsp_xdit.wan import attach_wan
@@ -48,19 +49,24 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         UserError: On all ranks, before any of them waits for another, for a transformer that db-SP does not know or
             that something else has changed, and for a kind of parallelism or a strategy that does not fit.
     """
-    transformer = transformer_of(pipe)
+    transformer, *others = transformers_of(pipe).values()
+    if others:
+        raise UserError("db-SP in xDiT runs pipelines with one transformer, this one has two")
     kind = _kind_of(transformer)
-    blocks = getattr(transformer, _BLOCKS[kind]) if kind else architecture_of(transformer).blocks_of(transformer)
-    if kind is not None:
+    if kind is None:
+        attentions = architecture_of(transformer).attentions_of(transformer)
+    else:
+        blocks = getattr(transformer, _BLOCKS[kind])
         refuse_step_caches(transformer, blocks)
+        attentions = [block.attn1 for block in blocks]
     sequence, guidance = _groups()
     _require_parallel_kinds()
 
-    def shard(session: AttentionSession, patches: PatchSet) -> object:
+    def shard(transformer: Any, session: AttentionSession, patches: PatchSet) -> object:
         if kind == _COGVIDEOX:
             attach_strips(transformer, session, patches)
             return True
-        if kind is None and guidance.size > 1 and architecture_of(transformer).joint_text:
+        if kind is None and guidance.size > 1 and architecture_of(transformer).text is not None:
             batch = split_batch(transformer, guidance, patches, repeat_uneven=True)
             return shard_transformer(transformer, session, patches, batch)
         _require_parallel_guidance(pipe, guidance)
@@ -71,7 +77,9 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
 
     full_latents = gather_latents(sequence) if kind == _COGVIDEOX else None
     return attach_host(
-        pipe, config, Host("xdit", sequence, sequence, blocks, _strategy, shard, full_latents=full_latents)
+        pipe,
+        config,
+        Host("xdit", sequence, sequence, lambda _: attentions, _strategy, shard, full_latents=full_latents),
     )
 
 
@@ -155,4 +163,4 @@ def recorded(pipe: Any, model: str) -> Iterator[None]:
         yield
     finally:
         observer.postponed = False
-    report_or_say_why_not(session, shown_name(model), "xdit")
+    report_or_say_why_not([session], shown_name(model), "xdit")

@@ -19,8 +19,9 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
+from dbsp_diffusers.attention.intercept import intercept_self_attention
 from dbsp_diffusers.caching import refuse_step_caches
-from dbsp_diffusers.patching import PatchSet, intercept_self_attention, signature_of
+from dbsp_diffusers.patching import PatchSet, signature_of
 
 __all__ = ["attach_strips", "gather_latents", "strips_layout"]
 
@@ -94,7 +95,8 @@ class _StripSharding:
         world = self._session.group.size
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sample = inputs["hidden_states"]
-        (t, h, w), self._text_held = architecture_of(module.module).token_grid(module, inputs)
+        held = architecture_of(module.module).sequence(module, inputs)
+        (t, h, w), self._text_held = held.thw, held.text
         split = getattr(get_runtime_state(), "split_text_embed_in_sp", False)
         thw, self._text_tokens = (t, h * world, w), self._text_held * (world if split else 1)
         self._session.begin(

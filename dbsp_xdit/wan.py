@@ -28,8 +28,8 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
     def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_step_caches(module, module.blocks)
         inputs = signature_of(module).bind(*args, **kwargs).arguments
-        thw, _ = architecture_of(module).token_grid(module, inputs)
-        session.begin(thw, 0, inputs.get("timestep"), inputs["hidden_states"].device, cfg_branch=branch())
+        sequence = architecture_of(module).sequence(module, inputs)
+        session.begin(sequence.thw, 0, sequence.timestep, inputs["hidden_states"].device, cfg_branch=branch())
 
     @torch.compiler.disable
     def end(module: Any, args: tuple[Any, ...], output: Any) -> None:

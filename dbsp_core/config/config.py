@@ -25,7 +25,7 @@ __all__ = ["ConfigLike", "DbspConfig", "ReuseConfig"]
 
 MODES = ("auto", "sync", "async")
 
-_NOT_COMPARED = ("report", "record", "origin", "generate", "cost_model", "mask")
+_NOT_COMPARED = ("report", "record", "origin", "generate", "cost_model", "mask", "transformer_2")
 """Settings that may differ by rank, as paths do, or are compared apart."""
 
 ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], str, os.PathLike, None]
@@ -98,6 +98,8 @@ class DbspConfig:
     report:         folder for the report (see docs/report.md), or None: nothing is observed
     record:         folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set
     debug:          all ranks check before each attention that inputs are finite and plans equal
+    transformer_2:  what is otherwise for a pipeline's second transformer (Wan2.2's for little noise), a mapping of
+                    settings such as {mask: {source: file, path: …}}
     generate:       no setting of attention: what else the same file says, see `GenerateSettings`
     origin:         no setting: the file that the settings come from, or None
     """
@@ -113,6 +115,7 @@ class DbspConfig:
     report: str | None = None
     record: str | None = None
     debug: bool = False
+    transformer_2: Mapping[str, Any] = field(default_factory=dict)
     generate: GenerateSettings = field(default_factory=GenerateSettings, metadata={"setting": False})
     origin: str | None = field(default=None, compare=False, metadata={"setting": False})
 
@@ -120,12 +123,24 @@ class DbspConfig:
         given = {name: getattr(self, name) for name in setting_names(DbspConfig)}
         for name, value in checked(DbspConfig, given, "").items():
             object.__setattr__(self, name, value)
+        if self.transformer_2:
+            with blame_setting("transformer_2"):
+                self.for_transformer("transformer_2")
         if self.layout is not None:
             require_choice("layout", self.layout, tuple(LAYOUT_ORDERS))
         require_choice("kernel", self.kernel, ("auto", *KERNELS))
         if isinstance(self.strategy, Strategy):
             with blame_setting("kernel"):
                 require_supported(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))
+
+    def for_transformer(self, name: str) -> DbspConfig:
+        """The settings of the transformer that a pipeline has by this name: "transformer" or "transformer_2"."""
+        own = self.transformer_2 if name == "transformer_2" else {}
+        if not own:
+            return replace(self, transformer_2={})
+        for key in (key for key in ("report", "transformer_2") if key in own):
+            raise SettingError(f"'{key}' in 'transformer_2' is for both transformers; set it beside it", (key,))
+        return replace(self, **checked(DbspConfig, {**own, "transformer_2": {}}, "'transformer_2'"))
 
     def strategy_or(self, host: Strategy) -> Strategy | None:
         """The strategy to use where the host has its own; None for "auto"."""

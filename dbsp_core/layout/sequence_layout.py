@@ -186,6 +186,7 @@ class SequenceLayout:
         strategy: Strategy,
         *,
         split_text: bool = False,
+        text_last: bool = False,
         profile: MaskProfile | None = None,
     ) -> SequenceLayout:
         """A layout by its name.
@@ -195,6 +196,7 @@ class SequenceLayout:
             grid: The blocks that "striped" and "learned" distribute.
             strategy: The ranks; only its ring matters for the order.
             split_text: Whether text and video are sharded separately, as hosts with two streams do.
+            text_last: Whether a rank then has its text after its video, rather than before.
             profile: What "learned" learns from.
 
         Raises:
@@ -206,7 +208,7 @@ class SequenceLayout:
         # A ring of one rank has all tokens: no order is better than another, and hosts are spared the permutation.
         streams = [LAYOUT_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]
         if split_text:
-            streams.insert(0, np.arange(grid.text_tokens))
+            streams.insert(len(streams) if text_last else 0, np.arange(grid.text_tokens))
         return cls.from_streams(streams, strategy.world)
 
     @property

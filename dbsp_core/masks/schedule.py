@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from dbsp_core.utils.errors import UserError, require_value
 
-__all__ = ["DenoisingStep", "DenseSchedule", "StepCounter"]
+__all__ = ["DenoisingStep", "DenseSchedule", "StepClock", "StepCounter"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,28 @@ class StepCounter:
         self.now = DenoisingStep(step, len(self._branches) if cfg_branch is None else cfg_branch)
         self._branches.add(self.now.cfg_branch)
         return self.now
+
+
+@dataclass
+class StepClock:
+    """Counts the steps of one generation after another. Transformers that take turns in a generation share one.
+
+    generation: gives an object that is another one for each generation, where a host has one
+    shared:     whether several transformers advance it: then each must, at every forward pass
+    """
+
+    generation: Callable[[], object] = lambda: None
+    shared: bool = False
+    _counter: StepCounter = field(default_factory=StepCounter)
+    _last: object = None
+
+    def advance(self, timestep: float, cfg_branch: int | None = None) -> DenoisingStep:
+        """As `StepCounter.advance`."""
+        generation = self.generation()
+        if generation is not self._last:
+            # The last one may have failed at the step with which this one begins.
+            self._last, self._counter = generation, StepCounter()
+        return self._counter.advance(timestep, cfg_branch)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
 
 if TYPE_CHECKING:
+    from dbsp_core.planning.plan import Plan
     from dbsp_core.runtime.session import AttentionSession
 
 __all__ = ["is_writer", "make_report", "write_report_files"]
@@ -76,13 +77,16 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     )
 
 
-def write_report_files(report: RunReport, session: AttentionSession, folder: Path) -> None:
+def write_report_files(
+    report: RunReport, session: AttentionSession, folder: Path, records: Mapping[int, Plan] | None = None
+) -> None:
     """Leaves report.json, report.html, balance.png and, of a pipeline, the final latents: each whole or not at all.
 
+    records: by layer, the plans that balance.png shows, where they are not of this session alone
     The latents keep the dtype of the run. Without matplotlib there is no balance.png.
     """
     with contextlib.suppress(ImportError):  # the page shows the same
-        write_atomically(folder / "balance.png", balance_picture(session.records))
+        write_atomically(folder / "balance.png", balance_picture(session.records if records is None else records))
     observer = run_observer(session)
     latents = None if observer is None else observer.latents
     if latents is not None:

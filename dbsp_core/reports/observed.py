@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -10,8 +11,11 @@ from dbsp_core.comm.consistency import gather_texts
 from dbsp_core.comm.groups import SequenceGroup, report_group
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.schedule import DenoisingStep, StepClock
+from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.mask_recorder import MaskRecorder
-from dbsp_core.reports.observer import RunObserver
+from dbsp_core.reports.observer import RunObserver, run_observer
+from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.runtime.session import AttentionSession
 
@@ -25,14 +29,55 @@ def observed_session(
     heads: int,
     layers: int,
     steps: Callable[[], int | None] = lambda: None,
-    generation: Callable[[], object] = lambda: None,
+    clock: StepClock | None = None,
+    before: AttentionSession | None = None,
 ) -> AttentionSession:
-    """An `AttentionSession` with observers. Collective: where one rank wants a report, all take part in it."""
+    """An `AttentionSession` with observers. Collective: where one rank wants a report, all take part in it.
+
+    before: the session of a transformer that takes turns with this one: its report tells of both, with this one's
+            layers after its own
+    """
     observers: list[SessionObserver] = [MaskRecorder.of(config.record, group, layers)]
     folder, control = config.report, group.control()
     if control.group is not None:
         folder = next(filter(None, gather_texts(control, folder or "", torch.device("cpu"))), None)
-    if folder is not None:
+    first = None if before is None else run_observer(before)
+    if before is not None and first is not None:
+        observers.append(_LayersAfter(first, before.layers))
+    elif folder is not None and before is None:
         report_group(group)  # while no rank can have failed yet: making its process group is a collective
         observers.append(RunObserver(folder))
-    return AttentionSession(config, group, strategy, heads, layers, steps, generation, observers)
+    return AttentionSession(config, group, strategy, heads, layers, steps, clock or StepClock(), observers)
+
+
+@dataclass
+class _LayersAfter(SessionObserver):
+    """Tells an observer what a second session does, with its layers numbered after the first's."""
+
+    inner: SessionObserver
+    layers: int
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return self.inner.compares
+
+    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None) -> None:
+        self.inner.begin(step, timestep, cfg_branch)
+
+    def attention_begins(self, device: torch.device) -> None:
+        self.inner.attention_begins(device)
+
+    def attention_ends(
+        self,
+        layer: int,
+        key: Hashable,
+        executor: DualBalancedAttention,
+        q: torch.Tensor,
+        latest: Mapping[Hashable, Plan],
+        asynchronous: bool,
+    ) -> None:
+        named: dict[Hashable, Plan] = {(self.layers, key): latest[key]} if key in latest else {}
+        self.inner.attention_ends(layer + self.layers, (self.layers, key), executor, q, named, asynchronous)
+
+    def flush(self, latest: Mapping[Hashable, Plan]) -> None:
+        self.inner.flush({(self.layers, key): plan for key, plan in latest.items()})

@@ -13,7 +13,7 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.schedule import DenoisingStep, DenseSchedule, StepCounter
+from dbsp_core.masks.schedule import DenoisingStep, DenseSchedule, StepClock
 from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
@@ -31,7 +31,7 @@ class MaskProvider:
 
     steps:       tells how many denoising steps there will be, where a host knows
     count_steps: whether to keep `moment` also where no mask depends on it
-    generation:  gives an object that is another one for each generation, where a host has one
+    clock:       counts steps
     """
 
     source: MaskSource
@@ -41,10 +41,8 @@ class MaskProvider:
     group: SequenceGroup
     steps: Callable[[], int | None] = lambda: None
     count_steps: bool = False
-    generation: Callable[[], object] = lambda: None
+    clock: StepClock = field(default_factory=StepClock)
     moment: DenoisingStep = field(default_factory=DenoisingStep)
-    _counter: StepCounter = field(default_factory=StepCounter)
-    _last_generation: object = None
     _thw: tuple[int, int, int] = (0, 0, 0)
     _text_tokens: int = 0
     _keys: OrderedDict[Hashable, dict[int, Hashable]] = field(default_factory=OrderedDict)
@@ -73,13 +71,10 @@ class MaskProvider:
         cfg_branch: of a step's passes, where the host says which one this is
         """
         self._thw, self._text_tokens = thw, text_tokens
-        if timestep is not None and (self.count_steps or self.source.changes != "never" or self.schedule.by_step):
-            generation = self.generation()
-            if generation is not self._last_generation:
-                # The last one may have failed at the step with which this one begins.
-                self._last_generation, self._counter = generation, StepCounter()
+        counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step
+        if timestep is not None and counts:
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
-            self.moment = self._counter.advance(float(first), cfg_branch)
+            self.moment = self.clock.advance(float(first), cfg_branch)
 
     def grid(self, device: torch.device) -> BlockGrid:
         """The source's grid for this video. Collective: what the source refuses on one rank is refused on all."""

@@ -20,6 +20,7 @@ from dbsp_core.layout.sequence_layout import MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.schedule import StepClock
 from dbsp_core.planning.plan import Plan, require_slots
 from dbsp_core.runtime.attention import (
     INPUTS_DIFFER,
@@ -61,7 +62,7 @@ class AttentionSession:
     heads:    attention heads of every layer
     layers:   number of layers
     steps:    tells how many denoising steps there will be, where the host knows
-    generation: gives an object that is another one for each generation, where the host has one
+    clock:    counts denoising steps
     observers: are told what happens, see `SessionObserver`
     Raises ValueError at construction when strategy, group and kernel don't fit.
     """
@@ -72,7 +73,7 @@ class AttentionSession:
     heads: int
     layers: int
     steps: Callable[[], int | None] = lambda: None
-    generation: Callable[[], object] = lambda: None
+    clock: StepClock = field(default_factory=StepClock)
     observers: Sequence[SessionObserver] = ()
     _mask_provider: MaskProvider = field(init=False)
     _counters: ReuseCounters = field(default_factory=ReuseCounters)
@@ -94,7 +95,7 @@ class AttentionSession:
             self.group,
             self.steps,
             count_steps=any(observer.counts_steps for observer in self.observers),
-            generation=self.generation,
+            clock=self.clock,
         )
         if self.planning == "async":
             self.group.beside("planning")  # while no rank can have failed yet: making a process group is a collective
@@ -121,13 +122,15 @@ class AttentionSession:
         *,
         cfg_branch: int | None = None,
         host_layout: Callable[[], SequenceLayout] | None = None,
+        text_last: bool = False,
     ) -> SequenceLayout:
         """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
 
         timestep: of the denoising, for masks that depend on the step
         device:   where the group's collectives run
         cfg_branch:   of the step's guidance passes, where the host says which one this is; None: told from timesteps
-        host_home: gives the layout in which the host itself shards this size of video; None: ours to choose
+        host_layout: gives the layout in which the host itself shards this size of video; None: ours to choose
+        text_last: whether a rank has its text after its video
         Text, where the model has it in the same sequence, is sharded apart from video. What was made for the last
         `MOST_SIZES` sizes is kept. Raises UserError, on all ranks, for a size the mask source refuses.
         """
@@ -141,7 +144,7 @@ class AttentionSession:
             if self.config.debug:
                 check_consistent(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
             if size not in self._sizes:
-                self._sizes[size] = self._new_size(size, place, host_layout)
+                self._sizes[size] = self._new_size(size, place, host_layout, text_last)
                 if len(self._sizes) > MOST_SIZES:
                     self._drop_oldest_size()
             self._sizes.move_to_end(size)
@@ -283,13 +286,14 @@ class AttentionSession:
         size: tuple[tuple[int, int, int], int],
         device: torch.device,
         host_layout: Callable[[], SequenceLayout] | None,
+        text_last: bool,
     ) -> SizeContext:
         """Collective: all ranks must plan by the same."""
         grid = self._mask_provider.grid(device)  # which all ranks have alike
         if self.strategy is not None:
             require_slots(self.strategy, grid)
         self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
-        layout = self._layout(grid, size[1], device) if host_layout is None else host_layout()
+        layout = self._layout(grid, size[1] > 0, text_last, device) if host_layout is None else host_layout()
         maker = ConfiguredPlanMaker.of(
             self.config, self.group, self.strategy, layout, self._hardware, grid, device, self._compare
         )
@@ -305,12 +309,17 @@ class AttentionSession:
         for observer in self.observers:
             observer.flush(context.plans.latest)
 
-    def _layout(self, grid: BlockGrid, text_tokens: int, device: torch.device) -> SequenceLayout:
+    def _layout(self, grid: BlockGrid, split_text: bool, text_last: bool, device: torch.device) -> SequenceLayout:
         # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
         strategy = self.strategy or Strategy(1, self.group.size)
         profile = self._profile(device)
         return SequenceLayout.named(
-            self.config.effective_layout, grid, strategy, split_text=text_tokens > 0, profile=profile
+            self.config.effective_layout,
+            grid,
+            strategy,
+            split_text=split_text,
+            text_last=text_last,
+            profile=profile,
         )
 
     @property

@@ -20,7 +20,7 @@ from cache_cases import (
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import SequenceGroup, SequenceLayout
 from dbsp_diffusers.caching import BY_STEP, DECIDING, WHOLE_BATCH, ForwardRanks
-from dbsp_diffusers.stream_shards import StreamShards
+from dbsp_diffusers.sharding.stream_shards import StreamShards
 from xdit_cases import start_xfuser
 
 TOLERANCE = 1e-12  # in float64

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from dbsp_diffusers.architectures import ARCHITECTURES, Architecture, register_architecture
+from dbsp_diffusers.architectures import ARCHITECTURES, register_architecture
 from repository import ROOT
 
 PAGE = ROOT / "docs" / "adding-a-model.md"
@@ -40,5 +40,5 @@ def test_the_page_s_example_is_right_on_two_ranks(tmp_path):
 
 def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match="known already"):
-        register_architecture("WanTransformer3DModel", Architecture("layers", frames_first=True, joint_text=False))
+        register_architecture("WanTransformer3DModel", ARCHITECTURES["FluxTransformer2DModel"])
     register_architecture("WanTransformer3DModel", ARCHITECTURES["WanTransformer3DModel"])

@@ -20,43 +20,6 @@ from transformers_for_tests import Inputs, make_transformer
 MASK = {"source": "dense", "block_q": 16, "block_k": 16}
 
 
-class _Elsewhere(nn.Module):
-    """Stands for a pipeline."""
-
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-
-def _other_backend(transformer: Any, rank: int) -> None:
-    transformer.set_attention_backend("flex")
-    dbsp_para.parallelize_transformer(transformer)
-
-
-def _set_back(transformer: Any) -> None:
-    """Also of the processors' own attribute: diffusers sets a default for all models beside it, and leaves that."""
-    transformer.set_attention_backend("native")
-    transformer.reset_attention_backend()
-
-
-def _other_backend_everywhere(transformer: Any, rank: int) -> None:
-    from diffusers.models.attention_dispatch import attention_backend
-
-    with attention_backend("flex"):
-        dbsp_para.parallelize_transformer(transformer)
-
-
-def _backend_set_later(transformer: Any, rank: int) -> None:
-    dbsp_para.parallelize_transformer(transformer, config={"mask": MASK})
-    transformer.set_attention_backend("flex")
-    try:
-        _forward(transformer)
-    finally:
-        _set_back(transformer)
-        dbsp_para.unparallelize(transformer)
-
-
 def _processor_past_torch(transformer: Any, rank: int) -> None:
     class Past:
         def __call__(self, attn: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -82,20 +45,6 @@ def _by_para_attn(transformer: Any, rank: int) -> None:
     dbsp_para.parallelize_transformer(taken)
 
 
-def _by_diffusers(transformer: Any, rank: int) -> None:
-    from diffusers import ContextParallelConfig
-
-    taken = make_transformer("wan")
-    with mock.patch.object(torch.accelerator, "device_count", return_value=8), _device("cpu"):
-        taken.enable_parallelism(config=ContextParallelConfig(ulysses_degree=dist.get_world_size()))
-    dbsp_para.parallelize_transformer(taken)
-
-
-def _device(name: str) -> Any:
-    """diffusers asks torch for an accelerator, which this machine may not have."""
-    return mock.patch.object(torch._C, "_get_accelerator", return_value=torch.device(name))
-
-
 def _by_dbsp(transformer: Any, rank: int) -> None:
     dbsp_para.parallelize_transformer(transformer)
     try:
@@ -106,10 +55,6 @@ def _by_dbsp(transformer: Any, rank: int) -> None:
 
 def _compiled(transformer: Any, rank: int) -> None:
     dbsp_para.parallelize_transformer(torch.compile(make_transformer("wan")))
-
-
-def _second_transformer(transformer: Any, rank: int) -> None:
-    dbsp_para.parallelize_pipe(_Elsewhere(transformer=transformer, transformer_2=nn.Linear(1, 1)))
 
 
 def _half_way(transformer: Any, rank: int) -> None:
@@ -137,14 +82,6 @@ def _batch_of_one(transformer: Any, rank: int) -> None:
     dbsp_para.parallelize_transformer(transformer, mesh=para_mesh(dist.get_world_size(), max_batch_dim_size=2))
     try:
         _forward(transformer)
-    finally:
-        dbsp_para.unparallelize(transformer)
-
-
-def _token_timesteps(transformer: Any, rank: int) -> None:
-    dbsp_para.parallelize_transformer(transformer)
-    try:
-        _forward(transformer, timestep=torch.full((1, 105), 500))
     finally:
         dbsp_para.unparallelize(transformer)
 
@@ -180,16 +117,11 @@ def _forward(transformer: Any, **options: Any) -> Any:
 
 
 MISTAKES: dict[str, tuple[Callable[[Any, int], None], str]] = {
-    "another backend": (_other_backend, "attends with backend 'flex'"),
-    "another backend for all models": (_other_backend_everywhere, "attends with backend 'flex'"),
-    "another backend, set later": (_backend_set_later, "keep to attention backend 'native'"),
     "a processor past torch's attention": (_processor_past_torch, "keep to attention backend 'native'"),
     "parallelized by para-attn": (_by_para_attn, "parallelized already"),
-    "parallelized by diffusers": (_by_diffusers, "parallelized by diffusers"),
     "parallelized by db-SP": (_by_dbsp, "parallelized already"),
     "xDiT's transformer": (_from_xdit, "use dbsp_xdit.attach"),
     "compiled before": (_compiled, "parallelize first, then call torch.compile"),
-    "a second transformer": (_second_transformer, "this one has two"),
     "a pipeline without transformer": (lambda *_: dbsp_para.parallelize_pipe(object()) and None, "object has none"),
     "a model that is not known": (
         lambda *_: dbsp_para.parallelize_transformer(nn.Linear(1, 1)) and None,
@@ -203,7 +135,6 @@ MISTAKES: dict[str, tuple[Callable[[Any, int], None], str]] = {
     ),
     "a batch that does not divide": (_batch_of_one, "cannot be shared by 2 batch groups"),
     "gradients": (_with_gradients, "attention has no gradients: run the model under torch.no_grad()"),
-    "a timestep for each token": (_token_timesteps, "timestep for each frame or token"),
     "ring on a kernel without LSE": (
         _config(config={"kernel": "sparge", "strategy": "U1R2"}),
         "returns no log-sum-exp",
@@ -223,14 +154,12 @@ MISTAKES: dict[str, tuple[Callable[[Any, int], None], str]] = {
 def run_mistake(rank: int, world: int, name: str) -> tuple[str, str]:
     """(kind and message of the error, the same from an intact run afterwards: "" as it must be)."""
     transformer = make_transformer("wan")
-    _set_back(transformer)  # which leaves an attribute on each processor
     before, dense = fingerprint(transformer), _forward(transformer)
     try:
         MISTAKES[name][0](transformer, rank)
         message = "nothing was raised"
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-    _set_back(transformer)
     after = fingerprint(transformer)
     left = "" if after == before else f"left behind: {[a for a in after if a not in before]}"
     dbsp_para.parallelize_transformer(transformer, config={"mask": MASK, "debug": True})

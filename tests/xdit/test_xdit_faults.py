@@ -29,9 +29,6 @@ def assert_alike(messages, expected):
 @pytest.mark.parametrize(
     ("kind", "config", "expected"),
     [
-        ("stock with a backend", {}, "attends with backend 'flex', past db-SP"),
-        ("stock after a backend for all", {}, "attends with backend 'flex', past db-SP"),
-        ("wrapper with a backend", {}, "attends with backend 'flex', past db-SP"),
         ("by diffusers", {}, "parallelized by diffusers (enable_parallelism)"),
         ("by para-attn", {}, "parallelized already"),
         ("two transformers", {}, "one transformer, this one has two"),

@@ -42,30 +42,11 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
             attach(pipe, config)
         except ValueError as error:
             return str(error)
-        finally:
-            make_transformer("wan").set_attention_backend("native")  # diffusers keeps the last one for all models
     return ""
 
 
 def _pipe(transformer: Any, **others: Any) -> Any:
     return types.SimpleNamespace(transformer=transformer, **others)
-
-
-def _with_backend() -> Any:
-    transformer = make_transformer("wan")
-    transformer.set_attention_backend("flex")
-    return _pipe(transformer)
-
-
-def _with_a_backend_for_all() -> Any:
-    make_transformer("wan").set_attention_backend("flex")
-    return _pipe(make_transformer("wan"))
-
-
-def _wrapper_with_backend() -> Any:
-    transformer = hosted_transformer("wan")
-    transformer.set_attention_backend("flex")  # xfuser's processors ignore it, but somebody wanted it
-    return _pipe(transformer)
 
 
 def _by_diffusers() -> Any:
@@ -103,9 +84,6 @@ def _unknown_of_xfuser() -> Any:
 PIPES = {
     "stock": lambda: _pipe(make_transformer("wan")),
     "wrapper": lambda: _pipe(hosted_transformer("wan")),
-    "stock with a backend": _with_backend,
-    "stock after a backend for all": _with_a_backend_for_all,
-    "wrapper with a backend": _wrapper_with_backend,
     "by diffusers": _by_diffusers,
     "by para-attn": _by_para_attn,
     "two transformers": lambda: _pipe(make_transformer("wan"), transformer_2=nn.Identity()),

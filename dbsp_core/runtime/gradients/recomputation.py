@@ -1,4 +1,4 @@
-"""Activation checkpointing: a layer's attention is called again in backward, and must meet the executor of its forward."""
+"""Activation checkpointing: in backward a layer's attention is called again, and must meet its forward's executor."""
 
 from __future__ import annotations
 

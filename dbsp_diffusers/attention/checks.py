@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -21,7 +19,7 @@ def check_not_compiled(transformer: nn.Module) -> None:
 
 
 def check_not_parallelized(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
-    """Raises UserError, naming the fix, where it is sharded already, or its self-attention does not call torch's."""
+    """Raises UserError, naming the fix, where it is sharded already, or a cache is between it and its attention."""
     if getattr(transformer, "_is_parallelized", False):
         raise UserError(
             "this transformer is parallelized already; undo that first (dbsp_diffusers.disable, "
@@ -30,19 +28,4 @@ def check_not_parallelized(transformer: nn.Module, self_attentions: Sequence[nn.
     processors = [getattr(attention, "processor", None) for attention in self_attentions]
     if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):
         raise UserError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
-    for backend in map(_backend, processors):
-        if not backend.lstrip("_").startswith("native"):
-            raise UserError(
-                f"this transformer attends with backend {backend!r}, past db-SP; call "
-                'transformer.set_attention_backend("native")'
-            )
     require_uncached_attention(self_attentions)
-
-
-def _backend(processor: Any) -> str:
-    """The diffusers attention backend that a processor would use: its own, else the one set for all models."""
-    if not hasattr(processor, "_attention_backend"):
-        return "native"
-    registry = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
-    backend = processor._attention_backend or getattr(registry, "_active_backend", None) or "native"
-    return str(getattr(backend, "value", backend))

@@ -82,7 +82,7 @@ class BatchSplit:
 
     @torch.compiler.disable
     def gather(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """output: a tuple or diffusers output whose first element is the sample; None after a failure."""
+        """output: a tuple or diffusers output of tensors; None after a failure."""
         failure = sys.exc_info()[1] if output is None else None
         if self._aborted:
             return None
@@ -93,8 +93,12 @@ class BatchSplit:
         self._check(None)
         if self._replicated:
             return output
-        sample = torch.cat(self._group.all_gather(output[0]))
-        return (sample, *output[1:]) if isinstance(output, tuple) else type(output)(sample=sample)
+        if isinstance(output, tuple):
+            return tuple(map(self._whole, output))
+        return type(output)(**{name: self._whole(value) for name, value in output.items()})
+
+    def _whole(self, value: Any) -> Any:
+        return torch.cat(self._group.all_gather(value)) if isinstance(value, torch.Tensor) else value
 
     def _check(self, problem: Exception | None) -> None:
         try:

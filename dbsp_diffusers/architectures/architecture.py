@@ -1,0 +1,46 @@
+"""One transformer class, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from dbsp_diffusers.architectures.cuts import Cuts, DerivedCuts, modules_at
+from dbsp_diffusers.architectures.token_sequence import TokenSequence
+
+__all__ = ["Architecture"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What db-SP must know of a transformer class. Its self-attentions have `config.num_attention_heads` heads.
+
+    attention: paths of the self-attention modules, in the order of their layers; "*" is each element of a list
+    sequence:  tells, from the transformer and a forward pass's arguments by name, the tokens of the pass; raises
+               UserError for arguments that db-SP does not know
+    cuts:      which tensors hold tokens
+    text:      where text stands in the sequence that is attended over: "first", "last", or None, not in it
+    padded_text: whether a mask of its self-attention says only which text is padding, which `sequence` leaves out
+    pipeline:  class name of the pipeline that it is usually in, where published checkpoints are known by it
+    refused:   tells why a transformer of the class cannot be run; None: it can
+    """
+
+    attention: tuple[str, ...]
+    sequence: Callable[[Any, Mapping[str, Any]], TokenSequence]
+    cuts: Cuts | DerivedCuts
+    text: Literal["first", "last"] | None = None
+    padded_text: bool = False
+    pipeline: str = ""
+    refused: Callable[[Any], str | None] = lambda transformer: None
+
+    def attentions_of(self, transformer: nn.Module) -> list[nn.Module]:
+        """The self-attention of each layer."""
+        return [module for path in self.attention for module in modules_at(transformer, path)]
+
+    def blocks_of(self, transformer: nn.Module) -> list[nn.Module]:
+        """The block of each layer, of which the self-attention is a part."""
+        blocks = (path.rpartition(".")[0] for path in self.attention)
+        return [module for path in blocks for module in modules_at(transformer, path)]

@@ -1,0 +1,119 @@
+"""The tokens of one forward pass, told from its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["TokenSequence", "position_grid", "read_once", "sample_grid", "valid_tokens"]
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """What self-attention attends over in one forward pass.
+
+    thw:      frames, rows and columns of the video's token grid; an image has one frame
+    text:     tokens of text that count, padding left out; 0 where text is not in the sequence
+    timestep: of the denoising, one number that falls from step to step; None where nothing tells steps apart
+    packed:   int64[tokens], where each token stands in a model's packed sequence, those of text (whatever is no
+              video) first; None: text and video are streams of their own
+    """
+
+    thw: tuple[int, int, int]
+    text: int = 0
+    timestep: torch.Tensor | float | None = None
+    packed: torch.Tensor | None = None
+
+    @property
+    def video(self) -> int:
+        """Its tokens of video."""
+        frames, height, width = self.thw
+        return frames * height * width
+
+    def places(self, attended: int, text_last: bool) -> torch.Tensor:
+        """int64[tokens]: where each token, text first, stands among all that a stock model attends over.
+
+        attended: tokens of its attention, with text's padding at the end of text
+        """
+        if self.packed is not None:
+            return self.packed
+        text, video = torch.arange(self.text), torch.arange(self.video)
+        return torch.cat([text + self.video, video] if text_last else [text, video + attended - self.video])
+
+
+def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2) -> tuple[int, int, int]:
+    """(t, h, w) of a sample [B, C, F, H, W], or [B, F, C, H, W] with frames_dim 1, by the configured patch size."""
+    sample: torch.Tensor = inputs["hidden_states"]
+    patch = transformer.config.patch_size
+    if isinstance(patch, int):
+        patch = (getattr(transformer.config, "patch_size_t", None) or 1, patch, patch)
+    frames, height, width = sample.shape[frames_dim], *sample.shape[3:]
+    return frames // patch[0], height // patch[1], width // patch[2]
+
+
+def valid_tokens(mask: torch.Tensor) -> int:
+    """How many tokens of text a mask [B, n] leaves, which must be the first ones, as many in each item of the batch.
+
+    Raises UserError otherwise.
+    """
+
+    def count(mask: torch.Tensor) -> int:
+        rows = mask.bool().cpu()
+        valid = int(rows[0].sum())
+        if not (rows[:, :valid].all() and not rows[:, valid:].any()):
+            raise UserError(
+                "the texts of one batch differ in length, or have padding before their end; give the transformer "
+                "prompts of one length at a time, or run them one after the other"
+            )
+        return valid
+
+    return read_once(mask, count)
+
+
+def position_grid(positions: torch.Tensor, tokens: int, what: str) -> tuple[int, int, int]:
+    """(t, h, w) of tokens at positions [tokens, 3 or more], whose first columns are theirs in t, h and w.
+
+    what: the model's input that is described, in words. Raises UserError where they do not make one grid.
+    """
+
+    rows = positions[:, :3].cpu()
+    frame = _run(rows[:, 0])
+    width = _run(rows[:frame, 1])
+    if len(rows) == tokens and len(rows) % frame == 0 and frame % width == 0:
+        frames, by_row = rows.unflatten(0, (-1, frame)), rows[:frame].unflatten(0, (-1, width))
+        times = (frames[:, :, 0] == frames[:, :1, 0]).all() and (frames[:, :, 1:] == frames[:1, :, 1:]).all()
+        if times and (by_row[:, :, 1] == by_row[:, :1, 1]).all() and (by_row[:, :, 2] == by_row[:1, :, 2]).all():
+            return len(frames), frame // width, width
+    raise UserError(
+        f"{what} is not one grid of tokens: db-SP does not know images beside the generated one (references, edits)"
+    )
+
+
+def _run(values: torch.Tensor) -> int:
+    """How many of the first values are equal."""
+    others = (values != values[0]).nonzero()
+    return len(values) if len(others) == 0 else int(others[0])
+
+
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By tensor, its version and what was read from it: pipelines pass the same one at each step, and reading waits for
+the device."""
+
+
+def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -> Value:
+    """function(tensor), once as long as the tensor lives and is not written to. One function a tensor."""
+    version = 0 if tensor.is_inference() else tensor._version  # inference tensors keep no count
+    known = None if tensor.is_inference() else _read.get(tensor)
+    if known is None or known[0] != version:
+        known = version, function(tensor)
+        _read[tensor] = known
+    value: Value = known[1]
+    return value

@@ -1,0 +1,100 @@
+"""Answering the attention inside one self-attention module, whose projections and norms stay."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from dbsp_core.runtime.attention import needs_gradients
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.patching import PatchSet
+
+__all__ = ["Attend", "intercept_self_attention"]
+
+Attend = Callable[..., torch.Tensor]
+"""attend(q, k, v, scale=…) with q, k, v [B, H, n, D]; returns [B, H, n, D]"""
+
+_attends: WeakValueDictionary[int, Attend] = WeakValueDictionary()
+"""By number, what compiled code calls; each lives as long as the module that it is in."""
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("dbsp::attend", mutates_args=())
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """number: int64, of the attention; a tensor, as layers that differ by an integer would be compiled one by one."""
+    return _attends[int(number)](q, k, v, scale=scale).contiguous()
+
+
+@_attend.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, scale: float | None) -> torch.Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+class SdpaOverride(TorchFunctionMode):
+    """Within it, torch's scaled_dot_product_attention is answered by another function.
+
+    number:   of the function in `_attends`
+    any_mask: whether a mask is ignored, rather than refused
+    """
+
+    def __init__(self, attend: Attend, number: torch.Tensor, any_mask: bool) -> None:
+        super().__init__()
+        self._attend, self._number, self._any_mask = attend, number, any_mask
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.unflatten:  # whose super() torch.compile does not trace within a mode
+            return torch.unflatten(*args, **kwargs)
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        call = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        if (call.get("attn_mask") is not None and not self._any_mask) or call.get("is_causal"):
+            raise UserError("db-SP replaces self-attention without a mask of its own; this model passes one")
+        self.calls += 1
+        q, k, v, scale = call["query"], call["key"], call["value"], call.get("scale")
+        if needs_gradients(q, k, v) or not torch.compiler.is_compiling():
+            return self._attend(
+                q, k, v, scale=scale
+            )  # the operator has no backward: with gradients, graphs break here
+        return torch.ops.dbsp.attend(q, k, v, self._number, scale)
+
+
+def intercept_self_attention(
+    attention: nn.Module, attend: Attend, patches: PatchSet, *, any_mask: bool = False
+) -> None:
+    """Lets `attend` compute the attention inside one self-attention module, whose projections and norms stay.
+
+    attend:   called with q, k, v [B, H, n, D] and scale=…; within torch.compile it is one operator, without a break
+    any_mask: whether a mask that the module passes is ignored, as it says only which text is padding
+    The module raises ValueError, before anything is exchanged, when its attention is not reached: another backend
+    would silently attend to only this rank's tokens.
+    """
+    forward, key = attention.forward, next(_numbers)
+    _attends[key] = attend
+    number = torch.tensor(key)
+
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
+        mode = SdpaOverride(attend, number, any_mask)
+        with mode:
+            output = forward(*args, **kwargs)
+        if mode.calls != 1:
+            raise UserError(
+                f"self-attention reached torch's scaled_dot_product_attention {mode.calls} times, expected once; "
+                "keep to attention backend 'native' and to processors that call it, and enable caches of attention "
+                "after db-SP"
+            )
+        return output
+
+    patches.replace_forward(attention, intercepted)

@@ -1,0 +1,166 @@
+"""db-SP on plain diffusers: enabled, disabled, and what it did."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config.config import ConfigLike
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.reports.observer import run_observer
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.architectures import architecture_of
+from dbsp_diffusers.attach import Host, attach_host, attached_to, transformers_in, transformers_of
+from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.report_hook import model_name, write_run_report
+from dbsp_diffusers.sharding.batch_parallel import split_batch
+from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
+from dbsp_diffusers.takeover import ranks_of_mesh, suspend_context_parallelism
+
+__all__ = ["disable", "enable", "session_of", "sessions_of", "write_report"]
+
+Group = ProcessGroup | SequenceGroup | None
+
+
+def enable(
+    model: Any,
+    config: ConfigLike = None,
+    *,
+    mesh: Any = None,
+    group: Group = None,
+    batch_group: Group = None,
+    everyone: Group = None,
+    strategy: Strategy | str | None = None,
+    steps: Callable[[], int | None] | None = None,
+    host: str = "diffusers",
+) -> AttentionSession:
+    """Shards a diffusers pipeline's transformer over ranks, with dual-balanced block-sparse self-attention.
+
+    Every rank is given the whole input and returns the whole output. Text, where it is in the same sequence, is
+    sharded like video. Calls of a pipeline without `generator=` draw the same noise on all ranks. Call it on all ranks
+    together, before `torch.compile`; without torch.distributed it is one process with sparse attention.
+
+    After the user's own `transformer.enable_parallelism(config=ContextParallelConfig(...))` the ranks and degrees are
+    taken from there, and diffusers' own context parallelism is suspended until `disable`.
+
+    Args:
+        model: A pipeline with a `transformer`, and maybe a `transformer_2` that takes turns with it (Wan2.2), or such
+            a transformer, of a class that db-SP knows.
+        config: A `DbspConfig`, a mapping, the path of a YAML file or the name of a shipped one. None: the settings
+            shipped for the transformer's checkpoint, dense attention where none are shipped.
+        mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them, whatever others it has: the ranks
+            that share a sequence, and how. Default: as `enable_parallelism` was told, else all ranks.
+        group: The ranks that share a sequence, where no mesh says it. Default: all ranks.
+        batch_group: The ranks that hold the same part of the sequence and share out the items of a batch. Default:
+            the batch is not shared out.
+        everyone: With `batch_group`, the ranks that make one video together. Default: all ranks.
+        strategy: How the ranks of a sequence are used, for example "U4R2", where the configuration does not say.
+            Default: Ulysses on all of them.
+        steps: Returns the number of denoising steps, for settings that depend on it; a pipeline says it itself.
+        host: The name of the caller in reports.
+
+    Returns:
+        The session: its plans, strategies and statistics. Of two transformers that of the first; see `sessions_of`.
+
+    Raises:
+        UserError: On all ranks together, for a transformer that is unknown, compiled or parallelized already, or a
+            mesh, strategy or configuration that does not fit or differs between ranks. The model is then as it was.
+    """
+    transformers = transformers_of(model)
+    for transformer in transformers.values():
+        if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
+            raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
+        architecture_of(transformer)
+    with PatchSet() as patches:
+        suspended = suspend_context_parallelism(transformers.values(), patches)
+        ranks = suspended if mesh is None else ranks_of_mesh(mesh)
+        sequence = _ranks(group) if ranks is None else ranks.group
+        default = Strategy(sequence.size, 1) if ranks is None else ranks.strategy
+        if strategy is not None:
+            default = Strategy.parse(strategy)
+        batch = SequenceGroup(0, 1) if batch_group is None else _ranks(batch_group)
+        whole = Host(
+            name=host,
+            sequence=sequence,
+            everyone=sequence if batch_group is None else _ranks(everyone),
+            attentions=lambda transformer: architecture_of(transformer).attentions_of(transformer),
+            choose_strategy=lambda config: config.strategy_or(default),
+            shard=lambda transformer, session, patches: shard_transformer(
+                transformer, session, patches, split_batch(transformer, batch, patches)
+            ),
+            shares_seeds=True,
+        )
+        return attach_host(model, config, whole, steps, patches)
+
+
+def disable(model: Any) -> None:
+    """Undoes `enable`: attributes, hooks and classes are as before. Nothing happens where nothing is enabled.
+
+    Args:
+        model: The pipeline, or its transformer, compiled since or not.
+    """
+    state = attached_to(model)
+    if state is not None:
+        state.patches.detach()
+
+
+def session_of(model: Any) -> AttentionSession | None:
+    """The session of an enabled pipeline or transformer.
+
+    Args:
+        model: The pipeline, or its transformer, compiled since or not.
+
+    Returns:
+        Its session: plans, strategies and statistics; of a pipeline with two transformers, the first's. None where
+        db-SP is not enabled.
+    """
+    state = attached_to(model)
+    if state is None:
+        return None
+    own = getattr(model, "_orig_mod", model)
+    return next((session for transformer, session in state.sessions if transformer is own), state.sessions[0][1])
+
+
+def sessions_of(model: Any) -> dict[str, AttentionSession]:
+    """The sessions of an enabled pipeline.
+
+    Args:
+        model: The pipeline.
+
+    Returns:
+        By the pipeline's name of each transformer, "transformer" and "transformer_2", its session. Empty where db-SP
+        is not enabled.
+    """
+    found = {name: session_of(transformer) for name, transformer in transformers_in(model).items()}
+    return {name: session for name, session in found.items() if session is not None}
+
+
+def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> None:
+    """Writes a report of what ran since db-SP was enabled, or since the last report; rank 0 writes.
+
+    For a transformer without a pipeline: pipelines report each of their calls. Call it on all ranks together.
+
+    Args:
+        model: A pipeline or transformer that was enabled with setting `report`.
+        folder: Where to write. Default: what that setting says.
+
+    Raises:
+        UserError: Where there is nothing to report.
+        RuntimeError: Where a rank does not come.
+    """
+    state = attached_to(model)
+    observer = None if state is None else run_observer(state.sessions[0][1])
+    if state is None or observer is None:
+        raise UserError("nothing was collected for a report; parallelize with config={'report': FOLDER, …}")
+    name = model_name(model) if hasattr(model, "transformer") else type(getattr(model, "_orig_mod", model)).__name__
+    write_run_report([session for _, session in state.sessions], name, state.host, folder)
+    observer.restart()
+
+
+def _ranks(group: Group) -> SequenceGroup:
+    return group if isinstance(group, SequenceGroup) else SequenceGroup.of(group)

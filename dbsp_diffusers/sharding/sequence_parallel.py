@@ -1,0 +1,187 @@
+"""Sharding a stock diffusers transformer over ranks, its self-attention dual-balanced, by hooks that can be undone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.architectures import Cut, TokenSequence, architecture_of
+from dbsp_diffusers.architectures.cuts import modules_at
+from dbsp_diffusers.attention.backends import NativeBackend
+from dbsp_diffusers.attention.intercept import intercept_self_attention
+from dbsp_diffusers.caching import ForwardRanks, StepCaches
+from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
+from dbsp_diffusers.sharding.batch_parallel import BatchSplit
+from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
+
+__all__ = ["shard_transformer"]
+
+_ALONE = SequenceGroup(0, 1)
+Shards = Mapping[str, StreamShards | PackedShards]
+"""By stream."""
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Arguments = tuple[Args, Kwargs]
+
+
+def shard_transformer(
+    transformer: nn.Module, session: AttentionSession, patches: PatchSet, batch: SequenceGroup | BatchSplit = _ALONE
+) -> ForwardRanks:
+    """Shards the sequence over the session's ranks as the transformer's architecture says.
+
+    batch: what `split_batch` returned, where a batch is split
+    returns: the ranks that run a forward pass together
+    Every rank is given the whole input and returns the whole output. Text, where it is in the sequence, is a stream of
+    its own, sharded like video. Step caches, put on the transformer before or after, skip what they would skip in one
+    process. Raises UserError for a transformer that db-SP does not know or cannot shard.
+    """
+    sharding = _SequenceSharding(transformer, session, batch)
+    sharding.attach(patches)
+    return sharding.together
+
+
+class _SequenceSharding:
+    """The hooks on one transformer."""
+
+    def __init__(self, transformer: nn.Module, session: AttentionSession, batch: SequenceGroup | BatchSplit) -> None:
+        self.together = ForwardRanks((session.group, batch), self)
+        self._transformer = transformer
+        self._architecture = architecture_of(transformer)
+        self._cuts = self._architecture.cuts.of(transformer)
+        self._session = session
+        self._shards: Shards = {}
+        self._made: WeakKeyDictionary[SequenceLayout, Shards] = WeakKeyDictionary()
+        blocks = self._architecture.blocks_of(transformer)
+        self._caches = StepCaches(transformer, blocks, self.together, shared_batch=batch.size > 1)
+
+    def attach(self, patches: PatchSet) -> None:
+        self._caches.look()
+        patches.on_detach(self._caches.release)
+        self._backend = NativeBackend(self._transformer, self._architecture.attentions_of(self._transformer), patches)
+        self._branch = guidance_branch(self._transformer, patches)
+        self._cut_own = self._arguments_cut(self._transformer, self._cuts.inputs.get("", {}))
+        patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
+        for path, arguments in self._cuts.inputs.items():
+            for module in modules_at(self._transformer, path):
+                if module is not self._transformer:  # whose own are cut once the pass has begun
+                    hook = _ignoring_module(self._arguments_cut(module, arguments))
+                    patches.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
+        for path, outputs in self._cuts.outputs.items():
+            for module in modules_at(self._transformer, path):
+                patches.hook(module.register_forward_hook, functools.partial(self._cut_outputs, outputs))
+        for path, cut in self._cuts.gathered.items():
+            for module in modules_at(self._transformer, path):
+                patches.hook(module.register_forward_hook, functools.partial(self._gather, cut))
+        for layer, attention in enumerate(self._architecture.attentions_of(self._transformer)):
+            attend = functools.partial(self._session.attend, layer)
+            intercept_self_attention(attention, attend, patches, any_mask=self._architecture.padded_text)
+
+    @property
+    def video(self) -> StreamShards:
+        """How the video of the current forward pass is sharded."""
+        shards = self._stream("video")
+        assert isinstance(shards, StreamShards)
+        return shards
+
+    @torch.compiler.disable
+    def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
+        self._caches.look()
+        self._backend.pin()
+        inputs = signature_of(module).bind(*args, **kwargs).arguments
+        sequence = self._architecture.sequence(module, inputs)
+        device = inputs["hidden_states"].device
+        layout = self._session.begin(
+            sequence.thw,
+            sequence.text,
+            sequence.timestep,
+            device,
+            cfg_branch=self._branch(),
+            text_last=self._architecture.text == "last",
+        )
+        self._shards = self._shards_of(layout, sequence, device)
+        return self._cut_own(args, kwargs)
+
+    def _shards_of(self, layout: SequenceLayout, sequence: TokenSequence, device: torch.device) -> Shards:
+        """Made once for each layout that the session keeps; those of packed sequences, at each pass."""
+        if layout not in self._made:
+            group, first = self._session.group, sequence.text
+            self._made[layout] = {
+                "text": StreamShards(layout, group, 0, first, device),
+                "video": StreamShards(layout, group, first, layout.tokens, device),
+            }
+        shards = self._made[layout]
+        if sequence.packed is None:
+            return shards
+        text, video = shards["text"], shards["video"]
+        assert isinstance(text, StreamShards)
+        assert isinstance(video, StreamShards)
+        return {**shards, "packed": PackedShards(text, video, sequence.packed.to(device))}
+
+    def _stream(self, name: str) -> StreamShards | PackedShards:
+        if name not in self._shards:
+            raise RuntimeError("a part of the transformer was called outside its forward pass")
+        return self._shards[name]
+
+    def _cut(self, value: Any, cut: Cut) -> Any:
+        """This rank's share of a tensor, or of each tensor in a list."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._cut(one, cut) for one in value)
+        if not isinstance(value, torch.Tensor) or cut.ndim not in (None, value.ndim):
+            return value
+        shards = self._stream(cut.stream)
+        if cut.grid:
+            return shards.take(value.flatten(cut.dim, cut.dim + 2), cut.dim)[..., None, None]
+        if cut.after_text:
+            text, video = value.tensor_split([value.shape[cut.dim] - self.video.tokens], cut.dim)
+            return torch.cat([text, self.video.take(video, cut.dim)], cut.dim)
+        if cut.stream == "text" and isinstance(shards, StreamShards):
+            value = value.narrow(cut.dim, 0, min(shards.tokens, value.shape[cut.dim]))
+        return shards.take(value, cut.dim)
+
+    def _arguments_cut(self, module: nn.Module, arguments: Mapping[str, Cut]) -> Callable[[Args, Kwargs], Arguments]:
+        """Cuts arguments of a module's forward, positional or by name as they came.
+
+        Not torch.compiler.disable'd: what is cut at a block is compiled with it.
+        """
+        names = list(signature_of(module).parameters)
+        unknown = [name for name in arguments if name not in names]
+        if unknown:
+            raise UserError(
+                f"{type(module).__name__} has no argument {unknown[0]}, which db-SP cuts; install the version of "
+                "diffusers that db-SP is tested with (constraints.txt)"
+            )
+        places = {name: names.index(name) for name in arguments}
+
+        def cut(args: Args, kwargs: Kwargs) -> Arguments:
+            given, named = list(args), dict(kwargs)
+            for name, part in arguments.items():
+                if name in named:
+                    named[name] = self._cut(named[name], part)
+                elif places[name] < len(given):
+                    given[places[name]] = self._cut(given[places[name]], part)
+            return tuple(given), named
+
+        return cut
+
+    @torch.compiler.disable
+    def _cut_outputs(self, cuts: Mapping[int, Cut], module: nn.Module, args: Args, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return self._cut(output, cuts[0])
+        return tuple(self._cut(one, cuts[index]) if index in cuts else one for index, one in enumerate(output))
+
+    @torch.compiler.disable
+    def _gather(self, cut: Cut, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+        return self._stream(cut.stream).gather(output, cut.dim)
+
+
+def _ignoring_module(cut: Callable[[Args, Kwargs], Arguments]) -> Callable[[nn.Module, Args, Kwargs], Arguments]:
+    return lambda module, args, kwargs: cut(args, kwargs)

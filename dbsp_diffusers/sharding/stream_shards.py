@@ -1,0 +1,81 @@
+"""Sharding a transformer's sequence by a layout, and gathering it again."""
+
+from __future__ import annotations
+
+import torch
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import SequenceLayout
+
+__all__ = ["PackedShards", "StreamShards"]
+
+
+class StreamShards:
+    """One stream (text, or video) of a sequence: the tokens `first` to `last`, exclusive, in token order.
+
+    Made from a layout that shards the stream into equal runs of places, as `SequenceLayout.from_streams` does.
+    """
+
+    def __init__(
+        self,
+        layout: SequenceLayout,
+        group: SequenceGroup,
+        first: int,
+        last: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._group = group
+        self.tokens = last - first
+        self.shard = -(-self.tokens // layout.world)
+        local = torch.from_numpy(layout.local[first:last])
+        rank = torch.from_numpy(layout.rank[first:last])
+        place = rank * self.shard + local - (int(local.min()) if self.tokens else 0)
+        mine = (rank == group.rank).nonzero().squeeze(1)
+        self._mine = mine[place[mine].argsort()].to(device)
+        self._place = place.to(device)
+
+    @property
+    def tokens_here(self) -> int:
+        """How many of this rank's places hold a token; they are the first ones, padding follows."""
+        return len(self._mine)
+
+    def take(self, full: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's shard of a tensor that has all tokens along `dim`; padding is zero."""
+        dim = dim % full.ndim
+        if full.shape[dim] != self.tokens:
+            raise ValueError(f"expected {self.tokens} tokens along dimension {dim}, got shape {tuple(full.shape)}")
+        here = full.index_select(dim, self._mine.to(full.device))
+        padding = self.shard - self.tokens_here
+        if padding == 0:
+            return here
+        return torch.cat([here, here.new_zeros(*full.shape[:dim], padding, *full.shape[dim + 1 :])], dim=dim)
+
+    def gather(self, shard: torch.Tensor, dim: int) -> torch.Tensor:
+        """All tokens along `dim`, in token order, from every rank's shard. Collective."""
+        gathered = torch.cat(self._group.all_gather(shard), dim=dim)
+        return gathered.index_select(dim, self._place.to(gathered.device))
+
+
+class PackedShards:
+    """Text and video of a packed sequence as one: a rank's share of text, then its share of video.
+
+    packed: int64[tokens], where each token stands in the packed sequence, those of text first
+    """
+
+    def __init__(self, text: StreamShards, video: StreamShards, packed: torch.Tensor) -> None:
+        self._text, self._video = text, video
+        self._packed = packed
+        self._back = packed.argsort()
+
+    def take(self, full: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's shares of a tensor that has all tokens along `dim`, as they are packed."""
+        text, video = full.index_select(dim, self._packed.to(full.device)).split(
+            [self._text.tokens, self._video.tokens], dim
+        )
+        return torch.cat([self._text.take(text, dim), self._video.take(video, dim)], dim)
+
+    def gather(self, shares: torch.Tensor, dim: int) -> torch.Tensor:
+        """All tokens along `dim`, as they are packed. Collective."""
+        text, video = shares.split([self._text.shard, self._video.shard], dim)
+        whole = torch.cat([self._text.gather(text, dim), self._video.gather(video, dim)], dim)
+        return whole.index_select(dim, self._back.to(whole.device))
