@@ -8,5 +8,6 @@ dbsp_diffusers.disable(pipe)                                 # as it was
 
 from dbsp_core.config.config import DbspConfig
 from dbsp_diffusers.enabling import disable, enable, session_of, sessions_of, write_report
+from dbsp_diffusers.sharding.sum_gradients import sum_gradients
 
-__all__ = ["DbspConfig", "disable", "enable", "session_of", "sessions_of", "write_report"]
+__all__ = ["DbspConfig", "disable", "enable", "session_of", "sessions_of", "sum_gradients", "write_report"]

@@ -55,9 +55,13 @@ class Host:
 
 @dataclass(frozen=True)
 class Attached:
-    """What is on a pipeline's transformers, or on one alone. sessions: with the transformer of each"""
+    """What is on a pipeline's transformers, or on one alone.
+
+    sessions: with the transformer of each;  everyone: the ranks that make one video together
+    """
 
     patches: PatchSet
+    everyone: SequenceGroup
     sessions: Sequence[tuple[nn.Module, AttentionSession]]
     host: str
 
@@ -104,7 +108,7 @@ def attach_host(
                 share_seeds(pipe, host.everyone, patches)
             report_calls(pipe, [session for _, session in sessions], patches, host.name, host.full_latents)
         for transformer, _ in sessions:
-            patches.set_attribute(transformer, _STATE, Attached(patches, sessions, host.name))
+            patches.set_attribute(transformer, _STATE, Attached(patches, host.everyone, sessions, host.name))
     return sessions[0][1]
 
 

@@ -110,8 +110,12 @@ class MaskProvider:
     @property
     def _now(self) -> Hashable:
         """What cache keys depend on."""
-        by_step = self.source.changes == "per_step" or self.schedule.by_step
-        return self._thw, self._text_tokens, self.moment if by_step else DenoisingStep()
+        return self._thw, self._text_tokens, self.moment if self.by_step else DenoisingStep()
+
+    @property
+    def by_step(self) -> bool:
+        """Whether masks depend on the denoising step."""
+        return self.source.changes == "per_step" or self.schedule.by_step
 
     def cache_key(self, layer: int) -> Hashable | None:
         """Equal keys are equal masks of this layer now. None where the mask is predicted from q and k."""

@@ -225,6 +225,11 @@ class AttentionSession:
         }
 
     @property
+    def by_step(self) -> bool:
+        """Whether masks depend on the denoising step."""
+        return self._mask_provider.by_step
+
+    @property
     def planning(self) -> str:
         """ "sync" or "async": what "auto" comes to for these masks."""
         if self.config.reuse.mode != "auto":

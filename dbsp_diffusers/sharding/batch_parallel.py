@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.gather import gather_shards
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet, signature_of
@@ -98,7 +99,7 @@ class BatchSplit:
         return type(output)(**{name: self._whole(value) for name, value in output.items()})
 
     def _whole(self, value: Any) -> Any:
-        return torch.cat(self._group.all_gather(value)) if isinstance(value, torch.Tensor) else value
+        return gather_shards(value, 0, self._group) if isinstance(value, torch.Tensor) else value
 
     def _check(self, problem: Exception | None) -> None:
         try:

@@ -98,11 +98,18 @@ class _SequenceSharding:
         self._backend.pin()
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
-        device = inputs["hidden_states"].device
+        device, timestep = inputs["hidden_states"].device, sequence.timestep
+        if module.training and torch.is_grad_enabled():
+            timestep = None  # drawn at random, for each sample: no step of a denoising
+            if self._session.by_step:
+                raise UserError(
+                    "masks or dense_schedule depend on the denoising step, and training draws timesteps at random; "
+                    "choose masks that don't, and leave dense_schedule.first_steps and last_steps at 0"
+                )
         layout = self._session.begin(
             sequence.thw,
             sequence.text,
-            sequence.timestep,
+            timestep,
             device,
             cfg_branch=self._branch(),
             text_last=self._architecture.text == "last",

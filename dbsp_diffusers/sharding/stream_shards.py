@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dbsp_core.comm.gather import gather_shards
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 
@@ -52,7 +53,7 @@ class StreamShards:
 
     def gather(self, shard: torch.Tensor, dim: int) -> torch.Tensor:
         """All tokens along `dim`, in token order, from every rank's shard. Collective."""
-        gathered = torch.cat(self._group.all_gather(shard), dim=dim)
+        gathered = gather_shards(shard, dim, self._group)
         return gathered.index_select(dim, self._place.to(gathered.device))
 
 

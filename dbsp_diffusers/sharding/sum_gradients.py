@@ -1,0 +1,71 @@
+"""Training with a sharded sequence: what each rank has for gradients is summed over the ranks of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.attach import attached_to, transformers_in
+
+__all__ = ["sum_gradients"]
+
+BUCKET_BYTES = 64 << 20
+
+
+def sum_gradients(model: Any) -> None:
+    """Sums the gradients of a transformer's parameters over the ranks that made one output together.
+
+    Every rank computes the whole loss, but its gradients come from its own tokens only: call this on all ranks after
+    `backward` and before clipping or the optimiser's step. With data parallelism beside it, average over the data
+    group as usual, before or after. Parameters sharded by FSDP2 over the sequence's ranks too were averaged over them
+    already; they are scaled back to the sum.
+
+    Args:
+        model: A pipeline or transformer on which db-SP is enabled.
+
+    Raises:
+        UserError: Where db-SP is not enabled.
+    """
+    state = attached_to(model)
+    if state is None:
+        raise UserError("gradients are summed where db-SP is enabled; call dbsp_diffusers.enable first")
+    group = state.everyone
+    if group.size == 1 or group.group is None:
+        return
+    ranks = set(dist.get_process_group_ranks(group.group))
+    grads = [p.grad for part in transformers_in(model).values() for p in part.parameters() if p.grad is not None]
+    summed = []
+    for grad in grads:
+        if not isinstance(grad, DTensor):
+            summed.append(grad)
+        elif ranks <= set(grad.device_mesh.mesh.flatten().tolist()):
+            grad.to_local().mul_(group.size)
+        else:
+            summed.append(grad.to_local())
+    for bucket in _buckets(summed):
+        _all_reduce(bucket, group)
+
+
+def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Gradients of one dtype and device, of BUCKET_BYTES or a single tensor; alike on all ranks."""
+    waiting: dict[object, list[torch.Tensor]] = {}
+    for grad in grads:
+        bucket = waiting.setdefault((grad.dtype, grad.device), [])
+        bucket.append(grad)
+        if sum(one.nbytes for one in bucket) >= BUCKET_BYTES:
+            yield waiting.pop((grad.dtype, grad.device))
+    yield from waiting.values()
+
+
+def _all_reduce(grads: list[torch.Tensor], group: SequenceGroup) -> None:
+    flat = _flatten_dense_tensors(grads)
+    dist.all_reduce(flat, group=group.group)
+    for grad, summed in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
+        grad.copy_(summed)
