@@ -7,13 +7,18 @@ import inspect
 from typing import Any
 
 import torch
+import torch._dynamo.exc
 
+from dbsp_kernels.errors import UserError
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.merge import PartialAttention
 
 __all__ = ["BLOCKS", "flex_attention_packed", "packed_block_mask", "why_unavailable"]
 
 BLOCKS = frozenset((q, k) for q in (64, 128) for k in (64, 128))
+
+RECOMPILE_LIMIT = 256
+"""Of variants compiled in one process; torch's own is 8."""
 
 
 def why_unavailable() -> str | None:
@@ -60,22 +65,46 @@ def packed_block_mask(
 
 @functools.cache
 def _compiled() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+    """FlexAttention, compiled under a code object of its own, so that nobody else's variants count towards its limit.
 
-    return torch.compile(flex_attention)
+    Past dynamo's recompile limit a plain `torch.compile` would run FlexAttention eagerly, which ignores block lists
+    and computes dense attention without a word; with `fullgraph` it raises.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def packed(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scale: float, options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, others = flex_attention(
+            q, k, v, block_mask=mask, scale=scale, kernel_options=options, return_aux=AuxRequest(lse=True)
+        )
+        return out, others.lse
+
+    return torch.compile(packed, fullgraph=True, dynamic=True)
 
 
 def flex_attention_packed(inputs: KernelInputs) -> PartialAttention:
-    """The contract of `dbsp_kernels.block_attention`."""
+    """The contract of `dbsp_kernels.block_attention`.
+
+    Raises UserError beyond RECOMPILE_LIMIT variants of dtype, D, block sizes and the like in one process.
+    """
     q, k, kv_index, kv_count, kv_full = inputs.q, inputs.k, inputs.kv_index, inputs.kv_count, inputs.kv_full
     if len(q) == 0 or len(k) == 0 or kv_index.shape[1] == 0:
         return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=torch.float32)
     blocks, full = inputs.blocks, torch.zeros_like(kv_count) if kv_full is None else kv_full
     mask = packed_block_mask(kv_index, kv_count, inputs.kv_len, full, blocks)
-    # Its tiles must divide the blocks; where both are 128, its own choice does.
-    options = None if blocks == (128, 128) else {"BLOCK_M": blocks[0], "BLOCK_N": 64}
+    # Not its decoding kernel, which it would take for few queries. Its tiles must divide the blocks; where both are
+    # 128, its own choice does.
+    options = {"BACKEND": "TRITON"} | ({} if blocks == (128, 128) else {"BLOCK_M": blocks[0], "BLOCK_N": 64})
     one_head = (t.reshape(1, 1, -1, t.shape[-1]) for t in (q, k, inputs.v))
-    out, lse = _compiled()(*one_head, block_mask=mask, scale=inputs.scale, return_lse=True, kernel_options=options)
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+        try:
+            out, lse = _compiled()(*one_head, mask, inputs.scale, options)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise UserError(
+                f"kernel 'flex' has been compiled for {RECOMPILE_LIMIT} variants of dtype, sizes and blocks in this "
+                "process, its limit; use triton"
+            ) from error
     out, lse = out.view(q.shape), lse.view(q.shape[:2])
     empty = kv_count[:, None] == 0  # guarded, whatever FlexAttention makes of rows without blocks
     return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
