@@ -211,12 +211,12 @@ class DualBalancedAttention:
         backward: whether gradients will be asked for
         Raises UserError where none, or not the one asked for, can serve.
         """
-        inputs = (q.device.type, q.dtype, q.shape[-1], backward)
+        inputs = (q.device, q.dtype, q.shape[-1], backward)
         if self._calls.chosen is None or self._calls.chosen[0] != inputs:
             blocks, ragged = (self.plan.grid.block_q, self.plan.grid.block_k), self.part.head_layout is None
             lse = backward or len(self.tables) > 1
             needs = KernelRequirements(blocks, q.shape[-1], lse=lse, ragged_rows=ragged, backward=backward)
-            self._calls.chosen = inputs, choose_kernel(self.kernel, q.device.type, q.dtype, needs)
+            self._calls.chosen = inputs, choose_kernel(self.kernel, q.device, q.dtype, needs)
         return self._calls.chosen[1]
 
     def check_gradient(self, dout: torch.Tensor) -> None:

@@ -44,7 +44,7 @@ def block_attention(
         kernel: A name from `KERNELS`, "auto", or a `Kernel` that `choose_kernel` chose for such inputs before. It
             is not checked again whether a chosen one can serve.
         kv_full: int32[Rq], how many of the first entries of each row are blocks of Bk tokens (masks cost time).
-        row_schedule: int32[Rq], a permutation: the order in which rows start. Default: those of many blocks first.
+        row_schedule: int32[Rq], a permutation: the order in which rows start. Default: as they are.
         partial: A result over other keys, contiguous, to merge this one into: its lse is overwritten, and its out
             too unless `out_dtype` asks for another dtype.
         out_dtype: Of out; default that of `partial`, or q's.
@@ -67,8 +67,9 @@ def block_attention(
     if q.device.type == "cpu" or os.environ.get("DBSP_DEBUG") == "1":
         inputs.check_values()
     if isinstance(kernel, str):
-        needs = KernelRequirements(inputs.blocks, q.shape[2], lse or partial is not None, head_layout is None)
-        kernel = choose_kernel(kernel, q.device.type, q.dtype, needs)
+        tokens = head_layout.tokens if head_layout else None
+        needs = KernelRequirements(inputs.blocks, q.shape[2], lse or partial is not None, head_layout is None, tokens)
+        kernel = choose_kernel(kernel, q.device, q.dtype, needs)
     result = kernel.run(inputs)
     if kernel.merges:
         return result
@@ -95,7 +96,7 @@ def block_attention_backward(inputs: BackwardInputs, kernel: str | Kernel = "aut
     q = inputs.forward.q
     if isinstance(kernel, str):
         needs = KernelRequirements(inputs.forward.blocks, q.shape[2], lse=True, ragged_rows=True, backward=True)
-        kernel = choose_kernel(kernel, q.device.type, q.dtype, needs)
+        kernel = choose_kernel(kernel, q.device, q.dtype, needs)
     if kernel.backward is None:
         raise ValueError(f"kernel {kernel.name!r} has no backward")
     return kernel.backward(inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,6 +50,16 @@ class KernelInputs:
         """The tables that are given, by name."""
         names = ("kv_index", "kv_count", "kv_len", "kv_full", "row_schedule")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def positively_scaled(self) -> tuple[torch.Tensor, float]:
+        """q and a scale above 0 that give the same scores, for kernels that take maxima before they scale."""
+        if self.scale > 0:
+            return self.q, self.scale
+        return (-self.q, -self.scale) if self.scale < 0 else (torch.zeros_like(self.q), 1.0)
+
+    def merged_into(self, partial: PartialAttention) -> KernelInputs:
+        """The same, to be merged into another partial result and given its dtype."""
+        return replace(self, partial=partial, out_dtype=None)
 
     def check(self) -> None:
         """Raises ValueError for shapes, dtypes or devices that do not go together. Reads no values."""

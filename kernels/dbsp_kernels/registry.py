@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 import torch
 
-from dbsp_kernels.backends import cpu, flex, sparge
+from dbsp_kernels.backends import cpu, cudnn, fastvideo, flex, sparge
 from dbsp_kernels.backends.cpu_backward import cpu_attention_backward
 from dbsp_kernels.backends.reference import reference_attention
 from dbsp_kernels.backward import BackwardInputs, Gradients, backward_by_autograd
@@ -42,6 +42,7 @@ class KernelRequirements:
     width:       D; None: not known yet
     lse:         its log-sum-exp is used: rings merge the results of ring steps by it
     ragged_rows: the rows are not simply all rows of whole heads: heads are split, or in a ring
+    tokens:      of a head; None: not known yet
     backward:    gradients will be asked for
     """
 
@@ -49,6 +50,7 @@ class KernelRequirements:
     width: int | None = None
     lse: bool = False
     ragged_rows: bool = False
+    tokens: int | None = None
     backward: bool = False
 
 
@@ -58,44 +60,66 @@ class Kernel:
 
     run:             the attention; see `dbsp_kernels.block_attention`
     backward:        its gradients, or None; see `dbsp_kernels.block_attention_backward`
+    why_no_backward: says, of q of a dtype and a D (None: unknown) on an architecture, why it has none there, or None
     devices:         device types it runs on; dtypes: of q, k, v
-    blocks:          says which (block_q, block_k) it serves here, or None: any
-    widths:          the least and the largest D
+    archs:           architectures of GPUs it runs on, 90 for Hopper; None: any
+    blocks:          says which (block_q, block_k) it serves on an architecture (None: unknown) for q of a dtype and
+                     a D (None: unknown); or None: any
+    widths:          the Ds it serves; least_tokens: of a head
     returns_lse:     whether its log-sum-exp is one
     ragged_rows:     whether it serves other rows than those of whole heads
     merges:          whether it merges into `partial` and gives `out_dtype` by itself
     why_unavailable: says why it cannot work on this machine, or None
     interpreted:     whether Triton's interpreter can run it on the CPU
+    by_name_only:    "auto" never takes it
     """
 
     name: str
     run: Callable[[KernelInputs], PartialAttention]
     devices: frozenset[str]
     backward: Callable[[BackwardInputs], Gradients] | None = field(default=None, kw_only=True)
+    why_no_backward: Callable[[int | None, torch.dtype, int | None], str | None] = field(
+        default=lambda *_: None, kw_only=True
+    )
     dtypes: frozenset[torch.dtype] = _FLOATS
-    blocks: Callable[[], frozenset[tuple[int, int]] | None] = lambda: None
-    widths: tuple[int, int] = (1, 1 << 20)
+    archs: frozenset[int] | None = None
+    blocks: Callable[[int | None, torch.dtype, int | None], frozenset[tuple[int, int]] | None] = lambda *_: None
+    widths: Container[int] = range(1, 1 << 20)
+    least_tokens: int = 1
     returns_lse: bool = True
     ragged_rows: bool = True
     merges: bool = False
     why_unavailable: Callable[[], str | None] = lambda: None
     interpreted: bool = False
+    by_name_only: bool = False
 
-    def why_unsupported(self, device: str, dtype: torch.dtype, needs: KernelRequirements | None = None) -> str | None:
+    def why_unsupported(
+        self, device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None
+    ) -> str | None:
         """Why this kernel cannot serve such tensors and needs here, or None."""
-        needs = needs or KernelRequirements()
-        if device not in self.devices and not (device == "cpu" and self.interpreted and interpreted()):
-            return f"it runs on {', '.join(sorted(self.devices))}, the tensors are on {device}"
+        needs, device = needs or KernelRequirements(), torch.device(device)
+        if device.type not in self.devices and not (device.type == "cpu" and self.interpreted and interpreted()):
+            return f"it runs on {', '.join(sorted(self.devices))}, the tensors are on {device.type}"
         if dtype not in self.dtypes:
             return f"it takes {', '.join(sorted(str(d) for d in self.dtypes))}, the tensors are {dtype}"
         reason = self.why_unsupported_anywhere(needs) or self.why_unavailable()
-        if reason is not None or needs.blocks is None:
+        if reason is not None:
             return reason
-        blocks = self.blocks()  # asked last: the geometry of some kernels depends on the device
-        if blocks is None or needs.blocks in blocks:
+        arch = _arch(device)
+        if arch is not None and self.archs is not None and arch not in self.archs:
+            served = ", ".join(f"{served // 10}.{served % 10}" for served in sorted(self.archs))
+            return f"it serves GPUs of compute capability {served}; {device} has {arch // 10}.{arch % 10}"
+        without = self.why_no_backward(arch, dtype, needs.width) if needs.backward else None
+        if without is not None:
+            return without
+        blocks = self.blocks(arch, dtype, needs.width)
+        if blocks is None or (needs.blocks or next(iter(blocks), None)) in blocks:
             return None
+        of_these = f"{dtype} with head dim {needs.width} here"
+        if not blocks:
+            return f"it serves no {of_these}"
         served = ", ".join(f"{q}×{k}" for q, k in sorted(blocks))
-        return f"it serves blocks of {served}, not {needs.blocks[0]}×{needs.blocks[1]}"
+        return f"it serves blocks of {served}, not {needs.blocks[0]}×{needs.blocks[1]}"  # type: ignore[index]
 
     def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
         """Why this kernel cannot serve such a plan on any machine, or None."""
@@ -105,10 +129,25 @@ class Kernel:
             return "it serves only whole heads, and here heads are split over ranks or cut by text of uneven length"
         if needs.backward and self.backward is None:
             return "it has no backward, and gradients are asked for"
-        least, most = self.widths
-        if needs.width is not None and not least <= needs.width <= most:
-            return f"it serves head dims from {least} to {most}, not {needs.width}"
+        if needs.width is not None and needs.width not in self.widths:
+            return f"it serves head dims {_listed(self.widths)}, not {needs.width}"
+        if needs.tokens is not None and needs.tokens < self.least_tokens:
+            return f"it serves heads of {self.least_tokens} tokens and more, not of {needs.tokens}"
         return None
+
+
+def _listed(widths: Container[int]) -> str:
+    if isinstance(widths, range):
+        return f"from {widths.start} to {widths.stop - 1}"
+    return " or ".join(map(str, sorted(widths)))  # type: ignore[call-overload]
+
+
+def _arch(device: torch.device) -> int | None:
+    """90 for Hopper; None where there is no such GPU to ask."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def interpreted() -> bool:
@@ -153,7 +192,7 @@ KERNELS = {
             _run_triton,
             frozenset({"cuda"}),
             _FLOATS - {torch.float64},
-            widths=(1, 256),
+            widths=range(1, 257),
             merges=True,
             backward=_run_triton_backward,
             why_unavailable=_why_triton_unavailable,
@@ -164,8 +203,9 @@ KERNELS = {
             flex.flex_attention_packed,
             frozenset({"cuda"}),
             _HALVES | {torch.float32},
-            blocks=lambda: flex.BLOCKS,
-            widths=(16, 256),
+            backward=flex.flex_attention_packed_backward,
+            blocks=lambda *_: flex.BLOCKS,
+            widths=range(16, 257),
             why_unavailable=flex.why_unavailable,
         ),
         Kernel(
@@ -179,20 +219,47 @@ KERNELS = {
             sparge.sparge_attention,
             frozenset({"cuda"}),
             _HALVES,
-            blocks=sparge.blocks,
-            widths=(64, 128),
+            archs=sparge.ARCHS,
+            blocks=lambda arch, *_: sparge.blocks(arch),
+            widths=frozenset({64, 128}),
+            least_tokens=sparge.LEAST_TOKENS,
             returns_lse=False,
             ragged_rows=False,
             why_unavailable=sparge.why_unavailable,
+            by_name_only=True,
+        ),
+        Kernel(
+            "cudnn",
+            cudnn.cudnn_attention,
+            frozenset({"cuda"}),
+            _HALVES,
+            backward=cudnn.cudnn_attention_backward,
+            why_no_backward=cudnn.why_no_backward,
+            archs=cudnn.ARCHS,
+            blocks=cudnn.blocks,
+            widths=frozenset({64, 96, 128}),
+            why_unavailable=cudnn.why_unavailable,
+            by_name_only=True,
+        ),
+        Kernel(
+            "fastvideo",
+            fastvideo.fastvideo_attention,
+            frozenset({"cuda"}),
+            frozenset({torch.bfloat16}),
+            archs=fastvideo.ARCHS,
+            blocks=lambda *_: fastvideo.BLOCKS,
+            widths=frozenset({64, 128}),
+            why_unavailable=fastvideo.why_unavailable,
+            by_name_only=True,
         ),
     )
 }
-"""By name, in the order in which "auto" prefers them. The reference serves all, so sparge, which quantises, is taken
-only by name."""
+"""By name, in the order in which "auto" prefers them. Taken only by name: sparge, which quantises, and those that no
+GPU has yet shown to be right and faster."""
 
 
 def available(
-    device: str = "cpu", dtype: torch.dtype = torch.float32, needs: KernelRequirements | None = None
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, needs: KernelRequirements | None = None
 ) -> list[str]:
     """Names of the kernels that can serve tensors of `dtype` on `device` here, best first."""
     return [name for name, kernel in KERNELS.items() if kernel.why_unsupported(device, dtype, needs) is None]
@@ -206,7 +273,9 @@ def _wanted(name: str) -> str:
     return wanted
 
 
-def choose_kernel(name: str, device: str, dtype: torch.dtype, needs: KernelRequirements | None = None) -> Kernel:
+def choose_kernel(
+    name: str, device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None
+) -> Kernel:
     """The kernel called `name`; "auto" is $DBSP_KERNEL if set, else the best that can serve `dtype` on `device`.
 
     Raises ValueError, naming one that can, when the kernel is unknown or cannot serve.
@@ -219,7 +288,7 @@ def choose_kernel(name: str, device: str, dtype: torch.dtype, needs: KernelRequi
         instead = " or ".join(available(device, dtype, needs)) or "another dtype"
         raise UserError(f"kernel {wanted!r} cannot be used here: {reason}; use {instead}")
     for kernel in KERNELS.values():
-        if kernel.why_unsupported(device, dtype, needs) is None:
+        if not kernel.by_name_only and kernel.why_unsupported(device, dtype, needs) is None:
             return kernel
     raise UserError(f"no attention kernel serves {dtype} on {device}; use float32, float16 or bfloat16")
 
@@ -236,7 +305,7 @@ def require_supported(name: str, needs: KernelRequirements) -> None:
         raise UserError(f"kernel {wanted!r} cannot serve this plan: {reason}; use {instead}")
 
 
-def explain_auto(device: str, dtype: torch.dtype) -> str:
+def explain_auto(device: torch.device | str, dtype: torch.dtype) -> str:
     """What "auto" takes for `dtype` on `device` here, and why, in one sentence."""
     name = choose_kernel("auto", device, dtype).name
     if os.environ.get("DBSP_KERNEL"):

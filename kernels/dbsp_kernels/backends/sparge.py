@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
+from collections.abc import Iterator
 
 import torch
 
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.merge import PartialAttention
 
-__all__ = ["blocks", "sparge_attention", "why_unavailable"]
+__all__ = ["ARCHS", "LEAST_TOKENS", "blocks", "sparge_attention", "why_unavailable"]
+
+ARCHS = frozenset({80, 86, 87, 89, 90})
+LEAST_TOKENS = 128
+"""Of a head; it asserts so."""
+_OF_HOPPER = "qk_int8_sv_f8_accum_f32_block_sparse_attn_inst_buf_fuse_v_scale_with_pv_threshold_sm90"
 
 
 def why_unavailable() -> str | None:
-    """Why this kernel cannot work here, or None."""
+    """Why this kernel cannot work here, or None. A build may lack its compiled part, or this GPU's kernels in it."""
     if importlib.util.find_spec("spas_sage_attn") is None:
         return "spas_sage_attn is not installed; build it from https://github.com/thu-ml/SpargeAttn"
+    try:
+        kernels = importlib.import_module("spas_sage_attn._qattn")
+    except ImportError as error:
+        return f"spas_sage_attn's compiled module cannot be loaded ({error}); build it for this torch"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and not hasattr(kernels, _OF_HOPPER):
+        return "spas_sage_attn was built without its kernels for Hopper; build it with TORCH_CUDA_ARCH_LIST=9.0"
     return None
 
 
-def blocks() -> frozenset[tuple[int, int]]:
-    """Its (block_q, block_k) on the device at hand."""
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return frozenset({(64, 128) if hopper else (128, 64)})
+def blocks(arch: int | None) -> frozenset[tuple[int, int]]:
+    """Its (block_q, block_k) on a GPU of this architecture, 90 for Hopper."""
+    return frozenset({(64, 128) if arch == 90 else (128, 64)})
 
 
 def sparge_attention(inputs: KernelInputs) -> PartialAttention:
@@ -36,13 +49,32 @@ def sparge_attention(inputs: KernelInputs) -> PartialAttention:
     out = torch.zeros_like(q)
     if len(q) == 0 or len(k) == 0:
         return out, lse
+    q, scale = inputs.positively_scaled()
     heads = [t.reshape(1, layout.heads, -1, t.shape[-1])[:, :, : layout.tokens].contiguous() for t in (q, k, inputs.v)]
     mask = _head_mask(inputs.kv_index, kv_count, layout.heads, len(k))
-    result = block_sparse_sage2_attn_cuda(
-        *heads, mask_id=mask, scale=inputs.scale, tensor_layout="HND", output_dtype=q.dtype
-    )
+    with _default_stream(q.device):
+        result = block_sparse_sage2_attn_cuda(
+            *heads, mask_id=mask, scale=scale, tensor_layout="HND", output_dtype=q.dtype
+        )
     out.view(1, layout.heads, -1, q.shape[-1])[:, :, : layout.tokens] = result
     return out.masked_fill(kv_count[:, None, None] == 0, 0.0), lse  # rows without blocks: it leaves memory as it was
+
+
+@contextlib.contextmanager
+def _default_stream(device: torch.device) -> Iterator[None]:
+    """Runs the body on the device's default stream, on which it launches whatever the current one, ordered with that.
+
+    It changes the current device, too: the caller's is restored.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        default.wait_stream(current)
+        with torch.cuda.stream(default):
+            yield
+        current.wait_stream(default)
 
 
 def _head_mask(kv_index: torch.Tensor, kv_count: torch.Tensor, heads: int, packed: int) -> torch.Tensor:

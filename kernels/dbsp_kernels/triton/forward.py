@@ -52,15 +52,13 @@ def _attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Online softmax in base 2 over entries first … last − 1 of a row; unless MASKED all of them are full blocks.
 
-    One flat loop, so that Triton keeps several tiles of keys and values in flight. The index of the next step's block
-    is read a step ahead: else each step would begin by waiting for it.
+    One flat loop that reads each step's index in that step: so Triton's pipeliner sees index → tile → product and
+    keeps all three in flight. An index carried over from the step before would tie each tile's copy to its own use.
     """
     STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
-    block = tl.load(indices + first, mask=first < last, other=0).to(tl.int64)
     for step in tl.range(first * STEPS, last * STEPS, num_stages=STAGES):
         start = step % STEPS * TILE_K
-        coming = (step + 1) // STEPS
-        next_block = tl.load(indices + coming, mask=coming < last, other=0).to(tl.int64)
+        block = tl.load(indices + step // STEPS).to(tl.int64)
         inside = start + tl.arange(0, TILE_K) < BLOCK_K
         real = inside
         if MASKED:
@@ -87,7 +85,6 @@ def _attend(  # type: ignore[no-untyped-def]
         total = total * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
         top = new_top
-        block = next_block
     return top, total, acc
 
 
@@ -98,15 +95,16 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     q_row, q_token, k_block, k_token, v_block, v_token, index_width, scale_log2,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
-    USE_TMA: tl.constexpr, FULL_FIRST: tl.constexpr, RUNNING: tl.constexpr, INTERPRET_FP32: tl.constexpr,
-    STAGES: tl.constexpr,
+    USE_TMA: tl.constexpr, FULL_FIRST: tl.constexpr, SHORT_ONLY: tl.constexpr, RUNNING: tl.constexpr,
+    INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program, up to TILE_Q queries of one row; see `triton_attention` for the arguments.
 
     q, out, running: [rows, BLOCK_Q, WIDTH]; k, v: [blocks, BLOCK_K, WIDTH], the last dimension contiguous; given as
     pointers, or with USE_TMA as tensor descriptors over [blocks · BLOCK_K, WIDTH]. FULL_FIRST: the first full[row]
-    entries are full blocks, and BLOCK_K is a multiple of TILE_K. RUNNING: the result is merged with running and
-    running_lse, which may be out and lse themselves. UPCAST computes in fp32 where the interpreter cannot do bf16.
+    entries are full blocks, and BLOCK_K is a multiple of TILE_K. SHORT_ONLY: those entries are left out. RUNNING: the
+    result is merged with running and running_lse, which may be out and lse themselves. INTERPRET_FP32 computes in fp32
+    where the interpreter cannot do bf16.
     """
     row = tl.load(order_ptr + tl.program_id(0)).to(tl.int64)
     queries = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
@@ -121,8 +119,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     indices = index_ptr + row * index_width
     count = tl.load(count_ptr + row)
     full = 0
-    if FULL_FIRST:
+    if FULL_FIRST or SHORT_ONLY:
         full = tl.load(full_ptr + row)
+    if FULL_FIRST:
         top, total, acc = _attend(
             q, k_source, v_source, top, total, acc, indices, length_ptr, 0, full, scale_log2,
             k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, False, INTERPRET_FP32, STAGES,
@@ -130,7 +129,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     top, total, acc = _attend(
         q, k_source, v_source, top, total, acc, indices, length_ptr, full, count, scale_log2,
         k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, True, INTERPRET_FP32,
-        1 if FULL_FIRST else STAGES,
+        1 if FULL_FIRST or SHORT_ONLY else STAGES,
     )  # fmt: skip
     empty = total == 0.0  # a row without blocks: out 0, lse −inf
     lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
@@ -152,13 +151,15 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_attention(
-    inputs: KernelInputs, tiles: Tiles | None = None, use_tma: bool | None = None
+    inputs: KernelInputs, tiles: Tiles | None = None, use_tma: bool | None = None, short_only: bool = False
 ) -> PartialAttention:
-    """The contract of `dbsp_kernels.block_attention`; tiles and use_tma override what is best for the device."""
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (inputs.q, inputs.k, inputs.v))
-    scale, partial, kv_count, kv_full = inputs.scale, inputs.partial, inputs.kv_count, inputs.kv_full
-    if scale <= 0:  # the maximum of the scores is taken before they are scaled
-        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+    """The contract of `dbsp_kernels.block_attention`; tiles and use_tma override what is best for the device.
+
+    short_only: only the entries from kv_full on, which must be given; the others have been computed elsewhere
+    """
+    q, scale = inputs.positively_scaled()
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, inputs.k, inputs.v))
+    partial, kv_count, kv_full = inputs.partial, inputs.kv_count, inputs.kv_full
     rows, block_q, width = q.shape
     block_k = k.shape[1]
     out, lse = _destination(q, partial, inputs.out_dtype)
@@ -174,7 +175,7 @@ def triton_attention(
     k_source, v_source = (_described(t, tiles.keys, tile_d) if use_tma else t for t in (k, v))
     schedule = inputs.row_schedule
     if schedule is None:
-        schedule = torch.argsort(kv_count, descending=True, stable=True).to(torch.int32)
+        schedule = torch.arange(rows, dtype=torch.int32, device=q.device)
     other, other_lse = partial or (out, lse)
     forward_kernel[(rows, -(-block_q // tiles.queries))](
         q, k_source, v_source,
@@ -184,9 +185,10 @@ def triton_attention(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         inputs.kv_index.shape[1], scale * LOG2_E,
         BLOCK_Q=block_q, BLOCK_K=block_k, WIDTH=width, TILE_Q=tiles.queries, TILE_K=tiles.keys, TILE_D=tile_d,
-        USE_TMA=use_tma, FULL_FIRST=kv_full is not None and block_k % tiles.keys == 0,
+        USE_TMA=use_tma, FULL_FIRST=not short_only and kv_full is not None and block_k % tiles.keys == 0,
+        SHORT_ONLY=short_only,
         RUNNING=partial is not None, INTERPRET_FP32=q.dtype == torch.bfloat16 and interpreted,
-        STAGES=tiles.stages, num_warps=tiles.warps,
+        STAGES=tiles.stages, num_warps=tiles.warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 

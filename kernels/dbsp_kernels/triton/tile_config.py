@@ -38,15 +38,15 @@ def tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype, capabi
     """
     block_q, block_k, width = padded(block_q), padded(block_k), padded(width)
     if dtype == torch.float32:
-        return Tiles(min(block_q, 64), min(block_k, 16), warps=4, stages=2 if width <= 128 else 1)
+        return Tiles(min(block_q, 64), min(block_k, 16), warps=4, stages=3 if width <= 128 else 1)
     if width > 128:
-        return Tiles(min(block_q, 64), min(block_k, 32), warps=4, stages=2 if width <= 256 else 1)
+        return Tiles(min(block_q, 64), min(block_k, 32), warps=4, stages=3 if width <= 256 else 1)
     if capability // 10 not in (9, 10):  # consumer GPUs, of 12.0 too, have 99 KB
         queries = min(block_q, 128)
-        return Tiles(queries, min(block_k, 64), warps=8 if queries == 128 else 4, stages=2)
+        return Tiles(queries, min(block_k, 64), warps=8 if queries == 128 else 4, stages=3)
     if block_q < 128:
         # Two programs fit a multiprocessor, 113 KB each at width 128: one's softmax hides behind the other's products.
-        return Tiles(block_q, min(block_k, 64), warps=4, stages=3)
+        return Tiles(block_q, min(block_k, 64), warps=4, stages=5)
     if block_k < 128:
-        return Tiles(128, block_k, warps=8, stages=3)
-    return Tiles(128, 128, warps=8, stages=2)
+        return Tiles(128, block_k, warps=8, stages=5)
+    return Tiles(128, 128, warps=8, stages=5)

@@ -1,0 +1,73 @@
+"""The variants of our attention kernels that a plan can meet, and how each is compiled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+
+from dbsp_kernels.machine_code.compiler import Compiled, compile_kernel
+from dbsp_kernels.machine_code.reading import findings
+from dbsp_kernels.triton.forward import forward_kernel
+from dbsp_kernels.triton.tile_config import HOPPER, padded, tiles_for
+
+__all__ = ["DTYPES", "Variant", "examined", "shipped"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MULTIPLES = {"q_row", "q_token", "k_block", "k_token", "v_block", "v_token"}
+"""Strides, which are multiples of 16 at the usual widths."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """arch: 90 for Hopper; width: D; partial: whether it merges into a partial result, as in a ring"""
+
+    kernel: str
+    arch: int
+    block_q: int
+    block_k: int
+    width: int
+    dtype: str
+    partial: bool
+
+
+def shipped(arch: int) -> Iterator[Variant]:
+    """Everything that models here use: blocks of 64 and 128 in any mix, heads of 64 and 128, all dtypes."""
+    for dtype, width, block_q, block_k, partial in itertools.product(
+        DTYPES, (128, 64), (64, 128), (64, 128), (False, True)
+    ):
+        yield Variant("triton", arch, block_q, block_k, width, dtype, partial)
+
+
+def examined(variant: Variant) -> dict[str, Any]:
+    """The variant and what was found of it, as one record."""
+    return {"triton": triton.__version__, **asdict(variant), **asdict(findings(_compiled(variant), variant.arch))}
+
+
+def _compiled(variant: Variant) -> Compiled:
+    block_q, block_k, width, dtype = variant.block_q, variant.block_k, variant.width, variant.dtype
+    tiles = tiles_for(block_q, block_k, width, DTYPES[dtype], variant.arch)
+    use_tma = variant.arch >= HOPPER and dtype != "fp32"
+    tile = f"tensordesc<{dtype}[{tiles.keys}, {padded(width)}]>" if use_tma else f"*{dtype}"
+    types = {name: _type(name, dtype) for name in forward_kernel.arg_names} | {"k_source": tile, "v_source": tile}
+    constants: dict[str, Any] = {
+        "BLOCK_Q": block_q, "BLOCK_K": block_k, "WIDTH": width,
+        "TILE_Q": tiles.queries, "TILE_K": tiles.keys, "TILE_D": padded(width),
+        "USE_TMA": use_tma, "FULL_FIRST": True, "SHORT_ONLY": False, "RUNNING": variant.partial,
+        "INTERPRET_FP32": False, "STAGES": tiles.stages,
+    }  # fmt: skip
+    return compile_kernel(
+        forward_kernel, variant.arch, types, constants, MULTIPLES, num_warps=tiles.warps, enable_fp_fusion=True
+    )
+
+
+def _type(name: str, dtype: str) -> str:
+    if name in ("q_ptr", "out_ptr"):
+        return f"*{dtype}"
+    if name.endswith("_ptr"):
+        return "*fp32" if name.startswith("running") or "lse" in name else "*i32"
+    return "fp32" if name == "scale_log2" else "i32"

@@ -1,0 +1,147 @@
+"""Kernels' backward on packed rows, against autograd of attention written out in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dbsp_kernels import (
+    KERNELS,
+    BackwardInputs,
+    KernelInputs,
+    KernelRequirements,
+    TransposedTable,
+    block_attention_backward,
+)
+from dbsp_kernels.backends import cudnn, flex
+from interpreter import interpreted
+from packed import Packed, full_counts, kinder, packed
+
+BLOCKS = [(8, 4), (16, 16), (16, 32), (64, 64), (128, 64)]
+
+
+def transposed(p: Packed) -> TransposedTable:
+    """Row by row."""
+    readers = [[r for r, n in enumerate(p.kv_count.tolist()) if b in p.kv_index[r, :n]] for b in range(len(p.k))]
+    rows = torch.full((len(p.k), max(1, len(p.q))), -3, dtype=torch.int32)
+    for block, of_block in enumerate(readers):
+        rows[block, : len(of_block)] = torch.tensor(of_block, dtype=torch.int32)
+    return TransposedTable(rows, torch.tensor([len(r) for r in readers], dtype=torch.int32))
+
+
+def expected_and_inputs(p: Packed, others: Packed | None = None) -> tuple[list[torch.Tensor], BackwardInputs]:
+    """Gradients in float64, and what a kernel is given. others: keys of another call, which the softmax spans too"""
+    scale = p.q.shape[-1] ** -0.5
+    leaves = [t.double().requires_grad_(True) for t in (p.q, p.k, p.v)]
+    scores, values = [], []
+    for one, k, v in [(p, leaves[1], leaves[2])] + (
+        [(others, others.k.double(), others.v.double())] if others else []
+    ):
+        allowed = torch.zeros(len(p.q), len(one.k), one.k.shape[1], dtype=torch.bool)
+        for row, count in enumerate(one.kv_count.tolist()):
+            for block in one.kv_index[row, :count].tolist():
+                allowed[row, block, : one.kv_len[block]] = True
+        found = torch.einsum("rqd,ckd->rqck", leaves[0], k) * scale
+        scores.append(found.masked_fill(~allowed[:, None], -torch.inf).flatten(2))
+        values.append(v.flatten(0, 1))
+    together = torch.cat(scores, dim=-1)
+    lse = together.detach().logsumexp(dim=-1)
+    empty = torch.isneginf(lse)
+    weights = torch.softmax(together.masked_fill(empty[..., None], 0.0), dim=-1).masked_fill(empty[..., None], 0.0)
+    out = weights @ torch.cat(values)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(p.q.dtype)
+    (out * dout.double()).sum().backward()
+    full = full_counts(p)
+    wide = torch.promote_types(p.q.dtype, torch.float32)
+    given = KernelInputs(p.q, p.k, p.v, p.kv_index, p.kv_count, p.kv_len, scale, full)
+    inputs = BackwardInputs(given, dout, out.detach().to(p.q.dtype), lse.to(wide), lambda: transposed(p))
+    return [t.grad for t in leaves], inputs  # type: ignore[misc]
+
+
+def assert_close(found, expected, tolerance):
+    for name, one, right in zip("qkv", found, expected, strict=True):
+        assert one.isfinite().all(), name
+        assert float((one - right).abs().max()) <= tolerance * max(1.0, float(right.abs().max())), name
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference", "triton"])
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+def test_gradients_of_one_call(kernel, blocks):
+    for seed, width in enumerate((16, 24)):
+        expected, inputs = expected_and_inputs(kinder(packed(5, 6, *blocks, width=width, seed=seed)))
+        with interpreted():
+            assert_close(block_attention_backward(inputs, kernel), expected, 2e-5)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference", "triton"])
+def test_gradients_of_one_period_of_a_ring(kernel):
+    """Whose softmax spans keys that only other calls see."""
+    one, other = (kinder(packed(5, 6, 16, 16, seed=seed)) for seed in (1, 2))
+    other = replace(other, q=one.q)
+    expected, inputs = expected_and_inputs(one, other)
+    _, others_inputs = expected_and_inputs(other, one)
+    with interpreted():
+        dq, dk, dv = block_attention_backward(inputs, kernel)
+        rest, _, _ = block_attention_backward(others_inputs, kernel)
+        wrong, _, _ = block_attention_backward(replace(inputs, lse=inputs.lse + 0.1), kernel)
+    assert_close((dq + rest, dk, dv), expected, 2e-5)
+    with pytest.raises(AssertionError):
+        assert_close((wrong + rest, dk, dv), expected, 1e-3)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_float64(kernel):
+    expected, inputs = expected_and_inputs(kinder(packed(dtype=torch.float64)))
+    assert_close(block_attention_backward(inputs, kernel), expected, 1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_sums_in_float32(kernel, dtype):
+    expected, inputs = expected_and_inputs(kinder(packed(12, 12, 16, 16, width=32, dtype=dtype)))
+    with interpreted():
+        found = block_attention_backward(inputs, kernel)
+    assert all(one.dtype == torch.float32 for one in found)
+    assert_close(found, expected, 2e-2)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference", "triton"])
+@pytest.mark.parametrize(("rows", "blocks"), [(0, 3), (3, 0), (3, 3)])
+def test_nothing_to_attend_to(kernel, rows, blocks):
+    p = packed(rows, max(blocks, 1))
+    p = replace(p, k=p.k[:blocks], v=p.v[:blocks], kv_len=p.kv_len[:blocks], kv_count=torch.zeros_like(p.kv_count))
+    given = KernelInputs(p.q, p.k, p.v, p.kv_index, p.kv_count, p.kv_len, 0.25, torch.zeros_like(p.kv_count))
+    lse = torch.full(p.q.shape[:2], -torch.inf)
+    inputs = BackwardInputs(given, torch.ones_like(p.q), torch.zeros_like(p.q), lse, lambda: transposed(p))
+    with interpreted():
+        assert not any(bool(one.any()) for one in block_attention_backward(inputs, kernel))
+
+
+def test_flex_is_given_the_rows_of_each_block():
+    """Full blocks and short ones apart, as its backward reads them."""
+    p = kinder(packed(5, 6, 64, 64, seed=3))
+    mask = flex.packed_block_mask(
+        p.kv_index.clamp(min=0), p.kv_count, p.kv_len, full_counts(p), (64, 64), transposed(p)
+    )
+    short, count = p.kv_len < 64, transposed(p).count
+    assert mask.q_num_blocks.flatten().tolist() == torch.where(short, count, 0).tolist()
+    assert mask.full_q_num_blocks.flatten().tolist() == torch.where(short, 0, count).tolist()
+    assert torch.equal(mask.q_indices[0, 0], transposed(p).rows)
+
+
+def test_which_kernels_have_a_backward():
+    assert {name for name, kernel in KERNELS.items() if kernel.backward} == {
+        "cpu", "reference", "triton", "flex", "cudnn"
+    }  # fmt: skip
+    needs = KernelRequirements(backward=True, width=64)
+    assert "128, not 64" in str(cudnn.why_no_backward(90, torch.bfloat16, needs.width))
+    assert "bfloat16" in str(cudnn.why_no_backward(90, torch.float16, 128))
+    assert cudnn.why_no_backward(90, torch.bfloat16, 128) is None
+
+
+def test_shapes_that_do_not_go_together():
+    _, inputs = expected_and_inputs(kinder(packed()))
+    with pytest.raises(ValueError, match="expected dout, out"):
+        block_attention_backward(replace(inputs, lse=inputs.lse[:, 1:]), "cpu")

@@ -1,0 +1,100 @@
+"""What the installed Triton's compilers make of the attention kernels: that they can be fast is read, not believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+FIELDS = {
+    "kernel", "arch", "block_q", "block_k", "width", "dtype", "partial", "triton", "tile_distance", "products",
+    "waits", "serialised", "registers", "spills", "shared_bytes", "programs_per_multiprocessor",
+}  # fmt: skip
+
+
+def without_interpreter() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)
+    }
+
+
+def variants(*options: str) -> list[dict]:
+    command = [sys.executable, "-m", "dbsp_kernels.machine_code", "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=without_interpreter(), timeout=300)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    return json.loads(line)["variants"]
+
+
+def test_on_hopper_tiles_come_ahead_products_overlap_and_nothing_spills():
+    found = variants("--arch", "sm90", "--dtype", "bf16", "--width", "128")
+    assert {(v["block_q"], v["block_k"]) for v in found} == {(q, k) for q in (64, 128) for k in (64, 128)}
+    for v in found:
+        assert v.keys() >= FIELDS
+        assert v["tile_distance"] >= 2, f"tiles of keys and values are fetched while others are worked on: {v}"
+        assert (v["serialised"], v["spills"]) == (False, 0), v
+        assert v["waits"] <= 6 < v["products"], v
+        assert v["fused"] >= v["exponentials"] - 2, (
+            f"scores are scaled and their maximum taken off in one instruction: {v}"
+        )
+        assert v["shared_bytes"] <= 227 << 10, v
+        if v["block_q"] == 64 and v["kernel"] == "triton":
+            assert v["programs_per_multiprocessor"] == 2, f"one's softmax hides behind the other's products: {v}"
+
+
+def test_on_ampere_it_fits_the_smallest_gpus():
+    for v in variants("--arch", "sm80", "--dtype", "fp16", "--width", "64"):
+        assert v["tile_distance"] >= 1, v
+        assert v["shared_bytes"] <= 99 << 10, v
+
+
+CARRIED = """
+import triton, triton.language as tl, dbsp_kernels.triton.forward as forward
+from dbsp_kernels.machine_code import variants
+import inspect, sys, types
+
+source = inspect.getsource(forward)
+inside = "        block = tl.load(indices + step // STEPS).to(tl.int64)\\n"
+before = "    for step in tl.range("
+assert inside in source and before in source
+source = source.replace(inside, "        following = tl.load(indices + (step + 1) // STEPS).to(tl.int64)\\n")
+source = source.replace(before, "    block = tl.load(indices + first).to(tl.int64)\\n" + before)
+source = source.replace("        top = new_top\\n", "        top = new_top\\n        block = following\\n")
+file = sys.argv[1] + "/carried.py"
+open(file, "w").write(source)
+spec = __import__("importlib.util").util.spec_from_file_location("carried", file)
+module = __import__("importlib.util").util.module_from_spec(spec)
+spec.loader.exec_module(module)
+variants.forward_kernel = module.forward_kernel
+import json
+print(json.dumps(variants.examined(variants.Variant("triton", 90, 64, 64, 128, "bf16", False))))
+"""
+
+
+def test_an_index_carried_from_step_to_step_would_be_found(tmp_path):
+    """The fault that this file is here to find: it switched pipelining off, and serialised the products."""
+    command = [sys.executable, "-c", CARRIED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=without_interpreter(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["tile_distance"] == 0
+    assert found["serialised"]
+
+
+MERGE = """
+from dbsp_kernels.machine_code.compiler import compile_kernel
+from dbsp_kernels.triton.merge import merge_kernel
+
+types = dict.fromkeys(("out_ptr", "lse_ptr", "part_lse_ptr"), "*fp32") | {"part_ptr": "*bf16", "tokens": "i32"}
+for arch in (80, 90):
+    assert compile_kernel(merge_kernel, arch, types, {"WIDTH": 128, "TILE": 32, "TILE_D": 128}, set()).sass
+"""
+
+
+def test_the_merge_kernel_compiles():
+    done = subprocess.run([sys.executable, "-c", MERGE], capture_output=True, text=True, env=without_interpreter())
+    assert done.returncode == 0, done.stderr
