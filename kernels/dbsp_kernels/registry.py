@@ -146,6 +146,12 @@ def _run_triton(inputs: KernelInputs) -> PartialAttention:
     return triton_attention(inputs)
 
 
+def _run_triton_ws(inputs: KernelInputs) -> PartialAttention:
+    from dbsp_kernels.triton.hopper import hopper_attention  # here: triton need not be installed
+
+    return hopper_attention(inputs)
+
+
 def _why_triton_unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install 'dbsp-attention[gpu]'"
@@ -192,6 +198,17 @@ KERNELS = {
             returns_lse=False,
             ragged_rows=False,
             why_unavailable=sparge.why_unavailable,
+            by_name_only=True,
+        ),
+        Kernel(
+            "triton-ws",
+            _run_triton_ws,
+            frozenset({"cuda"}),
+            _HALVES,
+            archs=frozenset({90}),
+            blocks=lambda *_: flex.BLOCKS,
+            widths=frozenset({64, 128}),
+            why_unavailable=_why_triton_unavailable,
             by_name_only=True,
         ),
         Kernel(

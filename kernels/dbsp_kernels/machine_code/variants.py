@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon import language as gl
 
 from dbsp_kernels.machine_code.compiler import Compiled, compile_kernel
 from dbsp_kernels.machine_code.reading import findings
 from dbsp_kernels.triton.forward import forward_kernel
+from dbsp_kernels.triton.hopper import stages_for
 from dbsp_kernels.triton.tile_config import HOPPER, padded, tiles_for
+from dbsp_kernels.triton.warp_specialized import warp_specialized_kernel
 
 __all__ = ["DTYPES", "Variant", "examined", "shipped"]
 
@@ -41,6 +44,8 @@ def shipped(arch: int) -> Iterator[Variant]:
         DTYPES, (128, 64), (64, 128), (64, 128), (False, True)
     ):
         yield Variant("triton", arch, block_q, block_k, width, dtype, partial)
+        if (arch, partial) == (HOPPER, False) and dtype != "fp32":
+            yield Variant("triton-ws", arch, block_q, block_k, width, dtype, partial)
 
 
 def examined(variant: Variant) -> dict[str, Any]:
@@ -49,6 +54,25 @@ def examined(variant: Variant) -> dict[str, Any]:
 
 
 def _compiled(variant: Variant) -> Compiled:
+    return (_warp_specialized if variant.kernel == "triton-ws" else _pipelined)(variant)
+
+
+def _warp_specialized(variant: Variant) -> Compiled:
+    def descriptor(rows: int) -> str:
+        dtype = gl.bfloat16 if variant.dtype == "bf16" else gl.float16
+        layout = gl.NVMMASharedLayout.get_default_for([rows, variant.width], dtype)
+        return f"tensordesc<{variant.dtype}[{rows}, {variant.width}],{layout!r}>"
+
+    names = warp_specialized_kernel.arg_names
+    types = {name: _type(name, variant.dtype) for name in names} | {"q_desc": descriptor(64)}
+    types |= dict.fromkeys(("k_desc", "v_desc"), descriptor(variant.block_k))
+    constants = {"PAIRED": variant.block_q == 64, "STAGES": stages_for(variant.block_k)}
+    return compile_kernel(
+        warp_specialized_kernel, variant.arch, types, constants, set(), num_warps=4, enable_fp_fusion=True
+    )
+
+
+def _pipelined(variant: Variant) -> Compiled:
     block_q, block_k, width, dtype = variant.block_q, variant.block_k, variant.width, variant.dtype
     tiles = tiles_for(block_q, block_k, width, DTYPES[dtype], variant.arch)
     use_tma = variant.arch >= HOPPER and dtype != "fp32"
