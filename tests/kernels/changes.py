@@ -12,11 +12,12 @@ CHANGES: dict[str, tuple[tuple[str, str], ...]] = {
     "index carried from step to step": (
         (
             "        block = tl.load(indices + step // STEPS).to(tl.int64)\n",
-            "        following = tl.load(indices + (step + 1) // STEPS).to(tl.int64)\n",
+            "        coming = (step + 1) // STEPS\n"
+            "        following = tl.load(indices + coming, mask=coming < last, other=0).to(tl.int64)\n",
         ),
         (
             "    for step in tl.range(",
-            "    block = tl.load(indices + first).to(tl.int64)\n    for step in tl.range(",
+            "    block = tl.load(indices + first, mask=first < last, other=0).to(tl.int64)\n    for step in tl.range(",
         ),
         ("        top = new_top\n", "        top = new_top\n        block = following\n"),
     ),
