@@ -26,6 +26,7 @@ from dbsp_core.runtime.attention import (
     INPUTS_DIFFER,
     DualBalancedAttention,
     inputs_fingerprint,
+    needs_gradients,
 )
 from dbsp_core.runtime.gradients.recomputation import Recomputation
 from dbsp_core.runtime.mask_provider import MaskProvider
@@ -175,7 +176,8 @@ class AttentionSession:
             with torch.no_grad():  # to backward, predicted masks are constants
                 executor = self._executor(layer, LocalQK(q, k, self.layout, self.group, scale))
             self._reached.add(layer)
-            self._recomputation.keep(layer, executor)
+            if needs_gradients(q, k, v) or not torch.is_grad_enabled():  # the latter within a checkpoint's forward
+                self._recomputation.keep(layer, executor)
             try:
                 out = _attention_of(executor, q, k, v, scale)
             finally:

@@ -167,6 +167,12 @@ def _run_triton_backward(inputs: BackwardInputs) -> Gradients:
     return triton_attention_backward(inputs)
 
 
+def _run_triton_ws(inputs: KernelInputs) -> PartialAttention:
+    from dbsp_kernels.triton.hopper import hopper_attention  # here: triton need not be installed
+
+    return hopper_attention(inputs)
+
+
 def _why_triton_unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install 'dbsp-attention[gpu]'"
@@ -226,6 +232,17 @@ KERNELS = {
             returns_lse=False,
             ragged_rows=False,
             why_unavailable=sparge.why_unavailable,
+            by_name_only=True,
+        ),
+        Kernel(
+            "triton-ws",
+            _run_triton_ws,
+            frozenset({"cuda"}),
+            _HALVES,
+            archs=frozenset({90}),
+            blocks=lambda *_: flex.BLOCKS,
+            widths=frozenset({64, 128}),
+            why_unavailable=_why_triton_unavailable,
             by_name_only=True,
         ),
         Kernel(

@@ -53,24 +53,11 @@ def test_on_ampere_it_fits_the_smallest_gpus():
 
 
 CARRIED = """
-import triton, triton.language as tl, dbsp_kernels.triton.forward as forward
+import json, pathlib, sys
+from changes import without
 from dbsp_kernels.machine_code import variants
-import inspect, sys, types
 
-source = inspect.getsource(forward)
-inside = "        block = tl.load(indices + step // STEPS).to(tl.int64)\\n"
-before = "    for step in tl.range("
-assert inside in source and before in source
-source = source.replace(inside, "        following = tl.load(indices + (step + 1) // STEPS).to(tl.int64)\\n")
-source = source.replace(before, "    block = tl.load(indices + first).to(tl.int64)\\n" + before)
-source = source.replace("        top = new_top\\n", "        top = new_top\\n        block = following\\n")
-file = sys.argv[1] + "/carried.py"
-open(file, "w").write(source)
-spec = __import__("importlib.util").util.spec_from_file_location("carried", file)
-module = __import__("importlib.util").util.module_from_spec(spec)
-spec.loader.exec_module(module)
-variants.forward_kernel = module.forward_kernel
-import json
+variants.forward_kernel = without("index carried from step to step", pathlib.Path(sys.argv[1])).forward_kernel
 print(json.dumps(variants.examined(variants.Variant("triton", 90, 64, 64, 128, "bf16", False))))
 """
 

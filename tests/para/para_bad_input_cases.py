@@ -86,16 +86,6 @@ def _batch_of_one(transformer: Any, rank: int) -> None:
         dbsp_para.unparallelize(transformer)
 
 
-def _with_gradients(transformer: Any, rank: int) -> None:
-    """Outside no_grad, with parameters that require gradients: attention would drop them."""
-    dbsp_para.parallelize_transformer(transformer, config={"mask": MASK})
-    try:
-        assert any(parameter.requires_grad for parameter in transformer.parameters())
-        transformer(**Inputs.random("wan", (3, 5, 7), 1, 7).arguments)
-    finally:
-        dbsp_para.unparallelize(transformer)
-
-
 def _from_xdit(transformer: Any, rank: int) -> None:
     wrapper = type("xFuserWanTransformer3DWrapper", (type(transformer),), {})
     dbsp_para.parallelize_transformer(make_transformer("wan", cls=wrapper))
@@ -134,7 +124,6 @@ MISTAKES: dict[str, tuple[Callable[[Any, int], None], str]] = {
         "got a tuple",
     ),
     "a batch that does not divide": (_batch_of_one, "cannot be shared by 2 batch groups"),
-    "gradients": (_with_gradients, "attention has no gradients: run the model under torch.no_grad()"),
     "ring on a kernel without LSE": (
         _config(config={"kernel": "sparge", "strategy": "U1R2"}),
         "returns no log-sum-exp",

@@ -5,23 +5,38 @@ What is kept is at the owners: packed q, the first slot of k and v, out and its 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.groups import PendingShift
+from dbsp_core.comm.groups import PendingShift, SequenceGroup
+from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.kernel_tables import RingStepTable
+from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.ring import hand_over, ring_attention
-from dbsp_kernels import BackwardInputs, KernelInputs, block_attention_backward
+from dbsp_kernels import BackwardInputs, Kernel, KernelInputs, block_attention_backward
 
-if TYPE_CHECKING:
-    from dbsp_core.runtime.attention import DualBalancedAttention
+__all__ = ["Executor", "attention_with_gradients"]
 
-__all__ = ["attention_with_gradients"]
+
+class Executor(Protocol):
+    """What is used of a `DualBalancedAttention`, which describes it."""
+
+    @property
+    def part(self) -> RankPlan: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def tables(self) -> tuple[RingStepTable, ...]: ...
+    @property
+    def group(self) -> SequenceGroup: ...
+    def kernel_for(self, q: torch.Tensor, *, backward: bool = False) -> Kernel: ...
+    def check_gradient(self, dout: torch.Tensor) -> None: ...
 
 
 def attention_with_gradients(
-    executor: DualBalancedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    executor: Executor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """As the executor computes it; backward is collective, like forward. q, k, v: [B, H, n_local, D]"""
     out: torch.Tensor = _Attention.apply(q, k, v, executor, scale)
@@ -35,10 +50,10 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        executor: DualBalancedAttention,
+        executor: Executor,
         scale: float,
     ) -> torch.Tensor:
-        grid, route, group = executor.plan.grid, executor.route, executor.group
+        grid, route, group = executor.plan.grid, executor.part.route, executor.group
         batch, _, _, width = q.shape
         packed_q, packed_kv = route.dispatch(q, k, v, group)
         rows = packed_q.view(-1, grid.block_q, width)
@@ -61,7 +76,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        executor: DualBalancedAttention = ctx.executor
+        executor: Executor = ctx.executor
         rows, slot, out, lse = ctx.saved_tensors
         executor.check_gradient(dout)
         route, group, wide = executor.part.backward_route, executor.group, lse.dtype
@@ -76,7 +91,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _ring_backward(
-    executor: DualBalancedAttention,
+    executor: Executor,
     rows: torch.Tensor,
     slot: torch.Tensor,
     out: torch.Tensor,

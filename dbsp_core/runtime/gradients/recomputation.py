@@ -10,7 +10,7 @@ from dbsp_core.utils.errors import UserError
 
 __all__ = ["MOST_PENDING", "Recomputation"]
 
-MOST_PENDING = 64
+MOST_PENDING = 16
 """Forward passes whose executors are remembered for a backward that is still to come."""
 
 

@@ -90,8 +90,8 @@ def tile_distance(ttgir: str) -> int:
     has been used before the loop, too.
     """
     if "ttg.warp_specialize" in ttgir:
-        rings = re.findall(r"ttg.local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x\w+", ttgir)
-        return min(map(int, rings)) - 1
+        rings = Counter(re.findall(r"ttg.local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x\w+", ttgir))
+        return min(int(slots) for slots, number in rings.items() if number == 2) - 1  # of keys, and of values
     # Only loops are indented further than the kernel's body, and only the kernel's own body has loops.
     before = []
     for position in (match.start() for match in re.finditer(r"scf\.for", ttgir)):

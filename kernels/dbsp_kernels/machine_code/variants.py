@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon import language as gl
 
 from dbsp_kernels.machine_code.compiler import Compiled, compile_kernel
 from dbsp_kernels.machine_code.reading import findings
+from dbsp_kernels.triton.backward import backward_keys_kernel, backward_rows_kernel
 from dbsp_kernels.triton.forward import forward_kernel
-from dbsp_kernels.triton.tile_config import HOPPER, padded, tiles_for
+from dbsp_kernels.triton.hopper import stages_for
+from dbsp_kernels.triton.tile_config import HOPPER, backward_tiles_for, padded, tiles_for
+from dbsp_kernels.triton.warp_specialized import warp_specialized_kernel
 
 __all__ = ["DTYPES", "Variant", "examined", "shipped"]
 
@@ -41,6 +45,26 @@ def shipped(arch: int) -> Iterator[Variant]:
         DTYPES, (128, 64), (64, 128), (64, 128), (False, True)
     ):
         yield Variant("triton", arch, block_q, block_k, width, dtype, partial)
+        if not partial:  # backward has no running result
+            yield Variant("triton-dq", arch, block_q, block_k, width, dtype, partial)
+            yield Variant("triton-dkv", arch, block_q, block_k, width, dtype, partial)
+        if (arch, partial) == (HOPPER, False) and dtype != "fp32":
+            yield Variant("triton-ws", arch, block_q, block_k, width, dtype, partial)
+
+
+def _backward(variant: Variant) -> Compiled:
+    kernel = {"triton-dq": backward_rows_kernel, "triton-dkv": backward_keys_kernel}[variant.kernel]
+    both = backward_tiles_for(variant.block_q, variant.block_k, variant.width, DTYPES[variant.dtype])
+    tiles = both[variant.kernel == "triton-dkv"]
+    constants: dict[str, Any] = {
+        "BLOCK_Q": variant.block_q, "BLOCK_K": variant.block_k, "WIDTH": variant.width,
+        "TILE_Q": tiles.queries, "TILE_K": tiles.keys, "TILE_D": padded(variant.width), "UPCAST": False,
+        "STAGES": tiles.stages,
+    }  # fmt: skip
+    types = {name: _type(name, variant.dtype) for name in kernel.arg_names}
+    types |= dict.fromkeys(("k_ptr", "v_ptr", "dout_ptr"), f"*{variant.dtype}")
+    types |= dict.fromkeys(("delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*fp32") | {"scale": "fp32"}
+    return compile_kernel(kernel, variant.arch, types, constants, set(), num_warps=tiles.warps, enable_fp_fusion=True)
 
 
 def examined(variant: Variant) -> dict[str, Any]:
@@ -49,6 +73,26 @@ def examined(variant: Variant) -> dict[str, Any]:
 
 
 def _compiled(variant: Variant) -> Compiled:
+    compilers = {"triton": _pipelined, "triton-ws": _warp_specialized, "triton-dq": _backward, "triton-dkv": _backward}
+    return compilers[variant.kernel](variant)
+
+
+def _warp_specialized(variant: Variant) -> Compiled:
+    def descriptor(rows: int) -> str:
+        dtype = gl.bfloat16 if variant.dtype == "bf16" else gl.float16
+        layout = gl.NVMMASharedLayout.get_default_for([rows, variant.width], dtype)
+        return f"tensordesc<{variant.dtype}[{rows}, {variant.width}],{layout!r}>"
+
+    names = warp_specialized_kernel.arg_names
+    types = {name: _type(name, variant.dtype) for name in names} | {"q_desc": descriptor(64)}
+    types |= dict.fromkeys(("k_desc", "v_desc"), descriptor(variant.block_k))
+    constants = {"PAIRED": variant.block_q == 64, "STAGES": stages_for(variant.block_k)}
+    return compile_kernel(
+        warp_specialized_kernel, variant.arch, types, constants, set(), num_warps=4, enable_fp_fusion=True
+    )
+
+
+def _pipelined(variant: Variant) -> Compiled:
     block_q, block_k, width, dtype = variant.block_q, variant.block_k, variant.width, variant.dtype
     tiles = tiles_for(block_q, block_k, width, DTYPES[dtype], variant.arch)
     use_tma = variant.arch >= HOPPER and dtype != "fp32"

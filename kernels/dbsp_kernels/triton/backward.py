@@ -7,13 +7,14 @@ attention, dS = P ∘ (dO·Vᵀ − δ) with δ = Σ dO·O (FlashAttention-2, ar
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from dbsp_kernels.backward import BackwardInputs, Gradients
-from dbsp_kernels.triton.tile_config import padded
+from dbsp_kernels.triton.tile_config import Tiles, backward_tiles_for, padded
 
 __all__ = ["backward_keys_kernel", "backward_rows_kernel", "triton_attention_backward"]
 
@@ -110,20 +111,21 @@ def triton_attention_backward(inputs: BackwardInputs) -> Gradients:
     lse = (inputs.lse * LOG2_E).masked_fill(torch.isneginf(inputs.lse), torch.inf).contiguous()
     delta, table = inputs.delta().contiguous(), inputs.transposed()
     tile_d = padded(width)
-    # Registers bound both: a tile of scores, one of dQ or two of dK and dV, all in fp32.
-    long, short = (64, 32) if tile_d <= 128 and q.dtype != torch.float32 else (32, 16)
-    shared = {
-        "BLOCK_Q": block_q, "BLOCK_K": block_k, "WIDTH": width, "TILE_D": tile_d,
-        "UPCAST": q.dtype == torch.bfloat16 and not q.is_cuda, "STAGES": 2, "num_warps": 4,
-    }  # fmt: skip
-    tile_q, tile_k = min(padded(block_q), long), min(padded(block_k), short)
-    backward_rows_kernel[(rows, -(-block_q // tile_q))](
+    of_rows, of_keys = backward_tiles_for(block_q, block_k, width, q.dtype)
+    sizes = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "WIDTH": width, "TILE_D": tile_d}
+    upcast = q.dtype == torch.bfloat16 and not q.is_cuda
+    scales = (given.scale, given.scale * LOG2_E)
+    backward_rows_kernel[(rows, -(-block_q // of_rows.queries))](
         q, k, v, dout, lse, delta, given.kv_index.contiguous(), given.kv_count, given.kv_len, dq,
-        given.kv_index.shape[1], given.scale, given.scale * LOG2_E, TILE_Q=tile_q, TILE_K=tile_k, **shared,
+        given.kv_index.shape[1], *scales, **sizes, UPCAST=upcast, **_options(of_rows),
     )  # fmt: skip
-    tile_q, tile_k = min(padded(block_q), short), min(padded(block_k), long)
-    backward_keys_kernel[(blocks, -(-block_k // tile_k))](
+    backward_keys_kernel[(blocks, -(-block_k // of_keys.keys))](
         q, k, v, dout, lse, delta, table.rows, table.count, given.kv_len, dk, dv,
-        table.rows.shape[1], given.scale, given.scale * LOG2_E, TILE_Q=tile_q, TILE_K=tile_k, **shared,
+        table.rows.shape[1], *scales, **sizes, UPCAST=upcast, **_options(of_keys),
     )  # fmt: skip
     return dq, dk, dv
+
+
+def _options(tiles: Tiles) -> dict[str, Any]:
+    sizes = {"TILE_Q": tiles.queries, "TILE_K": tiles.keys, "STAGES": tiles.stages}
+    return sizes | {"num_warps": tiles.warps, "enable_fp_fusion": True}

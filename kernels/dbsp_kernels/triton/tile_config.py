@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["HOPPER", "Tiles", "padded", "tiles_for"]
+__all__ = ["HOPPER", "Tiles", "backward_tiles_for", "padded", "tiles_for"]
 
 HOPPER = 90
 
@@ -50,3 +50,22 @@ def tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype, capabi
     if block_k < 128:
         return Tiles(128, block_k, warps=8, stages=5)
     return Tiles(128, 128, warps=8, stages=5)
+
+
+def backward_tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
+    """The tiles of backward for blocks of block_q × block_k and heads of `width`: of dQ, and of dK and dV.
+
+    Registers bound them: dK and dV for 64 keys of width 128 take 234 of a thread's 255 with four warps. At width 64
+    four warps would have their products serialised (ptxas C7515), eight have not.
+    """
+    if dtype == torch.float32 or padded(width) > 128:
+        rows, keys = Tiles(32, 16, warps=4, stages=3), Tiles(16, 32, warps=4, stages=3)
+    else:
+        rows = Tiles(64, 32, warps=4, stages=5)
+        keys = Tiles(32, 64, warps=4, stages=5) if padded(width) == 128 else Tiles(32, 128, warps=8, stages=5)
+    most = {"queries": padded(block_q), "keys": padded(block_k)}
+    of_rows, of_keys = (
+        replace(one, queries=min(one.queries, most["queries"]), keys=min(one.keys, most["keys"]))
+        for one in (rows, keys)
+    )
+    return of_rows, of_keys
