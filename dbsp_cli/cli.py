@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from dbsp_cli.commands.calibrate import calibrate_command
-from dbsp_cli.commands.doctor import doctor_command
+from dbsp_cli.commands.doctor import doctor_command, own_version
 from dbsp_cli.commands.generate import generate_command
 from dbsp_cli.commands.masks import masks_app
 from dbsp_cli.commands.plan import plan_command
@@ -23,11 +23,27 @@ __all__ = ["app", "main"]
 UsageError: Any = typer.BadParameter.__base__  # click's, or the copy that newer typer carries
 
 app = typer.Typer(
-    help="Dual-balanced sequence parallelism for block-sparse attention in video diffusion transformers.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"db-SP {own_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def dbsp(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Show db-SP's version.")
+    ] = False,
+) -> None:
+    """Dual-balanced sequence parallelism for block-sparse attention in video diffusion transformers."""
+
+
 app.command("tiny")(tiny_command)
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)

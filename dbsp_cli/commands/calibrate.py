@@ -10,11 +10,11 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from rich.table import Table
 
 from dbsp_cli.calibrate.calibrate import Calibration, Checked, calibrate, check
-from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
+from dbsp_cli.output import JsonFlag, print_json, print_tables
 from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
+from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import choose_kernel
 
@@ -80,23 +80,23 @@ def _report(known: Hardware, fitted: Calibration | None, checked: list[Checked])
     return report
 
 
-def _fit_table(fitted: Calibration) -> Table:
+def _fit_table(fitted: Calibration) -> TextTable:
     known = fitted.hardware
     rows = []
     for part, one in fitted.fits.items():
         constants = ", ".join(f"{name} {getattr(known.constants, name):.3g}" for name in _CONSTANTS_OF[part])
         worst = f"{one.errors[np.abs(one.errors).argmax()]:+.1%}"
         rows.append((part, constants, f"{one.residual:.1%}", worst, str(len(one.errors))))
-    return text_table(
+    return TextTable(
+        f"{known.name}: {known.device}, {known.dtype}, kernel {known.versions.get('kernel')}",
         ("part", "constants", "rms error", "worst", "samples"),
         [*rows, ("overlap", f"overlap {known.constants.overlap:.3g}", "", "", "")],
-        title=f"{known.name}: {known.device}, {known.dtype}, kernel {known.versions.get('kernel')}",
-        caption="errors: predicted over measured, less one, of the samples fitted to",
+        "errors: predicted over measured, less one, of the samples fitted to",
         left=("part", "constants"),
     )
 
 
-def _check_table(checked: list[Checked]) -> Table:
+def _check_table(checked: list[Checked]) -> TextTable:
     rows = []
     for one in checked:
         case = one.case
@@ -105,4 +105,5 @@ def _check_table(checked: list[Checked]) -> Table:
         rows.append((*sizes, one.strategy, one.planner, *times))
     names = ("heads", "tokens", "D", "density", "strategy", "planner", "measured ms", "predicted ms", "error")
     worst = max(abs(one.error) for one in checked)
-    return text_table(names, rows, title=f"whole attentions, shapes held out: worst error {worst:.1%}")
+    title = f"whole attentions, shapes held out: worst error {worst:.1%}"
+    return TextTable(title, names, rows, left=("strategy", "planner"), spare=("D", "tokens", "heads"))

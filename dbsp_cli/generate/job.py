@@ -52,8 +52,8 @@ class Host:
 
 
 HOSTS = {
-    "xdit": Host("dbsp_xdit.generate", ("xfuser", "diffusers", "transformers", "imageio_ffmpeg"), "xdit"),
-    "para": Host("dbsp_para.generate", ("diffusers", "transformers", "imageio_ffmpeg"), "para"),
+    "xdit": Host("dbsp_xdit.generate", ("xfuser", "diffusers", "transformers", "triton", "imageio_ffmpeg"), "xdit"),
+    "para": Host("dbsp_para.generate", ("diffusers", "transformers", "imageio_ffmpeg"), "diffusers"),
 }
 
 
