@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import typer
 
 from dbsp_cli.calibrate.calibrate import Calibration, Checked, calibrate, check
-from dbsp_cli.output import JsonFlag, print_json, print_tables
+from dbsp_cli.output import JsonFlag, print_json, print_tables, working
 from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
 from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.errors import UserError
@@ -20,6 +21,8 @@ from dbsp_kernels import choose_kernel
 
 __all__ = ["calibrate_command"]
 
+_WORST = 0.5
+"""Relative error of a prediction above which constants are not written: `auto` would choose by something else."""
 _CONSTANTS_OF = {
     "compute": ("flops_per_s", "score_s", "row_s", "launch_s"),
     "merge": ("merge_bytes_per_s",),
@@ -58,16 +61,39 @@ def calibrate_command(
     else:
         other = load_hardware(communication) if communication else None
         name = out.stem if out else "this machine"
-        fitted = calibrate(name, ranks, quick=quick, kernel=kernel, communication=other, max_wait_s=patience)
+        with working(f"measuring this machine on {ranks} ranks"):
+            fitted = calibrate(name, ranks, quick=quick, kernel=kernel, communication=other, max_wait_s=patience)
         known = fitted.hardware
-        if out is not None:
-            save_hardware(out, known)
-            print(f"wrote {out}", file=sys.stderr)
-    checked = check(known, ranks, quick=quick, kernel=kernel, max_wait_s=patience) if checking else []
+    checked = []
+    if checking:
+        with working("measuring whole attentions of shapes held out"):
+            checked = check(known, ranks, quick=quick, kernel=kernel, max_wait_s=patience)
     if as_json:
         print_json(**_report(known, fitted, checked))
-        return
-    print_tables(([_fit_table(fitted)] if fitted else []) + ([_check_table(checked)] if checked else []))
+    else:
+        print_tables(([_fit_table(fitted)] if fitted else []) + ([_check_table(checked)] if checked else []))
+    if out is not None:
+        fault = _fault_of(known, checked)
+        if fault is not None:
+            raise UserError(
+                f"{out} is not written: {fault}; something else was running here: try again when it is done, wait for "
+                "quiet moments with --patience 120, and leave out --quick"
+            )
+        save_hardware(out, known)
+        print(f"wrote {out}", file=sys.stderr)
+
+
+def _fault_of(known: Hardware, checked: list[Checked]) -> str | None:
+    """Why constants must not be used, or None."""
+    infinite = [
+        name for name, value in vars(known.constants).items() if value is not None and not math.isfinite(value)
+    ]
+    if infinite:
+        return f"{', '.join(infinite)} came out infinite"
+    worst = max((abs(one.error) for one in checked), default=0.0)
+    return (
+        f"shapes held out are predicted wrong by up to {worst:.0%}, more than {_WORST:.0%}" if worst > _WORST else None
+    )
 
 
 def _report(known: Hardware, fitted: Calibration | None, checked: list[Checked]) -> dict[str, object]:
