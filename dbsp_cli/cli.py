@@ -16,10 +16,11 @@ from dbsp_cli.commands.report import report_command
 from dbsp_cli.commands.simulate import simulate_command
 from dbsp_cli.commands.tiny import tiny_command
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.log import ERROR
+from dbsp_core.utils.log import ERROR, NOTICE
 
 __all__ = ["app", "main"]
 
+_INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__base__  # click's, or the copy that newer typer carries
 
 app = typer.Typer(
@@ -63,5 +64,7 @@ def main() -> None:
         print(f"{ERROR}{' '.join(text.split())}", file=sys.stderr)
         raise SystemExit(2) from error
     except (typer.Abort, KeyboardInterrupt):
-        raise SystemExit(130) from None
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:  # which newer typer returns as well
+        print(f"{NOTICE}interrupted", file=sys.stderr)
     raise SystemExit(code if isinstance(code, int) else 0)
