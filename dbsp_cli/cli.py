@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from dbsp_cli.commands.calibrate import calibrate_command
-from dbsp_cli.commands.doctor import doctor_command
+from dbsp_cli.commands.doctor import doctor_command, own_version
 from dbsp_cli.commands.generate import generate_command
 from dbsp_cli.commands.masks import masks_app
 from dbsp_cli.commands.plan import plan_command
@@ -16,18 +16,35 @@ from dbsp_cli.commands.report import report_command
 from dbsp_cli.commands.simulate import simulate_command
 from dbsp_cli.commands.tiny import tiny_command
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.log import ERROR
+from dbsp_core.utils.log import ERROR, NOTICE
 
 __all__ = ["app", "main"]
 
+_INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__base__  # click's, or the copy that newer typer carries
 
 app = typer.Typer(
-    help="Dual-balanced sequence parallelism for block-sparse attention in video diffusion transformers.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"db-SP {own_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def dbsp(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Show db-SP's version.")
+    ] = False,
+) -> None:
+    """Dual-balanced sequence parallelism for block-sparse attention in video diffusion transformers."""
+
+
 app.command("tiny")(tiny_command)
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
@@ -47,5 +64,7 @@ def main() -> None:
         print(f"{ERROR}{' '.join(text.split())}", file=sys.stderr)
         raise SystemExit(2) from error
     except (typer.Abort, KeyboardInterrupt):
-        raise SystemExit(130) from None
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:  # which newer typer returns as well
+        print(f"{NOTICE}interrupted", file=sys.stderr)
     raise SystemExit(code if isinstance(code, int) else 0)

@@ -1,32 +1,43 @@
-"""The commands as they are installed. An interrupt while the libraries are being imported ends them without a word."""
+"""The commands as they are installed. An interrupt while the libraries are being imported ends them at once."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import NoReturn
 
 __all__ = ["dbsp", "dbsp_xdit"]
 
 
 def dbsp() -> None:
-    before = _end_quietly_when_interrupted()
+    before = _end_when_interrupted()
+    passing = sys.stderr.isatty()
+    if passing or sys.argv[1:2] == ["generate"]:  # a log is told only of what takes long anyway
+        print("dbsp: loading libraries", end="" if passing else "\n", file=sys.stderr, flush=True)
     from dbsp_cli.cli import main
 
+    if passing:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     signal.signal(signal.SIGINT, before)
     main()
 
 
 def dbsp_xdit() -> NoReturn:
-    _end_quietly_when_interrupted()  # until it becomes torchrun, there is nothing to clean up
+    _end_when_interrupted()  # until it becomes torchrun, there is nothing to clean up
     from dbsp_xdit.run import main
 
     main()
 
 
-def _end_quietly_when_interrupted() -> signal._HANDLER:
+def _end_when_interrupted() -> signal._HANDLER:
     """returns: what was done about interrupts before. Where they are ignored, they stay so."""
+
+    def end(*_: object) -> NoReturn:
+        os.write(2, b"\ndbsp: interrupted\n" if os.isatty(2) else b"dbsp: interrupted\n")
+        os._exit(128 + signal.SIGINT)
+
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+        signal.signal(signal.SIGINT, end)
     return before

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import fields
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
-__all__ = ["JsonFlag", "options_for", "print_json", "print_tables", "text_table"]
+from dbsp_core.reports.tables import TextTable
+
+__all__ = ["JsonFlag", "as_text", "options_for", "print_json", "print_tables", "working"]
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+_GAP = "  "
+_NARROWEST = 8
 
 
 def options_for(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,29 +32,47 @@ def options_for(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {field.name: given[field.name] for field in fields(kind) if field.name in given}
 
 
+def working(what: str) -> AbstractContextManager[object]:
+    """Shows on a terminal, for as long as the block runs, what takes so long."""
+    return Console(stderr=True).status(escape(what))
+
+
 def print_json(**values: Any) -> None:
     print(json.dumps(values))
 
 
-def text_table(
-    names: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    title: str = "",
-    caption: str | None = None,
-    left: Collection[str] = ("strategy", "planner"),
-) -> Table:
-    """A compact table. left: names of the columns that hold words, not numbers"""
-    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def print_tables(tables: Iterable[TextTable]) -> None:
+    """As wide as the terminal at most; whole where the output goes somewhere else."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n\n".join(as_text(table, width) for table in tables))
 
 
-def print_tables(tables: Iterable[Table], width: int = 0) -> None:
-    """Prints tables. width: the least number of columns, also where the terminal has fewer"""
-    console = Console(width=max(width, Console().width))
-    for table in tables:
-        console.print(table)
+def as_text(table: TextTable, width: int | None = None) -> str:
+    """Lines of a table, not wider than `width`: columns to spare go first, then words are wrapped. Nothing is cut."""
+    rows = [list(map(str, row)) for row in (table.columns, *table.rows)]
+    widths = {name: max(map(cell_len, cells)) for name, *cells in zip(table.columns, *rows, strict=True)}
+    spare, left_out = list(table.spare), []
+
+    def excess() -> int:
+        return sum(widths.values()) + len(_GAP) * (len(widths) - 1) - width if width else 0
+
+    while excess() > 0 and spare:
+        left_out.append(spare.pop(0))
+        del widths[left_out[-1]]
+    while excess() > 0 and max(widths.values()) > _NARROWEST:
+        widths[max(widths, key=lambda name: widths[name])] -= 1
+    lines = [table.title] if table.title else []
+    for index, row in enumerate(rows):
+        cells = {name: cell for name, cell in zip(table.columns, row, strict=True) if name in widths}
+        wrapped = [textwrap.wrap(cell, widths[name], break_on_hyphens=False) or [""] for name, cell in cells.items()]
+        for parts in zip_longest(*wrapped, fillvalue=""):
+            padded = []
+            for name, part in zip(widths, parts, strict=True):
+                blank = " " * (widths[name] - cell_len(part))
+                padded.append(part + blank if name in table.left else blank + part)
+            lines.append(_GAP.join(padded).rstrip())
+        if index == 0:
+            lines.append(_GAP.join("-" * wide for wide in widths.values()))
+    if left_out:
+        lines.append(f"(a wider terminal shows {', '.join(left_out)} as well)")
+    return "\n".join(lines + ([table.caption] if table.caption else []))

@@ -6,14 +6,18 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dbsp_core.config.models import find_model_spec
+from dbsp_core.config.preflight import dense_complaint
 from dbsp_core.reports.collect import is_writer, make_report, write_report_files
 from dbsp_core.reports.observer import RunObserver, run_observer
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.sources import DenseSource
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
 from dbsp_diffusers.patching import PatchSet, around_calls
@@ -34,6 +38,8 @@ def report_calls(
     sessions: of its transformers, in the order in which the report numbers their layers
     full_latents: makes a rank's latents the whole video's, where each rank denoises a part. Collective
     """
+    for session in sessions:
+        _warn_of_dense_calls(pipe, session, patches)
     observer = run_observer(sessions[0])
     if observer is None:
         return
@@ -60,6 +66,34 @@ def report_calls(
             return output
 
         return call_and_report
+
+    around_calls(pipe, around, patches)
+
+
+def _warn_of_dense_calls(pipe: Any, session: AttentionSession, patches: PatchSet) -> None:
+    """Lets each call whose masks all turn out dense, unasked, end with a line that says so."""
+    if isinstance(session.config.mask, DenseSource):
+        return
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_look(*args: Any, **kwargs: Any) -> Any:
+            before = replace(session.reuse)
+            output = call(*args, **kwargs)
+            try:
+                after = session.reuse
+            except RuntimeError as error:  # of the planning thread: what the call has made is not to be lost
+                log.warning("%s", " ".join(str(error).split()))
+                return output
+            if is_writer(session.group) and 0 < after.evaluated - before.evaluated == after.dense - before.dense:
+                source = session.config.to_values()["mask"]["source"]
+                log.warning(
+                    dense_complaint(session.config, session.steps())
+                    or f"mask {source} left nothing out, density 1.000 in every attention: nothing was gained over "
+                    "dense attention; see docs/masks.md for its settings, and for other sources"
+                )
+            return output
+
+        return call_and_look
 
     around_calls(pipe, around, patches)
 
@@ -110,8 +144,9 @@ def model_name(pipe: Any) -> str:
 
 
 def shown_name(model: str) -> str:
-    """A repository's name as it is, of a folder the last part."""
-    return Path(model).name if Path(model).is_dir() else model
+    """A known model's short name, another repository's as it is, of a folder the last part."""
+    spec = find_model_spec(model)
+    return spec.name if spec is not None else Path(model).name if Path(model).is_dir() else model
 
 
 def _keep_latents(scheduler: Any, observer: RunObserver) -> PatchSet:

@@ -11,8 +11,9 @@ from typing import Any
 
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import MODEL_SPECS, PIPELINES, ModelSpec, find_model_spec, model_signature
+from dbsp_core.config.preflight import require_possible
 from dbsp_core.config.video import side_complaint
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_core.utils.paths import require_folder_place
 from dbsp_xdit.flags import config_from, parse_known
 
@@ -44,8 +45,9 @@ def find_model(name: str) -> Model:
     if not folder.is_dir():
         looks_local = name.startswith((".", os.sep, "~")) or name.count("/") > 1
         fault = "that folder does not exist" if looks_local else "db-SP does not know that name"
-        known = ", ".join(MODEL_SPECS)
-        raise UserError(f"--model {name}: {fault}; use one of {known}, their names on Hugging Face, or a local folder")
+        known, hint = ", ".join(MODEL_SPECS), did_you_mean(name.casefold(), MODEL_SPECS)
+        use = f"use one of {known}, their names on Hugging Face, or a local folder"
+        raise UserError(f"--model {name}: {fault}; {use}{hint}")
     pipeline = _pipeline_of(folder)
     return Model(name, _most_like(pipeline, _read_json(folder / "transformer" / "config.json")))
 
@@ -110,14 +112,21 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def preflight(argv: Sequence[str]) -> None:
-    """Raises UserError for what is wrong with an xdit command line that asks for db-SP; quiet otherwise."""
+def preflight(argv: Sequence[str]) -> str | None:
+    """Raises UserError for what is wrong with an xdit command line that asks for db-SP; quiet otherwise.
+
+    returns: the repository or the folder that its ranks will load, where it says one
+    """
     if "-h" in argv or "--help" in argv:
-        return
+        return None
     args = parse_known(argv)
     settings = settings_of(args)
-    if settings is not None and settings[0].report and args["nnodes"] == "1":  # of several, one writes it
+    if settings is None:
+        return None
+    require_possible(settings[0])
+    if settings[0].report and args["nnodes"] == "1":  # of several, one writes it
         require_folder_place(Path(settings[0].report).absolute(), "--sp-report" if args["sp_report"] else "report")
+    return None if settings[1] is None else settings[1].source
 
 
 def settings_of(args: Mapping[str, Any]) -> tuple[DbspConfig, Model | None] | None:

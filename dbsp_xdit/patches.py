@@ -95,10 +95,11 @@ def _patch_cli(module: ModuleType, patches: PatchSet) -> None:
 
     @functools.wraps(original)
     def main(args: list[str] | None = None) -> None:
+        from dbsp_core.config.preflight import require_checkpoint
         from dbsp_xdit.models import preflight
 
         with exit_on_user_error():
-            preflight(sys.argv[1:] if args is None else args)
+            require_checkpoint(preflight(sys.argv[1:] if args is None else args))
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal ends the ranks as SIGTERM does
             signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         original(args)

@@ -11,6 +11,7 @@ import signal
 import sys
 from typing import NoReturn
 
+from dbsp_core.config.preflight import require_checkpoint
 from dbsp_core.utils.errors import exit_on_user_error
 from dbsp_start.parents import LAUNCHER
 from dbsp_xdit.autoload import dbsp_requested
@@ -26,7 +27,7 @@ def main() -> NoReturn:
     if not any(argument.split("=")[0].replace("_", "-") == "--sp-backend" for argument in argv):
         argv = ["--sp_backend", "dbsp", *argv]
     with exit_on_user_error():
-        preflight(argv)
+        require_checkpoint(preflight(argv))
     install(active=dbsp_requested(argv))  # xfuser.cli cannot be imported without an accelerator otherwise
     from xfuser.cli import extract_torchrun_args, get_nproc_from_args
 

@@ -208,8 +208,9 @@ def test_doctor_names_the_missing_hosts_and_the_fix():
     assert done.returncode == 0, done.stderr
     findings = {finding["what"]: finding for finding in json.loads(done.stdout)["findings"]}
     xdit = next(finding for what, finding in findings.items() if what.startswith("xDiT"))
-    assert (xdit["ok"], xdit["detail"]) == (False, "lacks xfuser, diffusers, transformers")
-    assert xdit["fix"] == "pip install 'dbsp-attention[xdit]'"
+    assert (xdit["state"], xdit["detail"]) == ("missing", "lacks xfuser, diffusers, transformers")
+    assert xdit["fix"].endswith("pip install 'dbsp-attention[xdit]'")
+    assert "to generate, pip install 'dbsp-attention[xdit]'" in json.loads(done.stdout)["verdict"]
 
 
 def test_an_installation_has_every_package_and_configuration():

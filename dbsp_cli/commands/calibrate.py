@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,16 +11,18 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from rich.table import Table
 
 from dbsp_cli.calibrate.calibrate import Calibration, Checked, calibrate, check
-from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
+from dbsp_cli.output import JsonFlag, print_json, print_tables, working
 from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
+from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import choose_kernel
 
 __all__ = ["calibrate_command"]
 
+_WORST = 0.5
+"""Relative error of a prediction above which constants are not written: `auto` would choose by something else."""
 _CONSTANTS_OF = {
     "compute": ("flops_per_s", "score_s", "row_s", "launch_s"),
     "merge": ("merge_bytes_per_s",),
@@ -58,16 +61,39 @@ def calibrate_command(
     else:
         other = load_hardware(communication) if communication else None
         name = out.stem if out else "this machine"
-        fitted = calibrate(name, ranks, quick=quick, kernel=kernel, communication=other, max_wait_s=patience)
+        with working(f"measuring this machine on {ranks} ranks"):
+            fitted = calibrate(name, ranks, quick=quick, kernel=kernel, communication=other, max_wait_s=patience)
         known = fitted.hardware
-        if out is not None:
-            save_hardware(out, known)
-            print(f"wrote {out}", file=sys.stderr)
-    checked = check(known, ranks, quick=quick, kernel=kernel, max_wait_s=patience) if checking else []
+    checked = []
+    if checking:
+        with working("measuring whole attentions of shapes held out"):
+            checked = check(known, ranks, quick=quick, kernel=kernel, max_wait_s=patience)
     if as_json:
         print_json(**_report(known, fitted, checked))
-        return
-    print_tables(([_fit_table(fitted)] if fitted else []) + ([_check_table(checked)] if checked else []))
+    else:
+        print_tables(([_fit_table(fitted)] if fitted else []) + ([_check_table(checked)] if checked else []))
+    if out is not None:
+        fault = _fault_of(known, checked)
+        if fault is not None:
+            raise UserError(
+                f"{out} is not written: {fault}; something else was running here: try again when it is done, wait for "
+                "quiet moments with --patience 120, and leave out --quick"
+            )
+        save_hardware(out, known)
+        print(f"wrote {out}", file=sys.stderr)
+
+
+def _fault_of(known: Hardware, checked: list[Checked]) -> str | None:
+    """Why constants must not be used, or None."""
+    infinite = [
+        name for name, value in vars(known.constants).items() if value is not None and not math.isfinite(value)
+    ]
+    if infinite:
+        return f"{', '.join(infinite)} came out infinite"
+    worst = max((abs(one.error) for one in checked), default=0.0)
+    return (
+        f"shapes held out are predicted wrong by up to {worst:.0%}, more than {_WORST:.0%}" if worst > _WORST else None
+    )
 
 
 def _report(known: Hardware, fitted: Calibration | None, checked: list[Checked]) -> dict[str, object]:
@@ -80,23 +106,23 @@ def _report(known: Hardware, fitted: Calibration | None, checked: list[Checked])
     return report
 
 
-def _fit_table(fitted: Calibration) -> Table:
+def _fit_table(fitted: Calibration) -> TextTable:
     known = fitted.hardware
     rows = []
     for part, one in fitted.fits.items():
         constants = ", ".join(f"{name} {getattr(known.constants, name):.3g}" for name in _CONSTANTS_OF[part])
         worst = f"{one.errors[np.abs(one.errors).argmax()]:+.1%}"
         rows.append((part, constants, f"{one.residual:.1%}", worst, str(len(one.errors))))
-    return text_table(
+    return TextTable(
+        f"{known.name}: {known.device}, {known.dtype}, kernel {known.versions.get('kernel')}",
         ("part", "constants", "rms error", "worst", "samples"),
         [*rows, ("overlap", f"overlap {known.constants.overlap:.3g}", "", "", "")],
-        title=f"{known.name}: {known.device}, {known.dtype}, kernel {known.versions.get('kernel')}",
-        caption="errors: predicted over measured, less one, of the samples fitted to",
+        "errors: predicted over measured, less one, of the samples fitted to",
         left=("part", "constants"),
     )
 
 
-def _check_table(checked: list[Checked]) -> Table:
+def _check_table(checked: list[Checked]) -> TextTable:
     rows = []
     for one in checked:
         case = one.case
@@ -105,4 +131,5 @@ def _check_table(checked: list[Checked]) -> Table:
         rows.append((*sizes, one.strategy, one.planner, *times))
     names = ("heads", "tokens", "D", "density", "strategy", "planner", "measured ms", "predicted ms", "error")
     worst = max(abs(one.error) for one in checked)
-    return text_table(names, rows, title=f"whole attentions, shapes held out: worst error {worst:.1%}")
+    title = f"whole attentions, shapes held out: worst error {worst:.1%}"
+    return TextTable(title, names, rows, left=("strategy", "planner"), spare=("D", "tokens", "heads"))

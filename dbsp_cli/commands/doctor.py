@@ -4,100 +4,179 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
-from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
+from dbsp_cli.output import JsonFlag, print_json, print_tables, working
+from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS, available, explain_auto
 
-__all__ = ["Check", "doctor_command", "run_checks"]
+__all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
+
+_NO_GPU = "needs a GPU"
 
 
 def doctor_command(as_json: JsonFlag = False) -> None:
     """Say what works on this machine, what is missing, and the fix."""
-    checks = run_checks()
+    with working("importing what is installed"):
+        checks = run_checks()
     if as_json:
-        print_json(findings=[asdict(one) for one in checks])
+        print_json(verdict=verdict(checks), findings=[asdict(one) | {"ok": one.ok} for one in checks])
         return
-    names = ("what", "state", "", "fix")
-    rows = [(one.what, "ok" if one.ok else "missing", one.detail, one.fix) for one in checks]
-    print_tables([text_table(names, rows, title="db-SP on this machine", left=names)])
+    rows = [(one.state, one.what, "; ".join(filter(None, (one.detail, one.fix)))) for one in checks]
+    print(verdict(checks), end="\n\n")
+    print_tables([TextTable("", ("state", "what", "detail"), rows, left=("state", "what", "detail"))])
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at. `fix` says what to do where it is not ok."""
+    """One thing looked at.
+
+    state: "ok", "missing", or "not here": nothing that could be installed
+    fix:   what to do where it is not ok
+    """
 
     what: str
-    ok: bool
+    state: str
     detail: str
     fix: str = ""
 
+    @property
+    def ok(self) -> bool:
+        return self.state == "ok"
+
+
+@dataclass(frozen=True)
+class Importable:
+    """Something that is there once it can be imported, which is tried in a process of its own.
+
+    needs: packages by the names they are imported by, whose versions are shown;  code: imports what is used of them
+    extra: installs them
+    """
+
+    what: str
+    needs: tuple[str, ...]
+    extra: str
+    code: str = ""
+    use: str = ""
+
+    def check(self) -> Check:
+        fix = "; ".join(filter(None, (self.use, f"pip install 'dbsp-attention[{self.extra}]'")))
+        lacking = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        if lacking:
+            return Check(self.what, "missing", f"lacks {', '.join(lacking)}", fix)
+        code = self.code or f"import {', '.join(self.needs)}"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            return Check(self.what, "missing", f"cannot be imported: {reason}", fix)
+        return Check(self.what, "ok", ", ".join(f"{name} {_version(name)}" for name in self.needs))
+
+
+HOSTS = (
+    Importable(
+        "xDiT",
+        ("xfuser", "diffusers", "transformers", "triton"),
+        "xdit",
+        "from dbsp_xdit.patches import install; install(active=True); import xfuser.runner, dbsp_xdit.attachment",
+        "for dbsp generate, dbsp-xdit and xdit --sp-backend dbsp",
+    ),
+    Importable(
+        "ParaAttention",
+        ("para_attn", "diffusers", "transformers"),
+        "para",
+        "import dbsp_para.attach, para_attn.context_parallel.diffusers_adapters",
+        "for para-attn's parallelize_pipe",
+    ),
+    Importable(
+        "diffusers",
+        ("diffusers", "transformers"),
+        "diffusers",
+        "import dbsp_diffusers; from diffusers import CogVideoXPipeline, WanPipeline",
+        "for dbsp generate --host para, dbsp_para and dbsp_diffusers",
+    ),
+)
+_PACKAGES = (
+    Importable("triton", ("triton",), "gpu", use="compiles kernels for NVIDIA GPUs"),
+    Importable("imageio-ffmpeg", ("imageio_ffmpeg",), "diffusers", use="writes mp4 files"),
+    Importable("matplotlib", ("matplotlib",), "diffusers", "import matplotlib.figure", "draws balance.png"),
+)
+
 
 def run_checks() -> list[Check]:
-    """Versions, devices, communication, kernels and hosts. Imports none of the hosts."""
+    """Versions, devices, communication, kernels and hosts. What is called ok has been imported."""
+    with ThreadPoolExecutor() as threads:
+        imported = list(threads.map(Importable.check, (*HOSTS, *_PACKAGES)))
     return [
-        Check("python", True, platform.python_version()),
-        *(_package(name, "needed by db-SP itself; pip install dbsp-attention") for name in ("torch", "numpy")),
+        Check("db-SP", "ok", own_version()),
+        Check("python", "ok", platform.python_version()),
+        *(Check(name, "ok", _version(name)) for name in ("torch", "numpy")),
         _device(),
         _communication(),
+        *imported,
         *_kernels(),
-        _package("triton", "pip install 'dbsp-attention[gpu]' on a machine with an NVIDIA GPU"),
-        _host("xDiT (dbsp-xdit, xdit --sp-backend dbsp)", ("xfuser", "diffusers", "transformers"), "xdit"),
-        _host("ParaAttention (dbsp_para)", ("para_attn", "diffusers", "transformers"), "para"),
-        _package("imageio-ffmpeg", "writes mp4 files; pip install 'dbsp-attention[xdit]'"),
-        _package("matplotlib", "draws balance.png; pip install 'dbsp-attention[xdit]'"),
     ]
 
 
-def _version(name: str) -> str | None:
+def verdict(checks: list[Check]) -> str:
+    """The one line to read first."""
+    state = {one.what: one for one in checks}
+    hosts = [host.what for host in HOSTS if state[host.what].ok]
+    where = state["accelerator"].detail if state["accelerator"].ok else "on the CPU, for trying out: there is no GPU"
+    if hosts:
+        return f"db-SP {own_version()} generates with {', '.join(hosts)}; {where}"
+    return f"db-SP {own_version()} can plan and simulate; to generate, pip install 'dbsp-attention[{HOSTS[0].extra}]'"
+
+
+def own_version() -> str:
+    return _version("dbsp-attention")
+
+
+def _version(name: str) -> str:
     try:
-        return version(name)
+        return version(name.replace("_", "-"))
     except PackageNotFoundError:
-        return None
-
-
-def _package(name: str, fix: str) -> Check:
-    found = _version(name)
-    return Check(name, found is not None, found or "not installed", "" if found else fix)
+        return "of unknown version: not installed by pip"
 
 
 def _device() -> Check:
     if not torch.accelerator.is_available():
         return Check(
-            "accelerator", False, "none: gloo on the CPU, for trying out", "for speed, run where there are GPUs"
+            "accelerator", "not here", "gloo on the CPU, for trying out", "for speed, run where there are GPUs"
         )
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else torch.accelerator.current_accelerator()
-    return Check("accelerator", True, f"{torch.accelerator.device_count()} × {name}")
+    return Check("accelerator", "ok", f"{torch.accelerator.device_count()} × {name}")
 
 
 def _communication() -> Check:
     present = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available} if dist.is_available() else {}
     backends = [name for name, is_there in present.items() if is_there()]
-    fix = "" if backends else "install a torch with gloo or NCCL"
-    return Check("communication", bool(backends), ", ".join(backends) or "none", fix)
+    if not backends:
+        return Check("communication", "missing", "none", "install a torch with gloo or NCCL")
+    return Check("communication", "ok", ", ".join(backends))
 
 
 def _kernels() -> list[Check]:
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    usable = available(device, dtype)
+    usable = " or ".join(available(device, dtype))
     findings = []
     for name, kernel in KERNELS.items():
         reason = kernel.why_unsupported(device, dtype)
-        fix = "" if reason is None else f"use {' or '.join(usable)}"
-        findings.append(Check(f"kernel {name}", reason is None, reason or "serves this machine", fix))
+        if reason is None:
+            findings.append(Check(f"kernel {name}", "ok", "serves this machine"))
+        elif device not in kernel.devices:
+            reason = _NO_GPU if device == "cpu" else "is for the CPU"
+            findings.append(Check(f"kernel {name}", "not here", reason, f"kernel {usable} serves instead"))
+        else:
+            findings.append(Check(f"kernel {name}", "missing", reason, f"kernel {usable} serves instead"))
     try:
-        return [*findings, Check("kernel auto", True, explain_auto(device, dtype))]
+        return [*findings, Check("kernel auto", "ok", explain_auto(device, dtype))]
     except UserError as error:  # $DBSP_KERNEL names one that cannot
-        return [*findings, Check("kernel auto", False, str(error), f"set DBSP_KERNEL to {' or '.join(usable)}")]
-
-
-def _host(what: str, modules: tuple[str, ...], extra: str) -> Check:
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        return Check(what, False, f"lacks {', '.join(missing)}", f"pip install 'dbsp-attention[{extra}]'")
-    return Check(what, True, ", ".join(f"{name} {_version(name.replace('_', '-'))}" for name in modules))
+        return [*findings, Check("kernel auto", "missing", str(error), f"set DBSP_KERNEL to {usable}")]

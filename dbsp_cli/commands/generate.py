@@ -18,6 +18,7 @@ from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed
 from dbsp_cli.generate.running import GenerateResult, run_job
 from dbsp_cli.generate.signals import end_cleanly_on_signals
 from dbsp_cli.output import JsonFlag, options_for, print_json
+from dbsp_core.utils.log import NOTICE
 
 __all__ = ["generate_command"]
 
@@ -53,50 +54,83 @@ def generate_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and run nothing.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Generate a video: from YAML to mp4, on all GPUs of this machine, or of several."""
+    """Generate a video: from YAML to mp4, on all GPUs of this machine, or of several.
+
+    Started by srun, MPI or torchrun, it joins the ranks that are there.
+    """
     given = locals()
     launch = Launch(**options_for(Launch, given | {"nproc": 1}))
     request = GenerateRequest(**options_for(GenerateRequest, given | {"launch": launch, "changes": changes or ()}))
     job = resolve(request)
     if dry_run:
-        _say_what_would_run(job, as_json)
+        _say_what_would_run(request, job, as_json)
         return
     end_cleanly_on_signals()
     start = time.perf_counter()
+    for line in job.warnings if job.launch.leads is not False else ():
+        print(f"{NOTICE}{line}", file=sys.stderr)
     try:
         result = _run(job)
     except RunFailed as error:
         print(f"dbsp: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    _say_what_was_made(job, result, time.perf_counter() - start, as_json)
+    if not job.launch.joined or job.launch.leads:
+        _say_what_was_made(job, result, time.perf_counter() - start, as_json)
     if result.lacking:
         raise typer.Exit(_NO_REPORT)
 
 
 def _run(job: GenerateJob) -> GenerateResult:
-    """Runs it with one progress bar, on standard error, that follows rank 0."""
+    """Runs it with one progress bar, on standard error, that follows rank 0; a log gets a line for each stage."""
     texts = TextColumn("{task.description}")
     columns = (SpinnerColumn(), texts, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    steps = job.config.generate.video.steps or 0
+    steps, joined = job.config.generate.video.steps or 0, job.launch.joined
+    if joined and joined.rank:
+        return run_job(job, LogFollower(steps, rank=str(joined.rank)))
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"{job.launch.world} × {job.host}", total=steps)
+        what = f"{job.launch.world} × {job.host}"
+        task = progress.add_task(what, total=steps)
+
+        def say(line: str) -> None:
+            progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        def show(stage: str) -> None:
+            progress.update(task, description=f"{what}: {stage}")
+            if not progress.console.is_terminal:
+                say(f"{NOTICE}{stage}")
+
         follower = LogFollower(
-            steps=steps,
+            steps,
             on_step=lambda done: progress.update(task, completed=done),
-            on_notice=lambda line: progress.console.print(line, markup=False, highlight=False, soft_wrap=True),
+            on_notice=say,
+            on_stage=show,
+            rank="0" if joined else "",
         )
         return run_job(job, follower)
 
 
-def _say_what_would_run(job: GenerateJob, as_json: bool) -> None:
+def _say_what_would_run(request: GenerateRequest, job: GenerateJob, as_json: bool) -> None:
     work = Path("WORK")
-    settings = job.settings_in(work)
+    effective, again = job.effective, _same_again(request, job)
     if as_json:
-        print_json(command=job.command(work), settings=settings, host=job.host, video=str(job.out))
+        settings = {"settings": job.settings_in(work), "effective": effective}
+        print_json(command=job.command(work), **settings, again=again, host=job.host, video=str(job.out))
         return
-    print(shlex.join(job.command(work)))
-    print("# WORK/dbsp.yaml:")
-    print(yaml.safe_dump(settings, allow_unicode=True, sort_keys=False), end="")
+    print(f"# {job.launch.world} × {job.host} would make {job.out} with these settings:")
+    print(yaml.safe_dump(effective, allow_unicode=True, sort_keys=False), end="")
+    print("# The same again, with nothing left to be found:")
+    print(shlex.join(again))
+
+
+def _same_again(request: GenerateRequest, job: GenerateJob) -> list[str]:
+    """The command that asks for this job, with what was found named."""
+    options = {name: getattr(request, name) for name in ("config", "model", "prompt", "seed")}
+    options |= {"host": job.host, "nproc": None if job.launch.joined else job.launch.nproc}
+    options |= {name: value for name, value in vars(request.launch).items() if value != getattr(Launch(), name)}
+    options |= {"out": job.out, "report": job.report, "timeout": f"{job.timeout:g}"}
+    changes = [part for change in request.changes for part in ("--set", change)]
+    named = {f"--{name.replace('_', '-')}": value for name, value in options.items() if value is not None}
+    return ["dbsp", "generate", *(str(part) for pair in named.items() for part in pair), *changes]
 
 
 def _say_what_was_made(job: GenerateJob, result: GenerateResult, seconds: float, as_json: bool) -> None:

@@ -11,18 +11,17 @@ from statistics import fmean
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_recording
 from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, examine_masks
 from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.series import MaskSeries
-from dbsp_cli.output import JsonFlag, options_for, print_json, print_tables, text_table
+from dbsp_cli.output import JsonFlag, options_for, print_json, print_tables
 from dbsp_core.masks.mask_file import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.mask_recorder import parse_layers, parse_size
+from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils import env
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
@@ -140,7 +139,7 @@ def info(
     if as_json:
         print_json(file=str(file), gpus=gpus, **found.as_json())
         return
-    Console().print(_headline(file, found), highlight=False)
+    print(_headline(file, found), end="\n\n")
     print_tables(_tables(found, options))
     for warning in found.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -191,26 +190,27 @@ def _headline(file: Path, found: MaskInfo) -> str:
     )
 
 
-def _tables(found: MaskInfo, options: InfoOptions) -> Iterator[Table]:
+def _tables(found: MaskInfo, options: InfoOptions) -> Iterator[TextTable]:
     rows: list[tuple[str, ...]] = [
         (str(layer), f"{heads.min():.3f}", f"{heads.mean():.3f}", f"{heads.max():.3f}")
         for layer, heads in zip(found.layers, found.densities, strict=True)
     ]
-    yield text_table(("layer", "least dense head", "mean", "densest head"), rows, title="density")
+    yield TextTable("density", ("layer", "least dense head", "mean", "densest head"), rows)
     rows = [
         (b.strategy, b.planner, f"{b.rho_before:.4f}", f"{b.rho:.4f}", f"{b.rho_max:.4f}", f"{b.moved:.1%}")
         for b in found.balance
     ]
     names: tuple[str, ...] = ("strategy", "planner", "ρ_s before", "ρ_s", "max", "moved")
-    yield text_table(names, rows, title=f"balance on {options.gpus} GPUs, mean over sampled layers")
+    title = f"balance on {options.gpus} GPUs, mean over sampled layers"
+    yield TextTable(title, names, rows, left=("strategy", "planner"))
     if found.drift:
         rows = [
             (str(d.layer), f"{min(d.iou):.3f}", f"{fmean(d.iou):.3f}", f"{fmean(d.changed):.2%}", str(d.replans))
             for d in found.drift
         ]
         names = ("layer", "least IoU", "mean IoU", "bits changed", f"plans at P_s {options.threshold:g}")
-        yield text_table(names, rows, title=f"from step to step, {len(found.steps)} steps")
+        yield TextTable(f"from step to step, {len(found.steps)} steps", names, rows)
     if found.errors is not None:
         rows = [(str(e.layer), str(e.head), f"{e.density:.3f}", f"{e.error:.4f}") for e in found.errors]
         names = ("layer", "head", "density", "relative L1 error")
-        yield text_table(names, rows, title="against dense attention, made tokens")
+        yield TextTable("against dense attention, made tokens", names, rows)

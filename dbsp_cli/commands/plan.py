@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
+from dbsp_cli.output import JsonFlag, print_json, print_tables
 from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -17,6 +16,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
+from dbsp_core.reports.tables import TextTable
 
 __all__ = ["plan_command"]
 
@@ -69,7 +69,7 @@ def plan_command(
     print_tables([_table(mask, gpus, plans)])
 
 
-def _table(mask: BlockMask, gpus: int, plans: list[Plan]) -> Table:
+def _table(mask: BlockMask, gpus: int, plans: list[Plan]) -> TextTable:
     grid = mask.grid
     rows = []
     for p in plans:
@@ -77,10 +77,12 @@ def _table(mask: BlockMask, gpus: int, plans: list[Plan]) -> Table:
         shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.assignment.extra_kv:.0%}")
         tile = f" /{p.strategy.ring}" if p.grid != grid else ""  # works on blocks cut into this many parts
         rows.append((str(p.strategy), p.planner + tile, *numbers, *shares, f"{p.plan_ms:.2f}"))
-    return text_table(
+    return TextTable(
+        f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
         ("strategy", "planner", "before", "ρ_s", "bound", "gap", "moved", "+KV", "ms"),
         rows,
-        title=f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
-        caption="ρ_s: slowest rank over mean; bound: least possible, gap above it;\n"
+        "ρ_s: slowest rank over mean; bound: least possible, gap above it;\n"
         "moved: of Q, K, V between ring ranks; +KV: sent again for split heads; ms: planning",
+        left=("strategy", "planner"),
+        spare=("ms", "+KV", "gap", "bound"),
     )

@@ -19,8 +19,6 @@ from dbsp_core.utils.errors import UserError
 
 __all__ = ["report_command"]
 
-_WIDTH = 110
-
 
 def report_command(
     runs: Annotated[
@@ -49,15 +47,15 @@ def _show(report: RunReport, as_json: bool, html: Path | None) -> None:
         layers = [asdict(one) for one in layer_summaries(report)]
         print_json(**about, totals=asdict(report.totals), layers=layers)
         return
-    print_tables(run_tables(report), _WIDTH)
+    print_tables(run_tables(report))
 
 
 def _compare(names: tuple[str, str], a: RunReport, b: RunReport, as_json: bool, html: Path | None) -> None:
     comparison = compare(a, b)
-    grids = comparison_tables(names, comparison)
+    tables = comparison_tables(names, comparison)
     if html is not None:
-        write_atomically(html, comparison_page(names, [(grid.title, grid.columns, grid.rows) for grid in grids]))
+        write_atomically(html, comparison_page(names, tables))
     if as_json:
         print_json(a=names[0], b=names[1], **comparison.to_values())
         return
-    print_tables([grid.to_table("" if grid.rows else "none") for grid in grids], _WIDTH)
+    print_tables(tables)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from dbsp_cli.output import JsonFlag, print_json, print_tables, text_table
+from dbsp_cli.output import JsonFlag, print_json, print_tables
 from dbsp_cli.simulate import SimulationResult, simulate
 from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
 from dbsp_core.cost.hardware import Hardware, load_hardware
@@ -21,6 +20,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.planning.planners import require_planner
+from dbsp_core.reports.tables import TextTable
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.atomic_io import write_atomically
@@ -74,7 +74,7 @@ def simulate_command(
         about = {"model": model, "hardware": machine.name, "sources": dict(machine.sources), "node_size": node_size}
         print_json(**about, density=masks[0].density, layers=len(masks), rows=records)
         return
-    print_tables([_table(spec, machine, masks, rows)], width=100)
+    print_tables([_table(spec, machine, masks, rows)])
 
 
 def _numbers(text: str) -> list[int]:
@@ -128,17 +128,19 @@ def _csv(records: list[dict[str, object]]) -> str:
     return text.getvalue()
 
 
-def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Iterable[SimulationResult]) -> Table:
+def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Iterable[SimulationResult]) -> TextTable:
     names = ("GPUs", "strategy", "planner", "ρ_s", "attention", "exchange", "exposed", "end to end", "attn ×", "e2e ×")
     cells = []
     for row in rows:
         seconds = (f"{t:.1f}" for t in (row.attention_s, row.exchange_s, row.exposed_p2p_s, row.end_to_end_s))
         speedups = (f"{row.attention_speedup:.2f}", f"{row.speedup:.2f}")
         cells.append((str(row.gpus), row.strategy, row.planner, f"{row.rho:.3f}", *seconds, *speedups))
-    return text_table(
+    return TextTable(
+        f"{model.name} on {machine.name}, density {masks[0].density:.3f}, {model.steps} steps: modelled times",
         names,
         cells,
-        title=f"{model.name} on {machine.name}, density {masks[0].density:.3f}, {model.steps} steps: modelled times",
-        caption="seconds per video; exposed: P2P that compute does not hide; ×: speed-up over the contiguous planner\n"
+        "seconds per video; exposed: P2P that compute does not hide; ×: speed-up over the contiguous planner\n"
         f"on the same strategy. Constants {machine.labels_in_words()}",
+        left=("strategy", "planner"),
+        spare=("exposed", "exchange", "e2e ×", "attn ×"),
     )

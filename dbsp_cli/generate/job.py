@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 
+from dbsp_cli.generate.joined import Joined
 from dbsp_cli.generate.launcher import Launch
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import (
@@ -25,11 +26,13 @@ from dbsp_core.config.models import (
     signature_of_model,
     tiny_architecture,
 )
+from dbsp_core.config.preflight import dense_complaint, duration_notice, require_possible
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.utils.errors import UserError, blame_setting
+from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
 from dbsp_core.utils.paths import require_file_place, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings
 from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, default_config, require_same_model
+from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
 __all__ = ["HOSTS", "TIMEOUT_S", "GenerateJob", "GenerateRequest", "resolve"]
@@ -52,8 +55,8 @@ class Host:
 
 
 HOSTS = {
-    "xdit": Host("dbsp_xdit.generate", ("xfuser", "diffusers", "transformers", "imageio_ffmpeg"), "xdit"),
-    "para": Host("dbsp_para.generate", ("diffusers", "transformers", "imageio_ffmpeg"), "para"),
+    "xdit": Host("dbsp_xdit.generate", ("xfuser", "diffusers", "transformers", "triton", "imageio_ffmpeg"), "xdit"),
+    "para": Host("dbsp_para.generate", ("diffusers", "transformers", "imageio_ffmpeg"), "diffusers"),
 }
 
 
@@ -89,6 +92,7 @@ class GenerateJob:
     origin:   where they come from, in words
     model:    what the ranks load: a repository's name or a folder; None: a tiny checkpoint, to be made
     tiny:     its architecture
+    warnings: what the user should know before it runs
     """
 
     config: DbspConfig
@@ -102,6 +106,7 @@ class GenerateJob:
     out: Path
     report: Path | None
     timeout: float
+    warnings: tuple[str, ...] = ()
 
     def command(self, work: Path) -> list[str]:
         arguments = [str(work / "dbsp.yaml"), str(work / "video.mp4"), f"{self.timeout:g}"]
@@ -113,8 +118,22 @@ class GenerateJob:
         return self.settings | {"model": self.model or str(work / f"{TINY}{self.tiny}"), "report": report}
 
     @property
+    def effective(self) -> dict[str, Any]:
+        """Every setting, with what defaults and "auto" come to."""
+        config = self.config
+        kernel = choose_kernel(
+            config.kernel, "cuda" if torch.cuda.is_available() else "cpu", config.generate.torch_dtype
+        )
+        found = {"model": self.model or f"{TINY}{self.tiny}", "layout": config.effective_layout, "kernel": kernel.name}
+        dtype = str(config.generate.torch_dtype).removeprefix("torch.")
+        return config.to_values() | found | {"dtype": dtype, "report": self.report and str(self.report)}
+
+    @property
     def name(self) -> str:
-        """For what is beside the video. Nodes may share a folder, so each has its own."""
+        """For what is beside the video. Nodes, and ranks, may share a folder, so each has its own."""
+        joined = self.launch.joined
+        if joined:
+            return self.out.stem + (f".rank{joined.rank}" if joined.rank else "")
         return self.out.stem + (f".{platform.node()}" if self.launch.nnodes > 1 else "")
 
     @property
@@ -130,10 +149,12 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     """Everything that can be known before a process is launched. Raises UserError for what the user must change."""
     settings = _settings(request)
     config = DbspConfig.load(settings)
-    model, identity = _model(request, config)
-    with settings.located(), blame_setting("video"):
-        video = config.generate.video.filled(None if identity.spec is None else identity.spec.video)
-        identity.require_frames(video)
+    model, identity = _model(request, config, settings)
+    with settings.located():
+        with blame_setting("video"):
+            video = config.generate.video.filled(None if identity.spec is None else identity.spec.video)
+            identity.require_frames(video)
+        require_possible(config)
     if not video.prompt:
         raise UserError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
     launch = _launch(request)
@@ -144,10 +165,11 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     if out.suffix != ".mp4":
         raise UserError(f"--out {request.out} must end in .mp4")
     require_file_place(out, "--out")
-    report = _report(request, config, settings, here=launch.nnodes == 1 or launch.node_rank == 0)
+    report = _report(request, config, settings, here=bool(launch.leads))
     if not request.timeout > 0:
         raise UserError(f"--timeout {request.timeout:g} must be above 0 seconds; {TIMEOUT_S:g} is usual")
     tiny, spec = tiny_architecture(model), find_model_spec(model)
+    warnings = dense_complaint(config, video.steps), duration_notice(identity.spec, video, launch.world)
     given_video = {key: value for key, value in asdict(video).items() if value is not None}
     job = GenerateJob(
         config=replace(config, generate=replace(config.generate, video=video), strategy=strategy),
@@ -161,6 +183,7 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         out=out,
         report=report,
         timeout=request.timeout,
+        warnings=tuple(filter(None, warnings)),
     )
     # The host's own refusals, before its ranks are started.
     check: Callable[[DbspConfig, str, ModelSignature], None] = importlib.import_module(HOSTS[job.host].module).check
@@ -215,16 +238,17 @@ def _origin_in_words(settings: Settings, changes: Sequence[str]) -> str:
     return from_file + (f", but for {keys}" if keys else "")
 
 
-def _model(request: GenerateRequest, config: DbspConfig) -> tuple[str, ModelSignature]:
+def _model(request: GenerateRequest, config: DbspConfig, settings: Settings) -> tuple[str, ModelSignature]:
     model = request.model or config.generate.model
     if model is None:
         raise UserError(f"{request.config} does not say which model it is for; add --model")
     identity = signature_of_model(model)
     if identity is None:
-        names = ", ".join([*MODEL_SPECS, *(f"{TINY}{name}" for name in TINY_MODELS)])
+        names = [*MODEL_SPECS, *(f"{TINY}{name}" for name in TINY_MODELS)]
+        given = "--model" if request.model else f"{settings.place_of(('model',))}: model"
         raise UserError(
-            f"--model {model}: neither a known model ({names}) nor a folder with model_index.json and "
-            "transformer/config.json, as save_pretrained writes it"
+            f"{given} {model}: neither a known model ({', '.join(names)}) nor a folder with model_index.json and "
+            f"transformer/config.json, as save_pretrained writes it{did_you_mean(Path(model).name.casefold(), names)}"
         )
     require_same_model(config, identity)
     return model, identity
@@ -232,6 +256,10 @@ def _model(request: GenerateRequest, config: DbspConfig) -> tuple[str, ModelSign
 
 def _launch(request: GenerateRequest) -> Launch:
     gpus = torch.cuda.device_count()
+    joined = None if request.nproc or request.launch != Launch() else Joined.of(os.environ)
+    if joined is not None:
+        joined.variables(gpus)
+        return replace(request.launch, joined=joined)
     nproc = max(1, gpus) if request.nproc is None else request.nproc
     if 0 < gpus < nproc:
         raise UserError(
@@ -243,7 +271,7 @@ def _launch(request: GenerateRequest) -> Launch:
 
 def _default_strategy(launch: Launch, config: DbspConfig) -> Strategy:
     """Heads are divided within a node, blocks between nodes, where the kernel can."""
-    ring = launch.nnodes if returns_lse(config.kernel) else 1
+    ring = launch.nodes if returns_lse(config.kernel) else 1
     return Strategy(launch.world // ring, ring)
 
 

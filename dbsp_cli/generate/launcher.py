@@ -13,27 +13,30 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dbsp_cli.generate.joined import Joined
 from dbsp_cli.generate.orphans import RUN, kill_orphans
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import ERROR, NOTICE
 from dbsp_start.held import held
 
-__all__ = ["Launch", "LogFollower", "RunFailed", "run_watched"]
+__all__ = ["STARTING", "Launch", "LogFollower", "RunFailed", "run_watched"]
 
 _TAG = re.compile(r"\(rank (\d+)\) ")
 _STEPS_DONE = re.compile(r"(\d+)/(\d+) \[")
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL)
 _TOLD_TO_END = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _TAIL = 30
-_GRACE_S = 45  # torchrun gives its ranks 30 to end before it kills them
+STARTING = "starting ranks"
+_GRACE_S = 1.5  # for torchrun to end its ranks, which have nothing to save; then all of them are killed
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How torchrun starts ranks.
+    """How torchrun starts ranks, or which of those that are there this process is.
 
     nproc:  processes on this node
     nnodes: nodes that join; the options are torchrun's, which must name a rendezvous where there are several
+    joined: this process's place, where it is one of the ranks itself and torchrun starts none
     """
 
     nproc: int = 1
@@ -44,6 +47,7 @@ class Launch:
     rdzv_backend: str | None = None
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
+    joined: Joined | None = None
 
     def __post_init__(self) -> None:
         for name in ("nproc", "nnodes"):
@@ -64,16 +68,31 @@ class Launch:
 
     @property
     def world(self) -> int:
-        return self.nproc * self.nnodes
+        return self.joined.world if self.joined else self.nproc * self.nnodes
+
+    @property
+    def nodes(self) -> int:
+        return max(1, self.joined.world // self.joined.local_world) if self.joined else self.nnodes
+
+    @property
+    def leads(self) -> bool | None:
+        """Whether rank 0 runs under this command; None: not known before."""
+        if self.joined:
+            return self.joined.rank == 0
+        return True if self.nnodes == 1 else None if self.node_rank is None else self.node_rank == 0
 
     def command(self, module: str, arguments: Sequence[str]) -> list[str]:
-        """torchrun's command line that runs `python -m module arguments` in every rank, which ends with torchrun."""
-        options = {"nproc_per_node": self.nproc} | {key: value for key, value in vars(self).items() if key != "nproc"}
+        """The command line that runs `python -m module arguments` in every rank, or in this one: by torchrun, with
+        which they end, or by itself."""
+        rank = ["-m", "dbsp_start.rank", module, *arguments]
+        if self.joined:
+            return [sys.executable, *rank]
+        others = {key: value for key, value in vars(self).items() if key not in ("nproc", "joined")}
+        options = {"nproc_per_node": self.nproc} | others
         if self.rdzv_endpoint is not None:
             options["rdzv_backend"] = self.rdzv_backend or "c10d"
         texts = [f"--{key.replace('_', '-')}={value}" for key, value in options.items() if value is not None]
         standalone = ["--standalone"] if self.nnodes == 1 else []
-        rank = ["-m", "dbsp_start.rank", module, *arguments]
         return [sys.executable, "-m", "torch.distributed.run", *standalone, *texts, *rank]
 
 
@@ -88,6 +107,8 @@ class LogFollower:
     steps:       of the denoising; a progress bar with this total is the one to follow
     on_step:     called with the number of steps that are done
     on_notice:   called once with each line that begins with "dbsp: "
+    on_stage:    called with what is being done now, in words
+    rank:        whose the output is, where lines have no tag
     reword:      from what ranks say to words that mean something to the user
     last_lines:  of each rank's output, "" for torchrun's own;  user_errors: the first one of each rank
     """
@@ -95,16 +116,19 @@ class LogFollower:
     steps: int
     on_step: Callable[[int], None] = lambda done: None
     on_notice: Callable[[str], None] = lambda line: None
+    on_stage: Callable[[str], None] = lambda stage: None
+    rank: str = ""
     reword: Callable[[str], str] = lambda text: text
     last_lines: dict[str, deque[str]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_TAIL)))
     user_errors: dict[str, str] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
+    _stage: str = ""
 
     def line(self, line: str) -> None:
         """One line of torchrun's output, in which each rank's words come after its tag."""
         _, *tagged = _TAG.split(line)
         if not tagged:
-            self._words("", line.strip())
+            self._words(self.rank, line.strip())
         for rank, text in zip(tagged[::2], tagged[1::2], strict=True):
             self._words(rank, text.strip())
 
@@ -112,13 +136,22 @@ class LogFollower:
         """Output of rank 0, or untagged, that may end within a line."""
         done = [int(count) for count, total in _STEPS_DONE.findall(text) if int(total) == self.steps]
         if done:
+            self.stage("decoding and writing the video" if done[-1] == self.steps else "denoising")
             self.on_step(done[-1])
+
+    def stage(self, stage: str) -> None:
+        """Says what is being done, once."""
+        if stage != self._stage:
+            self._stage = stage
+            self.on_stage(stage)
 
     def _words(self, rank: str, text: str) -> None:
         if _STEPS_DONE.search(text):
             if rank in ("", "0"):
                 self.progress(text)
             return
+        if text and rank and self._stage == STARTING:
+            self.stage("loading the model")
         text = self.reword(text)
         if text:
             self.last_lines[rank].append(text)
@@ -159,6 +192,7 @@ def run_watched(
             held(command), env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
+            follower.stage(STARTING)
             _follow(process, file.write, follower)
             code = process.wait()
         finally:
@@ -179,7 +213,7 @@ def _follow(process: subprocess.Popen[bytes], keep: Callable[[bytes], object], f
         *lines, begun = re.split(r"[\r\n]+", begun + chunk.decode(errors="replace"))
         for line in lines:
             follower.line(line)
-        if begun.startswith("(rank 0) "):  # a progress bar's line ends when it is drawn again
+        if follower.rank == "0" or begun.startswith("(rank 0) "):  # a progress bar's line ends when it is drawn again
             follower.progress(begun)
     follower.line(begun)
 
@@ -205,7 +239,7 @@ def _failure(code: int, log: Path, follower: LogFollower) -> Exception:
         return UserError(next(iter(follower.user_errors.values())))
     own_words = "\n".join(follower.last_lines[""])
     cause, told = _ROOT_CAUSE.search(own_words), _TOLD_TO_END.search(own_words)
-    if cause is None and (code < 0 or told):
+    if cause is None and not follower.rank and (code < 0 or told):
         by = signal.Signals(int(told[1]) if told else -code).name
         return RunFailed(
             f"torchrun, which runs the ranks, was ended from outside by {by}"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import yaml
 
 from dbsp_cli.generate.exclusive_run import exclusive_run
@@ -15,6 +16,8 @@ from dbsp_cli.generate.launcher import LogFollower, RunFailed, run_watched
 from dbsp_cli.generate.work_folder import WorkFolder, put_folder, remove_left_over, work_folder
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.config.models import TINY
+from dbsp_core.config.preflight import memory_complaint, require_checkpoint
+from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import NOTICE
 from dbsp_core.utils.yaml_file import Settings, read_settings
 
@@ -41,18 +44,26 @@ def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
     What is made and cannot be moved to its place stays in the work folder, which is named then.
     Raises UserError where that could be found only now, RunFailed when a rank fails or the video has no place.
     """
+    if job.model is not None:
+        complaint = memory_complaint(job.model, job.config.generate.torch_dtype, job.launch.nproc)
+        if complaint is not None:
+            raise UserError(f"{complaint}; take a smaller model, fewer --nproc, or --set dtype=bfloat16")
+        require_checkpoint(job.model)
     job.out.parent.mkdir(parents=True, exist_ok=True)
     with exclusive_run(job.lock, job.out) as known:
         for result in remove_left_over(job.out.parent, job.name) if known else []:
             follower.on_notice(f"{NOTICE}an earlier run was cut off; what it had made is still in {result}")
         with work_folder(job.out.parent, job.name) as work:
             if job.tiny is not None:
+                follower.stage("making the tiny checkpoint")
                 silence_libraries()
                 make_tiny(job.tiny, work.path / f"{TINY}{job.tiny}")
             settings = work.path / "dbsp.yaml"
             settings.write_text(yaml.safe_dump(job.settings_in(work.path), allow_unicode=True))
             follower.reword = in_the_users_names(job, work.path, read_settings(settings, "configuration file"))
-            run_watched(job.command(work.path), job.log, work.path / "ranks", follower)
+            joined = job.launch.joined
+            variables = joined.variables(torch.cuda.device_count()) if joined else None
+            run_watched(job.command(work.path), job.log, work.path / "ranks", follower, variables)
             return _put_in_place(job, work)
 
 
@@ -76,7 +87,7 @@ def _put_in_place(job: GenerateJob, work: WorkFolder) -> GenerateResult:
     """The video first: a report that finds no place must not take it along."""
     video, report = work.path / "video.mp4", work.path / "report"
     if not video.is_file():
-        if job.launch.nnodes > 1:
+        if not job.launch.leads:
             return GenerateResult()
         raise RunFailed(f"the ranks ended well but left no video; their output is in {job.log}")
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, Union
 
+from dbsp_core.config.models import signature_of_name
 from dbsp_core.config.video import GenerateSettings
 from dbsp_core.cost.selection import AUTO
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
@@ -15,9 +16,9 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean
 from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_core.utils.schema import build, checked, convert, keys_within, require_choice, setting_names
+from dbsp_core.utils.schema import build, checked, convert, keys_within, plain_value, require_choice, setting_names
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, require_known
 from dbsp_kernels import KERNELS, KernelRequirements, require_supported
 
@@ -74,10 +75,8 @@ def _read_mask(value: Any, name: str) -> Any:
     source, values = value.get("source"), {key: inner for key, inner in value.items() if key != "source"}
     if isinstance(source, str) and source in SOURCES:
         return build(SOURCES[source], values, f"mask source {source!r}")
-    close = difflib.get_close_matches(str(source), SOURCES, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    message = f"unknown mask source {source!r}; set mask.source to one of {', '.join(SOURCES)}{hint}"
-    raise SettingError(message, ("source",))
+    known = ", ".join(SOURCES) + did_you_mean(source, SOURCES)
+    raise SettingError(f"unknown mask source {source!r}; set mask.source to one of {known}", ("source",))
 
 
 @dataclass(frozen=True)
@@ -176,6 +175,8 @@ class DbspConfig:
 
         Raises:
             UserError: for a value that makes no sense. For a file, the message begins with its name and the line.
+
+        A folder that a file names as its model is relative to the file.
         """
         if source is None:
             return cls()
@@ -185,7 +186,12 @@ class DbspConfig:
             return cls._of_mapping(source, "the configuration")
         settings = source if isinstance(source, Settings) else read_settings(find_config(source), "configuration file")
         with settings.located():
-            return replace(cls._of_mapping(settings.values, ""), origin=settings.origin or None)
+            config = replace(cls._of_mapping(settings.values, ""), origin=settings.origin or None)
+        model = config.generate.model
+        if model is None or signature_of_name(model) or not settings.place_of(("model",)).startswith(settings.origin):
+            return config
+        folder = str(Path(settings.origin).parent / model)
+        return replace(config, generate=replace(config.generate, model=folder))
 
     @classmethod
     def _of_mapping(cls, values: Mapping[str, Any], where: str) -> DbspConfig:
@@ -198,6 +204,14 @@ class DbspConfig:
         generate = build(GenerateSettings, {key: values[key] for key in values if key in beside}, where)
         config = build(cls, {key: values[key] for key in values if key not in beside}, where)
         return replace(config, generate=generate)
+
+    def to_values(self) -> dict[str, Any]:
+        """Every setting as YAML can hold it: what `load` makes an equal configuration of."""
+        beside = {name: plain_value(getattr(self.generate, name)) for name in setting_names(GenerateSettings)}
+        own = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
+        known = (name for name, source in SOURCES.items() if type(self.mask) is source)
+        source = next(known, type(self.mask).__name__)
+        return beside | own | {"mask": {"source": source, **(own["mask"] if isinstance(own["mask"], dict) else {})}}
 
     def with_overrides(self, **values: Any) -> DbspConfig:
         """A copy in which every value that is not None replaces the setting of that name.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.config.video import TOKEN_PIXELS, VideoSettings
-from dbsp_core.utils.errors import UserError, bad_value
+from dbsp_core.utils.errors import UserError, bad_value, did_you_mean
 
 __all__ = [
     "MODEL_SPECS",
@@ -25,6 +25,7 @@ __all__ = [
     "model_signature",
     "require_model",
     "signature_of_model",
+    "signature_of_name",
     "tiny_architecture",
     "token_grid",
 ]
@@ -90,6 +91,7 @@ class ModelSpec:
     patch_frames: latent frames that make one token (patch_size_t)
     ffn:        width of the MLP
     cross_text: text tokens that cross-attention looks at; 0: there is none
+    parameters: of transformer and text encoder together, as published
     preset:     of dbsp_core.sources.synthetic.presets, whose masks stand for its own
     video:      the usual one; all is set but prompt and seed, and flow_shift where the scheduler comes with one
     paper_thw:  the token grid that times are predicted for, where that is not the usual video's
@@ -105,6 +107,7 @@ class ModelSpec:
     patch_frames: int
     ffn: int
     cross_text: int
+    parameters: int
     preset: str
     video: VideoSettings
     paper_thw: tuple[int, int, int] | None = None
@@ -176,6 +179,7 @@ _WAN_14B = ModelSpec(
     patch_frames=1,
     ffn=13824,
     cross_text=512,
+    parameters=14_288_491_584 + 5_680_910_336,
     preset="wan2.1-t2v-14b",
     video=VideoSettings(
         None, _WAN_NEGATIVE, 720, 1280, num_frames=81, steps=50, guidance_scale=5.0, flow_shift=5.0, fps=16
@@ -189,6 +193,7 @@ _WAN_1_3B = replace(
     layers=30,
     heads=12,
     ffn=8960,
+    parameters=1_418_996_800 + 5_680_910_336,
     video=replace(_WAN_14B.video, height=480, width=832, flow_shift=3.0),
 )
 _COGVIDEOX_1_5 = ModelSpec(
@@ -202,6 +207,7 @@ _COGVIDEOX_1_5 = ModelSpec(
     patch_frames=2,
     ffn=12288,
     cross_text=0,
+    parameters=5_570_676_352 + 4_762_310_656,
     preset="cogvideox1.5-5b",
     video=VideoSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16),
     paper_thw=(21, 51, 80),  # §6.1
@@ -212,6 +218,7 @@ _COGVIDEOX = replace(
     hub="zai-org/CogVideoX-5b",
     aliases=("THUDM/CogVideoX-5b", "CogVideoX-5B"),
     patch_frames=1,
+    parameters=5_570_283_072 + 4_762_310_656,
     video=replace(_COGVIDEOX_1_5.video, height=480, width=720, num_frames=49, fps=8),
     paper_thw=None,
 )
@@ -229,7 +236,9 @@ def require_model(name: str) -> ModelSpec:
     """The model of that name. Raises UserError when there is none."""
     spec = find_model_spec(name)
     if spec is None:
-        raise UserError(f"unknown model {name!r}; use one of {', '.join(MODEL_SPECS)}")
+        raise UserError(
+            f"unknown model {name!r}; use one of {', '.join(MODEL_SPECS)}{did_you_mean(name, MODEL_SPECS)}"
+        )
     return spec
 
 
@@ -292,14 +301,18 @@ def tiny_architecture(model: str) -> str | None:
     return name if model.startswith(TINY) and name in TINY_MODELS and not Path(model).exists() else None
 
 
+def signature_of_name(name: str) -> ModelSignature | None:
+    """Of a checkpoint's name, or a tiny model's; None for what is neither."""
+    spec, tiny = find_model_spec(name), tiny_architecture(name)
+    return spec.signature if spec is not None else None if tiny is None else TINY_MODELS[tiny]
+
+
 def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
     """Of a checkpoint's name, a tiny model's, or a local folder in diffusers' form; None for what is neither."""
     text = os.fspath(model)
-    spec, tiny = find_model_spec(text), tiny_architecture(text)
-    if spec is not None:
-        return spec.signature
-    if tiny is not None:
-        return TINY_MODELS[tiny]
+    known = signature_of_name(text)
+    if known is not None:
+        return known
     try:
         index = json.loads((Path(text) / "model_index.json").read_text())
         config = json.loads((Path(text) / "transformer" / "config.json").read_text())

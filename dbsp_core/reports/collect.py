@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -71,7 +70,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
         max_abs_diff=None,
         layers=_last_of_each_layer(calls),
         seconds=_seconds(observer, calls),
-        environment=_environment(session, observer, hardware),
+        environment=_environment(session, observer, hardware, model),
         calls=columns,
         ranks=_by_rank(calls, by_rank),
     )
@@ -165,7 +164,7 @@ def _seconds(observer: RunObserver, calls: list[ObservedCall]) -> float:
     return first.elapsed_time(last) / 1e3
 
 
-def _environment(session: AttentionSession, observer: RunObserver, hardware: list[str]) -> Environment:
+def _environment(session: AttentionSession, observer: RunObserver, hardware: list[str], model: str) -> Environment:
     software = {"python": platform.python_version(), **software_versions(observer.kernel)}
     software.pop("kernel")
     if torch.version.cuda:
@@ -175,21 +174,8 @@ def _environment(session: AttentionSession, observer: RunObserver, hardware: lis
             software[name] = version(name)
         except PackageNotFoundError:
             continue
-    settings = {f.name: _plain(getattr(session.config, f.name)) for f in fields(session.config)}
-    settings |= {"layout": session.config.effective_layout, "kernel": observer.kernel}
+    settings = session.config.to_values()
+    settings |= {"model": model, "layout": session.config.effective_layout, "kernel": observer.kernel}
+    del settings["report"], settings["record"]  # folders may be gone by the time that this is read
     settings["reuse"] |= {"mode": session.planning}
     return Environment(settings, software, hardware, observer.kernel, observer.dtype)
-
-
-def _plain(value: Any) -> Any:
-    """A setting as JSON can hold it."""
-    if isinstance(value, Strategy):
-        return str(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        kind = {"source": type(value).__name__.removesuffix("Source").lower()} if hasattr(value, "mask") else {}
-        return kind | {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.repr}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(type(value).__name__)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.summary import headline, in_bytes, in_seconds, layer_summaries
+from dbsp_core.reports.tables import TextTable
 
 __all__ = ["comparison_page", "report_page"]
 
@@ -43,8 +44,8 @@ def report_page(report: RunReport) -> str:
     )
 
 
-def comparison_page(names: tuple[str, str], tables: list[tuple[str, list[str], list[list[str]]]]) -> str:
-    """HTML of a comparison. tables: (title, columns, rows)"""
+def comparison_page(names: tuple[str, str], tables: Sequence[TextTable]) -> str:
+    """HTML of a comparison."""
     return _render("comparison.html", names=names, tables=tables)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import yaml
 
 from dbsp_core.sources import SOURCES
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, did_you_mean
 
 __all__ = ["mask_settings"]
 
@@ -27,9 +26,8 @@ def mask_settings(text: str) -> dict[str, Any]:
     name, colon, rest = text.partition(":")
     if name not in SOURCES:
         if _LOOKS_LIKE_A_SOURCE.match(text) and not Path(text).exists():
-            close = difflib.get_close_matches(name, SOURCES, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"sources: {', '.join(SOURCES)}"
-            raise UserError(f"{text!r} is neither a mask source nor a mask file that exists; {hint}")
+            hint = did_you_mean(name, SOURCES) or f"; sources: {', '.join(SOURCES)}"
+            raise UserError(f"{text!r} is neither a mask source nor a mask file that exists{hint}")
         return {"source": "file", "path": text}
     settings: dict[str, Any] = {"source": name}
     for part in _BETWEEN_KEYS.split(rest) if colon else []:

@@ -5,13 +5,22 @@ The lowest package defines the first, so that every package can raise it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from dbsp_core.utils.log import log
 from dbsp_kernels.errors import UserError
 
-__all__ = ["SettingError", "UserError", "bad_value", "blame_setting", "exit_on_user_error", "require_value"]
+__all__ = [
+    "SettingError",
+    "UserError",
+    "bad_value",
+    "blame_setting",
+    "did_you_mean",
+    "exit_on_user_error",
+    "require_value",
+]
 
 
 class SettingError(UserError):
@@ -40,6 +49,12 @@ def require_value(settings: object, name: str, fits: bool, complaint: str, secti
     """Raises what `bad_value` makes unless the attribute fits."""
     if not fits:
         raise bad_value(settings, name, complaint, section)
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """What may have been meant, to end a message with: "; did you mean 'sparge'?", or nothing."""
+    close = difflib.get_close_matches(str(word), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 @contextmanager

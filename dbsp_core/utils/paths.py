@@ -14,14 +14,14 @@ def require_file_place(path: Path, what: str) -> None:
     """Raises UserError where a file cannot be written there. what: names the path in the message"""
     if path.is_dir():
         raise UserError(f"{what} {path} is a folder; give the name of a file")
-    _require_writable(path.parent, what)
+    _require_writable(path.parent, f"{what} {path}")
 
 
 def require_folder_place(path: Path, what: str) -> None:
     """Raises UserError where a folder of that name cannot be made or written to."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{what} {path} is a file; give the name of a folder")
-    _require_writable(path, what)
+    _require_writable(path, f"{what} {path}")
 
 
 def _require_writable(folder: Path, what: str) -> None:

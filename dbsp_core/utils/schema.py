@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_core.utils.yaml_file import require_known
 
-__all__ = ["build", "checked", "convert", "keys_within", "require_choice", "setting_names"]
+__all__ = ["build", "checked", "convert", "keys_within", "plain_value", "require_choice", "setting_names"]
 
 
 def setting_names(cls: type) -> list[str]:
@@ -89,6 +89,19 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
             return tuple(value)
     wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
     raise UserError(f"{name} must be {wanted}, got {value!r}")
+
+
+def plain_value(value: Any) -> Any:
+    """A setting as YAML and JSON can hold it."""
+    if is_dataclass(value) and not isinstance(value, type) and type(value).__str__ is object.__str__:
+        return {f.name: plain_value(getattr(value, f.name)) for f in fields(value) if f.repr}
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(one) for one in value]
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    return type(value).__name__ if type(value).__str__ is object.__str__ else str(value)  # no address in memory
 
 
 def _is_list_of(kind: type, value: Any) -> bool:

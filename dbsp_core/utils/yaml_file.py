@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from dbsp_core.utils.errors import SettingError, UserError
+from dbsp_core.utils.errors import SettingError, UserError, did_you_mean
 
 __all__ = ["Settings", "find_config", "read_settings", "require_known", "shipped_configs"]
 
@@ -113,14 +112,10 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
     """
     if key in known:
         return
-    close = difflib.get_close_matches(str(key), list(known), n=1)
+    hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
     if str(key) in (elsewhere or {}):
-        hint = f"it belongs under {(elsewhere or {})[str(key)]!r}"
-    elif close:
-        hint = f"did you mean {close[0]!r}?"
-    else:
-        hint = f"known keys: {', '.join(known)}"
-    raise SettingError(f"unknown key {key!r}{f' in {where}' if where else ''}; {hint}", (str(key),))
+        hint = f"; it belongs under {(elsewhere or {})[str(key)]!r}"
+    raise SettingError(f"unknown key {key!r}{f' in {where}' if where else ''}{hint}", (str(key),))
 
 
 def shipped_configs() -> Path:
@@ -139,8 +134,7 @@ def find_config(name: str | os.PathLike[str]) -> Path:
     text = os.fspath(name)
     if text.removesuffix(".yaml") in shipped:
         return shipped[text.removesuffix(".yaml")]
-    close = difflib.get_close_matches(Path(text).stem, shipped, n=1)
-    hint = f"did you mean the shipped {close[0]!r}?" if close else f"shipped ones: {', '.join(shipped)}"
+    hint = did_you_mean(Path(text).stem, shipped) or f"; shipped ones: {', '.join(shipped)}"
     raise UserError(
-        f"configuration file {text} does not exist; give the path of a YAML file or a shipped one's name; {hint}"
+        f"configuration file {text} does not exist; give the path of a YAML file or a shipped one's name{hint}"
     )

@@ -327,7 +327,7 @@ def explain_auto(device: torch.device | str, dtype: torch.dtype) -> str:
     name = choose_kernel("auto", device, dtype).name
     if os.environ.get("DBSP_KERNEL"):
         return f"{name}, because DBSP_KERNEL={os.environ['DBSP_KERNEL']}"
-    better = list(KERNELS)[: list(KERNELS).index(name)]
+    better = [n for n in list(KERNELS)[: list(KERNELS).index(name)] if device in KERNELS[n].devices]
     passed = [f"{other}: {KERNELS[other].why_unsupported(device, dtype)}" for other in better]
     return f"{name}, the best that serves {dtype} on {device}" + (f" ({'; '.join(passed)})" if passed else "")
 

@@ -12,11 +12,12 @@ import torch
 import comparison as bench
 from calibration_cases import die_on_one, fail_on_one
 from comparison import Comparison, replayed_seconds
-from dbsp_cli.calibrate.calibrate import constants_from, predict_case
+from dbsp_cli.calibrate.calibrate import Calibration, Checked, constants_from, predict_case
 from dbsp_cli.calibrate.cases import Case, held_out, sizes_for
 from dbsp_cli.calibrate.fit import fit
 from dbsp_cli.calibrate.measure import Setting
 from dbsp_cli.calibrate.timing import Timer, core_seconds, median_time, run_ranks, undisturbed_samples
+from dbsp_cli.commands import calibrate as command
 from dbsp_core import Strategy, make_plan
 from dbsp_core.cost.hardware import Constants, load_hardware
 from dbsp_core.cost.latency import MERGE_BYTES
@@ -156,7 +157,8 @@ def test_a_rank_that_fails_or_dies_is_reported(function, complaint):
         run_ranks(function, 2, "cpu")
 
 
-def test_the_command_measures_writes_and_checks(dbsp, tmp_path):
+def test_the_command_measures_writes_and_checks(dbsp, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_fault_of", lambda *_: None)  # how busy this machine is, is not tested here
     out = tmp_path / "here.yaml"
     code, text, _ = dbsp("calibrate", "--quick", "--out", out, "--check", "--json")
     report = json.loads(text)
@@ -167,3 +169,35 @@ def test_the_command_measures_writes_and_checks(dbsp, tmp_path):
     assert set(hardware.residuals) == {"compute", "merge", "linear", "exchange", "p2p", "call"}
     assert {one["strategy"] for one in report["held_out"]} == {"U2R1", "U1R2"}
     assert report["worst_error"] == max(abs(one["error"]) for one in report["held_out"])
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "bytes_per_s", "fault"),
+    [
+        (1.4, 1e9, None),
+        (2.5, 1e9, "wrong by up to 60%, more than 50%"),
+        (0.5, 1e9, "wrong by up to 100%"),
+        (1.0, float("inf"), "p2p_bytes_per_s came out infinite"),
+    ],
+)
+def test_constants_that_fail_their_own_check_are_not_written(
+    dbsp, tmp_path, monkeypatch, measured_s, bytes_per_s, fault
+):
+    """Nothing is measured: a machine that was busy is made up."""
+    known = load_hardware("cpu-demo")
+    known = replace(known, constants=replace(known.constants, p2p_bytes_per_s=bytes_per_s))
+    monkeypatch.setattr(command, "calibrate", lambda *_, **__: Calibration(known, {}, {}))
+    held = [Checked(Case(2, 128, 16, 0.5), "U2R1", "dbsp", measured_s, 1.0)]
+    monkeypatch.setattr(command, "check", lambda *_, **__: held)
+    out = tmp_path / "here.yaml"
+    code, said, err = dbsp("calibrate", "--out", out, "--check", "--json")
+    assert json.loads(said)["worst_error"] == pytest.approx(abs(1 / measured_s - 1))
+    assert out.exists() is (fault is None)
+    if fault is None:
+        assert (code, err) == (0, f"wrote {out}\n")
+    else:
+        assert code == 2
+        assert err.startswith(f"dbsp: error: {out} is not written: ")
+        assert fault in err
+        assert "--patience" in err
+        assert err.count("\n") == 1

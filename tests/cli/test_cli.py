@@ -152,22 +152,6 @@ def test_without_arguments_it_shows_its_help(dbsp, args):
     assert out.count("\n") > 5
 
 
-class TestDoctor:
-    def test_json_is_one_object_that_gives_a_fix_for_whatever_is_missing(self, dbsp):
-        code, out, err = dbsp("doctor", "--json")
-        findings = {finding.pop("what"): finding for finding in json.loads(out)["findings"]}
-        assert (code, err) == (0, "")
-        assert {"python", "torch", "accelerator", "communication", "kernel cpu", "kernel reference"} <= set(findings)
-        assert findings["torch"]["ok"]
-        assert all(list(finding) == ["ok", "detail", "fix"] for finding in findings.values())
-        assert all(bool(finding["fix"]) != finding["ok"] for finding in findings.values())
-
-    def test_the_table_says_the_same(self, dbsp):
-        code, out, _ = dbsp("doctor")
-        assert code == 0
-        assert "kernel reference" in out
-
-
 class HalfWritten:
     """A pipeline whose disk is full."""
 

@@ -110,7 +110,10 @@ class TestGenerateRefuses:
         [
             ("--prompt x", "nothing says which model; give --model"),
             ("--config tiny-wan", "there is no prompt; give one with --prompt"),
-            ("--config tiny-wam --prompt x", "did you mean the shipped 'tiny-wan'"),
+            (
+                "--config tiny-wam --prompt x",
+                "does not exist; give the path of a YAML file or a shipped one's name; did you mean 'tiny-wan'?",
+            ),
             ("--config tiny-wan --prompt x --model ./nowhere", "--model ./nowhere: neither a known model (wan2.1"),
             ("--config tiny-wan --prompt x --model wan2.1-t2v-14b", "is for tiny-wan, the model is wan2.1-t2v-14b"),
             ("--config tiny-wan --prompt x --set mask.density=2", "--set mask.density: density=2.0 must lie between"),
@@ -128,6 +131,13 @@ class TestGenerateRefuses:
             ("--config tiny-wan --prompt x --nnodes 2", "--nnodes 2 needs a place to meet"),
             ("--config tiny-wan --prompt x --nnodes 2 --master-addr a", "--master-addr needs a --node-rank"),
             ("--config tiny-wan --prompt x --node-rank 1", "--node-rank 1 needs as many nodes; add --nnodes"),
+            ("--config tiny-wan --prompt x --set cost_model=h300", "--set cost_model: no hardware 'h300'; use "),
+            ("--config tiny-wan-sparge --prompt x --set layout=learned", "--set layout: layout 'learned' needs masks"),
+            ("--model Wan21-T2V-14B --prompt x", "did you mean 'wan2.1-t2v-14b'?"),
+            (
+                "--config tiny-wan --prompt x --set model=tiny-van",
+                "--set model: model tiny-van: neither a known model",
+            ),
             ("--config tiny-wan-paro --prompt x", "tiny-wan-paro.yaml:6: mask file masks/tiny-wan-paro.safetensors"),
         ],
     )

@@ -61,3 +61,29 @@ def test_a_transformer_compiled_since_has_its_session():
 def test_what_is_no_pipeline_is_refused():
     with pytest.raises(ValueError, match="int has none"):
         dbsp_diffusers.enable(3)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"mask": {"source": "window", "window": [99, 99, 99]}}, "mask window left nothing out, density 1.000"),
+        (
+            {"mask": {"source": "window", "window": [1, 1, 1]}, "dense_schedule": {"first_steps": 99}},
+            "dense_schedule makes all 2 steps dense (first_steps 99, last_steps 0): nothing will be gained",
+        ),
+        ({"mask": {"source": "window", "window": [1, 1, 1]}, "dense_schedule": {"first_steps": 1}}, None),
+        ({"mask": {"source": "dense"}}, None),
+    ],
+)
+def test_a_call_that_gains_nothing_says_so(folder, capfd, config, said):
+    import diffusers
+
+    blocks = {} if config["mask"]["source"] == "dense" else {"block_q": 8, "block_k": 8}
+    pipe = diffusers.WanPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    dbsp_diffusers.enable(pipe, {**config, "mask": config["mask"] | blocks})
+    size = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1.0}
+    pipe("a", output_type="latent", **size)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "gained" in line]
+    assert len(lines) == (said is not None), lines
+    assert said is None or said in lines[0]

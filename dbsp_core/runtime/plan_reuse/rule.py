@@ -55,6 +55,7 @@ class ReuseCounters:
     evaluated: masks whose ρ_s under the plan in use is known
     rho_used:  its sum over those, and `worst_used` its maximum
     rho_bound: sum over the same of the ρ_s that no plan can beat
+    dense:     how many of them leave nothing out
     """
 
     calls: int = 0
@@ -63,6 +64,7 @@ class ReuseCounters:
     rho_used: float = 0.0
     worst_used: float = 1.0
     rho_bound: float = 0.0
+    dense: int = 0
 
     def add(self, plan: Plan) -> None:
         """Counts a plan with the numbers of the mask it was used for."""
@@ -70,3 +72,4 @@ class ReuseCounters:
         self.rho_used += plan.rho
         self.worst_used = max(self.worst_used, plan.rho)
         self.rho_bound += plan.rho_bound
+        self.dense += plan.density == 1

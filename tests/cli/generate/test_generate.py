@@ -20,6 +20,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.reports.run_report import RunReport
 from dbsp_diffusers.reference import attach_single_process
 from nodes import two_nodes
+from ports import free_port
 from repository import python_path
 
 TOLERANCE = 1e-5
@@ -135,6 +136,36 @@ def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_prop
     assert "strategy U1R2" in said[0], "heads are shared out within a node, blocks between nodes"
     assert "the video is on the node where rank 0 runs" in said[1]
     assert [path.suffix for path in (tmp_path / "node1").iterdir()] == [".log"]
+
+
+def test_ranks_that_srun_has_started_are_joined(tmp_path, expected):
+    """No Slurm here: its variables are set by hand, for two real processes as on two nodes."""
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+    shared |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
+    line = command("tiny-wan", tmp_path / "ball.mp4", "--host", "para", "--report", tmp_path / "report")
+    runs = [
+        subprocess.Popen(
+            line,
+            env={**os.environ, **shared, "SLURM_PROCID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [run.communicate(timeout=300) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    check_video(tmp_path, expected("wan"), 2, "para")
+    assert "strategy U1R2" in said[0][1], "heads are shared out within a node, blocks between nodes"
+    assert said[0][0].startswith(f"wrote {tmp_path / 'ball.mp4'} and {tmp_path / 'report'}")
+    assert said[1] == ("", "")
+    stages = ("making the tiny checkpoint", "starting ranks", "loading the model", "denoising", "decoding and writing")
+    places = [said[0][1].index(f"dbsp: {stage}") for stage in stages]
+    assert places == sorted(places)
+    assert {path.name for path in tmp_path.iterdir()} == {"ball.mp4", "ball.log", "ball.rank1.log", "report"}
+    settings = RunReport.read(tmp_path / "report").environment.settings
+    assert settings["model"] == "tiny-wan"
+    assert str(tmp_path) not in json.dumps(settings)
 
 
 def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):

@@ -82,7 +82,7 @@ def test_a_killed_command_takes_torchrun_and_ranks_along_and_the_next_one_cleans
         wait_until(lambda: not ranks.left())
     assert len([name for name in names(folder) if name.startswith(".ball.dbsp-")]) == 1
 
-    def finished(command: list[str], log: Path, ranks_folder: Path, watcher: LogFollower) -> None:
+    def finished(command: list[str], log: Path, ranks_folder: Path, watcher: LogFollower, *_: object) -> None:
         (ranks_folder.parent / "video.mp4").write_bytes(b"a video")
 
     monkeypatch.setattr("dbsp_cli.generate.running.run_watched", finished)

@@ -27,7 +27,7 @@ def made(monkeypatch):
     """
     what: list = []
 
-    def ranks(command: list[str], log: Path, ranks_folder: Path, watcher: LogFollower) -> None:
+    def ranks(command: list[str], log: Path, ranks_folder: Path, watcher: LogFollower, *_: object) -> None:
         work = ranks_folder.parent
         (work / "video.mp4").write_bytes(b"a video")
         if "report" in what:
@@ -58,9 +58,9 @@ class TestBefore:
         ("changed", "complaint"),
         [
             ({"out": "folder.mp4"}, "--out .*/folder.mp4 is a folder; give the name of a file"),
-            ({"out": "file/ball.mp4"}, "--out: .*/file is a file, not a folder; give another place"),
+            ({"out": "file/ball.mp4"}, "--out .*/file/ball.mp4: .*/file is a file, not a folder; give another place"),
             ({"report": "file"}, "--report .*/file is a file; give the name of a folder"),
-            ({"report": "file/new/report"}, "--report: .*/file is a file, not a folder"),
+            ({"report": "file/new/report"}, "--report .*/file/new/report: .*/file is a file, not a folder"),
             ({"changes": ["report={}/file"]}, "--set report: report .*/file is a file; give"),
             ({"config": "{}/my.yaml"}, r"my.yaml:2: report .*/file is a file; give the name of a folder"),
         ],
@@ -87,9 +87,12 @@ class TestBefore:
         closed = tmp_path / "closed"
         closed.mkdir()
         monkeypatch.setattr("os.access", lambda path, mode: real(path) != closed)
-        with pytest.raises(UserError, match=r"--report: folder .*/closed cannot be written to; give another place"):
+        with pytest.raises(
+            UserError,
+            match=r"--report .*/closed/new/report: folder .*/closed cannot be written to; give another place",
+        ):
             job(tmp_path, report=closed / "new" / "report")
-        with pytest.raises(UserError, match=r"--out: folder .*/closed cannot be written to"):
+        with pytest.raises(UserError, match=r"--out .*/closed/ball.mp4: folder .*/closed cannot be written to"):
             job(tmp_path, out=closed / "ball.mp4")
 
     def test_of_several_nodes_only_the_one_that_writes_the_report_must_be_able_to(self, tmp_path):
@@ -203,7 +206,7 @@ class TestWords:
         asked = job(tmp_path, config=str(mine), changes=changes)
         told: list[str] = []
 
-        def ranks(command: list[str], log: Path, ranks_folder: Path, watcher: LogFollower) -> None:
+        def ranks(command: list[str], log: Path, ranks_folder: Path, watcher: LogFollower, *_: object) -> None:
             file = ranks_folder.parent / "dbsp.yaml"
             lines = file.read_text().splitlines()
             density, height, fps = (

@@ -324,18 +324,22 @@ def test_cli_shows_one_run(dbsp, tmp_path):
 
 
 def test_cli_compares_two_runs(dbsp, tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
+    a, b = tmp_path / "[red]a", tmp_path / "b[" / "red] [[b]"
+    a.mkdir()
+    b.mkdir(parents=True)
     report = small_report()
     settings = {"mask": {"source": "window"}, "planner": "paper", "report": "there"}
     environment = dataclasses.replace(report.environment, settings=settings)
     calls = dataclasses.replace(report.calls, seconds=[1.0] * 6)
-    a = _write(tmp_path / "a")
-    b = _write(tmp_path / "b", environment=environment, calls=calls, seconds=9.0)
+    _write(a, model="[/x] a model")
+    _write(b, model="[/x] a model", environment=environment, calls=calls, seconds=9.0)
     page = tmp_path / "difference.html"
     code, out, _ = dbsp("report", a, b, "--html", page)
     assert code == 0
     assert "+100.0%" in out
+    assert f"A: {a}  " in out
+    assert f"B: {b}\n" in out
+    assert "[/x] a model, db-SP in para" in dbsp("report", a)[1]
     words = " ".join(Page(page.read_text()).text)
     assert "mask.source" in words
     assert "window" in words

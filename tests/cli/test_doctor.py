@@ -1,0 +1,78 @@
+"""`dbsp doctor`: what it calls ok has been imported; and what the extras install is what their hosts need."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from dbsp_cli.commands import doctor
+from dbsp_cli.commands.doctor import HOSTS, Importable
+from dbsp_cli.generate import job
+from repository import ROOT
+
+MISSING = Importable("nothing", ("dbsp_no_such_module",), "xdit")
+
+
+def test_a_line_says_it_all_and_a_fix_stands_by_whatever_is_not_ok(dbsp):
+    code, out, err = dbsp("doctor", "--json")
+    said = json.loads(out)
+    assert (code, err) == (0, "")
+    findings = {finding.pop("what"): finding for finding in said["findings"]}
+    assert {"db-SP", "python", "torch", "accelerator", "communication", "kernel cpu", "xDiT"} <= set(findings)
+    assert all(list(finding) == ["state", "detail", "fix", "ok"] for finding in findings.values())
+    assert all(bool(finding["fix"]) != finding["ok"] for finding in findings.values())
+    assert said["verdict"].startswith(f"db-SP {findings['db-SP']['detail']} ")
+    for host in HOSTS:
+        assert (host.what in said["verdict"]) is findings[host.what]["ok"]
+    if not torch.cuda.is_available():
+        assert findings["kernel triton"]["state"] == findings["accelerator"]["state"] == "not here"
+        assert findings["kernel triton"]["detail"] == "needs a GPU"
+
+
+def test_the_table_says_the_same_with_its_brackets(dbsp, monkeypatch):
+    monkeypatch.setattr(doctor, "HOSTS", ())
+    monkeypatch.setattr(doctor, "_PACKAGES", (MISSING,))
+    monkeypatch.setattr(doctor, "verdict", lambda checks: "a verdict")
+    code, out, _ = dbsp("doctor")
+    assert (code, out.splitlines()[0]) == (0, "a verdict")
+    assert "missing   nothing" in out
+    assert "lacks dbsp_no_such_module; pip install 'dbsp-attention[xdit]'\n" in out
+
+
+def test_what_is_installed_and_cannot_be_imported_is_not_ok(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("import dbsp_no_such_module\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check = Importable("broken", ("broken_package",), "xdit").check()
+    assert check.state == "missing"
+    assert check.detail == "cannot be imported: ModuleNotFoundError: No module named 'dbsp_no_such_module'"
+    assert check.fix == "pip install 'dbsp-attention[xdit]'"
+
+
+def test_version(dbsp):
+    code, out, _ = dbsp("--version")
+    assert (code, out) == (0, f"db-SP {doctor.own_version()}\n")
+
+
+def extras() -> dict[str, set[str]]:
+    """Packages that each extra names, itself or through another of ours, as they are imported."""
+    tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = project["optional-dependencies"]
+
+    def packages(extra: str) -> set[str]:
+        found = set()
+        for requirement in named[extra]:
+            ours = re.fullmatch(rf"{project['name']}\[(\w+)\]", requirement)
+            found |= packages(ours[1]) if ours else {re.match(r"[\w-]+", requirement)[0].replace("-", "_")}
+        return found
+
+    return {extra: packages(extra) for extra in named}
+
+
+@pytest.mark.parametrize("needs", [*HOSTS, *doctor._PACKAGES, *job.HOSTS.values()], ids=str)
+def test_an_extra_alone_brings_what_it_is_named_for(needs):
+    assert set(needs.needs) <= extras()[needs.extra]

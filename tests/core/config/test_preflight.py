@@ -1,0 +1,157 @@
+"""What is said before a rank is started: what cannot be served here, a checkpoint that is not there, one too large."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dbsp_core.config import preflight
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.config.models import MODEL_SPECS, require_model
+from dbsp_core.config.preflight import (
+    dense_complaint,
+    duration_notice,
+    memory_complaint,
+    require_checkpoint,
+    require_possible,
+)
+from dbsp_core.utils.errors import SettingError, UserError
+
+WAN = require_model("wan2.1-t2v-14b")
+ELSEWHERE = "cpu" if torch.cuda.is_available() else "sparge"
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "complaint"),
+    [
+        ({"kernel": ELSEWHERE}, ("kernel",), f"kernel {ELSEWHERE!r} cannot be used here"),
+        ({"cost_model": "h300"}, ("cost_model",), "no hardware 'h300'; use a800"),
+        (
+            {"mask": {"source": "sparge", "cdf": 0.9}, "layout": "learned"},
+            ("layout",),
+            "those of source sparge are not",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_its_setting(settings, path, complaint):
+    with pytest.raises(SettingError, match=complaint) as raised:
+        require_possible(DbspConfig.load(settings))
+    assert raised.value.path == path
+
+
+def test_what_can_be_served_is_not():
+    require_possible(DbspConfig.load({"mask": {"source": "radial"}, "layout": "learned", "cost_model": "a800"}))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and a hub that cannot be reached: tests run offline."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def test_a_checkpoint_that_is_nowhere_is_one_line(cache):
+    with pytest.raises(UserError) as raised:
+        require_checkpoint(WAN.hub)
+    said = str(raised.value)
+    assert said.startswith(f"checkpoint {WAN.hub} is not in {cache}, and https://huggingface.co does not give it (")
+    assert "offline" in said
+    assert "\n" not in said
+
+
+def test_a_checkpoint_that_is_here_needs_no_network(cache):
+    snapshot = cache / f"models--{WAN.hub.replace('/', '--')}" / "snapshots" / "a1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model_index.json").write_text("{}")
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a1")
+    for model in (WAN.hub, str(snapshot), None):
+        require_checkpoint(model)
+
+
+@pytest.fixture
+def small_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(preflight, "_machine_memory", lambda: 100 * 2**30)
+
+
+def test_weights_too_large_for_the_machine_are_counted(cache, small_machine):
+    assert memory_complaint(WAN.hub, torch.bfloat16, 2) is None
+    said = memory_complaint(WAN.hub, torch.float32, 2)
+    assert said is not None
+    assert f"2 processes hold the weights of {WAN.hub}, each 74.4 GiB in float32" in said
+    assert "has 100.0 GiB of memory" in said
+
+
+def test_weights_of_a_folder_are_counted_from_its_files_once(tmp_path, small_machine, monkeypatch):
+    monkeypatch.setattr(preflight, "_machine_memory", lambda: 1000)
+    for part, name in (("transformer", "diffusion_pytorch_model-00001-of-00002"), ("vae", "diffusion_pytorch_model")):
+        (tmp_path / part).mkdir()
+        save_file({"a": torch.zeros(10, 6), "b": torch.zeros(40)}, tmp_path / part / f"{name}.safetensors")
+    save_file({"a": torch.zeros(999)}, tmp_path / "vae" / "diffusion_pytorch_model.fp16.safetensors")
+    assert memory_complaint(str(tmp_path), torch.float32, 1) is None  # 200 numbers
+    assert memory_complaint(str(tmp_path), torch.float64, 1) is not None
+
+
+def test_a_machine_that_does_not_say_is_not_judged(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(preflight, "_machine_memory", lambda: None)
+    assert memory_complaint(WAN.hub, torch.float64, 1000) is None
+
+
+def test_a_large_model_on_a_cpu_is_said(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    said = duration_notice(WAN, WAN.video, 1)
+    assert said is not None
+    assert said.startswith("there is no GPU: wan2.1-t2v-14b on 1 process of this CPU will take ")
+    assert " days or more (modelled)" in said
+    assert duration_notice(None, WAN.video, 1) is None
+    assert duration_notice(WAN, replace(WAN.video, height=16, width=16, num_frames=1, steps=1), 4) is None
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert duration_notice(WAN, WAN.video, 1) is None
+
+
+def test_parameters_are_those_of_the_models():
+    """Transformers are counted on the meta device; text encoders stand in the table as published."""
+    diffusers = pytest.importorskip("diffusers")
+    for spec in MODEL_SPECS.values():
+        same = {"num_attention_heads": spec.heads, "attention_head_dim": spec.head_dim, "num_layers": spec.layers}
+        with torch.device("meta"):
+            if spec.pipeline == "WanPipeline":
+                model = diffusers.WanTransformer3DModel(ffn_dim=spec.ffn, **same)
+            else:
+                patch = {"patch_size_t": spec.patch_frames, "patch_bias": False} if spec.patch_frames > 1 else {}
+                model = diffusers.CogVideoXTransformer3DModel(
+                    in_channels=16, use_rotary_positional_embeddings=True, **same, **patch
+                )
+        encoder = spec.parameters - sum(p.numel() for p in model.parameters())
+        assert encoder == {"WanPipeline": 5_680_910_336, "CogVideoXPipeline": 4_762_310_656}[spec.pipeline]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "steps", "all_dense"), [(99, 0, 2, True), (1, 1, 2, True), (1, 0, 2, False)]
+)
+def test_a_schedule_that_leaves_nothing(first, last, steps, all_dense):
+    config = DbspConfig.load({"dense_schedule": {"first_steps": first, "last_steps": last}})
+    said = dense_complaint(config, steps)
+    assert (said is not None) is all_dense
+    assert said is None or f"makes all {steps} steps dense (first_steps {first}, last_steps {last})" in said
+    assert dense_complaint(config, None) is None
+
+
+def test_a_folder_in_a_file_is_relative_to_the_file(tmp_path, monkeypatch):
+    folder = tmp_path / "files"
+    (folder / "mine" / "transformer").mkdir(parents=True)
+    (folder / "mine" / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline"}))
+    (folder / "my.yaml").write_text("model: mine\n")
+    monkeypatch.chdir(tmp_path)
+    assert DbspConfig.load("files/my.yaml").generate.model == "files/mine"
+    (folder / "my.yaml").write_text("model: tiny-wan\n")
+    assert DbspConfig.load("files/my.yaml").generate.model == "tiny-wan"
+    assert DbspConfig.load({"model": "mine"}).generate.model == "mine"
