@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The CPU kernel's rate per block over dense attention's, and what bounds it; contenders in turns, the fastest of each.
+"""The CPU kernel's rate per block over dense attention's, and what bounds it; in turns, the fastest of each.
 
 scripts/bench/cpu_kernel.py            a table
 scripts/bench/cpu_kernel.py --json     the same numbers for a program
