@@ -47,7 +47,7 @@ def test_on_hopper_tiles_come_ahead_products_overlap_and_nothing_spills():
 
 
 def test_on_ampere_it_fits_the_smallest_gpus():
-    for v in variants("--arch", "sm80", "--dtype", "fp16", "--width", "64"):
+    for v in variants("--arch", "sm80", "--dtype", "fp16", "--width", "64", "--blocks", "128x64"):
         assert v["tile_distance"] >= 1, v
         assert v["shared_bytes"] <= 99 << 10, v
 
@@ -77,8 +77,7 @@ from dbsp_kernels.machine_code.compiler import compile_kernel
 from dbsp_kernels.triton.merge import merge_kernel
 
 types = dict.fromkeys(("out_ptr", "lse_ptr", "part_lse_ptr"), "*fp32") | {"part_ptr": "*bf16", "tokens": "i32"}
-for arch in (80, 90):
-    assert compile_kernel(merge_kernel, arch, types, {"WIDTH": 128, "TILE": 32, "TILE_D": 128}, set()).sass
+assert compile_kernel(merge_kernel, 80, types, {"WIDTH": 128, "TILE": 32, "TILE_D": 128}, set()).sass
 """
 
 

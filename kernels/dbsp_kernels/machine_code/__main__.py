@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help='prints {"variants": […]}')
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--width", nargs="+", type=int, help="head sizes; default: all")
+    parser.add_argument("--blocks", nargs="+", help="block_q×block_k as 64x128; default: all")
     parser.add_argument("--kernel", nargs="+", help="by name; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
     args = parser.parse_args()
@@ -36,6 +37,7 @@ def main() -> int:
         for variant in shipped(int(args.arch.removeprefix("sm")))
         if variant.dtype in args.dtype
         and (args.width is None or variant.width in args.width)
+        and (args.blocks is None or f"{variant.block_q}x{variant.block_k}" in args.blocks)
         and (args.kernel is None or variant.kernel in args.kernel)
     ]
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
