@@ -14,6 +14,7 @@ from torch import nn
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.schedule import StepClock
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_diffusers.architectures import TokenSequence, architecture_of
@@ -27,20 +28,26 @@ _ALONE = SequenceGroup(0, 1)
 
 
 def attach_single_process(
-    transformer: Any, config: ConfigLike = None, steps: Callable[[], int | None] = lambda: None
+    transformer: Any,
+    config: ConfigLike = None,
+    steps: Callable[[], int | None] = lambda: None,
+    clock: StepClock | None = None,
 ) -> PatchSet:
     """Makes the self-attention of a stock diffusers transformer block-sparse, by a dense token mask.
 
     config: a DbspConfig, a mapping, the path of a YAML file, or None for the settings shipped for the transformer's
             checkpoint, dense where none are shipped: as in the hosts
     steps:  tells how many denoising steps there will be, for dense_schedule.last_steps
+    clock:  counts steps, one for transformers that take turns
     Meant for comparison: it costs as much as dense attention, and more memory. Undone by the result's `detach`.
     """
     architecture = architecture_of(transformer)
     config = resolve_config(config, transformer, _ALONE)
     attentions = architecture.attentions_of(transformer)
     heads = transformer.config.num_attention_heads
-    provider = MaskProvider(config.mask, config.dense_schedule, heads, len(attentions), _ALONE, steps)
+    provider = MaskProvider(
+        config.mask, config.dense_schedule, heads, len(attentions), _ALONE, steps, clock=clock or StepClock()
+    )
     patches = PatchSet()
     branch = guidance_branch(transformer, patches)
     cache: dict[Hashable, BlockMask] = {}

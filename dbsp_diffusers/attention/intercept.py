@@ -26,12 +26,18 @@ _attends: WeakValueDictionary[int, Attend] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
+def _answer(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    return _attends[int(number)](q, k, v, scale=scale)
+
+
 @torch.library.custom_op("dbsp::attend", mutates_args=())
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     """number: int64, of the attention; a tensor, as layers that differ by an integer would be compiled one by one."""
-    return _attends[int(number)](q, k, v, scale=scale).contiguous()
+    return _answer(q, k, v, number, scale).contiguous()
 
 
 @_attend.register_fake
@@ -46,9 +52,9 @@ class SdpaOverride(TorchFunctionMode):
     any_mask: whether a mask is ignored, rather than refused
     """
 
-    def __init__(self, attend: Attend, number: torch.Tensor, any_mask: bool) -> None:
+    def __init__(self, number: torch.Tensor, any_mask: bool) -> None:
         super().__init__()
-        self._attend, self._number, self._any_mask = attend, number, any_mask
+        self._number, self._any_mask = number, any_mask
         self.calls = 0
 
     def __torch_function__(
@@ -65,9 +71,7 @@ class SdpaOverride(TorchFunctionMode):
         self.calls += 1
         q, k, v, scale = call["query"], call["key"], call["value"], call.get("scale")
         if needs_gradients(q, k, v) or not torch.compiler.is_compiling():
-            return self._attend(
-                q, k, v, scale=scale
-            )  # the operator has no backward: with gradients, graphs break here
+            return _answer(q, k, v, self._number, scale)  # the operator has no backward: with gradients, graphs break
         return torch.ops.dbsp.attend(q, k, v, self._number, scale)
 
 
@@ -86,7 +90,7 @@ def intercept_self_attention(
     number = torch.tensor(key)
 
     def intercepted(*args: Any, **kwargs: Any) -> Any:
-        mode = SdpaOverride(attend, number, any_mask)
+        mode = SdpaOverride(number, any_mask)
         with mode:
             output = forward(*args, **kwargs)
         if mode.calls != 1:
@@ -97,4 +101,7 @@ def intercept_self_attention(
             )
         return output
 
+    vars(intercepted)["attend"] = (
+        attend  # keeps it alive, out of sight of torch.compile, which would tell layers apart
+    )
     patches.replace_forward(attention, intercepted)

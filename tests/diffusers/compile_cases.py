@@ -1,4 +1,4 @@
-"""What the workers run: a compiled transformer under dbsp_para, with the graphs it runs counted."""
+"""What the workers run: compiled transformers, with the graphs they run counted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 import torch._dynamo
 
+import dbsp_diffusers
 import dbsp_para
+from tiny_transformers import make_tiny_transformer, tiny_inputs
 from transformers_for_tests import GraphCounter, Inputs, make_transformer
 
 
@@ -26,3 +28,20 @@ def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[st
         out = fast(**inputs)[0]
         dbsp_para.unparallelize(transformer)
     return float((out - expected).abs().max()), graphs.runs, graphs.compiled - before
+
+
+def run_compiled_blocks(rank: int, world: int, model: str, config: dict[str, Any]) -> tuple[float, int, int]:
+    """As diffusers recommends, each kind of block by itself and whole: (largest difference from the same uncompiled,
+    graphs compiled in a first pass, in a second)."""
+    transformer = make_tiny_transformer(model, **({"num_layers": 12} if model == "wan" else {}))
+    inputs, graphs = tiny_inputs(model), GraphCounter()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        dbsp_diffusers.enable(transformer, config)
+        expected = transformer(**inputs)[0]
+        transformer.compile_repeated_blocks(fullgraph=True, backend=graphs)
+        out, first = transformer(**inputs)[0], graphs.compiled
+        again = transformer(**inputs)[0]
+        dbsp_diffusers.disable(transformer)
+    difference = max(float((one - expected).abs().max()) for one in (out, again))
+    return difference, first, graphs.compiled - first

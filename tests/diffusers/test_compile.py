@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compile_cases import run_compiled
+from compile_cases import run_compiled, run_compiled_blocks
 
 MASKS = {
     "window": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16},
@@ -24,3 +24,23 @@ def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask
             graphs[layers] = runs
     assert (graphs[3] - graphs[1]) / 2 <= 2, "at most two graphs a block: before attention and after"
     assert graphs[1] <= 8
+
+
+@pytest.mark.parametrize(
+    ("model", "mask", "graphs"),
+    [
+        ("wan", "sparge", 1),
+        ("vace", "window", 3),  # as stock: two kinds of block, one of them with and without a projection
+        ("flux", "window", 3),
+        ("qwen", "window", 3),  # and what is cut at the first block, and at each
+        ("hunyuan1.5", "window", 5),
+    ],
+)
+def test_repeated_blocks_are_compiled_without_a_break(pool, model, mask, graphs):
+    """`fullgraph=True` raises where there is one. 12 layers of Wan are one graph, as the layer that an attention is of
+    is a tensor: with an integer, each would be compiled anew."""
+    config = {"mask": MASKS[mask], "strategy": "U1R2"}
+    for difference, compiled, recompiled in pool(2).run(run_compiled_blocks, model, config):
+        assert difference <= 1e-5
+        assert compiled == graphs
+        assert recompiled == 0

@@ -1,0 +1,163 @@
+"""What the workers run: what diffusers, accelerate, peft and torch offer besides, put on before db-SP and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import dbsp_diffusers
+from dbsp_diffusers.reference import attach_single_process
+from model_cases import MASKS, apart, outputs
+from tiny_transformers import make_tiny_transformer, tiny_inputs
+
+CPU = torch.device("cpu")
+CONFIG = {"mask": MASKS["sparge"], "strategy": "U1R2"}
+
+
+def _model_offload(transformer: Any) -> None:
+    from accelerate import cpu_offload_with_hook
+
+    cpu_offload_with_hook(transformer, execution_device=CPU)
+
+
+def _sequential_offload(transformer: Any) -> None:
+    from accelerate import cpu_offload
+
+    cpu_offload(transformer, execution_device=CPU)
+
+
+def _group_offload(transformer: Any) -> None:
+    transformer.enable_group_offload(CPU, CPU, offload_type="block_level", num_blocks_per_group=1)
+
+
+def _leaf_offload(transformer: Any) -> None:
+    transformer.enable_group_offload(CPU, CPU, offload_type="leaf_level")
+
+
+def _fsdp(transformer: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    if torch.distributed.is_initialized():
+        for block in transformer.blocks:
+            fully_shard(block)
+        fully_shard(transformer)
+
+
+def _lora(transformer: Any) -> None:
+    from peft import LoraConfig
+
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        modules = ["to_q", "to_k", "to_v", "to_out.0"]
+        transformer.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=modules))
+
+
+def _fused_lora(transformer: Any) -> None:
+    _lora(transformer)
+    transformer.fuse_lora()
+
+
+def _layerwise(transformer: Any) -> None:
+    transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
+def _fused_qkv(transformer: Any) -> None:
+    transformer.fuse_qkv_projections()
+
+
+def _torchao(transformer: Any) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(transformer.blocks, Int8WeightOnlyConfig())
+
+
+def _cross_backend(transformer: Any) -> None:
+    """As a user's "flash" or "sage" would be: one that this machine has."""
+    transformer.set_attention_backend("_native_math")
+
+
+FEATURES: dict[str, Callable[[Any], None]] = {
+    "model offload": _model_offload,
+    "sequential offload": _sequential_offload,
+    "group offload by blocks": _group_offload,
+    "group offload by leaves": _leaf_offload,
+    "FSDP2": _fsdp,
+    "LoRA": _lora,
+    "fused LoRA": _fused_lora,
+    "layerwise casting": _layerwise,
+    "fused QKV": _fused_qkv,
+    "torchao int8 weights": _torchao,
+    "another backend": _cross_backend,
+}
+
+
+def run_feature(rank: int, world: int, name: str, first: bool) -> tuple[float, float, float]:
+    """(difference from one process with the feature in two passes, its own effect, of dense passes at the end)."""
+    put_on = FEATURES[name]
+    inputs = tiny_inputs("wan")
+    with torch.no_grad():
+        plain = make_tiny_transformer("wan")
+        single = attach_single_process(plain, CONFIG)
+        without = outputs(plain, inputs)
+        single.detach()
+        if name not in ("FSDP2", "another backend"):  # which change no value, and need all ranks
+            put_on(plain)
+        dense = outputs(plain, inputs)
+        single = attach_single_process(plain, CONFIG)
+        expected = outputs(plain, inputs)
+        single.detach()
+
+        ours = make_tiny_transformer("wan")
+        if first:
+            put_on(ours)
+        dbsp_diffusers.enable(ours, CONFIG)
+        if not first:
+            put_on(ours)
+        out = [outputs(ours, inputs)]
+        if name == "model offload":  # diffusers takes its hooks off and puts them on between calls
+            from accelerate.hooks import remove_hook_from_module
+
+            remove_hook_from_module(ours)
+            put_on(ours)
+        out.append(outputs(ours, inputs))
+        dbsp_diffusers.disable(ours)
+        after = outputs(ours, inputs)
+    return max(apart(one, expected) for one in out), apart(expected, without), apart(after, dense)
+
+
+def _backend(processor: Any) -> str:
+    return str(getattr(processor._attention_backend, "value", processor._attention_backend))
+
+
+def run_backends(rank: int, world: int) -> list[tuple[list[str], list[str], float]]:
+    """With one processor for all attention modules, and the user's backend set before db-SP, or after it.
+
+    returns: by order, the backends of self-attention, of cross-attention, and the difference from one process
+    """
+    inputs, found = tiny_inputs("wan"), []
+    for first in (True, False):
+        transformer = make_tiny_transformer("wan")
+        shared = transformer.blocks[0].attn1.processor
+        transformer.set_attn_processor(shared)
+        with torch.no_grad():
+            single = attach_single_process(transformer, CONFIG)
+            expected = outputs(transformer, inputs)
+            single.detach()
+            if first:
+                _cross_backend(transformer)
+            dbsp_diffusers.enable(transformer, CONFIG)
+            if not first:
+                _cross_backend(transformer)
+            difference = apart(outputs(transformer, inputs), expected)
+            backends = (
+                [_backend(getattr(block, name).processor) for block in transformer.blocks]
+                for name in ("attn1", "attn2")
+            )
+            found.append((*backends, difference))
+            dbsp_diffusers.disable(transformer)
+        assert all(module.processor is shared for block in transformer.blocks for module in (block.attn1, block.attn2))
+        assert _backend(shared) == "_native_math"
+        transformer.reset_attention_backend()
+    return found

@@ -1,0 +1,29 @@
+"""Offloading, FSDP2, LoRA, casting, quantised and fused weights, backends: each put on before db-SP and after it."""
+
+from __future__ import annotations
+
+import pytest
+
+from feature_cases import FEATURES, run_backends, run_feature
+
+TOLERANCE = 1e-5
+WITH_AN_EFFECT = {"LoRA", "fused LoRA", "layerwise casting", "torchao int8 weights"}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_goes_together_with_db_sp(pool, name, first):
+    if name.startswith("torchao"):
+        pytest.importorskip("torchao")
+    for from_one_process, effect, left in pool(2).run(run_feature, name, first):
+        assert from_one_process <= TOLERANCE
+        assert left <= TOLERANCE
+        assert effect > 100 * TOLERANCE or name not in WITH_AN_EFFECT, "the feature must matter"
+
+
+def test_self_attention_is_native_and_cross_attention_the_user_s(pool):
+    for orders in pool(2).run(run_backends):
+        for self_attention, cross_attention, difference in orders:
+            assert set(self_attention) == {"native"}
+            assert set(cross_attention) == {"_native_math"}
+            assert difference <= TOLERANCE
