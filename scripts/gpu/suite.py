@@ -80,9 +80,10 @@ def environment(commit: str) -> dict[str, Any]:
 
 
 def pytest_run(wrapper: list[str], limit: float, *options: str) -> dict[str, Any]:
-    """tests/kernels/test_gpu.py in a process of its own, under `wrapper`. returns: its exit status and last line."""
+    """The tests of kernels on a GPU in a process of its own, under `wrapper`. returns: its exit status and last line."""
     quiet = ["-q", "--disable-warnings", "-o", "addopts=--import-mode=importlib"]
-    command = [*wrapper, sys.executable, "-m", "pytest", *quiet, "tests/kernels/test_gpu.py", *options]
+    files = [f"tests/kernels/test_{name}.py" for name in ("gpu", "gpu_backward")]
+    command = [*wrapper, sys.executable, "-m", "pytest", *quiet, *files, *options]
     try:
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
