@@ -96,6 +96,11 @@ def test_the_core_imports_no_host_with_itself(path):
     assert not tops(imports(path)) & HOSTS
 
 
+@pytest.mark.parametrize("path", files("dbsp_diffusers"))
+def test_plain_diffusers_needs_neither_of_the_other_hosts(path):
+    assert not tops(imports(path)) & {"xfuser", "para_attn"}
+
+
 @pytest.mark.parametrize("path", files("dbsp_start"))
 def test_what_starts_processes_needs_nothing_but_python(path):
     """So that a rank is tied to its torchrun, and an interrupt is quiet, before torch has been imported."""

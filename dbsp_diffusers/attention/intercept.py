@@ -32,7 +32,9 @@ def _answer(
     return _attends[int(number)](q, k, v, scale=scale)
 
 
-@torch.library.custom_op("dbsp::attend", mutates_args=())
+@torch.library.custom_op(
+    "dbsp::attend", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v, Tensor number, float? scale) -> Tensor"
+)
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, scale: float | None
 ) -> torch.Tensor:

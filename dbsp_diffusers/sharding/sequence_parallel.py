@@ -96,6 +96,10 @@ class _SequenceSharding:
     def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
         self._caches.look()
         self._backend.pin()
+        if getattr(module, "_parallel_config", None) is not None:
+            raise UserError(
+                "enable_parallelism was called after db-SP was enabled, and both would shard; call it before"
+            )
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
         device, timestep = inputs["hidden_states"].device, sequence.timestep

@@ -428,6 +428,20 @@ GROUPS = {
 }
 
 
+class TestShortForms:
+    def test_a_mask_alone_as_on_the_command_line(self):
+        assert DbspConfig.load("sparge:cdf=0.9") == DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}})
+        with pytest.raises(ValueError, match="unknown key 'cfd'"):
+            DbspConfig.load("sparge:cfd=0.9")
+
+    def test_a_second_transformer_s_own_settings(self):
+        config = DbspConfig.load({"layout": "contiguous", "transformer_2": {"mask": {"source": "window"}}})
+        assert config.for_transformer("transformer") == DbspConfig(layout="contiguous")
+        assert config.for_transformer("transformer_2") == DbspConfig(mask={"source": "window"}, layout="contiguous")
+        with pytest.raises(ValueError, match="'transformer_2'"):
+            DbspConfig.load({"transformer_2": {"layuot": "striped"}})
+
+
 class TestDocumentation:
     TEXT = (Path(dbsp_core.__file__).parent.parent / "docs" / "configuration.md").read_text()
 

@@ -101,6 +101,14 @@ def _twice(rank: int) -> None:
     dbsp_diffusers.enable(transformer)
 
 
+def _enable_parallelism_after(rank: int) -> None:
+    transformer = make_tiny_transformer("wan")
+    dbsp_diffusers.enable(transformer, {"mask": MASKS["synthetic"]})
+    enable_parallelism(transformer, ulysses_degree=2)
+    with torch.no_grad():
+        transformer(**tiny_inputs("wan"))
+
+
 def _useless_mesh(rank: int) -> None:
     mesh = dist.init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
     dbsp_diffusers.enable(make_tiny_transformer("wan"), mesh=mesh)
@@ -153,6 +161,7 @@ MISTAKES: dict[str, tuple[Callable[[int], None], str]] = {
     ),
     "a causal mask": (_pass("skyreels", {"num_frame_per_block": 3}), "causal mask of its own"),
     "diffusion forcing": (_pass("skyreels", {}, enable_diffusion_forcing=True), "with enable_diffusion_forcing"),
+    "enable_parallelism afterwards": (_enable_parallelism_after, "call it before"),
     "a second enable": (_twice, "parallelized already"),
     "a mesh without our dimensions": (_useless_mesh, "a dimension ring or ulysses, got dimensions data, tensor"),
     "a mesh in another order": (_crossed_mesh, "ring must come before ulysses"),
