@@ -7,13 +7,14 @@ import io
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dbsp_cli.output import JsonFlag, print_json, print_tables
-from dbsp_cli.simulate import SimulationResult, simulate
+from dbsp_cli.simulate import SimulationResult, TrainingResult, simulate, simulate_training
 from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.layout.strategy import Strategy
@@ -45,6 +46,9 @@ def simulate_command(
     node_size: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
     coarsen: Annotated[int, typer.Option(help="Multiply block sizes: quicker, ρ_s moves by about 0.01.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of synthetic masks.")] = 0,
+    training: Annotated[
+        bool, typer.Option("--training", help="A training step: forward, backward, bytes and saved memory.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="CSV file to write.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -57,24 +61,17 @@ def simulate_command(
     if strategy != "all":
         require_supported(kernel, KernelRequirements(lse=Strategy.parse(strategy).ring > 1))
     masks = masks_for(spec, mask, layers, coarsen, seed)
-    rows = simulate(
-        spec,
-        masks,
-        machine,
-        worlds,
-        planners,
-        strategy=strategy,
-        node_size=node_size,
-        merges=returns_lse(kernel),
-    )
-    records = [asdict(row) | {"end_to_end_s": row.end_to_end_s} for row in rows]
+    run = partial(simulate_training if training else simulate, spec, masks, machine, worlds, planners)
+    rows: list[Any] = run(strategy=strategy, node_size=node_size, merges=returns_lse(kernel))
+    whole = "step_s" if training else "end_to_end_s"
+    records = [asdict(row) | {whole: getattr(row, whole)} for row in rows]
     if out is not None:
         write_atomically(out, _csv(records))
     if as_json:
         about = {"model": model, "hardware": machine.name, "sources": dict(machine.sources), "node_size": node_size}
         print_json(**about, density=masks[0].density, layers=len(masks), rows=records)
         return
-    print_tables([_table(spec, machine, masks, rows)])
+    print_tables([(_training_table if training else _table)(spec, machine, masks, rows)])
 
 
 def _numbers(text: str) -> list[int]:
@@ -143,4 +140,27 @@ def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: It
         f"on the same strategy. Constants {machine.labels_in_words()}",
         left=("strategy", "planner"),
         spare=("exposed", "exchange", "e2e ×", "attn ×"),
+    )
+
+
+def _training_table(
+    model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Iterable[TrainingResult]
+) -> TextTable:
+    names = ("GPUs", "strategy", "planner", "ρ_s", "forward", "backward", "step", "×", "sent, GB", "saved, GB")
+    cells = []
+    for row in rows:
+        seconds = (f"{t:.2f}" for t in (row.forward_s, row.backward_s, row.step_s, row.speedup))
+        sent = f"{row.forward_bytes / 1e9:.1f} + {row.backward_bytes / 1e9:.1f}"
+        saved = f"{row.saved_bytes / 1e9:.1f} ({row.checkpointed_bytes / 1e9:.2f})"
+        cells.append((str(row.gpus), row.strategy, row.planner, f"{row.rho:.3f}", *seconds, sent, saved))
+    return TextTable(
+        f"training {model.name} on {machine.name}, one video, density {masks[0].density:.3f}: modelled times",
+        names,
+        cells,
+        "seconds of a step's self-attentions, forward and backward, and of the step with linear layers\n"
+        "×: over the contiguous planner's step; sent: by the busiest rank, forward + backward; saved: by\n"
+        "self-attentions, on the rank that saves most (with activation checkpointing)\n"
+        f"Constants {machine.labels_in_words()}",
+        left=("strategy", "planner"),
+        spare=("sent, GB", "forward", "backward"),
     )

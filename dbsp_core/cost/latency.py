@@ -138,14 +138,14 @@ def predict(
     strategy, known = plan.strategy, hardware.constants
     topology = topology or Topology(strategy.world, strategy.world)
     layout = layout or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
-    _require_fit(plan, shape, topology)
-    _require_network(hardware, topology)
+    require_fit(plan, shape, topology)
+    require_network(hardware, topology)
     traffic = traffic_of(plan.assignment, layout)
     exchanged = [traffic.dispatch, traffic.combine]
     if exchange_q_separately(plan.assignment):
         exchanged = [traffic.queries, 2 * traffic.keys, traffic.combine]
     return Prediction(
-        exchange_s=sum(_exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
+        exchange_s=sum(exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
         periods=_periods(plan, traffic, shape, known, topology),
         pack_s=packed_bytes(plan, traffic, layout, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
@@ -153,7 +153,7 @@ def predict(
     )
 
 
-def _require_fit(plan: Plan, shape: AttentionShape, topology: Topology) -> None:
+def require_fit(plan: Plan, shape: AttentionShape, topology: Topology) -> None:
     plan.strategy.require_world(topology.world)
     if (shape.heads, shape.tokens) != (plan.heads, plan.grid.tokens):
         raise UserError(
@@ -162,7 +162,7 @@ def _require_fit(plan: Plan, shape: AttentionShape, topology: Topology) -> None:
         )
 
 
-def _require_network(hardware: Hardware, topology: Topology) -> None:
+def require_network(hardware: Hardware, topology: Topology) -> None:
     if not topology.one_node and hardware.constants.network_bytes_per_s is None:
         raise UserError(
             f"{topology.world} ranks on nodes of {topology.node_size} need network constants, which hardware "
@@ -170,7 +170,7 @@ def _require_network(hardware: Hardware, topology: Topology) -> None:
         )
 
 
-def _exchange_s(sent: np.ndarray, known: Constants, topology: Topology) -> float:
+def exchange_s(sent: np.ndarray, known: Constants, topology: Topology) -> float:
     """Of one all-to-all: the busiest rank's bytes, sent or received. NVLink and network work at the same time.
 
     sent: float64[P, P], bytes from rank (row) to rank (column); what stays on a rank does not travel
@@ -193,14 +193,15 @@ def _busiest(sent: np.ndarray) -> float:
 def _periods(
     plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
 ) -> tuple[tuple[float, float], ...]:
-    grid, ring = plan.grid, plan.strategy.ring
+    grid = plan.grid
     rank_s = plan.metrics.work * (shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known))
     rank_s += traffic.rows * (shape.batch * known.row_s)
     merge_s = traffic.rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
     rank_s[1:] += merge_s
     compute = rank_s.max(axis=1) + known.launch_s
-    p2p = [*_p2p_s(plan.strategy, traffic.slots * (2 * grid.block_k * shape.token_bytes), known, topology), 0.0]
-    return tuple((float(c), float(p)) for c, p in zip(compute, p2p[-ring:], strict=True))
+    slot_bytes = traffic.slots * (2 * grid.block_k * shape.token_bytes)
+    p2p = [*hand_overs_s(plan.strategy, slot_bytes, plan.strategy.ring - 1, known, topology), 0.0]
+    return tuple((float(c), float(p)) for c, p in zip(compute, p2p, strict=True))
 
 
 def block_s(block_q: int, block_k: int, head_dim: int, known: Constants) -> float:
@@ -208,19 +209,21 @@ def block_s(block_q: int, block_k: int, head_dim: int, known: Constants) -> floa
     return block_q * block_k * (4 * head_dim / known.flops_per_s + known.score_s)
 
 
-def _p2p_s(strategy: Strategy, slot_bytes: np.ndarray, known: Constants, topology: Topology) -> list[float]:
-    """Of each hand-over but the last period's: in period i, rank (r, u) hands slot (r + i) mod y to (r − 1, u).
+def hand_overs_s(
+    strategy: Strategy, slot_bytes: np.ndarray, count: int, known: Constants, topology: Topology
+) -> list[float]:
+    """Of each of the first `count` hand-overs: in period i, rank (r, u) hands slot (r + i) mod y to (r − 1, u).
 
     slot_bytes: float64[y, x], bytes of each slot in each column
     """
-    ring, nodes = strategy.ring, topology.nodes.reshape(strategy.ring, strategy.ulysses)
+    nodes = topology.nodes.reshape(strategy.ring, strategy.ulysses)
     near = nodes == np.roll(nodes, 1, axis=0)
     latency, rate = np.full(near.shape, known.p2p_latency_s), np.full(near.shape, known.p2p_bytes_per_s)
     if known.network_latency_s is not None and known.network_bytes_per_s is not None:
         latency[~near], rate[~near] = known.network_latency_s, known.network_bytes_per_s
     return [
-        float((latency + np.roll(slot_bytes, -period, axis=0) / rate).max()) if ring > 1 else 0.0
-        for period in range(ring - 1)
+        float((latency + np.roll(slot_bytes, -period, axis=0) / rate).max()) if strategy.ring > 1 else 0.0
+        for period in range(count)
     ]
 
 
@@ -246,7 +249,7 @@ def exchange_cost(
     A rank's share crosses the slowest link that its ring has. Infinite where there is nothing to compute.
     """
     topology, known = topology or Topology(strategy.world, strategy.world), hardware.constants
-    _require_network(hardware, topology)
+    require_network(hardware, topology)
     rate = known.exchange_bytes_per_s
     if not topology.one_node and known.network_bytes_per_s is not None:
         rate = min(rate, known.network_bytes_per_s)
@@ -290,8 +293,8 @@ def predict_as_printed(
     """
     strategy, known, grid = plan.strategy, hardware.constants, plan.grid
     topology = topology or Topology(strategy.world, strategy.world)
-    _require_fit(plan, shape, topology)
-    _require_network(hardware, topology)
+    require_fit(plan, shape, topology)
+    require_network(hardware, topology)
     exchange_rate, p2p_rate = known.exchange_bytes_per_s, known.p2p_bytes_per_s
     if not topology.one_node and known.network_bytes_per_s is not None:
         p2p_rate = min(p2p_rate, known.network_bytes_per_s)

@@ -72,9 +72,18 @@ class SdpaOverride(TorchFunctionMode):
             raise UserError("db-SP replaces self-attention without a mask of its own; this model passes one")
         self.calls += 1
         q, k, v, scale = call["query"], call["key"], call["value"], call.get("scale")
+        device = q.device.type
+        if torch.is_autocast_enabled(device):  # which casts what torch's own attention is given, and nothing within it
+            q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
+            with torch.autocast(device, enabled=False):
+                return self._answer(q, k, v, scale)
+        return self._answer(q, k, v, scale)
+
+    def _answer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
         if needs_gradients(q, k, v) or not torch.compiler.is_compiling():
-            return _answer(q, k, v, self._number, scale)  # the operator has no backward: with gradients, graphs break
-        return torch.ops.dbsp.attend(q, k, v, self._number, scale)
+            return _answer(q, k, v, self._number, scale)  # the operator has no backward: here graphs break
+        out: torch.Tensor = torch.ops.dbsp.attend(q, k, v, self._number, scale)
+        return out
 
 
 def intercept_self_attention(
