@@ -8,6 +8,7 @@ taken pairwise in one fixed order, of which every step is an IEEE operation: CPU
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 
 import torch
@@ -19,7 +20,7 @@ LIMIT = 2.0**15  # magnitudes beyond it count as it: no attention has such queri
 MEAN_UNIT = 2.0**-32  # with LIMIT, int64 holds the sum of 2**16 tokens
 DIRECTION_UNIT = 2.0**-20
 
-CHUNK_BYTES = 64 << 20  # of widened tokens in memory at a time
+CHUNK_BYTES = 1 << 19  # of widened tokens at a time: 2.5 times as fast as 64 MiB, measured at D 64 on one core
 
 
 def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,31 +46,29 @@ def sum_tokens_torch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by torch's own operations, some heads at a time."""
     batch, heads, _, width = tokens.shape
-    blocks, count = len(first) - 1, len(place)
-    block = torch.repeat_interleave(torch.arange(blocks, device=first.device), first.diff(), output_size=count)
+    blocks, step = len(first) - 1, max(1, CHUNK_BYTES // (8 * width))
     values, directions = tokens.new_zeros(2, batch, heads, blocks, width, dtype=torch.int64)
-    step = max(1, CHUNK_BYTES // max(1, batch * count * width * 8))
-    for head in range(0, heads, step):
-        part = tokens[:, head : head + step].index_select(2, place).float()
-        part = torch.nan_to_num(part, nan=0.0).clamp_(-LIMIT, LIMIT)
-        values[:, head : head + step].index_add_(2, block, _fixed(part.double() / MEAN_UNIT))
-        # In float64: torch's float32 root on CPU is not always the nearest; of this one's root, the rounded one is.
-        length = halving_sum(part * part).double().sqrt_().float().unsqueeze(-1)
-        part = torch.where(length > 0, part / length, torch.zeros_like(part))
-        directions[:, head : head + step].index_add_(2, block, _fixed(part / DIRECTION_UNIT))
+    block = torch.repeat_interleave(torch.arange(blocks, device=first.device), first.diff(), output_size=len(place))
+    # Some tokens of one head at a time: what is computed of them stays in the core's cache.
+    for item, head in itertools.product(range(batch), range(heads)):
+        for places, number in zip(place.split(step), block.split(step), strict=True):
+            part = tokens[item, head].index_select(0, places).float()
+            part = torch.nan_to_num_(part, nan=0.0).clamp_(-LIMIT, LIMIT)
+            values[item, head].index_add_(0, number, part.double().mul_(1 / MEAN_UNIT).floor_().long())
+            # In float64: torch's float32 root on CPU is not always the nearest; of this one's, the rounded one is.
+            length = halving_sum(part * part).double().sqrt_().float()
+            part.div_(length.masked_fill_(length == 0, torch.inf)[:, None])  # without a length: no direction
+            # Rounded down: to add a half first would round twice, and not everywhere alike.
+            directions[item, head].index_add_(0, number, part.mul_(1 / DIRECTION_UNIT).floor_().long())
     return values, directions
 
 
 def halving_sum(terms: torch.Tensor) -> torch.Tensor:
     """Σ over the last dimension in one fixed order: its halves are added until one is left. terms: [..., D]"""
     width = 1 << (terms.shape[-1] - 1).bit_length()
-    terms = torch.nn.functional.pad(terms, (0, width - terms.shape[-1]))
+    if width > terms.shape[-1]:
+        terms = torch.nn.functional.pad(terms, (0, width - terms.shape[-1]))
     while width > 1:
         width //= 2
         terms = terms[..., :width] + terms[..., width:]
     return terms[..., 0]
-
-
-def _fixed(values: torch.Tensor) -> torch.Tensor:
-    """int64, rounded down: to add a half first would round twice, and not everywhere alike."""
-    return values.floor_().long()
