@@ -19,7 +19,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.gradients.backward import attention_with_gradients
-from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout
+from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout, dense_heads_of
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.ring import ring_attention
 from dbsp_core.utils.errors import UserError
@@ -153,12 +153,14 @@ class DualBalancedAttention:
             raise UserError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
         if not plan.assignment.equals(part.assignment):
             raise ValueError("this part of a plan was made for another plan")
-        tables = build_tables(part.table_layout, mask.subdivided(plan.grid))
+        fine = mask.subdivided(plan.grid)
+        tables = build_tables(part.table_layout, fine, dense_heads_of(fine, part.table_layout.heads.device))
         return cls(part, plan, tables, group, kernel, debug, calls or _Calls(pending=False))
 
     def for_mask(self, plan: Plan, mask: BlockMask) -> DualBalancedAttention:
         """The same part in a plan with another mask's tables. plan: with the same owners and slots as this one's"""
-        tables = build_tables(self.part.table_layout, mask.subdivided(plan.grid))
+        fine = mask.subdivided(plan.grid)
+        tables = build_tables(self.part.table_layout, fine, dense_heads_of(fine, self.device))
         return replace(self, plan=plan, tables=tables)
 
     @property
@@ -215,7 +217,8 @@ class DualBalancedAttention:
         if self._calls.chosen is None or self._calls.chosen[0] != inputs:
             blocks, ragged = (self.plan.grid.block_q, self.plan.grid.block_k), self.part.head_layout is None
             lse = backward or len(self.tables) > 1
-            needs = KernelRequirements(blocks, q.shape[-1], lse=lse, ragged_rows=ragged, backward=backward)
+            tokens = self.part.head_layout.tokens if self.part.head_layout else None
+            needs = KernelRequirements(blocks, q.shape[-1], lse, ragged, tokens, backward)
             self._calls.chosen = inputs, choose_kernel(self.kernel, q.device, q.dtype, needs)
         return self._calls.chosen[1]
 

@@ -7,23 +7,25 @@ where the mask's bits are, for all periods at once: a fixed number of operations
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.assignment import Assignment
-from dbsp_kernels import DenseHeadLayout
+from dbsp_kernels import DenseHeadLayout, DensePart
 from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
 
 __all__ = [
+    "DenseRows",
     "KernelTable",
     "RingStepTable",
     "TableLayout",
     "build_tables",
     "dense_head_layout",
+    "dense_heads_of",
     "table_layout",
 ]
 
@@ -43,11 +45,27 @@ class KernelTable:
 
 
 @dataclass(frozen=True, eq=False)
+class DenseRows:
+    """Rows of heads whose every block is dense, in one period.
+
+    parts: head by head
+    every: whether they are all rows of this rank
+    kv_count, kv_full: int32[Rq], those of the table, 0 for these rows
+    """
+
+    parts: tuple[DensePart, ...]
+    every: bool
+    kv_count: torch.Tensor
+    kv_full: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class RingStepTable:
     """What is kept for one period: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
 
     bits: uint8[Rq, ceil(width / 8)], base: int32[Rq]: row r attends to packed block base[r] + j where bit j is set
     kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short
+    dense: the rows that torch's dense kernels compute better; None: there are none, or none are known
     row_schedule: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its rows
            run, and no long row starts last, while the rest of the chip waits for it
     kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in any slot, at most; block_k: tokens
@@ -61,6 +79,7 @@ class RingStepTable:
     kv_len: torch.Tensor
     width: int
     block_k: int
+    dense: DenseRows | None = None
 
     def expanded(self, batch: int = 1) -> KernelTable:
         """The table for `batch` copies of the rows, the b-th of which attends to the b-th copy of the blocks."""
@@ -73,6 +92,15 @@ class RingStepTable:
         return KernelTable(index, count, length, full, (schedule + copies).flatten())
 
 
+class HeadSpan(NamedTuple):
+    """rows, blocks: first and last packed ones of a head, exclusive;  lengths: int64, tokens of each of the blocks"""
+
+    head: int
+    rows: tuple[int, int]
+    blocks: tuple[int, int]
+    lengths: np.ndarray
+
+
 @dataclass(frozen=True, eq=False)
 class TableLayout:
     """What the kernel tables of all masks under one plan have in common, on one rank.
@@ -82,6 +110,7 @@ class TableLayout:
     columns: int64[y, H, width], by period: column j of a row stands for this KV block, the j-th of its head's in the
              slot, in packing order
     present: bool[y, H, width], whether there is such a block;  full: whether it has all of a block's tokens
+    spans:   by period, on the host: of each head with rows, where its rows and blocks are
     base:    by period int32[Rq], the packed block of each row's column 0
     kv_len:  by period int32[Ck], tokens of each packed block
     as_masked: whether column j is KV block j for all rows: then a mask's bits are taken as they are
@@ -95,6 +124,7 @@ class TableLayout:
     full: torch.Tensor
     base: tuple[torch.Tensor, ...]
     kv_len: tuple[torch.Tensor, ...]
+    spans: tuple[tuple[HeadSpan, ...], ...]
     block_k: int
     as_masked: bool
 
@@ -142,13 +172,37 @@ def table_layout(assignment: Assignment, rank: int) -> TableLayout:
         full=torch.from_numpy(full),
         base=tuple(torch.from_numpy(of_period[row_head]) for of_period in first.astype(np.int32)),
         kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
+        spans=tuple(
+            _spans(row_head, start, number, axis.lengths[of_period])
+            for start, number, (_, of_period) in zip(first, per_head, packed, strict=True)
+        ),
         block_k=axis.block,
         as_masked=as_masked,
     )
 
 
-def build_tables(layout: TableLayout, mask: BlockMask) -> tuple[RingStepTable, ...]:
-    """One table per period, on the layout's device. mask: of the plan's grid"""
+def _spans(row_head: np.ndarray, first: np.ndarray, number: np.ndarray, lengths: np.ndarray) -> tuple[HeadSpan, ...]:
+    """row_head: int64[Rq]; first, number: int64[H], of each head's packed blocks; lengths: int64[Ck]"""
+    heads, start = np.unique(row_head, return_index=True)
+    stop = np.append(start, len(row_head))[1:]
+    return tuple(
+        HeadSpan(int(head), (int(a), int(b)), (int(c), int(c + n)), lengths[c : c + n])
+        for head, a, b, c, n in zip(heads, start, stop, first[heads], number[heads], strict=True)
+    )
+
+
+def dense_heads_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
+    """bool[H], heads whose every block is dense; None where asking would make the host wait for a device."""
+    if mask.bits.device.type != "cpu" or device.type != "cuda":  # the CPU's kernel finds them by itself
+        return None
+    dense: np.ndarray = mask.bits.flatten(1).all(dim=1).numpy()
+    return dense
+
+
+def build_tables(
+    layout: TableLayout, mask: BlockMask, dense_heads: np.ndarray | None = None
+) -> tuple[RingStepTable, ...]:
+    """One table per period, on the layout's device. mask: of the plan's grid; dense_heads: see `dense_heads_of`"""
     heads, periods = layout.heads, len(layout.kv_len)
     # 1. The rows' bits, and by period those of the blocks in its slot: bool[y, Rq, width].
     needed = mask.bits.flatten(0, 1).to(heads.device, non_blocking=True).index_select(0, layout.rows)[None]
@@ -160,10 +214,31 @@ def build_tables(layout: TableLayout, mask: BlockMask) -> tuple[RingStepTable, .
     order = torch.argsort(layout.turn - count, dim=1, stable=True).to(torch.int32)
     # 3. Period by period.
     of_rows = (of_all.unbind(0) for of_all in (pack_bits(needed), count, full, order))
-    return tuple(
+    tables = tuple(
         RingStepTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
         for bits, count, full, order, base, kv_len in zip(*of_rows, layout.base, layout.kv_len, strict=True)
     )
+    if dense_heads is None or not dense_heads.any():
+        return tables
+    both = zip(tables, layout.spans, strict=True)
+    return tuple(replace(table, dense=_dense_rows(table, spans, dense_heads)) for table, spans in both)
+
+
+def _dense_rows(table: RingStepTable, spans: tuple[HeadSpan, ...], dense_heads: np.ndarray) -> DenseRows | None:
+    rest = np.ones(len(table.kv_count), dtype=np.int32)
+    parts = []
+    for span in spans:
+        if not dense_heads[span.head] or not len(span.lengths):
+            continue
+        rest[slice(*span.rows)] = 0
+        place, tokens = np.arange(table.block_k), None
+        if (span.lengths < table.block_k).any():
+            tokens = to_device(np.flatnonzero(place < span.lengths[:, None]), table.kv_count.device)
+        parts.append(DensePart(span.rows, span.blocks, tokens))
+    if not parts:
+        return None
+    kept = to_device(rest, table.kv_count.device)
+    return DenseRows(tuple(parts), not rest.any(), table.kv_count * kept, table.kv_full * kept)
 
 
 def dense_head_layout(assignment: Assignment, rank: int) -> DenseHeadLayout | None:

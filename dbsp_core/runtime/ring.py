@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from dbsp_core.comm.groups import PendingShift, SequenceGroup
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.runtime.kernel_tables import RingStepTable
-from dbsp_kernels import DenseHeadLayout, Kernel, PartialAttention, block_attention
+from dbsp_core.runtime.kernel_tables import DenseRows, RingStepTable
+from dbsp_kernels import (
+    DenseHeadLayout,
+    Kernel,
+    PartialAttention,
+    attend_dense_part,
+    block_attention,
+    dense_supported,
+    merge_into,
+)
 
 __all__ = ["hand_over", "ring_attention"]
 
@@ -48,23 +57,54 @@ def ring_attention(
         if period + 1 < len(tables):
             coming = hand_over(kv, len(tables[period + 1].kv_len), strategy, group)
         keys, values = kv.flatten(1, 2).unbind(0)
-        running = block_attention(
-            q,
-            keys,
-            values,
-            **vars(table.expanded(batch)),
-            scale=scale,
-            kernel=kernel,
-            partial=running,
-            out_dtype=q.dtype if coming is None else torch.promote_types(q.dtype, torch.float32),
-            head_layout=head_layout and DenseHeadLayout(head_layout.heads * batch, head_layout.tokens),
-            lse=lse or len(tables) > 1,
-        )
+        dense = table.dense if kernel.returns_lse and dense_supported(q) else None
+        if dense is not None:
+            table = replace(table, kv_count=dense.kv_count, kv_full=dense.kv_full)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        if dense is None or not dense.every:
+            running = block_attention(
+                q,
+                keys,
+                values,
+                **vars(table.expanded(batch)),
+                scale=scale,
+                kernel=kernel,
+                partial=running,
+                out_dtype=wide if coming is not None or dense is not None else q.dtype,
+                head_layout=head_layout and DenseHeadLayout(head_layout.heads * batch, head_layout.tokens),
+                lse=lse or len(tables) > 1 or dense is not None,
+            )
+        if dense is not None:
+            running = _with_dense_rows(running, q, keys, values, dense, batch, scale)
+            running = (running[0] if coming is not None else running[0].to(q.dtype)), running[1]
         del keys, values  # or the slot that has been handed over would be held while the next but one comes
         if coming is not None:
             kv = coming.wait()
     if running is None:
         raise ValueError("ring_attention needs at least one period")
+    return running
+
+
+def _with_dense_rows(
+    running: PartialAttention | None,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    dense: DenseRows,
+    batch: int,
+    scale: float,
+) -> PartialAttention:
+    """The running result with the dense rows' attention to this period's keys merged in. None: they are its first"""
+    if running is None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        running = (
+            torch.zeros_like(q, dtype=wide),
+            torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device),
+        )
+    q, keys, values, all_out, all_lse = (t.unflatten(0, (batch, -1)) for t in (q, keys, values, *running))
+    for part in dense.parts:
+        rows = slice(*part.rows)
+        merge_into(all_out[:, rows], all_lse[:, rows], *attend_dense_part(q, keys, values, part, scale))
     return running
 
 

@@ -2,6 +2,7 @@
 
 from dbsp_kernels.attention import block_attention, block_attention_backward
 from dbsp_kernels.backward import BackwardInputs, Gradients, TransposedTable
+from dbsp_kernels.dense import DensePart, attend_dense_part, dense_supported
 from dbsp_kernels.inputs import DenseHeadLayout, KernelInputs
 from dbsp_kernels.merge import PartialAttention, merge_into, merge_states
 from dbsp_kernels.registry import (
@@ -18,16 +19,19 @@ __all__ = [
     "KERNELS",
     "BackwardInputs",
     "DenseHeadLayout",
+    "DensePart",
     "Gradients",
     "Kernel",
     "KernelInputs",
     "KernelRequirements",
     "PartialAttention",
     "TransposedTable",
+    "attend_dense_part",
     "available",
     "block_attention",
     "block_attention_backward",
     "choose_kernel",
+    "dense_supported",
     "explain_auto",
     "merge_into",
     "merge_states",
