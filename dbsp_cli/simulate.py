@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
-from dbsp_core.cost.selection import candidates
+from dbsp_core.cost.selection import candidates, fastest_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -88,7 +88,14 @@ def simulate_layer(
     home = run.home(mask)
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
     cost = exchange_cost_of(mask, run.strategy, shape, hardware, topology)
-    plan = make_plan(mask, run.strategy, run.planner, home=home, exchange_cost=cost)
+
+    def make(planner: str, equal_heads: bool) -> Plan:
+        return make_plan(mask, run.strategy, planner, home=home, head_cap=equal_heads, exchange_cost=cost)
+
+    if run.planner == "dbsp":
+        plan = fastest_plan(make, shape, hardware, topology, home)
+    else:
+        plan = make(run.planner, False)
     prediction = predict(plan, shape, hardware, topology, home)
     return LayerTime(plan, prediction, predict_as_printed(plan, mask.density, shape, hardware, topology))
 

@@ -12,7 +12,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of
-from dbsp_core.cost.selection import StrategySelector, candidates
+from dbsp_core.cost.selection import StrategySelector, candidates, fastest_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -91,17 +91,24 @@ class ConfiguredPlanMaker:
     def _plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
         """real: the mask at hand, where `mask` is a predicted one"""
         planner = self.config.planner
-        return make_plan(
-            mask,
-            strategy,
-            planner.name,
-            home=self.layout,
-            reward=planner.paper.reward,
-            head_cap=planner.paper.equal_heads,
-            tolerance=planner.target_rho,
-            exchange_cost=self._exchange_cost(strategy, real),
-            compare=self.compare and mask is real,
-        )
+
+        def make(name: str, equal_heads: bool) -> Plan:
+            return make_plan(
+                mask,
+                strategy,
+                name,
+                home=self.layout,
+                reward=planner.paper.reward,
+                head_cap=equal_heads,
+                tolerance=planner.target_rho,
+                exchange_cost=self._exchange_cost(strategy, real),
+                compare=self.compare and mask is real,
+            )
+
+        weighs = planner.name == "dbsp" and planner.exchange_cost is None and self.group.size > 1
+        if not weighs or self.hardware is None:
+            return make(planner.name, planner.paper.equal_heads)
+        return fastest_plan(make, self._shape, self.hardware, _topology_of(self.group), self.layout)
 
     def _exchange_cost(self, strategy: Strategy, mask: BlockMask) -> float:
         """The user's, or what the machine's constants say."""
