@@ -10,13 +10,13 @@ import numpy as np
 from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
-from dbsp_core.cost.selection import candidates
+from dbsp_core.cost.selection import candidates, fastest_plan
 from dbsp_core.cost.training import predict_backward, saved_bytes, sent_backward, sent_forward
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
-from dbsp_core.planning.planners import PLANNERS, PlannerConfig, require_planner
+from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 
 __all__ = [
     "MODELLED",
@@ -93,7 +93,15 @@ def simulate_layer(
     layout = run.layout(mask)
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
     cost = exchange_cost_of(mask, run.strategy, shape, hardware, topology)
-    plan = make_plan(mask, run.strategy, PlannerConfig(run.planner, exchange_cost=cost), layout=layout)
+
+    def make(planner: str, equal_heads: bool) -> Plan:
+        config = PlannerConfig(planner, exchange_cost=cost, paper=PaperConfig(equal_heads=equal_heads))
+        return make_plan(mask, run.strategy, config, layout=layout)
+
+    if run.planner == "dbsp":
+        plan = fastest_plan(make, shape, hardware, topology, layout)
+    else:
+        plan = make(run.planner, False)
     prediction = predict(plan, shape, hardware, topology, layout)
     return LayerTime(plan, prediction, predict_as_printed(plan, mask.density, shape, hardware, topology))
 

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dbsp_core.cost.hardware import Hardware
-from dbsp_core.cost.latency import AttentionShape, Topology, predict
+from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["AUTO", "StrategySelector", "candidates"]
+__all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan"]
 
+WORTH_A_LOOK = 0.005
+"""Share of the predicted time that other plans must be able to save before they are made."""
 AUTO = "auto"
 """Stands where a strategy would, to leave the choice to `StrategySelector`."""
 
@@ -24,6 +26,38 @@ AUTO = "auto"
 def candidates(world: int, grid: BlockGrid, merges: bool = True) -> tuple[Strategy, ...]:
     """Every UxRy of `world` ranks that the grid has KV blocks for; without rings where a kernel cannot merge."""
     return tuple(s for s in Strategy.all_for(world) if s.ring <= grid.nk and (merges or s.ring == 1))
+
+
+def in_ns(prediction: Prediction) -> int:
+    """Whole nanoseconds: a last bit that differed between ranks could not make them choose differently."""
+    return round(prediction.total_s * 1e9)
+
+
+def fastest_plan(
+    make: Callable[[str, bool], Plan],
+    shape: AttentionShape,
+    hardware: Hardware,
+    topology: Topology,
+    layout: SequenceLayout,
+) -> Plan:
+    """Planner "dbsp"'s plan, or a simpler planner's for the same mask, strategy and layout that is predicted faster.
+
+    "dbsp" weighs an exchange by its bytes on average; the latency model knows which rank has most of them. Others are
+    made only where they could save more than `WORTH_A_LOOK`: by even work, hidden P2P and an exchange without excess.
+    make: by planner, and whether Ulysses ranks must have equal numbers of heads
+    """
+
+    plan = make("dbsp", False)
+    if not topology.one_node and hardware.constants.network_bytes_per_s is None:  # nothing can be predicted
+        return plan
+    predicted, known, x = predict(plan, shape, hardware, topology, layout), hardware.constants, plan.strategy.ulysses
+    share_s = shape.heads * shape.tokens * shape.token_bytes / topology.world / known.exchange_bytes_per_s
+    least_exchange_s = 2 * known.exchange_latency_s + 4 * share_s * (x - 1) / x  # nothing between ring ranks
+    gain_s = predicted.attention_s - predicted.compute_s / plan.rho + predicted.exchange_s - least_exchange_s
+    if gain_s <= WORTH_A_LOOK * predicted.total_s:
+        return plan
+    others = [make("paper", True), *(make(planner, False) for planner in ("paper", "snake", "contiguous"))]
+    return min([plan, *others], key=lambda one: in_ns(predict(one, shape, hardware, topology, layout)))
 
 
 @dataclass
@@ -53,5 +87,4 @@ class StrategySelector:
         return plans[best]
 
     def predict_ns(self, plan: Plan, shape: AttentionShape) -> int:
-        """Whole nanoseconds: a last bit that differed between ranks could not make them choose differently."""
-        return round(predict(plan, shape, self.hardware, self.topology, self.layout).total_s * 1e9)
+        return in_ns(predict(plan, shape, self.hardware, self.topology, self.layout))

@@ -12,7 +12,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of
-from dbsp_core.cost.selection import StrategySelector, candidates
+from dbsp_core.cost.selection import StrategySelector, candidates, fastest_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -91,7 +91,15 @@ class ConfiguredPlanMaker:
     def _plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
         """real: the mask at hand, where `mask` is a predicted one"""
         planner = replace(self.config.planner, exchange_cost=self._exchange_cost(strategy, real))
-        return make_plan(mask, strategy, planner, layout=self.layout, compare=self.compare and mask is real)
+
+        def make(name: str, equal_heads: bool) -> Plan:
+            config = replace(planner, name=name, paper=replace(planner.paper, equal_heads=equal_heads))
+            return make_plan(mask, strategy, config, layout=self.layout, compare=self.compare and mask is real)
+
+        weighs = planner.name == "dbsp" and self.config.planner.exchange_cost is None and self.group.size > 1
+        if not weighs or self.hardware is None:
+            return make(planner.name, planner.paper.equal_heads)
+        return fastest_plan(make, self._shape, self.hardware, _topology_of(self.group), self.layout)
 
     def _exchange_cost(self, strategy: Strategy, mask: BlockMask) -> float:
         """The user's, or what the machine's constants say."""

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 import dbsp_core
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
@@ -472,3 +473,13 @@ class TestDocumentation:
                     assert rows[f.name].split("|")[2].strip() == f"`{f.default}`"
                 elif f.default is False:
                     assert rows[f.name].split("|")[2].strip() == "`false`"
+
+
+@pytest.mark.parametrize(
+    "name", ["wan2.1-t2v-14b-sparge", "tiny-wan-window", "tiny-cogvideox", "wan2.1-t2v-14b-window"]
+)
+def test_every_setting_in_effect_is_a_configuration_again(name):
+    config = DbspConfig.load(name).with_overrides(strategy="U2R2", planner="paper")
+    values = yaml.safe_load(yaml.safe_dump(config.to_values()))
+    assert DbspConfig.load(values) == config
+    assert values["mask"]["source"] in SOURCES
