@@ -157,9 +157,9 @@ def _training_table(
         f"training {model.name} on {machine.name}, one video, density {masks[0].density:.3f}: modelled times",
         names,
         cells,
-        "seconds of a step's self-attentions, forward and backward, and of the step with linear layers\n"
-        "×: over the contiguous planner's step; sent: by the busiest rank, forward + backward; saved: by\n"
-        "self-attentions, on the rank that saves most (with activation checkpointing)\n"
+        "seconds of a step's self-attentions, and of the step with linear layers; ×: over the\n"
+        "contiguous planner's step. Sent: by the busiest rank, forward + backward. Saved: by\n"
+        "self-attentions on the rank that saves most (with activation checkpointing)\n"
         f"Constants {machine.labels_in_words()}",
         left=("strategy", "planner"),
         spare=("sent, GB", "forward", "backward"),

@@ -62,3 +62,20 @@ def test_denser_masks_give_videos_nearer_to_the_dense_one(tmp_path):
     assert float(sparse["relative_l1"]) > float(denser["relative_l1"]) > 0
     for name in ("quality.png", "quality-frames.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_fine_tuning_did_is_drawn_and_written(tmp_path):
+    from healing import Row, draw, publish
+
+    rows = [
+        Row("shipped", "dense", 1.0, 0.10, float("inf"), 1.0, 0),
+        Row("shipped", "sparse", 0.1, 0.20, 17.0, 0.84, 0),
+        Row("fine-tuned", "sparse", 0.1, 0.15, 19.0, 0.88, 3),
+    ]
+    figure = draw(rows, [0.3, 0.2, 0.1])
+    bars = [[bar.get_height() for bar in axes.patches] for axes in figure.axes[1:]]
+    assert bars == [[0.10, 0.20, 0.15], [17.0, 19.0]], "what a video is compared with has no bar of its own"
+    publish("healing", "title", rows, figure, tmp_path)
+    with (tmp_path / "healing.csv").open(newline="") as file:
+        assert [row["psnr"] for row in csv.DictReader(file)] == ["inf", "17.0", "19.0"]
+    assert (tmp_path / "healing.png").stat().st_size > 10_000
