@@ -149,6 +149,15 @@ class SequenceGroup:
             dist.all_gather(everyone, mine, group=self.group)
         return everyone
 
+    def all_gather_along(self, mine: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, contiguous and of one shape, one after the other along dim 0, by rank."""
+        if self.size == 1:
+            return mine
+        everyone = mine.new_empty(self.size * len(mine), *mine.shape[1:])
+        with _told_if_it_breaks_off():
+            dist.all_gather_into_tensor(everyone, mine, group=self.group)
+        return everyone
+
     def gather_integers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
         """Every rank's integers (below 2^63), by rank: for checks that all ranks must decide alike."""
         mine = torch.tensor(values, dtype=torch.int64, device=device)

@@ -16,7 +16,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.assignment import Assignment
 from dbsp_kernels import DenseHeadLayout, DensePart
 from dbsp_kernels.packing.h2d import to_device
-from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
+from dbsp_kernels.packing.row_bits import expand_rows, pack_rows
 
 __all__ = [
     "DenseRows",
@@ -203,17 +203,14 @@ def build_tables(
     layout: TableLayout, mask: BlockMask, dense_heads: np.ndarray | None = None
 ) -> tuple[RingStepTable, ...]:
     """One table per period, on the layout's device. mask: of the plan's grid; dense_heads: see `dense_heads_of`"""
-    heads, periods = layout.heads, len(layout.kv_len)
-    # 1. The rows' bits, and by period those of the blocks in its slot: bool[y, Rq, width].
-    needed = mask.bits.flatten(0, 1).to(heads.device, non_blocking=True).index_select(0, layout.rows)[None]
-    if not layout.as_masked:
-        needed = needed.expand(periods, -1, -1).gather(2, layout.columns[:, heads]) & layout.present[:, heads]
-    # 2. What rows have to do, and in which order they start.
-    count = needed.sum(dim=2, dtype=torch.int32)
-    full = (needed & layout.full[:, heads]).sum(dim=2, dtype=torch.int32)
-    order = torch.argsort(layout.turn - count, dim=1, stable=True).to(torch.int32)
+    # 1. The rows' bits by period, and what rows have to do.
+    bits = mask.bits.flatten(0, 1).to(layout.rows.device, non_blocking=True)
+    of_mask = layout.columns, layout.present, layout.full, layout.as_masked
+    packed, count, full, key = pack_rows(bits, layout.rows, layout.heads, layout.turn, *of_mask)
+    # 2. In which order they start.
+    order = torch.argsort(key, dim=1, stable=True).to(torch.int32)
     # 3. Period by period.
-    of_rows = (of_all.unbind(0) for of_all in (pack_bits(needed), count, full, order))
+    of_rows = (of_all.unbind(0) for of_all in (packed, count, full, order))
     tables = tuple(
         RingStepTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
         for bits, count, full, order, base, kv_len in zip(*of_rows, layout.base, layout.kv_len, strict=True)

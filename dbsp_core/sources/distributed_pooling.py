@@ -19,32 +19,10 @@ from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.packing.h2d import to_device
-from dbsp_kernels.packing.pooling import DIRECTION_UNIT, MEAN_UNIT, halving_sum, sum_tokens
-from dbsp_kernels.packing.row_bits import pack_bits, unpack_bits
+from dbsp_kernels.packing.pooling import pool_rows, sum_tokens
+from dbsp_kernels.packing.row_bits import unpack_bits
 
-__all__ = ["Pooled", "assigned_heads", "gather_bits", "pool", "pool_own_heads", "traffic"]
-
-
-@dataclass(frozen=True, eq=False)
-class Pooled:
-    """mean: float32[..., blocks, D];  similarity: float32[..., blocks], the mean cosine of all pairs of tokens"""
-
-    mean: torch.Tensor
-    similarity: torch.Tensor
-
-    def of(self, sample: int, head: int) -> Pooled:
-        """Of one head of one sample of the batch."""
-        return Pooled(self.mean[sample, head], self.similarity[sample, head])
-
-
-def pool(values: torch.Tensor, directions: torch.Tensor, lengths: torch.Tensor) -> Pooled:
-    """Of complete blocks. values, directions: int64[..., blocks, D], from `sum_tokens`;  lengths: int64[blocks]
-
-    The mean cosine of all pairs of n directions, each with itself included, is |Σ directions|² / n².
-    """
-    mean = values.double() * MEAN_UNIT / lengths[:, None]
-    direction = directions.double() * DIRECTION_UNIT / lengths[:, None]
-    return Pooled(mean.float(), halving_sum(direction * direction).float())
+__all__ = ["assigned_heads", "gather_bits", "pool_own_heads", "traffic"]
 
 
 def assigned_heads(rank: int, heads: int, ranks: int) -> np.ndarray:
@@ -52,51 +30,76 @@ def assigned_heads(rank: int, heads: int, ranks: int) -> np.ndarray:
     return np.flatnonzero(contiguous_heads(heads, ranks) == rank)
 
 
-def pool_own_heads(tokens: LocalQK, grid: BlockGrid) -> tuple[Pooled, Pooled]:
+def pool_own_heads(tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
     """q and k of the heads whose masks this rank predicts, pooled over all ranks. Collective.
 
-    returns: of q and of k, mean float32[B, Hs, blocks, D] and similarity float32[B, Hs, blocks]
+    returns: float32[Hs, B, nq + nk, D + 1], of every query block and then of every key block its mean and similarity
     """
-    group = tokens.group
-    sides = [_ShardedBlocks.of(tokens.layout, grid, side) for side in ("q", "k")]
-    # 1. Each rank pools its own tokens of all heads: complete blocks to means, straddling ones to integer sums.
-    rows = [side.pool(tensor, group.rank) for side, tensor in zip(sides, (tokens.q, tokens.k), strict=True)]
+    group, device = tokens.group, tokens.q.device
+    batch, heads, _, width = tokens.q.shape
+    blocks = _ShardedBlocks.of(tokens.layout, grid)
+    q, k = (blocks.places(side, group.rank, device) for side in (0, 1))
+    # 1. Each rank sums its own tokens of all heads: complete blocks become means, straddling ones stay integer sums.
+    sums = [sum_tokens(t, place, first) for t, (place, first, _) in zip((tokens.q, tokens.k), (q, k), strict=True)]
+    means = [pool_rows(one[:, :, : len(side[2])], side[2]) for one, side in zip(sums, (q, k), strict=True)]
+    shared = [one[:, :, len(side[2]) :] for one, side in zip(sums, (q, k), strict=True)]
     # 2. Rows travel to the rank that predicts their head, q's and k's in one exchange of either kind.
-    complete = _exchange_pooled([row[0] for row in rows], [side.complete for side in sides], group)
-    straddling = _exchange_pooled([row[1] for row in rows], [side.straddling for side in sides], group)
+    shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
+    complete = _exchange_heads(torch.cat(means, dim=2), shares, [len(own) for own in blocks.complete], group)
+    straddling = _exchange_heads(torch.cat(shared, dim=2), shares, [len(own) for own in blocks.straddling], group)
     # 3. There means take their blocks' places, and sums of straddling blocks are added up and become means.
-    q, k = (side.assemble(*parts) for side, *parts in zip(sides, complete, straddling, strict=True))
-    return q, k
+    copies, lengths = shares[group.rank] * batch, blocks.lengths
+    order, into, split, of_split = blocks.arrivals(copies, device)
+    if len(complete):
+        rows = complete.index_select(0, order)
+    else:  # every block straddles ranks
+        rows = complete.new_empty(copies * len(lengths), width + 1)
+    rows = rows.view(shares[group.rank], batch, len(lengths), width + 1)
+    if len(split):
+        added = straddling.new_zeros(copies * len(split), 2 * width).index_add_(0, into, straddling)
+        rows.index_copy_(2, split, pool_rows(added.view(*rows.shape[:2], len(split), 2 * width), of_split))
+    return rows
 
 
-def gather_bits(mine: torch.Tensor, heads: int, group: SequenceGroup) -> torch.Tensor:
-    """Every rank's heads' bits, packed eight to a byte on the way. Collective.
+def gather_bits(mine: torch.Tensor, heads: int, batch: int, columns: int, group: SequenceGroup) -> torch.Tensor:
+    """Every rank's heads' bits. Collective.
 
-    mine: bool[B, Hs, nq, nk] of `assigned_heads(rank)`;  returns: bool[B, heads, nq, nk]
+    mine:    uint8[Hs · B, nq, ceil(columns / 8)], of `assigned_heads(rank)`, from `pack_bits`
+    returns: bool[B · heads, nq, columns]
     """
     # 1. Ranks send equally many heads, the last ones of some being padding.
-    padded = mine.new_zeros(len(mine), -(-heads // group.size), *mine.shape[2:])
-    padded[:, : mine.shape[1]] = mine
-    shares = group.all_gather(pack_bits(padded.view(1, -1))[0])
-    # 2. Bits are unpacked and the padding is dropped.
-    bits = [unpack_bits(packed, padded.numel()).view(padded.shape) for packed in shares]
-    sizes = (len(assigned_heads(rank, heads, group.size)) for rank in range(group.size))
-    return torch.cat([of_rank[:, :size] for of_rank, size in zip(bits, sizes, strict=True)], dim=1)
+    most = -(-heads // group.size) * batch
+    padded = mine if len(mine) == most else mine.new_empty(most, *mine.shape[1:])
+    if padded is not mine:
+        padded[: len(mine)] = mine
+    everyone = group.all_gather_along(padded)
+    # 2. Heads take their places, the padding is dropped, and bits are unpacked.
+    return unpack_bits(everyone.index_select(0, _gathered_heads(heads, batch, group.size, mine.device)), columns)
+
+
+@functools.lru_cache(maxsize=8)
+def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) -> torch.Tensor:
+    """int64[B · heads]: where each sample's heads are among what all ranks gathered."""
+    most = -(-heads // ranks)
+    places = np.concatenate(
+        [rank * most + np.arange(len(assigned_heads(rank, heads, ranks))) for rank in range(ranks)]
+    )
+    return to_device((places * batch + np.arange(batch)[:, None]).ravel(), device)
 
 
 def traffic(layout: SequenceLayout, grid: BlockGrid, heads: int, width: int, batch: int = 1) -> int:
     """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and the other heads' bits."""
     most, others = -(-heads // layout.world), layout.world - 1
-    sides = [_ShardedBlocks.of(layout, grid, side) for side in ("q", "k")]
-    complete = sum(len(blocks) for side in sides for blocks in side.complete) * 4 * (width + 1)
-    straddling = sum(len(blocks) for side in sides for blocks in side.straddling) * 16 * width
-    bits = -(-batch * most * grid.nq * grid.nk // 8)
+    blocks = _ShardedBlocks.of(layout, grid)
+    complete = sum(map(len, blocks.complete)) * 4 * (width + 1)
+    straddling = sum(map(len, blocks.straddling)) * 16 * width
+    bits = batch * most * grid.nq * -(-grid.nk // 8)
     return batch * most * (complete + straddling) * others // layout.world + others * bits
 
 
 @dataclass(frozen=True, eq=False)
 class _ShardedBlocks:
-    """How the blocks of queries or of keys are distributed over the ranks.
+    """How the blocks of queries, and after them those of keys, are distributed over the ranks.
 
     token_permutation: int64[tokens], the tokens in the order of the blocks
     complete:   by rank, int64, the blocks that it has all tokens of
@@ -104,89 +107,77 @@ class _ShardedBlocks:
     """
 
     layout: SequenceLayout
-    axis: BlockAxis
+    axes: tuple[BlockAxis, BlockAxis]
     token_permutation: np.ndarray
     complete: tuple[np.ndarray, ...]
     straddling: tuple[np.ndarray, ...]
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-    def of(cls, layout: SequenceLayout, grid: BlockGrid, side: str) -> _ShardedBlocks:
-        axis = grid.q_axis if side == "q" else grid.k_axis
+    def of(cls, layout: SequenceLayout, grid: BlockGrid) -> _ShardedBlocks:
+        axes = grid.q_axis, grid.k_axis
         permutation = grid.token_permutation(grid.common_order or CANONICAL)
-        tokens = np.zeros((layout.world, len(axis)), dtype=np.int64)
-        np.add.at(tokens, (layout.rank[permutation], axis.block_of), 1)
-        complete = tuple(np.flatnonzero(mine == axis.lengths) for mine in tokens)
-        straddling = tuple(np.flatnonzero((mine > 0) & (mine < axis.lengths)) for mine in tokens)
-        return cls(layout, axis, permutation, complete, straddling)
+        lengths = np.concatenate([axis.lengths for axis in axes])
+        tokens = np.zeros((layout.world, len(lengths)), dtype=np.int64)
+        for axis, first in zip(axes, (0, grid.nq), strict=True):
+            np.add.at(tokens, (layout.rank[permutation], first + axis.block_of), 1)
+        complete = tuple(np.flatnonzero(mine == lengths) for mine in tokens)
+        straddling = tuple(np.flatnonzero((mine > 0) & (mine < lengths)) for mine in tokens)
+        return cls(layout, axes, permutation, complete, straddling)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[nq + nk]: tokens of each block."""
+        return np.concatenate([axis.lengths for axis in self.axes])
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
-    def places(self, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """For `sum_tokens`: places of the rank's tokens, complete blocks first, and where each block's begin."""
+    def places(self, side: int, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For `sum_tokens`: places of the rank's tokens, complete blocks first, and where each block's begin.
+
+        And the lengths of the complete ones. side: 0 for q, 1 for k
+        """
+        axis, offset = self.axes[side], side * len(self.axes[0])
         mine = np.flatnonzero(self.layout.rank[self.token_permutation] == rank)
-        own = np.concatenate([self.complete[rank], self.straddling[rank]])
-        number = np.zeros(len(self.axis), dtype=np.int64)
+        whole, parts = (kind[rank] - offset for kind in (self.complete, self.straddling))
+        whole, parts = (kind[(kind >= 0) & (kind < len(axis))] for kind in (whole, parts))
+        own = np.concatenate([whole, parts])
+        number = np.zeros(len(axis), dtype=np.int64)
         number[own] = np.arange(len(own))
-        block = number[self.axis.block_of[mine]]
+        block = number[axis.block_of[mine]]
         order = np.argsort(block, kind="stable")
         first = np.searchsorted(block[order], np.arange(len(own) + 1))
         place = self.layout.local[self.token_permutation[mine[order]]]
-        return to_device(place, device), to_device(first, device)
+        return to_device(place, device), to_device(first, device), to_device(axis.lengths[whole], device)
 
-    def pool(self, tokens: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Means and similarities, float32[B, H, complete blocks, D + 1]; sums, int64[B, H, straddling blocks, 2·D]."""
-        values, directions = sum_tokens(tokens, *self.places(rank, tokens.device))
-        count = len(self.complete[rank])
-        rows = self._rows(values[:, :, :count], directions[:, :, :count], self.complete[rank])
-        return rows, torch.cat([values[:, :, count:], directions[:, :, count:]], dim=-1)
+    @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
+    def arrivals(self, copies: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """What becomes of the rows that arrive: rank after rank, `copies` heads and samples, a rank's blocks.
 
-    def assemble(self, complete: Sequence[torch.Tensor], straddling: Sequence[torch.Tensor]) -> Pooled:
-        """All blocks of this rank's heads. complete, straddling: what every rank sent, by rank"""
-        batch, heads, _, width = complete[0].shape
-        rows = complete[0].new_zeros(batch, heads, len(self.axis), width)
-        for blocks, part in zip(self.complete, complete, strict=True):
-            rows[:, :, to_device(blocks, rows.device)] = part
-        shared = np.unique(np.concatenate(self.straddling))
-        if len(shared):
-            sums = straddling[0].new_zeros(batch, heads, len(shared), straddling[0].shape[-1])
-            for blocks, part in zip(self.straddling, straddling, strict=True):
-                sums.index_add_(2, to_device(np.searchsorted(shared, blocks), sums.device), part)
-            values, directions = sums.chunk(2, dim=-1)
-            rows[:, :, to_device(shared, rows.device)] = self._rows(values, directions, shared)
-        return Pooled(rows[..., :-1], rows[..., -1])
-
-    def _rows(self, values: torch.Tensor, directions: torch.Tensor, blocks: np.ndarray) -> torch.Tensor:
-        """float32[..., D + 1]: means and similarities of these blocks."""
-        pooled = pool(values, directions, to_device(self.axis.lengths[blocks], values.device))
-        return torch.cat([pooled.mean, pooled.similarity[..., None]], dim=-1)
+        returns: int64[copies · blocks], the complete row of every block; int64[straddling rows], into which of the
+                 `copies` · straddling blocks each is added up; int64, the blocks that straddle, and their lengths
+        """
+        split = np.unique(np.concatenate(self.straddling))
+        order = np.zeros((copies, len(self.lengths)), dtype=np.int64)
+        copy, into, seen = np.arange(copies)[:, None], [], 0
+        for whole, parts in zip(self.complete, self.straddling, strict=True):
+            order[:, whole] = seen + copy * len(whole) + np.arange(len(whole))
+            into.append((copy * len(split) + np.searchsorted(split, parts)).ravel())
+            seen += copies * len(whole)
+        return tuple(
+            to_device(array, device) for array in (order.ravel(), np.concatenate(into), split, self.lengths[split])
+        )
 
 
-def _exchange_pooled(
-    rows: Sequence[torch.Tensor], blocks: Sequence[tuple[np.ndarray, ...]], group: SequenceGroup
-) -> list[list[torch.Tensor]]:
-    """Sends each rank the rows of its heads, q's and k's in one exchange. Collective.
+def _exchange_heads(
+    rows: torch.Tensor, shares: Sequence[int], blocks: Sequence[int], group: SequenceGroup
+) -> torch.Tensor:
+    """Sends each rank the rows of its heads. Collective, unless no rank has any.
 
-    rows:    per side, [B, H, this rank's blocks, W]
-    blocks:  per side, by rank, its blocks
-    returns: per side, by source rank, [B, Hs, that rank's blocks, W]
+    rows:    [H, B, this rank's blocks, W];  shares: heads by rank;  blocks: of each rank
+    returns: [n, W], by source rank [Hs, B, that rank's blocks]
     """
-    batch, heads, _, width = rows[0].shape
-    ranks = range(group.size)
-    shares = [len(assigned_heads(rank, heads, group.size)) for rank in ranks]
-    counts = [[len(of_rank) for of_rank in side] for side in blocks]
-    mine = shares[group.rank]
-    if not any(map(sum, counts)):
-        return [[side[:, :mine] for _ in ranks] for side in rows]
-    # 1. What is sent: rank after rank, q's rows of that rank's heads, then k's.
-    parts = [side.split(shares, dim=1) for side in rows]
-    sent = torch.cat([part[rank].reshape(-1, width) for rank in ranks for part in parts])
-    send_splits = [batch * share * sum(side[group.rank] for side in counts) for share in shares]
-    # 2. What is received: rank after rank, q's rows of this rank's heads, then k's.
-    pieces = [batch * mine * side[rank] for rank in ranks for side in counts]
-    recv_splits = [sum(pieces[rank * len(rows) : (rank + 1) * len(rows)]) for rank in ranks]
-    received = group.all_to_all(sent, recv_splits, send_splits).split(pieces)
-    # 3. By side and source rank, as it was packed.
-    return [
-        [received[rank * len(rows) + side].view(batch, mine, counts[side][rank], width) for rank in ranks]
-        for side in range(len(rows))
-    ]
+    _, batch, own, width = rows.shape
+    if not any(blocks):
+        return rows.view(-1, width)
+    received = [shares[group.rank] * batch * count for count in blocks]
+    return group.all_to_all(rows.view(-1, width), received, [share * batch * own for share in shares])

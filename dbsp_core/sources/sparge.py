@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.distributed_pooling import Pooled, gather_bits, pool_own_heads
+from dbsp_core.sources.distributed_pooling import gather_bits, pool_own_heads
 from dbsp_core.utils.errors import SettingError, blame_setting, require_value
+from dbsp_kernels.packing.block_selection import pooled_scores, select_blocks
+from dbsp_kernels.packing.h2d import to_device
 
-__all__ = ["SpargeSource", "SpargeThresholds", "select_blocks"]
+__all__ = ["SpargeSource", "SpargeThresholds"]
 
 
 @dataclass(frozen=True)
@@ -42,32 +45,11 @@ class SpargeThresholds:
         is_cosine = -1 <= self.similarity <= 1
         require_value(self, "similarity", is_cosine, "is a cosine: it must lie between -1 and 1")
 
-
-def select_blocks(q: Pooled, k: Pooled, scale: float, how: SpargeThresholds) -> torch.Tensor:
-    """The dense blocks of one head. returns: bool[nq, nk]
-
-    q, k: of one head, mean [nq, D] and [nk, D]
-
-    In float64, by operations on only this head: which other heads a rank predicts cannot change a bit of it.
-    """
-    dissimilar_q, dissimilar_k = (side.similarity <= how.similarity for side in (q, k))
-    scores = q.mean.double() @ k.mean.double().T * scale
-    scores.masked_fill_(dissimilar_k, -torch.inf)
-    chance = torch.softmax(scores, dim=-1).nan_to_num_(0.0)  # NaN where every key block is dissimilar, hence dense
-    ordered, block = torch.sort(chance, dim=-1, descending=True, stable=True)
-    chosen = torch.zeros_like(chance, dtype=torch.bool).scatter_(-1, block, _leading(ordered, how))
-    return chosen | dissimilar_q[:, None] | dissimilar_k
-
-
-def _leading(chance: torch.Tensor, how: SpargeThresholds) -> torch.Tensor:
-    """Which of each row's entries, sorted by falling chance, are taken. bool[nq, nk]"""
-    count = chance.shape[-1]
-    place = torch.arange(count, device=chance.device)
-    if how.topk is not None:
-        return (place < max(1, math.floor(how.topk * count + 1e-9))).expand_as(chance)
-    if how.cdf is None or how.cdf == 1:
-        return torch.ones_like(chance, dtype=torch.bool)
-    return (chance.cumsum(-1) <= how.cdf) | (place == 0)
+    def limits(self, blocks: int) -> tuple[float | None, int]:
+        """For `select_blocks`: the largest cumulative probability, or None and how many blocks of a row."""
+        if self.topk is not None:
+            return None, max(1, math.floor(self.topk * blocks + 1e-9))
+        return (None if self.cdf == 1 else self.cdf), blocks
 
 
 LARGEST_BLOCK = 1 << 16
@@ -120,20 +102,19 @@ class SpargeSource(BlockSizes):
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Collective."""
-        grid = self.grid(request)
-        q, k = pool_own_heads(tokens, grid)
-        mine = self._predict(q, k, tokens.scale)
-        bits = gather_bits(mine, request.heads, tokens.group).flatten(0, 1)
-        if self.attention_sink:
-            bits[:, :, 0] = True
-        if self.dense_text:
-            grid.make_text_dense(bits)
-        return BlockMask(bits, grid)
+        grid, how = self.grid(request), self.thresholds
+        rows = pool_own_heads(tokens, grid)
+        samples, rows = rows.shape[1], rows.flatten(0, 1)
+        # In float64, by operations on each head alone: which others a rank predicts cannot change a bit of it.
+        scores = pooled_scores(rows, grid.nq, tokens.scale, how.similarity)
+        chance = torch.softmax(scores, dim=-1)  # NaN where every key block is dissimilar, hence dense
+        dense = (rows[..., -1] <= how.similarity) | self._always_dense(grid, rows.device)
+        mine = select_blocks(chance, dense, *how.limits(grid.nk))
+        return BlockMask(gather_bits(mine, request.heads, samples, grid.nk, tokens.group), grid)
 
-    def _predict(self, q: Pooled, k: Pooled, scale: float) -> torch.Tensor:
-        """bool[B, Hs, nq, nk]. q, k: [B, Hs, ...]"""
-        batch, heads, nq, _ = q.mean.shape
-        bits = torch.empty(batch, heads, nq, k.mean.shape[2], dtype=torch.bool, device=q.mean.device)
-        for sample, head in itertools.product(range(batch), range(heads)):
-            bits[sample, head] = select_blocks(q.of(sample, head), k.of(sample, head), scale, self.thresholds)
-        return bits
+    @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
+    def _always_dense(self, grid: BlockGrid, device: torch.device) -> torch.Tensor:
+        """bool[nq + nk]: query blocks and then key blocks that are dense whatever the tokens are."""
+        q, k = ((axis.starts < grid.text_tokens) & self.dense_text for axis in (grid.q_axis, grid.k_axis))
+        k[0] |= self.attention_sink
+        return to_device(np.concatenate([q, k]), device)

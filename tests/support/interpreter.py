@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-KERNELS = ("backward", "forward", "merge", "pooling", "row_bits", "segment_copy")
+KERNELS = ("backward", "block_selection", "forward", "merge", "pooling", "row_bits", "segment_copy")
 
 
 @contextlib.contextmanager

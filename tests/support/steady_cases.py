@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbsp_core.runtime.ring
 from dbsp_core import SequenceGroup
@@ -38,19 +41,83 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+VIEWS = {
+    *("alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "is_pinned", "lift_fresh"),
+    *("new_empty", "permute", "promote_types", "select", "slice", "split", "split_with_sizes", "squeeze", "t"),
+    *("transpose", "unbind", "unsqueeze", "view", "_reshape_alias", "_unsafe_view"),
+}
+"""Operators that compute nothing, or only make room."""
+FUSED = (
+    *("dbsp_core.comm.all_to_all.copy_segments", "dbsp_core.runtime.kernel_tables.expand_rows"),
+    *("dbsp_core.runtime.kernel_tables.pack_rows", "dbsp_core.sources.distributed_pooling.sum_tokens"),
+    *("dbsp_core.sources.distributed_pooling.pool_rows", "dbsp_core.sources.sparge.pooled_scores"),
+    *("dbsp_core.sources.sparge.select_blocks", "dbsp_core.comm.groups.SequenceGroup.shift"),
+)
+"""What on a GPU is one kernel each, whatever the CPU takes: ours, and a send batched with a receive by NCCL."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators of this thread by name; FUSED functions as one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+        self.fused = False
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Launches:
+        for name in FUSED:
+            owner, _, attribute = name.rpartition(".")
+            function = pkgutil.resolve_name(name)
+            self._patches.enter_context(mock.patch(f"{owner}.{attribute}", self._as_one(attribute, function)))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _as_one(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            self.seen[name] += 1
+            self.fused = True
+            try:
+                return function(*args, **options)
+            finally:
+                self.fused = False
+
+        return run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if not self.fused and name not in VIEWS:
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of_a_steady_step(
+    rank: int, world: int, settings: dict[str, Any], strategy: str, heads: int
+) -> dict[str, int]:
+    """Operators of the third step of one layer on this rank, outside the attention kernel, by name."""
+    return _in_a_steady_step(settings, strategy, heads, Launches())
+
+
 def waits_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> dict[str, int]:
-    """The third step of one layer. The kernel is left out: the CPU's own reads its tables, a GPU's does not."""
+    """The third step of one layer."""
+    return _in_a_steady_step(settings, strategy, 4, Watch())
+
+
+def _in_a_steady_step(settings: dict[str, Any], strategy: str, heads: int, watch: Watch | Launches) -> dict[str, int]:
+    """What is seen of it. The kernel is left out: the CPU's own reads its tables, a GPU's does not."""
     config = DbspConfig.load(settings)
-    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=4, layers=1)
-    watch = Watch()
+    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=heads, layers=1)
 
     def no_kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros_like(q), torch.zeros(q.shape[:2])
+        return torch.empty_like(q), torch.empty(q.shape[:2])
 
     with mock.patch.object(dbsp_core.runtime.ring, "block_attention", no_kernel):
         for step in range(3):
             layout = session.begin((4, 8, 8), 0, 900.0 - step)
-            q, k, v = torch.randn(3, 1, 4, layout.shard, 16, generator=torch.Generator().manual_seed(step))
+            q, k, v = torch.randn(3, 1, heads, layout.shard, 16, generator=torch.Generator().manual_seed(step))
             if step < 2:
                 session.attend(0, q, k, v)
         with watch:

@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-__all__ = ["expand_rows", "pack_bits", "unpack_bits"]
+__all__ = ["expand_rows", "pack_bits", "pack_rows", "unpack_bits"]
 
 
 def pack_bits(needed: torch.Tensor) -> torch.Tensor:
@@ -23,15 +23,51 @@ def pack_bits(needed: torch.Tensor) -> torch.Tensor:
     return (bits << _places(needed.device)).sum(-1, dtype=torch.uint8)
 
 
-def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """bool[count] of what `pack_bits` packed as one row."""
-    return (packed[:, None] >> _places(packed.device) & 1).bool().reshape(-1)[:count]
+def unpack_bits(packed: torch.Tensor, width: int) -> torch.Tensor:
+    """bool[..., W] of what `pack_bits` packed; rows are not contiguous where W is no multiple of 8."""
+    return (packed[..., None] & _ones(packed.device)).ne(0).flatten(-2)[..., :width]
+
+
+@functools.cache
+def _ones(device: torch.device) -> torch.Tensor:
+    """uint8[8]: each bit of a byte."""
+    return torch.tensor([1 << place for place in range(8)], dtype=torch.uint8, device=device)
 
 
 @functools.cache
 def _places(device: torch.device) -> torch.Tensor:
     """uint8[8]: each bit's place in a byte."""
     return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def pack_rows(
+    mask: torch.Tensor,
+    rows: torch.Tensor,
+    heads: torch.Tensor,
+    turn: torch.Tensor,
+    columns: torch.Tensor,
+    present: torch.Tensor,
+    full: torch.Tensor,
+    as_masked: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The bits of a rank's rows by ring period, and what they come to: of all periods at once.
+
+    mask:    bool[H · nq, nk];  rows, heads, turn: int64[R], each row's place there, its head, and what it is sorted by
+    columns: int64[y, H, width], the KV block that a row's column stands for
+    present: bool[y, H, width], whether it stands for one;  full: whether that block is not short
+    as_masked: whether columns are those of the mask
+    returns: bits uint8[y, R, ceil(width / 8)]; int32[y, R] the blocks of each row and how many of them are not short;
+             int64[y, R], turn less those blocks
+    """
+    if mask.is_cuda:
+        from dbsp_kernels.triton.row_bits import triton_pack_rows  # here: triton need not be installed
+
+        return triton_pack_rows(mask, rows, heads, turn, columns, present, full)
+    needed = mask.index_select(0, rows)[None]
+    if not as_masked:
+        needed = needed.expand(len(columns), -1, -1).gather(2, columns[:, heads]) & present[:, heads]
+    count = needed.sum(dim=2, dtype=torch.int32)
+    return pack_bits(needed), count, (needed & full[:, heads]).sum(dim=2, dtype=torch.int32), turn - count
 
 
 def expand_rows(

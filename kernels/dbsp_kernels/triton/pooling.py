@@ -1,4 +1,4 @@
-"""`sum_tokens` in one pass over the tokens: they are read once, and only the blocks' sums are written."""
+"""`sum_tokens` in one pass over the tokens: they are read once, and only sums are written. Then their means."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["sum_tokens_triton"]
+__all__ = ["pool_rows_triton", "sum_tokens_triton"]
 
 TILE = 32  # tokens at a time
 
 
 @triton.jit
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    tokens_ptr, place_ptr, first_ptr, values_ptr, directions_ptr,
+    tokens_ptr, place_ptr, first_ptr, sums_ptr,
     batch_stride, head_stride, token_stride, width_stride, heads, blocks,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, LOG2: tl.constexpr,
     LIMIT: tl.constexpr, PER_MEAN_UNIT: tl.constexpr, PER_DIRECTION_UNIT: tl.constexpr,
@@ -40,9 +40,10 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
         length = tl.sqrt_rn(tl.reshape(square, [TILE]))[:, None]
         x = tl.where(length > 0, tl.div_rn(x, tl.where(length > 0, length, 1.0)), 0.0)
         directions += tl.sum(tl.floor(x * PER_DIRECTION_UNIT).to(tl.int64), 0)
-    out = (item.to(tl.int64) * blocks + block) * WIDTH + width
-    tl.store(values_ptr + out, values, mask=width < WIDTH)
-    tl.store(directions_ptr + out, directions, mask=width < WIDTH)
+    row = (item % heads).to(tl.int64) * (tl.num_programs(1) // heads) + item // heads  # head after head
+    out = sums_ptr + (row * blocks + block) * 2 * WIDTH + width
+    tl.store(out, values, mask=width < WIDTH)
+    tl.store(out + WIDTH, directions, mask=width < WIDTH)
 
 
 def sum_tokens_triton(
@@ -52,18 +53,57 @@ def sum_tokens_triton(
     limit: float,
     mean_unit: float,
     direction_unit: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """The contract of `dbsp_kernels.packing.pooling.sum_tokens`, with its limit and units."""
     batch, heads, _, width = tokens.shape
     blocks = len(first) - 1
-    values, directions = tokens.new_empty(2, batch, heads, blocks, width, dtype=torch.int64)
-    if values.numel() == 0:
-        return values, directions
+    sums = tokens.new_empty(heads, batch, blocks, 2 * width, dtype=torch.int64)
+    if sums.numel() == 0:
+        return sums
     padded = triton.next_power_of_2(width)
     _sum_kernel[(blocks, batch * heads)](
-        tokens, place, first, values, directions, *tokens.stride(), heads, blocks,
+        tokens, place, first, sums, *tokens.stride(), heads, blocks,
         WIDTH=width, PADDED=padded, TILE=TILE, LOG2=padded.bit_length() - 1,
         LIMIT=limit, PER_MEAN_UNIT=1 / mean_unit, PER_DIRECTION_UNIT=1 / direction_unit,
         enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
     )  # fmt: skip
-    return values, directions
+    return sums
+
+
+@triton.jit
+def _pool_kernel(  # type: ignore[no-untyped-def]
+    sums_ptr, length_ptr, pooled_ptr, copy_stride, block_stride, blocks,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, LOG2: tl.constexpr,
+    MEAN_UNIT: tl.constexpr, DIRECTION_UNIT: tl.constexpr,
+):  # fmt: skip
+    """One program, one block of one head of one batch item."""
+    block = tl.program_id(0)
+    copy = tl.program_id(1).to(tl.int64)
+    width = tl.arange(0, PADDED)
+    start = sums_ptr + copy * copy_stride + block * block_stride + width
+    length = tl.load(length_ptr + block).to(tl.float64)
+    mean = tl.load(start, mask=width < WIDTH, other=0).to(tl.float64) * MEAN_UNIT / length
+    direction = tl.load(start + WIDTH, mask=width < WIDTH, other=0).to(tl.float64) * DIRECTION_UNIT / length
+    square = tl.reshape(direction * direction, [1, PADDED])
+    for level in tl.static_range(LOG2):  # halves are added until one is left, as in `halving_sum`
+        square = tl.sum(tl.reshape(square, [1, 2, PADDED >> (level + 1)]), 1)
+    out = pooled_ptr + (copy * blocks + block) * (WIDTH + 1)
+    tl.store(out + width, mean.to(tl.float32), mask=width < WIDTH)
+    tl.store(out + WIDTH + tl.arange(0, 1), tl.reshape(square, [1]).to(tl.float32))
+
+
+def pool_rows_triton(
+    sums: torch.Tensor, lengths: torch.Tensor, mean_unit: float, direction_unit: float
+) -> torch.Tensor:
+    """The contract of `dbsp_kernels.packing.pooling.pool_rows`, with its units."""
+    heads, batch, blocks, width = *sums.shape[:3], sums.shape[3] // 2
+    pooled = sums.new_empty(heads, batch, blocks, width + 1, dtype=torch.float32)
+    if pooled.numel():
+        padded = triton.next_power_of_2(width)
+        _pool_kernel[(blocks, heads * batch)](
+            sums, lengths, pooled, sums.stride(1), sums.stride(2), blocks,
+            WIDTH=width, PADDED=padded, LOG2=padded.bit_length() - 1,
+            MEAN_UNIT=mean_unit, DIRECTION_UNIT=direction_unit,
+            enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
+        )  # fmt: skip
+    return pooled

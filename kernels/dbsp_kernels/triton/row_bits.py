@@ -1,4 +1,4 @@
-"""From bits to the kernel's table, as a Triton kernel: one pass over the bits, one write of the table."""
+"""From masks to rows' bits, and from bits to the kernel's table, as Triton kernels: one pass over either."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["expand_kernel", "triton_expand_rows"]
+__all__ = ["expand_kernel", "pack_kernel", "triton_expand_rows", "triton_pack_rows"]
 
 CHUNK = 1024  # columns at a time
 
@@ -33,6 +33,61 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         tl.store(index_row + place, base + column + copy * blocks, mask=needed != 0)
         full_place += tl.sum(full, 0)
         short_place += tl.sum(short, 0)
+
+
+@triton.jit
+def pack_kernel(  # type: ignore[no-untyped-def]
+    mask_ptr, rows_ptr, heads_ptr, turn_ptr, columns_ptr, present_ptr, full_ptr,
+    bits_ptr, count_ptr, counted_ptr, key_ptr, mask_row, heads, width, row_bytes, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program, one row in one period."""
+    row = tl.program_id(0)
+    period = tl.program_id(1).to(tl.int64)
+    place = period * tl.num_programs(0) + row
+    mask_row_ptr = mask_ptr + tl.load(rows_ptr + row) * mask_row
+    of_head = (period * heads + tl.load(heads_ptr + row)) * width
+    count = 0
+    counted = 0
+    for start in range(0, width, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        there = column < width
+        present = tl.load(present_ptr + of_head + column, mask=there, other=0) != 0
+        block = tl.load(columns_ptr + of_head + column, mask=present, other=0)
+        needed = tl.load(mask_row_ptr + block, mask=present, other=0).to(tl.int32)
+        full = tl.load(full_ptr + of_head + column, mask=there, other=0).to(tl.int32)
+        count += tl.sum(needed, 0)
+        counted += tl.sum(needed * full, 0)
+        packed = tl.sum(tl.reshape(needed << (column % 8), [CHUNK // 8, 8]), 1)
+        byte = start // 8 + tl.arange(0, CHUNK // 8)
+        tl.store(bits_ptr + place * row_bytes + byte, packed.to(tl.uint8), mask=byte < row_bytes)
+    tl.store(count_ptr + place, count)
+    tl.store(counted_ptr + place, counted)
+    tl.store(key_ptr + place, tl.load(turn_ptr + row) - count)
+
+
+def triton_pack_rows(
+    mask: torch.Tensor,
+    rows: torch.Tensor,
+    heads: torch.Tensor,
+    turn: torch.Tensor,
+    columns: torch.Tensor,
+    present: torch.Tensor,
+    full: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The contract of `dbsp_kernels.packing.row_bits.pack_rows`, for columns in any order."""
+    mask = mask if mask.stride(1) == 1 else mask.contiguous()
+    (periods, all_heads, width), count = columns.shape, len(rows)
+    bits = rows.new_empty(periods, count, -(-width // 8), dtype=torch.uint8)
+    counts, counted = rows.new_empty(2, periods, count, dtype=torch.int32)
+    keys = rows.new_empty(periods, count)
+    if bits.numel():
+        pack_kernel[(count, periods)](
+            mask, rows, heads, turn, columns, present, full, bits, counts, counted, keys,
+            mask.stride(0), all_heads, width, bits.shape[2], CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+    else:
+        counts.zero_(), counted.zero_(), keys.copy_(turn)
+    return bits, counts, counted, keys
 
 
 def triton_expand_rows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_core import Strategy
-from steady_cases import waits_of_a_steady_step
+from steady_cases import launches_of_a_steady_step, waits_of_a_steady_step
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
@@ -22,3 +22,13 @@ def test_nothing_waits_for_the_device(pool, world, mask):
 def test_planning_at_once_would_be_seen(pool):
     for waits in pool(2).run(waits_of_a_steady_step, {"mask": SPARGE, "reuse": {"mode": "sync"}}, "U1R2"):
         assert waits.get("cpu", 0) > 0
+
+
+@pytest.mark.parametrize("heads", [8, 20])
+def test_launches_are_few_for_any_heads_and_strategy(pool, heads):
+    for strategy in Strategy.all_for(8):
+        for seen in pool(8).run(launches_of_a_steady_step, {"mask": SPARGE}, str(strategy), heads):
+            assert seen["select_blocks"] == 1
+            assert sum(seen.values()) <= 50, (strategy, seen)
+        for seen in pool(8).run(launches_of_a_steady_step, {"mask": WINDOW}, str(strategy), heads):
+            assert sum(seen.values()) <= 9 + 2 * strategy.ring, (strategy, seen)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
 from dbsp_core.runtime.kernel_tables import build_tables, dense_head_layout, table_layout
-from dbsp_kernels.packing.row_bits import expand_rows, pack_bits
+from dbsp_kernels.packing.row_bits import expand_rows, pack_bits, pack_rows
 from generators import SEEDS, examples, grids, random_bits
 from interpreter import interpreted
 
@@ -73,6 +73,29 @@ def test_the_triton_kernel_equals_its_twin(case, batch):
         finally:
             triton_rows.CHUNK = whole
         assert_lists(index, case["lists"], batch, len(case["arguments"][2]))
+
+
+@given(grid=grids(least_key_blocks=3), heads=st.integers(1, 3), seed=SEEDS, data=st.data())
+@examples(15)
+def test_the_triton_kernel_packs_rows_as_its_twin(grid, heads, seed, data):
+    pytest.importorskip("triton")
+    from dbsp_kernels.triton import row_bits as triton_rows
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, on which tests/kernels/test_gpu.py runs whole layers")
+    mask = BlockMask(random_bits(heads, grid, seed), grid)
+    strategy = data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3"]))
+    layout = table_layout(make_plan(mask, strategy).assignment, 0)
+    bits = mask.bits.flatten(0, 1)
+    of_mask = layout.rows, layout.heads, layout.turn, layout.columns, layout.present, layout.full
+    expected = pack_rows(bits, *of_mask, layout.as_masked)
+    whole, triton_rows.CHUNK = triton_rows.CHUNK, 16  # several chunks a row
+    try:
+        with interpreted():
+            found = triton_rows.triton_pack_rows(bits, *of_mask)
+    finally:
+        triton_rows.CHUNK = whole
+    assert all(map(torch.equal, found, expected))
 
 
 @given(grid=grids(least_key_blocks=3), heads=st.integers(1, 4), seed=SEEDS, batch=st.integers(1, 2), data=st.data())

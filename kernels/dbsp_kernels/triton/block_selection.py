@@ -1,0 +1,95 @@
+"""Scores of pooled queries and keys, and the choice among them, as Triton kernels: no sort, and one pass over rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["pooled_scores_triton", "select_blocks_triton"]
+
+TILE = 32  # query and key blocks a program scores
+UNIT = 2.0**-60  # int64 holds the sum of a row's chances, which is 1
+
+
+@triton.jit
+def _score_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, scores_ptr, nq, nk, scale: tl.float64, similarity: tl.float64, WIDTH: tl.constexpr, TILE: tl.constexpr
+):
+    """One program, a tile of one head, its products added up in one order."""
+    q = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    k = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    head = tl.program_id(2).to(tl.int64)
+    q_row = rows_ptr + (head * (nq + nk) + q) * (WIDTH + 1)
+    k_row = rows_ptr + (head * (nq + nk) + nq + k) * (WIDTH + 1)
+    scores = tl.zeros([TILE, TILE], tl.float64)
+    for d in range(WIDTH):
+        a = tl.load(q_row + d, mask=q < nq, other=0.0).to(tl.float64)
+        b = tl.load(k_row + d, mask=k < nk, other=0.0).to(tl.float64)
+        scores += a[:, None] * b[None, :]
+    vague = tl.load(k_row + WIDTH, mask=k < nk, other=0.0).to(tl.float64) <= similarity
+    scores = tl.where(vague[None, :], float("-inf"), scores * scale)
+    out = scores_ptr + (head * nq + q[:, None]) * nk + k[None, :]
+    tl.store(out, scores, mask=(q < nq)[:, None] & (k < nk)[None, :])
+
+
+def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
+    """The contract of `dbsp_kernels.packing.block_selection.pooled_scores`."""
+    heads, blocks, width = rows.shape
+    rows, nk = rows.contiguous(), blocks - nq
+    scores = rows.new_empty(heads, nq, nk, dtype=torch.float64)
+    if scores.numel():
+        grid = (triton.cdiv(nq, TILE), triton.cdiv(nk, TILE), heads)
+        rounded = torch.tensor(similarity, dtype=torch.float32).item()  # as torch compares with float32
+        _score_kernel[grid](rows, scores, nq, nk, scale, rounded, WIDTH=width - 1, TILE=TILE, enable_fp_fusion=False)
+    return scores
+
+
+@triton.jit
+def _select_kernel(  # type: ignore[no-untyped-def]
+    chance_ptr, dense_ptr, packed_ptr, nq, nk, limit: tl.int64, COUNTED: tl.constexpr, NK: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+):  # fmt: skip
+    """One program, one row. Of numbers that are not negative, the larger one has the larger bits."""
+    row = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, NK)
+    there = column < nk
+    chance = tl.load(chance_ptr + (head * nq + row) * nk + column, mask=there, other=0.0)
+    chance = tl.where(chance == chance, chance, 0.0)
+    bits = tl.where(there, chance.to(tl.int64, bitcast=True), -1)
+    units = tl.where(there, 1, 0).to(tl.int64) if COUNTED else (chance * PER_UNIT).to(tl.int64)
+    # 1. The lowest threshold above which all fit within the limit, bit by bit of the highest one that is too low.
+    too_low = tl.full([], -1, tl.int64)
+    if tl.sum(tl.where(bits >= 0, units, 0), 0) > limit:
+        too_low = tl.full([], 0, tl.int64)
+        for place in range(62):
+            trial = too_low | (tl.full([], 1, tl.int64) << (61 - place))
+            too_low = tl.where(tl.sum(tl.where(bits >= trial, units, 0), 0) > limit, trial, too_low)
+    above = bits > too_low
+    # 2. Of those at the threshold, the first ones that still fit; of the largest, the first one in any case.
+    equal = (bits == too_low) & there
+    left = limit - tl.sum(tl.where(above, units, 0), 0)
+    fitting = left // tl.maximum(tl.max(tl.where(equal, units, 0), 0), 1)
+    fitting = tl.where(tl.max(bits, 0) == too_low, tl.maximum(fitting, 1), fitting)
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int64), 0) <= fitting))
+    # 3. With what is dense in any case, eight to a byte.
+    whole = tl.load(dense_ptr + head * (nq + nk) + row) != 0
+    chosen = chosen | (tl.load(dense_ptr + head * (nq + nk) + nq + column, mask=there, other=0) != 0) | whole
+    shifted = tl.where(chosen & there, 1, 0) << (column % 8)
+    packed = tl.sum(tl.reshape(shifted, [NK // 8, 8]), 1)
+    byte, row_bytes = tl.arange(0, NK // 8), (nk + 7) // 8
+    tl.store(packed_ptr + (head * nq + row) * row_bytes + byte, packed.to(tl.uint8), mask=byte < row_bytes)
+
+
+def select_blocks_triton(chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int) -> torch.Tensor:
+    """The contract of `dbsp_kernels.packing.block_selection.select_blocks`."""
+    heads, nq, nk = chance.shape
+    packed = dense.new_empty(heads, nq, -(-nk // 8), dtype=torch.uint8)
+    if packed.numel():
+        padded = max(16, triton.next_power_of_2(nk))
+        _select_kernel[(nq, heads)](
+            chance, dense, packed, nq, nk, count if cdf is None else int(cdf / UNIT), COUNTED=cdf is None, NK=padded,
+            PER_UNIT=1 / UNIT, num_warps=4 if padded <= 2048 else 8,
+        )  # fmt: skip
+    return packed
