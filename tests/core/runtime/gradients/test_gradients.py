@@ -7,11 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from cases import Case
-from dbsp_core import Strategy
-from dbsp_core.utils.errors import UserError
-from dbsp_kernels import KERNELS, KernelRequirements, require_supported
 from gradient_cases import (
     gradcheck,
     inference_tensors,
@@ -19,6 +14,11 @@ from gradient_cases import (
     run_gradients,
     same_bits,
 )
+
+from cases import Case
+from dbsp_core import Strategy
+from dbsp_core.utils.errors import UserError
+from dbsp_kernels import KERNELS, KernelRequirements, require_supported
 from workers import assert_all_raise
 
 WORLDS = (1, 2, 3, 4, 6, 8)
