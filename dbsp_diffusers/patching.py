@@ -101,7 +101,7 @@ def signature_of(module: nn.Module) -> inspect.Signature:
 
 def num_inference_steps_of(pipe: Any) -> int | None:
     """How many denoising steps a diffusers pipeline is about to take; None before it knows."""
-    timesteps = pipe.scheduler.timesteps
+    timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
     return None if timesteps is None else len(timesteps)
 
 
