@@ -73,33 +73,83 @@ def _trained_wan() -> Any:
     return WanPipeline.from_pretrained(TRAINED_WAN, torch_dtype=torch.float32, local_files_only=True)
 
 
-def _wan() -> Any:
-    """Wan2.1 text-to-video: 4 layers, 12 heads."""
-    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+def _wan_parts(transformer: str = "WanTransformer3DModel", **sizes: Any) -> dict[str, Any]:
+    """What Wan's pipelines are made of. transformer: its class, of 4 layers with 12 heads"""
+    import diffusers
     from transformers import UMT5Config, UMT5EncoderModel
 
     tokenizer = _tokenizer(max_length=512)
     text_encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **_TEXT_ENCODER))
-    vae = AutoencoderKLWan(
+    vae = diffusers.AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     )
-    transformer = WanTransformer3DModel(
-        num_attention_heads=12,
-        attention_head_dim=24,
-        in_channels=16,
-        out_channels=16,
-        text_dim=32,
-        freq_dim=64,
-        ffn_dim=256,
-        num_layers=4,
-        rope_max_seq_len=128,
-    )
-    scheduler = UniPCMultistepScheduler(
+    scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
     )
-    return WanPipeline(
-        tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, transformer=transformer, scheduler=scheduler
-    )
+    return {
+        "tokenizer": tokenizer,
+        "text_encoder": text_encoder,
+        "vae": vae,
+        "transformer": _wan_transformer(transformer, **sizes),
+        "scheduler": scheduler,
+    }
+
+
+def _wan_transformer(cls: str = "WanTransformer3DModel", **sizes: Any) -> Any:
+    import diffusers
+
+    usual = {
+        "num_attention_heads": 12,
+        "attention_head_dim": 24,
+        "in_channels": 16,
+        "out_channels": 16,
+        "text_dim": 32,
+        "freq_dim": 64,
+        "ffn_dim": 256,
+        "num_layers": 4,
+        "rope_max_seq_len": 128,
+    }
+    return getattr(diffusers, cls)(**usual | sizes)
+
+
+def _wan() -> Any:
+    """Wan2.1 text-to-video."""
+    from diffusers import WanPipeline
+
+    return WanPipeline(**_wan_parts())
+
+
+def _wan_2_2() -> Any:
+    """Wan2.2 A14B text-to-video: a second transformer for the steps with little noise."""
+    from diffusers import WanPipeline
+
+    return WanPipeline(**_wan_parts(), transformer_2=_wan_transformer(), boundary_ratio=0.875)
+
+
+def _wan_ti2v() -> Any:
+    """Wan2.2 TI2V: a timestep for each token, and a video from text alone or with its first frame."""
+    from diffusers import WanPipeline
+
+    return WanPipeline(**_wan_parts(), expand_timesteps=True)
+
+
+def _wan_i2v() -> Any:
+    """Wan2.1 image-to-video: the image beside the noise, and embedded by CLIP for cross-attention."""
+    from diffusers import WanImageToVideoPipeline
+    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
+
+    sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    encoder = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=32, patch_size=8))
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    parts = _wan_parts(in_channels=36, image_dim=20, added_kv_proj_dim=12 * 24)
+    return WanImageToVideoPipeline(**parts, image_encoder=encoder, image_processor=processor)
+
+
+def _wan_vace() -> Any:
+    """Wan2.1 VACE: 2 of the 4 layers take a control video."""
+    from diffusers import WanVACEPipeline
+
+    return WanVACEPipeline(**_wan_parts("WanVACETransformer3DModel", vace_layers=[0, 2], vace_in_channels=96))
 
 
 def _cogvideox() -> Any:
@@ -165,5 +215,13 @@ def _tokenizer(max_length: int) -> Any:
     )
 
 
-MAKERS: dict[str, Callable[[], Any]] = {"wan": _wan, "wan-trained": _trained_wan, "cogvideox": _cogvideox}
+MAKERS: dict[str, Callable[[], Any]] = {
+    "wan": _wan,
+    "wan-trained": _trained_wan,
+    "wan2.2": _wan_2_2,
+    "wan-ti2v": _wan_ti2v,
+    "wan-i2v": _wan_i2v,
+    "wan-vace": _wan_vace,
+    "cogvideox": _cogvideox,
+}
 """How each of `dbsp_core.config.models.TINY_MODELS` is made."""

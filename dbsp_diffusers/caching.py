@@ -20,7 +20,7 @@ from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 
-__all__ = ["ForwardRanks", "StepCaches", "refuse_step_caches", "require_uncached_attention"]
+__all__ = ["ForwardRanks", "StepCaches", "refuse_step_caches"]
 
 
 class _Sharded(Protocol):
@@ -77,16 +77,6 @@ WHOLE_BATCH = {
 """Hooks that go by the whole input, which every rank is given, or halve its batch: not where a batch is shared out."""
 
 
-def require_uncached_attention(self_attentions: Iterable[nn.Module]) -> None:
-    """Raises UserError where a cache wraps a self-attention already: db-SP must be inside it."""
-    for attention in self_attentions:
-        for hook in _skipping_hooks(attention):
-            raise UserError(
-                f"a cache of attention ({type(hook).__name__}) is enabled on this transformer already; enable it "
-                "after db-SP: transformer.disable_cache(), parallelize (or attach), then transformer.enable_cache(…)"
-            )
-
-
 def refuse_step_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Raises UserError where any step cache is enabled on a transformer that its host shards."""
     for module in _places(transformer, blocks):
@@ -116,13 +106,21 @@ class StepCaches:
         self._together = together
         self._shared_batch = shared_batch
         self._deciding: tuple[Any, PatchSet] | None = None
+        self._found = False
+
+    @property
+    def skip(self) -> bool:
+        """Whether a cache is there that may skip layers, as the last look saw it."""
+        return self._found
 
     def look(self) -> None:
         """Raises UserError for a cache that cannot be made to decide alike on all ranks."""
         deciding = self._cache_dit()
+        self._found = deciding is not None
         for module in _places(self._transformer, self._blocks):
             for hook in _skipping_hooks(module):
                 self._require_known(hook)
+                self._found = True
                 if type(hook).__name__ == DECIDING:
                     deciding = hook
         if deciding is not (self._deciding and self._deciding[0]):

@@ -13,7 +13,7 @@ import torch
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
-from dbsp_core.config.models import ModelSignature, model_signature, signature_of_model
+from dbsp_core.config.models import ModelSignature, ModelSpec, model_signature, signature_of_model, variant_of
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.sources import SOURCES, DenseSource
@@ -36,12 +36,16 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
         kind = type(transformer).__name__  # xfuser wraps CogVideoX's in a class that is not derived from it
         wrapped = (a for known, a in ARCHITECTURES.items() if known.removesuffix("Model") in kind)
         name = (next(wrapped, None) or architecture_of(transformer)).pipeline or kind
-    return model_signature(name, transformer.config)
+    two = all(getattr(pipe, part, None) is not None for part in ("transformer", "transformer_2"))
+    return model_signature(name, transformer.config, variant_of(two, getattr(pipe, "config", {})))
 
 
-def default_config(identity: ModelSignature | None) -> DbspConfig:
-    """The settings where nothing is configured: those shipped for a known model, dense attention for others."""
-    spec = None if identity is None else identity.spec
+def default_config(identity: ModelSignature | None, spec: ModelSpec | None = None) -> DbspConfig:
+    """The settings where nothing is configured: those shipped for a known model, dense attention for others.
+
+    spec: which of the models with this signature it is, where a name tells
+    """
+    spec = spec or (None if identity is None else identity.spec)
     path = None if spec is None else shipped_configs() / f"{spec.name}-sparge.yaml"
     if path is None or not path.is_file():
         return DbspConfig(origin=DEFAULT_ORIGIN)

@@ -59,26 +59,34 @@ class PatchSet:
         self._undo.callback(restore)
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Replaces a module's forward. What is wrapped around it meanwhile, as diffusers' attention caches are, stays
-        afterwards, around the forward that was there before."""
-        before, replaced = module.forward, True
+        """Replaces a module's own forward. What diffusers' hooks wrap around it, as attention caches are, stays around
+        it: put there before or since, and also afterwards.
+
+        forward: is given the module's own forward, and then its arguments
+        """
+        innermost = next(iter(getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())), None)
+        place, name = (module, "forward") if innermost is None else (innermost, "original_forward")
+        if innermost is not None and innermost.original_forward is None:
+            name = "forward"
+        before, replaced = getattr(place, name), True
 
         @functools.wraps(before)
         def either(*args: Any, **kwargs: Any) -> Any:
-            return (forward if replaced else before)(*args, **kwargs)
+            return forward(before, *args, **kwargs) if replaced else before(*args, **kwargs)
 
         def restore() -> None:
             nonlocal replaced
             replaced = False
-            if vars(module).get("forward") is not either:
-                return
-            if own is _MISSING:
-                del module.forward
-            else:
-                module.forward = own
+            if vars(place).get(name) is either:
+                if own is _MISSING:
+                    delattr(place, name)
+                else:
+                    setattr(place, name, own)
+            elif vars(module).get("forward") is either:  # the hook that it was within has been taken off
+                module.forward = before
 
-        own = vars(module).get("forward", _MISSING)
-        module.forward = either
+        own = vars(place).get(name, _MISSING)
+        setattr(place, name, either)
         self._undo.callback(restore)
 
     def hook(self, register: Callable[..., Any], function: Callable[..., Any], **options: Any) -> None:
@@ -101,7 +109,7 @@ def signature_of(module: nn.Module) -> inspect.Signature:
 
 def num_inference_steps_of(pipe: Any) -> int | None:
     """How many denoising steps a diffusers pipeline is about to take; None before it knows."""
-    timesteps = pipe.scheduler.timesteps
+    timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
     return None if timesteps is None else len(timesteps)
 
 

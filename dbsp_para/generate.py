@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch.distributed as dist
 
 from dbsp_core.comm.timeouts import limit_group_timeouts
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import ModelSignature
+from dbsp_core.config.models import PIPELINES, ModelSignature, signature_of_model
+from dbsp_core.config.video import VideoSettings
 from dbsp_core.utils.errors import UserError, exit_on_user_error
 from dbsp_diffusers.patching import in_float64
 
@@ -21,8 +23,8 @@ __all__ = ["check", "generate"]
 
 def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
     """Before any rank is started. Raises UserError for a pipeline that is not for this host."""
-    if identity.pipeline not in ("WanPipeline", "CogVideoXPipeline"):
-        raise UserError(f"--model {model} is {identity}; db-SP generates with WanPipeline and CogVideoXPipeline")
+    if identity.pipeline not in PIPELINES:
+        raise UserError(f"--model {model} is {identity}; db-SP generates with {', '.join(PIPELINES)}")
 
 
 def generate(config: DbspConfig, video: Path) -> None:
@@ -33,7 +35,11 @@ def generate(config: DbspConfig, video: Path) -> None:
     from dbsp_para.attach import parallelize_pipe
 
     wanted = config.generate.video
-    pipe = diffusers.DiffusionPipeline.from_pretrained(config.generate.model, torch_dtype=config.generate.torch_dtype)
+    cls = diffusers.DiffusionPipeline
+    identity = signature_of_model(config.generate.model or "")
+    if wanted.image is not None and identity is not None and identity.variant == "ti2v":
+        cls = diffusers.WanImageToVideoPipeline  # the checkpoint names the other one
+    pipe = cls.from_pretrained(config.generate.model, torch_dtype=config.generate.torch_dtype)
     pipe.to(_device())
     if config.generate.torch_dtype == torch.float64:
         pipe = in_float64(pipe)
@@ -49,10 +55,29 @@ def generate(config: DbspConfig, video: Path) -> None:
         num_frames=wanted.num_frames,
         num_inference_steps=wanted.steps,
         guidance_scale=wanted.guidance_scale,
+        **_options(pipe, wanted),
         generator=torch.Generator(_device()).manual_seed(wanted.seed or 0),
     ).frames[0]
     if dist.get_rank() == 0:
         export_to_video(frames, str(video), fps=wanted.fps or 16)
+
+
+def _options(pipe: Any, wanted: VideoSettings) -> dict[str, Any]:
+    """Arguments that not every pipeline has. An image has the video's size already."""
+    from PIL import Image
+
+    options: dict[str, Any] = {}
+    if wanted.guidance_scale_2 is not None and pipe.config.get("boundary_ratio") is not None:
+        options["guidance_scale_2"] = wanted.guidance_scale_2
+    images = [Image.open(path).convert("RGB") for path in (wanted.image, wanted.last_image) if path is not None]
+    if "reference_images" not in inspect.signature(type(pipe).__call__).parameters:
+        return options | dict(zip(("image", "last_image"), images, strict=False))
+    # VACE: the frames between are left to it, as xDiT does
+    first, last = images
+    between, size = (wanted.num_frames or 0) - 2, first.size
+    options["video"] = [first, *[Image.new("RGB", size, (128, 128, 128))] * between, last]
+    options["mask"] = [Image.new("L", size, 0), *[Image.new("L", size, 255)] * between, Image.new("L", size, 0)]
+    return options
 
 
 def _device() -> torch.device:

@@ -13,7 +13,7 @@ from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
-from dbsp_diffusers.attach import Host, attach_host, transformers_of
+from dbsp_diffusers.attach import Host, attach_host, attached_to, transformers_of
 from dbsp_diffusers.caching import refuse_step_caches
 from dbsp_diffusers.enabling import disable, session_of
 from dbsp_diffusers.patching import PatchSet
@@ -26,13 +26,14 @@ from dbsp_xdit.wan import attach_wan
 
 __all__ = ["attach", "detach", "recorded", "session_of"]
 
-_WAN, _COGVIDEOX = "xFuserWanTransformer3DWrapper", "xFuserCogVideoXTransformer3DWrapper"
-_BLOCKS = {_WAN: "blocks", _COGVIDEOX: "transformer_blocks"}
-"""xfuser's transformers that db-SP knows, and their attribute that lists the blocks."""
+_WANS = ("xFuserWanTransformer3DWrapper", "xFuserWanVACETransformer3DWrapper")
+_COGVIDEOX = "xFuserCogVideoXTransformer3DWrapper"
+_KNOWN = (*_WANS, _COGVIDEOX)
+"""xfuser's transformers that db-SP knows."""
 
 
 def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
-    """Makes the self-attention of `pipe.transformer` dual-balanced, on xfuser's sequence-parallel group.
+    """Makes the self-attention of a pipeline's transformers dual-balanced, on xfuser's sequence-parallel group.
 
     Call it on all ranks together, once xfuser's groups are initialised, before `torch.compile`.
 
@@ -43,26 +44,24 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
             transformer's checkpoint, dense attention where none are shipped.
 
     Returns:
-        The session: its plans, strategies and statistics.
+        The session: its plans, strategies and statistics. Of two transformers (Wan2.2) that of the first.
 
     Raises:
         UserError: On all ranks, before any of them waits for another, for a transformer that db-SP does not know or
             that something else has changed, and for a kind of parallelism or a strategy that does not fit.
     """
-    transformer, *others = transformers_of(pipe).values()
-    if others:
-        raise UserError("db-SP in xDiT runs pipelines with one transformer, this one has two")
-    kind = _kind_of(transformer)
-    if kind is None:
-        attentions = architecture_of(transformer).attentions_of(transformer)
-    else:
-        blocks = getattr(transformer, _BLOCKS[kind])
-        refuse_step_caches(transformer, blocks)
-        attentions = [block.attn1 for block in blocks]
+    kinds = {id(transformer): _kind_of(transformer) for transformer in transformers_of(pipe).values()}
     sequence, guidance = _groups()
     _require_parallel_kinds()
 
+    def attentions_of(transformer: Any) -> list[Any]:
+        if kinds[id(transformer)] != _COGVIDEOX:
+            return architecture_of(transformer).attentions_of(transformer)
+        refuse_step_caches(transformer, transformer.transformer_blocks)
+        return [block.attn1 for block in transformer.transformer_blocks]
+
     def shard(transformer: Any, session: AttentionSession, patches: PatchSet) -> object:
+        kind = kinds[id(transformer)]
         if kind == _COGVIDEOX:
             attach_strips(transformer, session, patches)
             return True
@@ -75,11 +74,11 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         attach_wan(transformer, session, patches)
         return True
 
-    full_latents = gather_latents(sequence) if kind == _COGVIDEOX else None
+    full_latents = gather_latents(sequence) if _COGVIDEOX in kinds.values() else None
     return attach_host(
         pipe,
         config,
-        Host("xdit", sequence, sequence, lambda _: attentions, _strategy, shard, full_latents=full_latents),
+        Host("xdit", sequence, sequence, attentions_of, _strategy, shard, full_latents=full_latents),
     )
 
 
@@ -95,14 +94,14 @@ def detach(pipe: Any) -> None:
 def _kind_of(transformer: Any) -> str | None:
     """The name of xfuser's class; None for a transformer of diffusers'. Raises UserError for others."""
     for cls in type(transformer).__mro__:
-        if cls.__name__ in _BLOCKS:
+        if cls.__name__ in _KNOWN:
             return cls.__name__
         if cls.__module__.partition(".")[0] == "xfuser":
             break  # a transformer that shards itself in a way that db-SP does not know
         if cls.__name__ in ARCHITECTURES:
             return None
     raise UserError(
-        f"db-SP knows {', '.join((*_BLOCKS, *ARCHITECTURES))} in xDiT, not {type(transformer).__name__}; load the "
+        f"db-SP knows {', '.join((*_KNOWN, *ARCHITECTURES))} in xDiT, not {type(transformer).__name__}; load the "
         "transformer with one of these classes, or use --sp-backend usp"
     )
 
@@ -153,9 +152,10 @@ def recorded(pipe: Any, model: str) -> Iterator[None]:
 
     Without a folder for reports, nothing.
     """
-    session = session_of(pipe)
-    observer = None if session is None else run_observer(session)
-    if session is None or observer is None:
+    state = attached_to(pipe)
+    sessions = [] if state is None else [session for _, session in state.sessions]
+    observer = run_observer(sessions[0]) if sessions else None
+    if observer is None:
         yield
         return
     observer.postponed = True
@@ -163,4 +163,4 @@ def recorded(pipe: Any, model: str) -> Iterator[None]:
         yield
     finally:
         observer.postponed = False
-    report_or_say_why_not([session], shown_name(model), "xdit")
+    report_or_say_why_not(sessions, shown_name(model), "xdit")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import signature_of_model
+from dbsp_core.config.models import find_model_spec, signature_of_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import SOURCES
@@ -24,10 +24,12 @@ _SIZES = ("height", "width", "num_frames")
 _SWITCHES = {
     "use_hybrid_attn_schedule": "its schedule is of self-attention's backends, which are not used",
     "use_spargeattn_head_balance": "db-SP balances heads itself",
-    "use_teacache": "a step cache skips layers that db-SP counts",
-    "use_fbcache": "a step cache skips layers that db-SP counts",
+    "use_teacache": "it decides whether to skip by one rank's tokens",
+    "use_fbcache": "it decides whether to skip by one rank's tokens; --cache_method fbcache or dbcache goes together",
 }
 """xfuser's switches that don't go with ours, and why."""
+CACHE_METHODS = ("dbcache", "fbcache")
+"""xfuser's step caches that are cache-dit's, on Wan: all ranks decide together there."""
 _SPARSE = ("SPARGE", "SPARSE", "VSA", "SSTA", "FLEX_BLOCK")  # in the names of xfuser's sparse attention backends
 
 
@@ -76,8 +78,9 @@ def parse_known(argv: Sequence[str]) -> dict[str, Any]:
         parser.add_argument(f"--{size}", type=int)
     for switch in ("use_cfg_parallel", *_SWITCHES):
         parser.add_argument(f"--{switch}", action="store_true")
-    for name in ("attention_backend", "cache_method"):
+    for name in ("attention_backend", "cache_method", "task"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--input_images", nargs="+")
     normal = []
     for argument in argv:
         name, equals, value = argument.partition("=")
@@ -98,7 +101,11 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
     mask = args.get("sp_mask")
     model = None if args.get("model") is None else signature_of_model(args["model"])
     nothing_given = mask is None and args.get("sp_config") is None
-    base = default_config(model) if nothing_given else DbspConfig.load(args.get("sp_config"))
+    base = (
+        default_config(model, find_model_spec(args.get("model") or ""))
+        if nothing_given
+        else DbspConfig.load(args.get("sp_config"))
+    )
     require_same_model(base, model)
     config = base.with_overrides(
         strategy=args.get("sp_strategy"),
@@ -119,10 +126,10 @@ def _require_no_rival(args: Mapping[str, Any]) -> None:
     for name, why in _SWITCHES.items():
         if args.get(name):
             raise UserError(f"--{name} does not go with --sp-backend dbsp: {why}; leave it out")
-    if args.get("cache_method") is not None:
+    if args.get("cache_method") not in (None, *CACHE_METHODS):
         raise UserError(
-            f"--cache_method {args['cache_method']} does not go with --sp-backend dbsp: "
-            f"{_SWITCHES['use_fbcache']}; leave it out"
+            f"--cache_method {args['cache_method']} does not go with --sp-backend dbsp: {_SWITCHES['use_teacache']}; "
+            f"choose {' or '.join(CACHE_METHODS)}"
         )
     backend = args.get("attention_backend")
     if backend is not None and any(word in str(backend).upper() for word in _SPARSE):

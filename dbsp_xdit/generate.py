@@ -14,7 +14,7 @@ from typing import Any
 
 from dbsp_core.comm.timeouts import limit_group_timeouts
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import ModelSignature
+from dbsp_core.config.models import ModelSignature, signature_of_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_xdit.models import preflight
 from dbsp_xdit.patches import install
@@ -24,7 +24,7 @@ __all__ = ["check", "runner_arguments"]
 
 def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
     """Before any rank is started. Raises UserError as `xdit --sp-backend dbsp` would."""
-    preflight([f"--model={model}", "--sp_backend=dbsp"])
+    preflight([f"--model={model}", "--sp_backend=dbsp", *_images(config, identity)])
 
 
 def runner_arguments(config_file: Path, config: DbspConfig, world: int) -> list[str]:
@@ -44,11 +44,20 @@ def runner_arguments(config_file: Path, config: DbspConfig, world: int) -> list[
         "num_frames": video.num_frames,
         "num_inference_steps": video.steps,
         "guidance_scale": video.guidance_scale,
+        "guidance_scale_2": video.guidance_scale_2,
         "flow_shift": video.flow_shift,
         "seed": video.seed,
         "output_directory": config_file.parent,
     }
-    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+    identity = signature_of_model(config.generate.model or "")
+    return [*(f"--{name}={value}" for name, value in options.items() if value is not None), *_images(config, identity)]
+
+
+def _images(config: DbspConfig, identity: ModelSignature | None) -> list[str]:
+    video = config.generate.video
+    images = [image for image in (video.image, video.last_image) if image is not None]
+    task = [f"--task={'i2v' if images else 't2v'}"] if identity is not None and identity.variant == "ti2v" else []
+    return [*task, *(["--input_images", *images] if images else [])]
 
 
 def main(arguments: list[str]) -> None:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import MODEL_SPECS, PIPELINES, ModelSpec, find_model_spec, model_signature
+from dbsp_core.config.models import (
+    MODEL_SPECS,
+    PIPELINES,
+    ModelSignature,
+    ModelSpec,
+    find_model_spec,
+    signature_of_model,
+)
 from dbsp_core.config.preflight import require_possible
 from dbsp_core.config.video import side_complaint
 from dbsp_core.utils.errors import UserError, did_you_mean
@@ -48,8 +55,12 @@ def find_model(name: str) -> Model:
         known, hint = ", ".join(MODEL_SPECS), did_you_mean(name.casefold(), MODEL_SPECS)
         use = f"use one of {known}, their names on Hugging Face, or a local folder"
         raise UserError(f"--model {name}: {fault}; {use}{hint}")
-    pipeline = _pipeline_of(folder)
-    return Model(name, _most_like(pipeline, _read_json(folder / "transformer" / "config.json")))
+    _require_pipeline(folder)
+    _read_json(folder / "transformer" / "config.json")
+    signature = signature_of_model(folder)
+    if signature is None:
+        raise UserError(f"--model {name}: its configurations cannot be understood; download the folder again")
+    return Model(name, _most_like(signature))
 
 
 def require_video_size(model: Model, args: Mapping[str, Any]) -> None:
@@ -60,44 +71,60 @@ def require_video_size(model: Model, args: Mapping[str, Any]) -> None:
     name = model.like.pipeline
     for side in ("height", "width"):
         value = args.get(side)
-        complaint = None if value is None else side_complaint(value)
+        complaint = None if value is None else side_complaint(value, model.like.token_pixels)
         if complaint is not None:
             raise UserError(f"--{side} {value} {complaint}")
     frames = args.get("num_frames")
     complaint = None if frames is None else PIPELINES[name].frames_complaint(frames)
     if complaint is not None:
         raise UserError(f"--num_frames {frames} {complaint}")
-    if args.get("use_cfg_parallel") and name == "WanPipeline":
+    if args.get("use_cfg_parallel") and name in ("WanPipeline", "WanVACEPipeline") and args.get("task") != "i2v":
         raise UserError(
-            "--use_cfg_parallel: xDiT runs the two guidance passes of Wan2.1 text-to-video one after the other; leave "
-            "it out and double --ulysses_degree or --ring_degree"
+            f"--use_cfg_parallel: xDiT runs the two guidance passes of {PIPELINES[name].title} one after the other; "
+            "leave it out and double --ulysses_degree or --ring_degree"
         )
+    _require_images(model, args)
 
 
-def _pipeline_of(folder: Path) -> str:
-    """The class name of the pipeline in a folder, one of PIPELINES."""
+def _require_images(model: Model, args: Mapping[str, Any]) -> None:
+    """xfuser would find a wrong number only when the weights are loaded."""
+    images, task = args.get("input_images") or [], args.get("task")
+    identity = model.like.signature
+    most = identity.images[1]
+    if model.like.variant == "ti2v":
+        if task not in ("t2v", "i2v"):
+            raise UserError(f"--model {model.like.name} needs --task t2v or --task i2v")
+        wanted = int(task == "i2v")
+    else:
+        wanted = most if most != 2 or identity.images[0] == 2 else 1  # xfuser's image-to-video takes no last frame
+    if len(images) != wanted:
+        number = ("no image", "one image", "two images, of the first frame and of the last")[wanted]
+        raise UserError(f"--input_images: {model.like.name} takes {number} in xDiT, got {len(images)}")
+    for image in images:
+        if "://" not in image and not Path(image).is_file():
+            raise UserError(f"--input_images {image}: there is no such file; name an image file or an address")
+
+
+def _require_pipeline(folder: Path) -> None:
+    """Raises UserError where a folder holds no pipeline of PIPELINES."""
     index = folder / "model_index.json"
     if not index.is_file():
         raise UserError(
             f"--model {folder}: the folder has no model_index.json; give the folder that holds it, as save_pretrained "
             "writes it (dbsp tiny wan DIR makes a small one)"
         )
-    parts = _read_json(index)
-    pipeline = parts.get("_class_name")
-    two = (parts.get("transformer_2") or [None])[0] is not None
-    if pipeline not in PIPELINES or two:
+    pipeline = _read_json(index).get("_class_name")
+    if pipeline not in PIPELINES:
         kinds = " and ".join(f"{cls} ({pipeline.title})" for cls, pipeline in PIPELINES.items())
         raise UserError(
-            f"--model {folder}: db-SP runs {kinds}, with one transformer, in xDiT; this is {pipeline}"
-            f"{' with two' if two else ''}; use --sp-backend usp for it"
+            f"--model {folder}: db-SP runs {kinds} in xDiT; this is {pipeline}; use --sp-backend usp for it"
         )
-    return str(pipeline)
 
 
-def _most_like(pipeline: str, config: Mapping[str, Any]) -> ModelSpec:
-    """The model of that size, or the first of the same pipeline that patches frames alike."""
-    signature = model_signature(pipeline, config)
-    same = [spec for spec in MODEL_SPECS.values() if spec.pipeline == pipeline]
+def _most_like(signature: ModelSignature) -> ModelSpec:
+    """The model of that size, or the first of the same pipeline and variant that patches frames alike."""
+    same = [s for s in MODEL_SPECS.values() if (s.pipeline, s.variant) == (signature.pipeline, signature.variant)]
+    same = same or [spec for spec in MODEL_SPECS.values() if spec.pipeline == signature.pipeline]
     alike = (spec for spec in same if spec.patch_frames == signature.sizes[3])
     return signature.spec or next(alike, same[0])
 

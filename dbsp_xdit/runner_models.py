@@ -1,4 +1,4 @@
-"""xfuser's runner models for what xfuser has none for: CogVideoX, Wan2.1 1.3B, local folders, short names.
+"""xfuser's runner models for what xfuser has none for: CogVideoX, some sizes of Wan, local folders, short names.
 
 Registered in runs with backend "dbsp" only: elsewhere xfuser's own list of models stays as it is.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.config.models import MODEL_SPECS
 from dbsp_diffusers.patching import in_float64
 from dbsp_xdit.models import Model
 
@@ -22,23 +23,35 @@ def register(name: str, model: Model, config: DbspConfig) -> None:
     import xfuser.model_executor.models.runner_models  # noqa: F401  fills the registry
     from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
 
-    make = {"WanPipeline": _wan, "CogVideoXPipeline": _cogvideox}[model.like.pipeline]
-    MODEL_REGISTRY[name] = make(model, config.generate.torch_dtype)
+    known = {key.casefold(): model for key, model in MODEL_REGISTRY.items()}
+    if model.like.pipeline == "CogVideoXPipeline":
+        MODEL_REGISTRY[name] = _cogvideox(model, config.generate.torch_dtype)
+        return
+    kind = model.like.pipeline, model.like.variant
+    alike = [spec for spec in MODEL_SPECS.values() if (spec.pipeline, spec.variant) == kind]
+    like, base = next(
+        (spec, known[name.casefold()])
+        for spec in (model.like, *alike)
+        for name in spec.names
+        if name.casefold() in known
+    )
+    MODEL_REGISTRY[name] = _wan(model, base, like is model.like, config.generate.torch_dtype)
 
 
-def _wan(model: Model, dtype: torch.dtype) -> type:
-    """xfuser's own runner model for Wan2.1 14B, told where the weights are and what is usual for their size."""
-    from xfuser.model_executor.models.runner_models.wan import xFuserWan21T2VModel
+def _wan(model: Model, base: Any, own: bool, dtype: torch.dtype) -> type:
+    """xfuser's own runner model, told where the weights are and what is usual for their size.
 
+    own: whether `base` is of just this model: its defaults stay, so that a command makes the same video with and
+         without db-SP
+    """
     like = model.like
-    own = like.name == "wan2.1-t2v-14b"
+    # a choice of layers for low precision is for the model that it was made for
     no_low_precision = {"use_fp8_gemms": False, "use_fp4_gemms": False, "use_fp6_gemms": False}
 
-    class WanModel(xFuserWan21T2VModel):
-        # its choice of layers for low precision is for the 14B model
-        capabilities = replace(xFuserWan21T2VModel.capabilities, **({} if own else no_low_precision))
-        # the 14B model's stay, so that a command makes the same video with and without db-SP
-        default_input_values = replace(xFuserWan21T2VModel.default_input_values, **({} if own else _defaults(model)))
+    class WanModel(base):
+        capabilities = replace(base.capabilities, **({} if own else no_low_precision))
+        default_input_values = replace(base.default_input_values, **({} if own else _defaults(model)))
+        _BASE_MODEL = model.source  # where the distilled model's parts but its transformers are
 
         def _customize_settings(self, config: Any) -> None:
             super()._customize_settings(config)
@@ -49,16 +62,35 @@ def _wan(model: Model, dtype: torch.dtype) -> type:
         def _load_model(self) -> Any:
             if dtype == torch.bfloat16:  # all of xfuser's ways to load are for this dtype
                 return super()._load_model()
-            from diffusers import WanPipeline
-            from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
-
-            transformer = xFuserWanTransformer3DWrapper.from_pretrained(
-                model.source, subfolder="transformer", torch_dtype=dtype, attention_kwargs={"thw": None}
+            pipe = _pipeline(model, self.config.task).from_pretrained(
+                model.source, torch_dtype=dtype, **_transformers(model, dtype)
             )
-            pipe = WanPipeline.from_pretrained(model.source, torch_dtype=dtype, transformer=transformer)
             return in_float64(pipe) if dtype == torch.float64 else pipe
 
     return WanModel
+
+
+def _pipeline(model: Model, task: str | None) -> Any:
+    """The class that xfuser runs a Wan model in. task: of one that makes videos from text or from images"""
+    import diffusers
+    from xfuser.model_executor.pipelines.pipeline_wan_i2v import xFuserWanImageToVideoPipeline
+
+    from_image = model.like.pipeline == "WanImageToVideoPipeline" or task == "i2v"
+    return xFuserWanImageToVideoPipeline if from_image else getattr(diffusers, model.like.pipeline)
+
+
+def _transformers(model: Model, dtype: torch.dtype) -> dict[str, Any]:
+    """In xfuser's wrappers, by a pipeline's names of them."""
+    from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
+    from xfuser.model_executor.models.transformers.transformer_wan_vace import xFuserWanVACETransformer3DWrapper
+
+    vace = model.like.pipeline == "WanVACEPipeline"
+    wrapper = xFuserWanVACETransformer3DWrapper if vace else xFuserWanTransformer3DWrapper
+    options = {} if vace else {"attention_kwargs": {"thw": None}}
+    return {
+        name: wrapper.from_pretrained(model.source, subfolder=name, torch_dtype=dtype, **options)
+        for name in ("transformer", "transformer_2")[: 2 if model.like.variant == "two" else 1]
+    }
 
 
 def _cogvideox(model: Model, dtype: torch.dtype) -> type:
@@ -105,5 +137,5 @@ def _cogvideox(model: Model, dtype: torch.dtype) -> type:
 def _defaults(model: Model) -> dict[str, Any]:
     """By the names of xfuser's DefaultInputValues."""
     video = model.like.video
-    names = ("height", "width", "num_frames", "guidance_scale", "flow_shift")
+    names = ("height", "width", "num_frames", "guidance_scale", "guidance_scale_2", "flow_shift")
     return {name: getattr(video, name) for name in names} | {"num_inference_steps": video.steps}

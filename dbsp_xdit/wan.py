@@ -1,4 +1,4 @@
-"""db-SP in xfuser's Wan transformer, which cuts the sequence into equal shards itself."""
+"""db-SP in xfuser's Wan transformers, VACE too, which cut the sequence into equal shards themselves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
-from dbsp_diffusers.caching import refuse_step_caches
+from dbsp_diffusers.caching import ForwardRanks, StepCaches
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
+from dbsp_diffusers.sharding.stream_shards import StreamShards
 
 __all__ = ["attach_wan"]
 
@@ -19,29 +20,34 @@ __all__ = ["attach_wan"]
 def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -> None:
     """Replaces xfuser's USP by db-SP, and shards the sequence in the order that the configuration asks for.
 
-    transformer: an xFuserWanTransformer3DWrapper
+    transformer: an xFuserWanTransformer3DWrapper, or xFuserWanVACETransformer3DWrapper
     Raises UserError when its self-attention is not xfuser's.
     """
-    branch, layers = guidance_branch(transformer, patches), len(transformer.blocks)
+    architecture = architecture_of(transformer)
+    attentions, blocks = architecture.attentions_of(transformer), architecture.blocks_of(transformer)
+    branch, layers = guidance_branch(transformer, patches), len(attentions)
+    caches = StepCaches(transformer, blocks, ForwardRanks((session.group,), _Sharding(session)), shared_batch=False)
+    caches.look()
+    patches.on_detach(caches.release)
 
     @torch.compiler.disable
     def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_step_caches(module, module.blocks)
+        caches.look()
         inputs = signature_of(module).bind(*args, **kwargs).arguments
-        sequence = architecture_of(module).sequence(module, inputs)
+        sequence = architecture.sequence(module, inputs)
         session.begin(sequence.thw, 0, sequence.timestep, inputs["hidden_states"].device, cfg_branch=branch())
 
     @torch.compiler.disable
     def end(module: Any, args: tuple[Any, ...], output: Any) -> None:
         missed = layers - session.end()
-        if missed:
+        if missed and not caches.skip:
             raise RuntimeError(
                 f"{missed} of {layers} self-attentions did not reach db-SP; something replaced their processors"
             )
 
     patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
-    for layer, block in enumerate(transformer.blocks):
-        processor = block.attn1.processor
+    for layer, attention in enumerate(attentions):
+        processor: Any = attention.processor
         if "attention_function" not in vars(processor):
             raise UserError(
                 f"self-attention of layer {layer} is computed by a {type(processor).__name__}, which is not xfuser's; "
@@ -52,6 +58,18 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
     if session.config.effective_layout != "contiguous" and (strategy is None or strategy.ring > 1):
         _permute_sequence(transformer, session, patches)  # with Ulysses only, the order does not matter
     patches.hook(transformer.register_forward_hook, end)
+
+
+class _Sharding:
+    """How xfuser shards the video of the current forward pass, for step caches."""
+
+    def __init__(self, session: AttentionSession) -> None:
+        self._session = session
+
+    @property
+    def video(self) -> StreamShards:
+        layout = self._session.layout
+        return StreamShards(layout, self._session.group, 0, layout.tokens)
 
 
 def _attend(
@@ -80,6 +98,16 @@ def _permute_sequence(transformer: Any, session: AttentionSession, patches: Patc
         return tuple(table[:, order(table.device)] for table in tables)
 
     @torch.compiler.disable
+    def permute_timesteps(
+        module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        inputs = signature_of(module).bind(*args, **kwargs).arguments
+        timestep = inputs["timestep"]
+        if timestep.ndim < 2:
+            return None
+        return (), inputs | {"timestep": timestep[:, order(timestep.device)]}  # of each token
+
+    @torch.compiler.disable
     def restore(module: Any, args: tuple[Any, ...], output: Any) -> Any:
         sample = output[0]
         tokens = patch_tokens(sample, patch)
@@ -88,7 +116,10 @@ def _permute_sequence(transformer: Any, session: AttentionSession, patches: Patc
         sample = unpatch_tokens(restored, sample, patch)
         return (sample,) if isinstance(output, tuple) else type(output)(sample=sample)
 
+    patches.hook(transformer.register_forward_pre_hook, permute_timesteps, with_kwargs=True)
     patches.hook(transformer.patch_embedding.register_forward_hook, permute_tokens)
+    if hasattr(transformer, "vace_patch_embedding"):
+        patches.hook(transformer.vace_patch_embedding.register_forward_hook, permute_tokens)
     patches.hook(transformer.rope.register_forward_hook, permute_rope)
     patches.hook(transformer.register_forward_hook, restore)
 

@@ -29,6 +29,8 @@ _NO_REPORT = 3
 def generate_command(
     config: Annotated[str | None, typer.Option(help="YAML file, or the name of one in configs/.")] = None,
     prompt: Annotated[str | None, typer.Option(help="What the video shows.")] = None,
+    image: Annotated[Path | None, typer.Option(help="The first frame, for models that take one.")] = None,
+    last_image: Annotated[Path | None, typer.Option(help="The last frame, likewise.")] = None,
     model: Annotated[str | None, typer.Option(help="Name or folder of the checkpoint; default: the file's.")] = None,
     out: Annotated[Path, typer.Option(help="The mp4 file to write.")] = Path("video.mp4"),
     report: Annotated[Path | None, typer.Option(help="Folder for the report.")] = None,

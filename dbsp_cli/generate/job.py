@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 
+from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.joined import Joined
 from dbsp_cli.generate.launcher import Launch
 from dbsp_core.config.config import DbspConfig
@@ -73,6 +74,8 @@ class GenerateRequest:
     config: str | None = None
     model: str | None = None
     prompt: str | None = None
+    image: Path | None = None
+    last_image: Path | None = None
     seed: int | None = None
     changes: Sequence[str] = ()
     host: str | None = None
@@ -115,7 +118,16 @@ class GenerateJob:
     def settings_in(self, work: Path) -> dict[str, Any]:
         """What the ranks read."""
         report = None if self.report is None else str(work / "report")
-        return self.settings | {"model": self.model or str(work / f"{TINY}{self.tiny}"), "report": report}
+        images = {name: str(work / f"{name}.png") for name in self.images}
+        model = self.model or str(work / f"{TINY}{self.tiny}")
+        return self.settings | {"model": model, "report": report, "video": self.settings["video"] | images}
+
+    @property
+    def images(self) -> dict[str, Path]:
+        """The files that the video is made from, by their settings' names; ranks are given copies in its size."""
+        video = self.config.generate.video
+        given = {"image": video.image, "last_image": video.last_image}
+        return {name: Path(path) for name, path in given.items() if path is not None}
 
     @property
     def effective(self) -> dict[str, Any]:
@@ -152,8 +164,9 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     model, identity = _model(request, config, settings)
     with settings.located():
         with blame_setting("video"):
-            video = config.generate.video.filled(None if identity.spec is None else identity.spec.video)
-            identity.require_frames(video)
+            spec = find_model_spec(model) or identity.spec
+            video = config.generate.video.filled(None if spec is None else spec.video)
+            identity.require_video(video)
         require_possible(config)
     if not video.prompt:
         raise UserError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
@@ -168,15 +181,15 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     report = _report(request, config, settings, here=bool(launch.leads))
     if not request.timeout > 0:
         raise UserError(f"--timeout {request.timeout:g} must be above 0 seconds; {TIMEOUT_S:g} is usual")
-    tiny, spec = tiny_architecture(model), find_model_spec(model)
-    warnings = dense_complaint(config, video.steps), duration_notice(identity.spec, video, launch.world)
+    tiny, named = tiny_architecture(model), find_model_spec(model)
+    warnings = dense_complaint(config, video.steps), duration_notice(spec, video, launch.world)
     given_video = {key: value for key, value in asdict(video).items() if value is not None}
     job = GenerateJob(
         config=replace(config, generate=replace(config.generate, video=video), strategy=strategy),
         settings={**settings.values, "video": given_video, "strategy": str(strategy)},
         given=settings,
         origin=_origin_in_words(settings, request.changes),
-        model=None if tiny else spec.hub if spec else os.path.abspath(model),
+        model=None if tiny else named.hub if named else os.path.abspath(model),
         tiny=tiny,
         host=_host(request.host),
         launch=launch,
@@ -185,6 +198,9 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         timeout=request.timeout,
         warnings=tuple(filter(None, warnings)),
     )
+    for name, path in job.images.items():
+        with settings.located(), blame_setting("video"), blame_setting(name):
+            fitted(path, video)
     # The host's own refusals, before its ranks are started.
     check: Callable[[DbspConfig, str, ModelSignature], None] = importlib.import_module(HOSTS[job.host].module).check
     if job.model is not None:
@@ -199,7 +215,7 @@ def _settings(request: GenerateRequest) -> Settings:
     if request.config is not None:
         settings = read_settings(find_config(request.config), "configuration file")
     else:
-        default = default_config(signature_of_model(request.model or ""))
+        default = default_config(signature_of_model(request.model or ""), find_model_spec(request.model or ""))
         path = Path(default.origin or "")
         settings = (
             read_settings(path, "configuration file") if path.is_file() else Settings({}, {}, default.origin or "")
@@ -213,9 +229,11 @@ def _settings(request: GenerateRequest) -> Settings:
         except yaml.YAMLError as error:
             raise UserError(f"--set {key}: {text!r} is not YAML; close its brackets and quotes") from error
         settings = settings.changed(key.split("."), value, f"--set {key}")
-    for name in ("prompt", "seed"):
-        if getattr(request, name) is not None:
-            settings = settings.changed(("video", name), getattr(request, name), f"--{name}")
+    for name in ("prompt", "seed", "image", "last_image"):
+        value = getattr(request, name)
+        if value is not None:
+            value = str(value) if isinstance(value, Path) else value
+            settings = settings.changed(("video", name), value, f"--{name.replace('_', '-')}")
     return settings
 
 
@@ -251,6 +269,12 @@ def _model(request: GenerateRequest, config: DbspConfig, settings: Settings) -> 
             f"transformer/config.json, as save_pretrained writes it{did_you_mean(Path(model).name.casefold(), names)}"
         )
     require_same_model(config, identity)
+    spec = find_model_spec(model)
+    if spec is not None and identity.spec not in (None, spec) and identity.spec.hub == spec.hub:
+        raise UserError(
+            f"--model {model}: its weights are in files beside {spec.hub}; merge them into a folder and give that as "
+            f"--model, with --config {spec.name}-sparge"
+        )
     return model, identity
 
 

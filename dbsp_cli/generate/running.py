@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from dbsp_cli.generate.exclusive_run import exclusive_run
+from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.job import GenerateJob
 from dbsp_cli.generate.launcher import LogFollower, RunFailed, run_watched
 from dbsp_cli.generate.work_folder import WorkFolder, put_folder, remove_left_over, work_folder
@@ -58,6 +59,8 @@ def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
                 follower.stage("making the tiny checkpoint")
                 silence_libraries()
                 make_tiny(job.tiny, work.path / f"{TINY}{job.tiny}")
+            for name, path in job.images.items():
+                fitted(path, job.config.generate.video).save(work.path / f"{name}.png")
             settings = work.path / "dbsp.yaml"
             settings.write_text(yaml.safe_dump(job.settings_in(work.path), allow_unicode=True))
             follower.reword = in_the_users_names(job, work.path, read_settings(settings, "configuration file"))

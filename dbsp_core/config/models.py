@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from dbsp_core.config.pipelines import PIPELINES, Pipeline, token_grid
+from dbsp_core.config.signature import TINY, ModelSignature, Variant, model_signature, variant_of
 from dbsp_core.config.video import TOKEN_PIXELS, VideoSettings
-from dbsp_core.utils.errors import UserError, bad_value, did_you_mean
+from dbsp_core.utils.errors import UserError, did_you_mean
 
 __all__ = [
     "MODEL_SPECS",
@@ -21,6 +21,7 @@ __all__ = [
     "ModelSignature",
     "ModelSpec",
     "Pipeline",
+    "Variant",
     "find_model_spec",
     "model_signature",
     "require_model",
@@ -28,46 +29,8 @@ __all__ = [
     "signature_of_name",
     "tiny_architecture",
     "token_grid",
+    "variant_of",
 ]
-
-TINY = "tiny-"
-"""Before a key of `TINY_MODELS`, the name of a model that is made where it is needed."""
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """What the models of one of diffusers' pipeline classes share.
-
-    title:        for users
-    frame_stride: by how many frames videos get longer: Wan's VAE makes 4 of one latent frame, CogVideoX decodes two of
-                  those at a time
-    text_tokens:  that are part of self-attention's sequence
-    """
-
-    title: str
-    frame_stride: int
-    text_tokens: int
-
-    def frames_complaint(self, frames: int) -> str | None:
-        """What is wrong with a number of frames, which such a pipeline would change or refuse; None: nothing."""
-        if frames > 0 and (frames - 1) % self.frame_stride == 0:
-            return None
-        less = max(0, (frames - 1) // self.frame_stride) * self.frame_stride + 1
-        return f"must be {self.frame_stride}k + 1 for {self.title}, for example {less} or {less + self.frame_stride}"
-
-
-PIPELINES = {
-    "WanPipeline": Pipeline("Wan2.1 text-to-video", 4, 0),
-    "CogVideoXPipeline": Pipeline("CogVideoX text-to-video", 8, 226),
-}
-"""By the name of diffusers' class."""
-
-
-def token_grid(num_frames: int, height: int, width: int, patch_frames: int) -> tuple[int, int, int]:
-    """Frames, rows and columns of the tokens of a video, whose size is given in frames and pixels."""
-    latent_frames = (num_frames - 1) // 4 + 1  # all models' VAEs make one latent frame of 4, after the first
-    return -(-latent_frames // patch_frames), height // TOKEN_PIXELS, width // TOKEN_PIXELS
-
 
 _WAN_NEGATIVE = (
     "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
@@ -86,7 +49,7 @@ class ModelSpec:
     hub:        repository on Hugging Face
     aliases:    other names, of other repositories or in xfuser's registry
     pipeline:   diffusers' class
-    layers, heads: of self-attention
+    layers, heads: of self-attention; VACE's few layers for the control video come on top
     head_dim:   the width of a head
     patch_frames: latent frames that make one token (patch_size_t)
     ffn:        width of the MLP
@@ -95,6 +58,8 @@ class ModelSpec:
     preset:     of dbsp_core.sources.synthetic.presets, whose masks stand for its own
     video:      the usual one; all is set but prompt and seed, and flow_shift where the scheduler comes with one
     paper_thw:  the token grid that times are predicted for, where that is not the usual video's
+    variant:    see `Variant`
+    token_pixels: height and width of a token
     """
 
     name: str
@@ -111,6 +76,8 @@ class ModelSpec:
     preset: str
     video: VideoSettings
     paper_thw: tuple[int, int, int] | None = None
+    variant: Variant = ""
+    token_pixels: int = TOKEN_PIXELS
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -118,7 +85,7 @@ class ModelSpec:
 
     @property
     def signature(self) -> ModelSignature:
-        return ModelSignature(self.pipeline, (self.layers, self.heads, self.head_dim, self.patch_frames))
+        return ModelSignature(self.pipeline, (self.layers, self.heads, self.head_dim, self.patch_frames), self.variant)
 
     @property
     def text_tokens(self) -> int:
@@ -131,7 +98,7 @@ class ModelSpec:
         if self.paper_thw is not None:
             return self.paper_thw
         frames, height, width = (getattr(self.video, name) for name in ("num_frames", "height", "width"))
-        return token_grid(frames, height, width, self.patch_frames)
+        return token_grid(frames, height, width, self.patch_frames, self.token_pixels)
 
     @property
     def tokens(self) -> int:
@@ -222,8 +189,71 @@ _COGVIDEOX = replace(
     video=replace(_COGVIDEOX_1_5.video, height=480, width=720, num_frames=49, fps=8),
     paper_thw=None,
 )
-MODEL_SPECS = {spec.name: spec for spec in (_WAN_14B, _WAN_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
-"""By name."""
+_WAN_2_2 = replace(
+    _WAN_14B,
+    name="wan2.2-t2v-a14b",
+    hub="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    aliases=("Wan2.2-T2V",),
+    variant="two",
+    video=replace(_WAN_14B.video, steps=40, guidance_scale=4.0, guidance_scale_2=3.0, flow_shift=12.0),
+)
+_WAN_I2V = replace(
+    _WAN_14B,
+    name="wan2.1-i2v-14b",
+    hub="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+    aliases=("Wan2.1-I2V",),
+    pipeline="WanImageToVideoPipeline",
+)
+_WAN_I2V_480P = replace(
+    _WAN_I2V,
+    name="wan2.1-i2v-14b-480p",
+    hub="Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+    aliases=(),
+    video=replace(_WAN_I2V.video, height=480, width=832, flow_shift=3.0),
+)
+_WAN_2_2_I2V = replace(
+    _WAN_I2V,
+    name="wan2.2-i2v-a14b",
+    hub="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    aliases=("Wan2.2-I2V",),
+    variant="two",
+    video=replace(_WAN_I2V.video, steps=40, guidance_scale=3.5),
+)
+_WAN_2_2_DISTILLED = replace(
+    _WAN_2_2_I2V,
+    name="wan2.2-distilled-i2v",
+    aliases=(),
+    video=replace(_WAN_2_2_I2V.video, steps=4, guidance_scale=1.0),
+)
+_WAN_2_2_TI2V = replace(
+    _WAN_14B,
+    name="wan2.2-ti2v-5b",
+    hub="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    aliases=("Wan2.2-TI2V",),
+    layers=30,
+    heads=24,
+    ffn=14336,
+    variant="ti2v",
+    token_pixels=32,
+    video=replace(_WAN_14B.video, height=704, num_frames=121, fps=24),
+)
+_WAN_VACE = replace(
+    _WAN_14B,
+    name="wan2.1-vace-14b",
+    hub="Wan-AI/Wan2.1-VACE-14B-diffusers",
+    aliases=(),
+    pipeline="WanVACEPipeline",
+)
+_WAN_VACE_1_3B = replace(
+    _WAN_1_3B,
+    name="wan2.1-vace-1.3b",
+    hub="Wan-AI/Wan2.1-VACE-1.3B-diffusers",
+    aliases=(),
+    pipeline="WanVACEPipeline",
+)
+_WANS = (_WAN_14B, _WAN_1_3B, _WAN_2_2, _WAN_I2V, _WAN_I2V_480P, _WAN_2_2_I2V, _WAN_2_2_DISTILLED, _WAN_2_2_TI2V)
+MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
+"""By name. Of several with one signature and one repository, the first is what their weights are known as."""
 
 
 def find_model_spec(name: str) -> ModelSpec | None:
@@ -242,57 +272,16 @@ def require_model(name: str) -> ModelSpec:
     return spec
 
 
-@dataclass(frozen=True)
-class ModelSignature:
-    """What distinguishes models: diffusers' pipeline class, and the transformer's sizes.
-
-    sizes: (layers, heads, head_dim, patch_frames), see `ModelSpec`
-    """
-
-    pipeline: str
-    sizes: tuple[int, int, int, int]
-
-    @property
-    def spec(self) -> ModelSpec | None:
-        """The published model that it is of, or None."""
-        return next((spec for spec in MODEL_SPECS.values() if spec.signature == self), None)
-
-    def require_frames(self, video: VideoSettings) -> None:
-        """Raises SettingError for a number of frames that the pipeline would change or refuse."""
-        if self.pipeline in PIPELINES and video.num_frames is not None:
-            complaint = PIPELINES[self.pipeline].frames_complaint(video.num_frames)
-            if complaint is not None:
-                raise bad_value(video, "num_frames", complaint, "video.")
-
-    def __str__(self) -> str:
-        if self.spec is not None:
-            return self.spec.name
-        for name, tiny in TINY_MODELS.items():
-            if tiny == self:
-                return f"{TINY}{name}"
-        layers, heads, head_dim, _ = self.sizes
-        return f"a {self.pipeline} with {layers} layers and {heads} heads of {head_dim}"
-
-
 TINY_MODELS = {
     "wan": ModelSignature("WanPipeline", (4, 12, 24, 1)),
     "wan-trained": ModelSignature("WanPipeline", (4, 12, 24, 1)),
+    "wan2.2": ModelSignature("WanPipeline", (4, 12, 24, 1), "two"),
+    "wan-ti2v": ModelSignature("WanPipeline", (4, 12, 24, 1), "ti2v"),
+    "wan-i2v": ModelSignature("WanImageToVideoPipeline", (4, 12, 24, 1)),
+    "wan-vace": ModelSignature("WanVACEPipeline", (4, 12, 24, 1)),
     "cogvideox": ModelSignature("CogVideoXPipeline", (2, 6, 16, 2)),
 }
 """Tiny checkpoints that db-SP can make for demonstrations and tests, by name."""
-
-
-def model_signature(pipeline: str, config: Mapping[str, Any]) -> ModelSignature:
-    """Of a transformer.
-
-    pipeline: its pipeline's class name
-    config:   the transformer's configuration, a mapping as diffusers keeps it, or as in config.json
-    """
-    patch = config.get("patch_size")
-    frames = patch[0] if isinstance(patch, (list, tuple)) else config.get("patch_size_t") or 1
-    names = ("num_layers", "num_attention_heads", "attention_head_dim")
-    layers, heads, head_dim = (int(config.get(name) or 0) for name in names)
-    return ModelSignature(pipeline, (layers, heads, head_dim, int(frames)))
 
 
 def tiny_architecture(model: str) -> str | None:
@@ -316,6 +305,7 @@ def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
     try:
         index = json.loads((Path(text) / "model_index.json").read_text())
         config = json.loads((Path(text) / "transformer" / "config.json").read_text())
-        return model_signature(str(index["_class_name"]), config)
+        variant = variant_of((index.get("transformer_2") or [None])[0] is not None, index)
+        return model_signature(str(index["_class_name"]), config, variant)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

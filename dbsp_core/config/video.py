@@ -13,28 +13,37 @@ from dbsp_core.utils.schema import require_choice
 __all__ = ["DTYPES", "TOKEN_PIXELS", "GenerateSettings", "VideoSettings", "side_complaint"]
 
 TOKEN_PIXELS = 16
-"""Height and width of a token: 8 of the VAE times 2 of the patch, in all models."""
+"""Height and width of a token: 8 of the VAE times 2 of the patch, in most models."""
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
-_LEAST = {"num_frames": 1, "steps": 1, "fps": 1, "seed": 0, "guidance_scale": 0, "flow_shift": 0}
+_LEAST = {
+    "num_frames": 1,
+    "steps": 1,
+    "fps": 1,
+    "seed": 0,
+    "guidance_scale": 0,
+    "guidance_scale_2": 0,
+    "flow_shift": 0,
+}
 
 
-def side_complaint(pixels: int) -> str | None:
+def side_complaint(pixels: int, token: int = TOKEN_PIXELS) -> str | None:
     """What is wrong with a video's height or width; None: nothing."""
-    if pixels > 0 and pixels % TOKEN_PIXELS == 0:
+    if pixels > 0 and pixels % token == 0:
         return None
-    near = max(1, round(pixels / TOKEN_PIXELS)) * TOKEN_PIXELS
-    return f"must be a multiple of {TOKEN_PIXELS}, for example {near}"
+    near = max(1, round(pixels / token)) * token
+    return f"must be a multiple of {token}, for example {near}"
 
 
 @dataclass(frozen=True)
 class VideoSettings:
     """One video. None: as the checkpoint is usually run.
 
-    height, width:  pixels, multiples of 16
+    image:          file of the first frame, for models that make videos from images; last_image: of the last one
+    height, width:  pixels, multiples of 16 (of 32 for Wan2.2 TI2V)
     num_frames:     4k + 1 for Wan, 8k + 1 for CogVideoX
     steps:          of the denoising
-    guidance_scale: of classifier-free guidance; 1 or less: none
+    guidance_scale: of classifier-free guidance; 1 or less: none.  guidance_scale_2: of a second transformer's steps
     flow_shift:     of the scheduler, for models of flow matching
     seed:           of the noise
     fps:            frames per second of the mp4 file
@@ -51,6 +60,9 @@ class VideoSettings:
     flow_shift: float | None = None
     seed: int | None = None
     fps: int | None = None
+    guidance_scale_2: float | None = None
+    image: str | None = None
+    last_image: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -64,7 +76,7 @@ class VideoSettings:
                 raise bad_value(self, name, complaint, "video.")
 
     def filled(self, usual: VideoSettings | None) -> VideoSettings:
-        """A copy in which everything but the prompt is set, but for flow_shift where the model has its own.
+        """A copy in which everything but the prompt and images is set, but for flow_shift where the model has its own.
 
         usual: of the model, where that is known
         Raises SettingError for a size that is not given and not known.

@@ -35,7 +35,7 @@ from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, load_constants
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
-from dbsp_core.runtime.size_context import AttentionKey, SizeContext
+from dbsp_core.runtime.size_context import FEW_STEPS, AttentionKey, SizeContext
 from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
@@ -271,7 +271,8 @@ class AttentionSession:
     def _executor(self, layer: int, tokens: LocalQK) -> DualBalancedAttention:
         """For this layer's mask now."""
         now = self._now
-        attention = AttentionKey(now.size, layer, self._mask_provider.moment.cfg_branch)
+        moment = self._mask_provider.moment
+        attention = AttentionKey(now.size, layer, moment.cfg_branch, moment.step if self._few_steps else None)
         name = self._mask_provider.cache_key(layer)
 
         def new_mask(key: Hashable) -> BlockMask:
@@ -287,6 +288,12 @@ class AttentionSession:
         for observer in self.observers:
             observer.mask_used(layer, key)
         return executor
+
+    @property
+    def _few_steps(self) -> bool:
+        """Whether each step keeps plans of its own, for the next video."""
+        steps = None if self.config.mask.changes == "never" else self.steps()
+        return steps is not None and steps <= FEW_STEPS
 
     def _new_size(
         self,

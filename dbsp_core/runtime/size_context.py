@@ -16,18 +16,31 @@ from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
 from dbsp_core.sources import LocalQK
 
-__all__ = ["AttentionKey", "SizeContext"]
+__all__ = ["FEW_STEPS", "AttentionKey", "SizeContext"]
 
 MOST_PASSES = 4
 """Passes of one denoising step that are distinguished for each layer: guidance has two or three."""
 
+FEW_STEPS = 8
+"""Denoisings of at most as many steps keep a plan for each: the next video's masks at that step are then closer
+than the last step's."""
+
 
 class AttentionKey(NamedTuple):
-    """What a plan is kept for: a layer's attention in one of a step's passes, over one size of video."""
+    """What a plan is kept for: a layer's attention in one of a step's passes, over one size of video.
+
+    step: of a denoising of few steps, so that a plan is kept for the same step of the next video; None: for any step
+    """
 
     size: Hashable
     layer: int
     cfg_branch: int
+    step: int | None = None
+
+    @property
+    def one_before(self) -> AttentionKey | None:
+        """The same attention a step earlier, where steps are told apart."""
+        return self._replace(step=self.step - 1) if self.step else None
 
 
 @dataclass
@@ -36,7 +49,7 @@ class SizeContext:
 
     Plans are kept by attention where masks change, and by mask where they don't; executors by mask where it has a name
     (its cache key), else by attention. Both are bounded: an attention has one executor, and a layer at most
-    `MOST_PASSES` attentions.
+    `MOST_PASSES` attentions, times `FEW_STEPS` where steps are told apart.
     layers: of the model
     size:   names it
     maker:  makes plans;  plans: keeps them
@@ -102,7 +115,7 @@ class SizeContext:
         outdated = {self._used.get(attention, key)}
         self._used[attention] = key
         self._used.move_to_end(attention)
-        if len(self._used) > self.layers * MOST_PASSES:
+        while len(self._used) > self.layers * MOST_PASSES * (1 if attention.step is None else FEW_STEPS):
             oldest, its_key = self._used.popitem(last=False)
             self.plans.forget(oldest)
             outdated.add(its_key)
@@ -113,9 +126,12 @@ class SizeContext:
         self, attention: AttentionKey, plan_key: Hashable, mask: BlockMask, tokens: LocalQK
     ) -> DualBalancedAttention:
         maker = self.maker.for_shape(AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens))
+        if plan_key == attention and attention.one_before is not None:
+            self.plans.begin_with(attention, attention.one_before)
         planned = self.plans.plan_for(plan_key, mask, maker)
         plan, device = planned.plan, tokens.q.device
-        before = self._executors.get(self._used.get(attention))
+        used = self._used.get(attention) or (attention.one_before and self._used.get(attention.one_before))
+        before = self._executors.get(used)
         if before is not None and before.device == device and plan.assignment.equals(before.part.assignment):
             return before.for_mask(plan, mask)
         part = (planned.part or maker.rank_plan(plan.assignment)).to(device)

@@ -182,6 +182,7 @@ ARCHITECTURES = {
         cuts=Cuts(
             outputs={"patch_embedding": _EMBEDDED, "vace_patch_embedding": _EMBEDDED, **_ROPE}, gathered=_OUTPUT
         ),
+        pipeline="WanVACEPipeline",
     ),
     "SkyReelsV2Transformer3DModel": replace(_WAN, refused=_causal),
     "ChronoEditTransformer3DModel": _WAN,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.caching import require_uncached_attention
 
 __all__ = ["check_not_compiled", "check_not_parallelized"]
 
@@ -19,7 +18,7 @@ def check_not_compiled(transformer: nn.Module) -> None:
 
 
 def check_not_parallelized(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
-    """Raises UserError, naming the fix, where it is sharded already, or a cache is between it and its attention."""
+    """Raises UserError, naming the fix, where it is sharded already."""
     if getattr(transformer, "_is_parallelized", False):
         raise UserError(
             "this transformer is parallelized already; undo that first (dbsp_diffusers.disable, "
@@ -28,4 +27,3 @@ def check_not_parallelized(transformer: nn.Module, self_attentions: Sequence[nn.
     processors = [getattr(attention, "processor", None) for attention in self_attentions]
     if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):
         raise UserError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
-    require_uncached_attention(self_attentions)

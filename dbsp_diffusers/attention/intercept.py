@@ -96,19 +96,18 @@ def intercept_self_attention(
     The module raises ValueError, before anything is exchanged, when its attention is not reached: another backend
     would silently attend to only this rank's tokens.
     """
-    forward, key = attention.forward, next(_numbers)
+    key = next(_numbers)
     _attends[key] = attend
     number = torch.tensor(key)
 
-    def intercepted(*args: Any, **kwargs: Any) -> Any:
+    def intercepted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         mode = SdpaOverride(number, any_mask)
         with mode:
             output = forward(*args, **kwargs)
         if mode.calls != 1:
             raise UserError(
                 f"self-attention reached torch's scaled_dot_product_attention {mode.calls} times, expected once; "
-                "keep to attention backend 'native' and to processors that call it, and enable caches of attention "
-                "after db-SP"
+                "keep to attention backend 'native' and to processors that call it"
             )
         return output
 

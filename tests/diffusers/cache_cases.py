@@ -25,7 +25,7 @@ MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 8}
 class CacheCase:
     """A few denoising steps in float64, once for each threshold, with the cache enabled before or after db-SP.
 
-    cache:  a name in CACHES;  host: "para" or "xdit"
+    cache:  a name in CACHES;  host: "para", "xdit", or "wrapper": xDiT's own transformer
     groups: of ranks that share out the batch
     left_alone: whether cache-dit decides by itself
     """
@@ -150,8 +150,7 @@ class Denoising:
         self.inputs = Inputs.random(case.model, (3, 5, 7), case.batch, 7).arguments
         for name, value in self.inputs.items():
             self.inputs[name] = _in_float64(value)
-        transformer = make_transformer(case.model, num_layers=3)
-        self.transformer = transformer.double()
+        self.transformer = make_transformer(case.model, num_layers=3).double()
 
     def enable(self, threshold: float) -> None:
         CACHES[self.case.cache].enable(self.transformer, threshold, lambda: self.timestep)
@@ -212,6 +211,10 @@ def run_cache_case(rank: int, world: int, case: CacheCase) -> list[Outcome]:
         with mock.patch.object(StepCaches, "_cache_dit", return_value=None):
             return run_cache_case(rank, world, replace(case, left_alone=False))
     reference, ours = Denoising(case), Denoising(case)
+    if case.host == "wrapper":
+        from xdit_cases import hosted_transformer
+
+        ours.transformer = hosted_transformer(case.model, num_layers=3).double()
     ours.enable(0.0)
     ours.disable()  # which leaves a trace of its own: each forward as an attribute
     _forget_registries(ours.transformer)
@@ -256,7 +259,7 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _host(case: CacheCase, transformer: Any, world: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     config = {"mask": MASK, "strategy": case.strategy}
-    if case.host == "xdit":
+    if case.host != "para":
         from dbsp_xdit import attach, detach
 
         pipe = types.SimpleNamespace(transformer=transformer)
@@ -280,10 +283,6 @@ def refusal(rank: int, world: int, kind: str) -> tuple[str, str]:
     for first in (True, False):
         case = REFUSED[kind]
         ours = Denoising(case)
-        if kind == "wrapper":
-            from xdit_cases import hosted_transformer
-
-            ours.transformer = hosted_transformer("wan").double()
         attach, detach = _host(case, ours.transformer, world)
         message = ""
         try:
@@ -314,12 +313,9 @@ def _enable(kind: str, ours: Denoising) -> None:
 
 
 REFUSED = {
-    "pyramid": CacheCase("pyramid", "wan", host="para"),
-    "taylor": CacheCase("taylor", "cogvideox", host="para"),
     "unknown": CacheCase("first block", "wan", host="para"),
     "another version": CacheCase("first block", "wan", host="para"),
     "a shared batch": CacheCase("faster", "cogvideox", groups=2, strategy="U1R1"),
-    "wrapper": CacheCase("first block", "wan", host="xdit"),
 }
 
 

@@ -32,10 +32,13 @@ def published(name: str):
     """A pipeline with a published checkpoint's transformer, apart from its weights."""
     signature = MODEL_SPECS[name].signature
     layers, heads, head_dim, frames = signature.sizes
-    wan = signature.pipeline == "WanPipeline"
+    wan = signature.pipeline.startswith("Wan")
     patch = {"patch_size": (1, 2, 2)} if wan else {"patch_size": 2, "patch_size_t": frames if frames > 1 else None}
     config = {"num_layers": layers, "num_attention_heads": heads, "attention_head_dim": head_dim, **patch}
-    return type(signature.pipeline, (), {})(), types.SimpleNamespace(config=config)
+    transformer = types.SimpleNamespace(config=config)
+    both = {"transformer": transformer, "transformer_2": transformer} if signature.variant == "two" else {}
+    parts = both | {"config": {"expand_timesteps": signature.variant == "ti2v"}}
+    return type(signature.pipeline, (), parts)(), transformer
 
 
 @pytest.mark.parametrize("name", MODEL_SPECS)
@@ -45,8 +48,9 @@ def test_without_a_configuration_a_known_model_has_its_own(name):
     if name == "cogvideox-5b":
         assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)
     else:
-        assert config == DbspConfig.load(f"{name}-sparge")
-        assert config.generate.model == name
+        same = MODEL_SPECS[name].signature.spec.name
+        assert config == DbspConfig.load(f"{same}-sparge")
+        assert config.generate.model == same
 
 
 @pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", None])

@@ -47,10 +47,19 @@ def assert_as_in_one_process(results, skips: bool = True):
 def test_decisions_by_what_has_changed_are_taken_by_all_ranks(pool, cache, first):
     if cache == "cache-dit":
         pytest.importorskip("cache_dit")
-    thresholds = FOUR if cache == "first block" else FOUR[1::2]
-    case = CacheCase(cache, "wan", thresholds, first, strategy="U2R2", batch=1)
+    case = CacheCase(cache, "wan", FOUR, first, strategy="U2R2", batch=1)
     (outcomes, *_) = assert_as_in_one_process(pool(4).run(run_cache_case, case))
-    assert len({tuple(outcome.ours) for outcome in outcomes[:-1]}) == len(thresholds), "each must skip other steps"
+    assert len({tuple(outcome.ours) for outcome in outcomes[:-1]}) == len(FOUR), "each must skip other steps"
+
+
+@pytest.mark.parametrize(("cache", "first"), [("first block", True), ("cache-dit", False), ("mag", False)])
+def test_on_xdit_s_own_transformer(pool, cache, first):
+    """Where its runner puts cache-dit after db-SP."""
+    workers = pool(4)
+    workers.run(start_xfuser)
+    thresholds = (0.0,) if cache == "mag" else FOUR
+    case = CacheCase(cache, "wan", thresholds, first, strategy="U2R2", host="wrapper", batch=1)
+    assert_as_in_one_process(workers.run(run_cache_case, case))
 
 
 @pytest.mark.parametrize(("cache", "first"), [("first block", False), ("cache-dit", True)])
@@ -97,12 +106,16 @@ def test_groups_that_share_out_a_batch_decide_together(pool, case):
     "case",
     [
         CacheCase("pyramid", "wan"),
+        CacheCase("pyramid", "wan", first=True),
         CacheCase("taylor", "cogvideox"),
+        CacheCase("taylor", "cogvideox", first=True),
+        CacheCase("mag", "wan"),
         CacheCase("mag", "wan", first=True),
         CacheCase("faster", "cogvideox"),
+        CacheCase("faster", "cogvideox", first=True),
         CacheCase("sea", "wan", (0.3,), first=True),
     ],
-    ids=lambda case: case.cache,
+    ids=lambda case: f"{case.cache} {'before' if case.first else 'after'}",
 )
 def test_caches_that_go_by_the_step_are_right_as_they_are(pool, case):
     assert_as_in_one_process(pool(2).run(run_cache_case, case), skips=case.cache in ("mag", "sea"))
@@ -111,27 +124,17 @@ def test_caches_that_go_by_the_step_are_right_as_they_are(pool, case):
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
     [
-        (
-            "pyramid",
-            "(PyramidAttentionBroadcastHook) is enabled on this transformer already; enable it after db-SP",
-            "",
-        ),
-        ("taylor", "(TaylorSeerCacheHook) is enabled on this transformer already; enable it after db-SP", ""),
         ("unknown", *["db-SP does not know whether a StrangeHook skips the same layers on all ranks"] * 2),
         ("another version", *["does not know the first-block cache of this version of diffusers"] * 2),
-        ("wrapper", *["(FBCHeadBlockHook) does not go with xFuserWanTransformer3DWrapper"] * 2),
     ],
 )
 def test_what_could_differ_between_ranks_is_refused_by_all(pool, kind, before, after):
-    workers = pool(2)
-    if kind == "wrapper":
-        workers.run(start_xfuser)
-    assert_said(workers.run(refusal, kind), before, after)
+    assert_said(pool(2).run(refusal, kind), before, after)
 
 
 def test_caches_that_look_at_the_whole_batch_are_refused_where_it_is_shared(pool):
-    said = "enable it after db-SP", "(FasterCacheDenoiserHook) does not go with a batch that groups of ranks share out"
-    assert_said(pool(2).run(refusal, "a shared batch"), *said)
+    said = "(FasterCacheDenoiserHook) does not go with a batch that groups of ranks share out"
+    assert_said(pool(2).run(refusal, "a shared batch"), said, said)
 
 
 def test_cache_dit_s_choice_of_single_tokens_is_refused(pool):

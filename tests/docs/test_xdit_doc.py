@@ -23,6 +23,8 @@ COMMANDS = re.findall(r"^xdit (?:.*\\\n)*.*", PAGE, re.MULTILINE)
 def test_its_commands_are_right(tmp_path, monkeypatch, command):
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     make_tiny("cogvideox", tmp_path / "tiny")
+    for name in ("first.png", "last.png"):
+        (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     arguments = shlex.split(command.replace("\\\n", " "))[1:]
     assert "dbsp" in arguments

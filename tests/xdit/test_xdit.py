@@ -142,7 +142,7 @@ def test_usp_asks_for_nothing():
         (["--sp-backend", "dbsp", "--tensor-parallel-degree", "2"], "leave it at 1"),
         (["--sp-backend", "dbsp", "--use_hybrid_attn_schedule"], "--use_hybrid_attn_schedule does not go with"),
         (["--sp-backend", "dbsp", "--use-spargeattn-head-balance"], "db-SP balances heads itself; leave it out"),
-        (["--sp-backend", "dbsp", "--cache_method", "dbcache"], "--cache_method dbcache does not go with"),
+        (["--sp-backend", "dbsp", "--cache_method", "teacache"], "--cache_method teacache does not go with"),
         (["--sp-backend", "dbsp", "--attention_backend", "aiter_sparge"], "choose the mask with --sp-mask"),
         (["--sp-backend", "dbsp", "--model", "CogVideoX1.5", "--height", "770"], "multiple of 16, for example 768"),
         (["--sp-backend", "dbsp", "--model", "CogVideoX1.5", "--num_frames", "84"], r"must be 8k \+ 1 .* example 81"),
@@ -151,6 +151,18 @@ def test_usp_asks_for_nothing():
             r"must be 4k \+ 1 .* example 81",
         ),
         (["--sp-backend", "dbsp", "--model", "wan2.1-t2v-1.3b", "--use_cfg_parallel"], "one after the other"),
+        (["--sp-backend", "dbsp", "--model", "Wan2.2-I2V"], "takes one image in xDiT, got 0"),
+        (["--sp-backend", "dbsp", "--model", "Wan2.2-I2V", "--input_images", "nowhere.png"], "there is no such file"),
+        (
+            ["--sp-backend", "dbsp", "--model", "Wan2.2-T2V", "--input_images", "a.png"],
+            "takes no image in xDiT, got 1",
+        ),
+        (
+            ["--sp-backend", "dbsp", "--model", "Wan2.1-VACE-14B", "--input_images", "a.png"],
+            "two images, of the first",
+        ),
+        (["--sp-backend", "dbsp", "--model", "Wan2.2-TI2V"], "needs --task t2v or --task i2v"),
+        (["--sp-backend", "dbsp", "--model", "Wan2.2-TI2V", "--task", "t2v", "--height", "720"], "multiple of 32"),
         (["--sp-backend", "dbsp", "--model", "black-forest-labs/FLUX.1-dev"], "does not know that name"),
     ],
 )
@@ -165,6 +177,12 @@ def test_mistakes_are_found_before_anything_is_launched(arguments, message):
     [
         ("Wan2.1-T2V", "Wan-AI/Wan2.1-T2V-14B-Diffusers"),
         ("WAN2.1-T2V-1.3B", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+        ("Wan2.2-T2V", "Wan-AI/Wan2.2-T2V-A14B-Diffusers"),
+        ("Wan2.2-I2V", "Wan-AI/Wan2.2-I2V-A14B-Diffusers"),
+        ("Wan2.2-TI2V", "Wan-AI/Wan2.2-TI2V-5B-Diffusers"),
+        ("Wan2.2-Distilled-I2V", "Wan-AI/Wan2.2-I2V-A14B-Diffusers"),
+        ("wan2.1-i2v-14b-480p", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"),
+        ("Wan2.1-VACE-1.3B", "Wan-AI/Wan2.1-VACE-1.3B-diffusers"),
         ("CogVideoX-5B", "zai-org/CogVideoX-5b"),
         ("thudm/cogvideox1.5-5b", "THUDM/CogVideoX1.5-5B"),
     ],
@@ -176,9 +194,11 @@ def test_published_checkpoints_by_any_name(pool, name, source):
     (settings,) = workers.run(registered_model, name)
     like = find_model_spec(name)
     assert like is not None
-    assert (settings["model_name"], settings["fps"], settings["height"]) == (source, like.video.fps, like.video.height)
+    height = {"wan2.2-ti2v-5b": 736, "wan2.1-vace-1.3b": 720}.get(like.name, like.video.height)  # xfuser's own
+    assert (settings["model_name"], settings["fps"], settings["height"]) == (source, like.video.fps, height)
     assert settings["as usual"], "a command makes the same video with and without db-SP"
-    assert settings["cfg"] is (like.pipeline == "CogVideoXPipeline")
+    one_by_one = like.pipeline in ("WanPipeline", "WanVACEPipeline") and like.variant != "ti2v"
+    assert settings["cfg"] is not (one_by_one or "distilled" in like.name)
 
 
 def test_usp_runs_know_no_model_of_ours():
@@ -210,7 +230,7 @@ def test_local_folders_must_be_known_pipelines(tmp_path):
     index.write_text(
         json.dumps({"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]})
     )
-    with pytest.raises(ValueError, match="with two"):
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
         find_model(str(tmp_path))
     index.write_text(json.dumps({"_class_name": "WanPipeline", "transformer_2": [None, None]}))
     with pytest.raises(ValueError, match=r"config\.json cannot be read"):
@@ -218,6 +238,13 @@ def test_local_folders_must_be_known_pipelines(tmp_path):
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text("{}")
     assert find_model(str(tmp_path)).source == str(tmp_path)
+    assert find_model(str(tmp_path)).like.name == "wan2.1-t2v-14b"
+    for parts, name in (
+        ({"transformer_2": ["diffusers", "x"]}, "wan2.2-t2v-a14b"),
+        ({"expand_timesteps": True}, "wan2.2-ti2v-5b"),
+    ):
+        index.write_text(json.dumps({"_class_name": "WanPipeline"} | parts))
+        assert find_model(str(tmp_path)).like.name == name
 
 
 @pytest.mark.parametrize("command", ["xdit", "dbsp-xdit"])

@@ -107,7 +107,7 @@ def registered_model(rank: int, world: int, name: str) -> dict[str, Any]:
 
     usual = vars(MODEL_REGISTRY[name].default_input_values) if name in MODEL_REGISTRY else None
     register(name, find_model(name), DbspConfig())
-    model = MODEL_REGISTRY[name](xFuserArgs(model=name))
+    model = MODEL_REGISTRY[name](xFuserArgs(model=name, task="t2v" if "TI2V" in name else None))
     return {
         "model_name": model.settings.model_name,
         "fps": model.settings.fps,

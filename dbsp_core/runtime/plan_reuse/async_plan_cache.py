@@ -101,6 +101,14 @@ class AsyncPlanCache(PlanCache):
         planned = self._plans.setdefault(key, Planned(plan))
         return planned.plan.assignment.equals(plan.assignment) and super().count_reuse(key, plan)
 
+    def begin_with(self, key: Hashable, other: Hashable) -> None:
+        """As `PlanCache.begin_with`, with the other's plan as its next call would have it."""
+        if key in self._plans or other not in self._plans:
+            return
+        self._adopt(other)
+        super().begin_with(key, other)
+        self._plans[key] = Planned(self._plans[other].plan)
+
     def forget(self, key: Hashable) -> None:
         """Drops what is kept for an attention, once nothing is pending for it."""
         self._adopt(key)

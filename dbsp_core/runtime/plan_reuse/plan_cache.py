@@ -101,6 +101,12 @@ class PlanCache:
         self.latest[key] = plan
         return True
 
+    def begin_with(self, key: Hashable, other: Hashable) -> None:
+        """Lets an attention that has no plan begin with another's, if that has one."""
+        if key not in self.latest and other in self.latest:
+            self.latest[key] = self.latest[other]
+            self._usages[key] = PlanUsage(best_rho=self._usages[other].best_rho)
+
     def forget(self, key: Hashable) -> None:
         """Drops what is kept for an attention."""
         for kept in (self.latest, self._usages, self._trends):

@@ -11,13 +11,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 from safetensors.torch import load_file
 
+from dbsp_cli.generate.job import GenerateRequest, resolve
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.reports.run_report import RunReport
+from dbsp_diffusers.attach import transformers_of
 from dbsp_diffusers.reference import attach_single_process
 from nodes import two_nodes
 from ports import free_port
@@ -108,6 +112,68 @@ def test_from_yaml_to_mp4(tmp_path, expected, host, model, ranks):
     assert len(bars) == 1, done.stderr
     assert "2/2" in bars[0]
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "model", "frames"),
+    [("para", "wan-i2v", 1), ("para", "wan-vace", 2), ("xdit", "wan-i2v", 1), ("xdit", "wan2.2", 0)],
+)
+def test_from_an_image_and_with_two_transformers(tmp_path, host, model, frames):
+    if importlib.util.find_spec({"xdit": "xfuser", "para": "diffusers"}[host]) is None:
+        pytest.skip(f"host {host} is not installed")
+    import diffusers
+
+    mask = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
+    images, options = [], []
+    for number, name in enumerate(("image", "last-image")[:frames]):
+        pixels = np.random.RandomState(number).rand(70, 110, 3) * 255
+        Image.fromarray(pixels.astype("uint8")).save(tmp_path / f"{name}.png")
+        images.append(ImageOps.fit(Image.open(tmp_path / f"{name}.png"), (96, 64), Image.Resampling.LANCZOS))
+        options += [f"--{name}", str(tmp_path / f"{name}.png")]
+    arguments = ["generate", "--model", f"tiny-{model}", "--prompt", PROMPT, "--seed", "7", *SMALL, *options]
+    mask_set = ["--set", f"mask={json.dumps(mask)}", "--set", "dtype=float32", "--set", "video.flow_shift=3.0"]
+    settings = [*mask_set, "--nproc", "2", "--host", host]
+    to = ["--out", str(tmp_path / "ball.mp4"), "--report", str(tmp_path / "report")]
+    done = subprocess.run([*DBSP, *arguments, *settings, *to], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pipe = diffusers.DiffusionPipeline.from_pretrained(make_tiny(model, tmp_path / "tiny"), local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    for transformer in transformers_of(pipe).values():
+        attach_single_process(transformer, {"mask": mask})
+    size = {{"steps": "num_inference_steps"}.get(name, name): value for name, value in SIZES.items()}
+    given = dict(zip(("image", "last_image"), images, strict=False))
+    if model == "wan-vace":
+        between = [Image.new("RGB", (96, 64), (128, 128, 128))] * 15
+        gray = [Image.new("L", (96, 64), level) for level in (0, *[255] * 15, 0)]
+        given = {"video": [images[0], *between, images[1]], "mask": gray}
+    generator = torch.Generator().manual_seed(7)
+    size |= {"prompt": PROMPT, "negative_prompt": "", "output_type": "latent"}
+    expected = pipe(generator=generator, **size, **given).frames
+    check_video(tmp_path, expected, 2, host)
+
+
+@pytest.mark.parametrize(
+    ("model", "frame", "said"),
+    [
+        ("tiny-wan-i2v", None, "needs an image, and maybe the last frame's, got 0"),
+        ("tiny-wan", (96, 64), "tiny-wan makes videos from text alone; leave the image out"),
+        ("tiny-wan-i2v", (64, 160), "64×160: more than half of it would be cut off in a video of 96×64"),
+        ("tiny-wan-i2v", "text", "cannot be read as an image"),
+        ("tiny-wan-vace", (96, 64), "needs two images: of the first frame and of the last, got 1"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused_before_a_process_is_launched(tmp_path, model, frame, said):
+    file = None if frame is None else tmp_path / "frame.png"
+    if frame == "text":
+        file.write_text("no picture")
+    elif frame is not None:
+        Image.new("RGB", frame).save(file)
+    request = GenerateRequest(
+        model=model, prompt=PROMPT, image=file, out=tmp_path / "ball.mp4", changes=[c for c in SMALL if c != "--set"]
+    )
+    with pytest.raises(ValueError, match=said) as caught:
+        resolve(request)
+    assert "\n" not in str(caught.value)
 
 
 def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_property, capsys):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import MODEL_SPECS, find_model_spec, signature_of_model, token_grid
-from dbsp_core.config.video import GenerateSettings
+from dbsp_core.config.models import MODEL_SPECS, ModelSignature, find_model_spec, signature_of_model, token_grid
+from dbsp_core.config.video import GenerateSettings, VideoSettings
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.schema import setting_names
@@ -19,6 +20,8 @@ from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, default_config, desc
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
 MODELS = ("wan2.1-t2v-14b", "wan2.1-t2v-1.3b", "cogvideox1.5-5b")
+PREDICTED = ("wan2.2-t2v-a14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b", "wan2.1-i2v-14b", "wan2.1-vace-14b")
+PREDICTED += ("wan2.1-vace-1.3b", "wan2.2-distilled-i2v")  # these have no other masks
 DENSITY = {  # of all blocks: the tiny CogVideoX has more text, which is dense, than video
     "wan2.1-t2v-14b-window": 0.119,
     "wan2.1-t2v-1.3b-window": 0.165,
@@ -35,14 +38,20 @@ def request_of(config: DbspConfig) -> MaskRequest:
     identity = signature_of_model(config.generate.model)
     spec = find_model_spec(config.generate.model)
     video = config.generate.video.filled(None if spec is None else spec.video)
-    identity.require_frames(video)
-    thw = token_grid(video.num_frames, video.height, video.width, identity.sizes[3])
+    identity.require_video(with_images(video, identity))
+    thw = token_grid(video.num_frames, video.height, video.width, identity.sizes[3], spec.token_pixels if spec else 16)
     text = 226 if identity.pipeline == "CogVideoXPipeline" else 0
     return MaskRequest(0, identity.sizes[1], thw, text_tokens=text)
 
 
+def with_images(video: VideoSettings, identity: ModelSignature) -> VideoSettings:
+    least, _ = identity.images
+    return replace(video, **dict.fromkeys(("image", "last_image")[:least], "frame.png"))
+
+
 def test_there_is_a_file_for_each_model_and_source():
     wanted = {f"{model}-{source}" for model in MODELS for source in ("sparge", "paro", "window")}
+    wanted |= {f"{model}-sparge" for model in PREDICTED}
     tiny = {
         f"tiny-{model}{source}" for model in ("wan", "cogvideox") for source in ("", "-sparge", "-paro", "-window")
     }
@@ -102,11 +111,13 @@ def test_a_file_is_for_its_model_alone(name, monkeypatch, tmp_path):
         config = DbspConfig.load(name)
     assert name.startswith(config.generate.model)
     known = config.generate.model.removesuffix("-trained")  # which has the same sizes
-    for other in (*MODELS, "tiny-wan", "tiny-cogvideox"):
-        if other == known:
+    for other in (*MODELS, *PREDICTED[:-1], "tiny-wan", "tiny-cogvideox"):
+        if other == known.replace("distilled-i2v", "i2v-a14b"):  # whose weights have the same sizes
             require_same_model(config, signature_of_model(other))
         else:
-            with pytest.raises(ValueError, match=f"is for {known}, the model is {other}"):
+            with pytest.raises(
+                ValueError, match=f"is for {known.replace('distilled-i2v', 'i2v-a14b')}, the model is {other}"
+            ):
                 require_same_model(config, signature_of_model(other))
 
 
@@ -135,12 +146,21 @@ def test_token_grids_are_those_of_the_usual_video_but_for_the_papers():
     assert grids == {
         "wan2.1-t2v-14b": (21, 45, 80),
         "wan2.1-t2v-1.3b": (21, 30, 52),
+        "wan2.2-t2v-a14b": (21, 45, 80),
+        "wan2.1-i2v-14b": (21, 45, 80),
+        "wan2.1-i2v-14b-480p": (21, 30, 52),
+        "wan2.2-i2v-a14b": (21, 45, 80),
+        "wan2.2-distilled-i2v": (21, 45, 80),
+        "wan2.2-ti2v-5b": (31, 22, 40),
+        "wan2.1-vace-14b": (21, 45, 80),
+        "wan2.1-vace-1.3b": (21, 30, 52),
         "cogvideox1.5-5b": (21, 51, 80),
         "cogvideox-5b": (13, 30, 45),
     }
     for spec in MODEL_SPECS.values():
-        spec.signature.require_frames(spec.video)
-        assert spec.signature.spec is spec
+        spec.signature.require_video(with_images(spec.video, spec.signature))
+        first = {"wan2.1-i2v-14b-480p": "wan2.1-i2v-14b", "wan2.2-distilled-i2v": "wan2.2-i2v-a14b"}
+        assert spec.signature.spec is MODEL_SPECS[first.get(spec.name, spec.name)]
         assert spec.preset in PRESETS
 
 
@@ -151,13 +171,16 @@ def test_models_agree_with_the_pipelines_defaults():
 
     for spec in MODEL_SPECS.values():
         video = spec.video
+        if spec.name.startswith("wan2.2"):  # settings of its own repository, which the pipelines don't repeat
+            continue
         call = inspect.signature(getattr(diffusers, spec.pipeline).__call__).parameters
         assert call["guidance_scale"].default == video.guidance_scale
         assert call["num_inference_steps"].default == video.steps
         examples = inspect.getsource(inspect.getmodule(getattr(diffusers, spec.pipeline)))
         if video.negative_prompt:
             assert video.negative_prompt in examples
-            assert f"{video.flow_shift} for {video.height}P" in examples
+            if spec.pipeline == "WanPipeline":
+                assert f"{video.flow_shift} for {video.height}P" in examples
             assert call["num_frames"].default == video.num_frames
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,17 @@ def changing_masks(rank: int, world: int, settings: dict[str, Any], steps: int) 
             worst = max(worst, session.attend(900.0 - step))
     counters, (context,) = session.inner.reuse, session.inner._sizes.values()
     return worst, counters.calls, counters.replans, len(context.plans.latest), len(context._executors)
+
+
+def videos(rank: int, world: int, settings: dict[str, Any], steps: int, texts: list[int]) -> tuple[float, list[int]]:
+    """One video after another, of these lengths of text. returns: the worst error, plans made for each video"""
+    session = Session(settings, f"U{world}R1", layers=2, steps=steps)
+    worst, made = 0.0, [0]
+    for text in texts:
+        for step in range(steps):
+            worst = max(worst, session.attend(900.0 - step, text_tokens=text, settle=True))
+        made.append(session.inner.reuse.replans)
+    return worst, [after - before for before, after in pairwise(made)]
 
 
 def recorded_masks(rank: int, world: int, settings: dict[str, Any], steps: int) -> int:

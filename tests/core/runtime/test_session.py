@@ -7,7 +7,7 @@ import pytest
 from dbsp_cli.mask_tools.series import MaskSeries, drift_of
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.runtime.session import MOST_SIZES
-from dbsp_core.runtime.size_context import MOST_PASSES
+from dbsp_core.runtime.size_context import FEW_STEPS, MOST_PASSES
 from session_cases import (
     PREDICTED,
     Drifting,
@@ -21,10 +21,13 @@ from session_cases import (
     one_step_after_another,
     recorded_masks,
     settings_on_one_rank,
+    videos,
 )
 from workers import assert_all_raise
 
 LAYERS = PASSES = 2
+EVEN = {"threshold": 1.02, "budget": None}
+"""The masks here have plans of their own that are more even, and are less even under others'."""
 
 
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
@@ -51,7 +54,7 @@ class TestMasksThatChangeByStep:
     def test_a_threshold_of_1_asks_for_plans_at_every_step(self, pool):
         """The bound above can fail."""
         settings = {"mask": Drifting(16, 16, slope=0.03), "reuse": {"threshold": 1.0, "budget": None}}
-        for _, calls, plans, kept, executors in pool(2).run(changing_masks, settings, 8):
+        for _, calls, plans, kept, executors in pool(2).run(changing_masks, settings, 9):
             assert plans > calls / 2
             assert kept == executors == LAYERS * PASSES
 
@@ -69,8 +72,23 @@ class TestMasksThatChangeByStep:
             "dense_schedule": {"first_steps": 2, "last_steps": 2},
             "planner": {"exchange_cost": 0.0},
         }
-        for worst, calls, plans, *_ in pool(2).run(changing_masks, settings, 8):
-            assert (worst <= 1e-5, calls, plans) == (True, 8 * PASSES * LAYERS, LAYERS * PASSES + 1)
+        for worst, calls, plans, *_ in pool(2).run(changing_masks, settings, 9):
+            assert (worst <= 1e-5, calls, plans) == (True, 9 * PASSES * LAYERS, LAYERS * PASSES + 1)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mask", [Drifting(16, 16, slope=0.06), PREDICTED["mask"]], ids=["by step", "predicted"])
+def test_with_few_steps_the_next_video_has_a_plan_for_each(pool, mask, mode):
+    """Every video here has the masks of the one before. With one more step they are many, and plans are made again."""
+    settings = {"mask": mask, "reuse": {"mode": mode, **EVEN}, "planner": {"exchange_cost": 0.0}}
+    later = []
+    for steps in (FEW_STEPS, FEW_STEPS + 1):
+        (worst, made), *others = pool(2).run(videos, settings, steps, [0, 0, 0])
+        assert worst <= 1e-5
+        assert [plans for _, plans in others] == [made]
+        assert made[0] > LAYERS, "plans are made within a video"
+        later.append(sum(made[1:]))
+    assert 2 * later[0] < later[1]
 
 
 def test_passes_that_cannot_be_told_apart_do_not_pile_up(pool):
@@ -83,6 +101,17 @@ class TestSizes:
     def test_sizes_that_take_turns_keep_their_plans(self, pool, settings):
         for worst, plans in pool(2).run(changing_sizes, settings | {"planner": {"exchange_cost": 0.0}}, [7, 20], 4):
             assert (worst <= 1e-5, plans) == (True, 2)
+
+    @pytest.mark.parametrize("steps", [4, 12])
+    def test_videos_of_two_sizes_make_no_more_than_twice_the_plans_of_one(self, pool, steps):
+        settings = PREDICTED | {"reuse": EVEN, "planner": {"exchange_cost": 0.0}}
+        one, other = (pool(2).run(videos, settings, steps, [text])[0][1][0] for text in (7, 20))
+        for worst, made in pool(2).run(videos, settings, steps, [7, 20, 7, 20]):
+            assert worst <= 1e-5
+            assert made[:2] == [one, other]
+            assert sum(made[:2]) <= 2 * max(one, other)
+            if steps <= FEW_STEPS:
+                assert sum(made[2:]) < sum(made[:2]), "each size has kept its own"
 
     def test_the_size_used_least_recently_goes(self, pool):
         texts = list(range(MOST_SIZES + 1))

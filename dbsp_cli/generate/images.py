@@ -1,0 +1,32 @@
+"""Images that a video is made from, cut to its size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dbsp_core.config.video import VideoSettings
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["fitted"]
+
+
+def fitted(path: Path, video: VideoSettings) -> Any:
+    """An image as PIL has it, in the video's size: scaled, and what is too wide or too high cut off evenly.
+
+    Raises UserError for a file that is no image, and for one of which more than half would be cut off.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} cannot be read as an image; name a file such as a PNG or JPEG") from error
+    width, height = video.width or image.width, video.height or image.height
+    ratio = image.width * height / (image.height * width)
+    if not 0.5 <= ratio <= 2:
+        raise UserError(
+            f"{path} is {image.width}×{image.height}: more than half of it would be cut off in a video of "
+            f"{width}×{height}; set video.width and video.height, or cut it yourself"
+        )
+    return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)

@@ -1,0 +1,107 @@
+"""What distinguishes models, told from their configurations; and what videos of each may be like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from dbsp_core.config.pipelines import PIPELINES
+from dbsp_core.config.video import VideoSettings, side_complaint
+from dbsp_core.utils.errors import SettingError, bad_value
+
+if TYPE_CHECKING:
+    from dbsp_core.config.models import ModelSpec
+
+__all__ = ["TINY", "ModelSignature", "Variant", "model_signature", "variant_of"]
+
+Variant = Literal["", "two", "ti2v"]
+"""What tells pipelines of one class and size apart: nothing, two transformers that take turns (Wan2.2 A14B), or a
+timestep for each token, from text alone or from an image and text (Wan2.2 TI2V)."""
+
+TINY = "tiny-"
+"""Before a key of `TINY_MODELS`, the name of a model that is made where it is needed."""
+
+
+@dataclass(frozen=True)
+class ModelSignature:
+    """What distinguishes models: diffusers' pipeline class, the transformer's sizes, and the variant.
+
+    sizes: (layers, heads, head_dim, patch_frames), see `ModelSpec`
+    """
+
+    pipeline: str
+    sizes: tuple[int, int, int, int]
+    variant: Variant = ""
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """The published model that it is of, or None."""
+        from dbsp_core.config.models import MODEL_SPECS
+
+        return next((spec for spec in MODEL_SPECS.values() if spec.signature == self), None)
+
+    @property
+    def images(self) -> tuple[int, int]:
+        """The fewest and the most images that a video is made from: its first frame, and its last."""
+        if self.variant == "ti2v":
+            return 0, 1
+        return PIPELINES[self.pipeline].images if self.pipeline in PIPELINES else (0, 0)
+
+    def require_video(self, video: VideoSettings) -> None:
+        """Raises SettingError for what the pipeline would change or refuse: frames, a size, or images."""
+        if self.pipeline in PIPELINES and video.num_frames is not None:
+            complaint = PIPELINES[self.pipeline].frames_complaint(video.num_frames)
+            if complaint is not None:
+                raise bad_value(video, "num_frames", complaint, "video.")
+        for side in ("height", "width"):
+            value = getattr(video, side)
+            complaint = None if value is None or self.spec is None else side_complaint(value, self.spec.token_pixels)
+            if complaint is not None:
+                raise bad_value(video, side, complaint, "video.")
+        complaint = self.images_complaint(sum(image is not None for image in (video.image, video.last_image)))
+        if complaint is not None:
+            raise SettingError(f"{self} {complaint}", ("image",))
+        if video.last_image is not None and video.image is None:
+            raise SettingError("video.last_image needs video.image, the first frame", ("last_image",))
+
+    def images_complaint(self, given: int) -> str | None:
+        """What is wrong with a number of images; None: nothing."""
+        least, most = self.images
+        if least <= given <= most:
+            return None
+        if most == 0:
+            return "makes videos from text alone; leave the image out"
+        wanted = {(0, 1): "at most one image", (1, 2): "an image, and maybe the last frame's"}
+        return f"needs {wanted.get((least, most), 'two images: of the first frame and of the last')}, got {given}"
+
+    def __str__(self) -> str:
+        from dbsp_core.config.models import TINY_MODELS
+
+        if self.spec is not None:
+            return self.spec.name
+        for name, tiny in TINY_MODELS.items():
+            if tiny == self:
+                return f"{TINY}{name}"
+        layers, heads, head_dim, _ = self.sizes
+        return f"a {self.pipeline} with {layers} layers and {heads} heads of {head_dim}"
+
+
+def variant_of(two: bool, index: Mapping[str, Any]) -> Variant:
+    """two: whether a pipeline has two transformers;  index: its configuration, as in model_index.json"""
+    return "ti2v" if index.get("expand_timesteps") else "two" if two else ""
+
+
+def model_signature(pipeline: str, config: Mapping[str, Any], variant: Variant = "") -> ModelSignature:
+    """Of a transformer.
+
+    pipeline: its pipeline's class name
+    config:   the transformer's configuration, a mapping as diffusers keeps it, or as in config.json
+    """
+    patch = config.get("patch_size")
+    frames = patch[0] if isinstance(patch, (list, tuple)) else config.get("patch_size_t") or 1
+    names = ("num_layers", "num_attention_heads", "attention_head_dim")
+    layers, heads, head_dim = (int(config.get(name) or 0) for name in names)
+    if variant == "ti2v":  # one checkpoint, in either pipeline
+        pipeline = "WanPipeline"
+    return ModelSignature(pipeline, (layers, heads, head_dim, int(frames)), variant)

@@ -1,0 +1,35 @@
+"""Wan's whole family in xfuser's own wrappers and pipelines: Wan2.2's two transformers, images, VACE."""
+
+from __future__ import annotations
+
+import pytest
+
+from dbsp_cli.tiny_models import make_tiny
+from wan_cases import WanCase, run_wan_pipeline
+from xdit_cases import start_xfuser
+
+SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 16, "block_k": 16}
+MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask", "image"),
+    [
+        ("wan2.2", SPARGE, False),
+        ("wan-i2v", MASK, True),
+        ("wan-ti2v", MASK, False),
+        ("wan-ti2v", SPARGE, True),
+        ("wan-vace", MASK, False),
+    ],
+)
+def test_whole_pipelines_equal_one_process(pool, tmp_path, kind, mask, image):
+    folder = str(make_tiny(kind, tmp_path / kind))
+    workers = pool(2)
+    workers.run(start_xfuser)
+    case = WanCase(kind, folder, {"mask": mask, "strategy": "U1R2"}, image)
+    for from_single, from_dense, calls in workers.run(run_wan_pipeline, case):
+        assert from_single <= 1e-5
+        assert from_dense > 1e-4, "the mask must matter"
+        layers, steps, passes = (6 if kind == "wan-vace" else 4), 4, 2
+        assert sum(calls) == layers * steps * passes
+        assert len(calls) == (2 if kind == "wan2.2" else 1)

@@ -1,0 +1,46 @@
+"""What the workers run: xfuser's own pipelines of Wan's family with db-SP attached, against one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from para_pipeline_cases import difference
+from wan22_cases import SIZE, _image, alone, latents
+
+
+@dataclass(frozen=True)
+class WanCase:
+    """One generation. kind: a tiny model;  folder: where it is;  image: whether it is made from one"""
+
+    kind: str
+    folder: str
+    config: dict[str, Any] = field(default_factory=dict)
+    image: bool = False
+
+
+def run_wan_pipeline(rank: int, world: int, case: WanCase) -> tuple[float, float, list[int]]:
+    """(difference of the latents from one process, from dense attention, attentions of each session)."""
+    import diffusers
+
+    import dbsp_xdit
+    from dbsp_diffusers.enabling import sessions_of
+    from dbsp_xdit.models import find_model
+    from dbsp_xdit.runner_models import _pipeline, _transformers
+
+    model = find_model(case.folder)
+    task = "i2v" if case.image else "t2v"
+    pipe = _pipeline(model, task).from_pretrained(case.folder, **_transformers(model, torch.float32))
+    stock_class = type(pipe).__name__.removeprefix("xFuser")
+    stock = getattr(diffusers, stock_class).from_pretrained(case.folder, local_files_only=True)
+    options: dict[str, Any] = {"image": _image()} if case.image else {}
+    if case.kind == "wan-vace":
+        options = {"video": [_image(seed) for seed in range(SIZE["num_frames"])]}
+    dense, expected = latents(stock, options), alone(stock, case.config, options)
+    dbsp_xdit.attach(pipe, case.config)
+    out = latents(pipe, options)
+    calls = [session.statistics()["calls"] for session in sessions_of(pipe).values()]
+    dbsp_xdit.detach(pipe)
+    return difference(out, expected), difference(out, dense), calls
