@@ -34,6 +34,7 @@ def test_the_kernel_scores_what_products_do(nq, nk, width):
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(-64, 65, (2, nq + nk, width + 1), generator=generator) / 64  # products are exact in any order
+    rows[:, nq, -1], rows[:, nq + 1, -1] = 0.25, 0.5
     with interpreted():
         found = pooled_scores_triton(rows.to(DEVICE), nq, 0.3, 0.25)
     assert torch.equal(found.cpu(), pooled_scores_torch(rows, nq, 0.3, 0.25))
