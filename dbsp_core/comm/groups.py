@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 __all__ = ["PendingShift", "SequenceGroup", "aux_group", "barrier", "report_group", "timeout_of"]
 
+# Its name before torch 2.13 is the longer one.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, weakref.ref[dist.ProcessGroup]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -155,7 +157,7 @@ class SequenceGroup:
             return mine
         everyone = mine.new_empty(self.size * len(mine), *mine.shape[1:])
         with _told_if_it_breaks_off():
-            dist.all_gather_into_tensor(everyone, mine, group=self.group)
+            _all_gather_single(everyone, mine, group=self.group)
         return everyone
 
     def gather_integers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:

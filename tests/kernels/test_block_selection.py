@@ -1,4 +1,4 @@
-"""Choosing blocks: the Triton kernels, in the interpreter, beside torch's own operations, bit for bit."""
+"""Choosing blocks: the Triton kernels, in the interpreter or on a GPU, beside torch's own operations, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dbsp_kernels.packing.block_selection import pooled_scores_torch, select_blo
 from interpreter import interpreted
 
 pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("nk", [1, 16, 37])
@@ -23,8 +24,8 @@ def test_the_kernel_chooses_what_sorting_does(nk, limit):
     chance[1] = torch.randint(0, 3, (3, nk), generator=generator) / 16
     dense = torch.rand(2, 3 + nk, generator=generator) < 0.1
     with interpreted():
-        found = select_blocks_triton(chance, dense, *limit)
-    assert torch.equal(found, select_blocks_torch(chance, dense, *limit))
+        found = select_blocks_triton(chance.to(DEVICE), dense.to(DEVICE), *limit)
+    assert torch.equal(found.cpu(), select_blocks_torch(chance, dense, *limit))
 
 
 @pytest.mark.parametrize(("nq", "nk", "width"), [(3, 40, 8), (33, 2, 5)])
@@ -33,8 +34,9 @@ def test_the_kernel_scores_what_products_do(nq, nk, width):
 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(-64, 65, (2, nq + nk, width + 1), generator=generator) / 64  # products are exact in any order
+    rows[:, nq, -1], rows[:, nq + 1, -1] = 0.25, 0.5
     with interpreted():
-        found = pooled_scores_triton(rows, nq, 0.3, 0.25)
-    assert torch.equal(found, pooled_scores_torch(rows, nq, 0.3, 0.25))
+        found = pooled_scores_triton(rows.to(DEVICE), nq, 0.3, 0.25)
+    assert torch.equal(found.cpu(), pooled_scores_torch(rows, nq, 0.3, 0.25))
     assert found.isinf().any()
     assert not found.isinf().all()

@@ -26,9 +26,11 @@ def test_planning_at_once_would_be_seen(pool):
 
 @pytest.mark.parametrize("heads", [8, 20])
 def test_launches_are_few_for_any_heads_and_strategy(pool, heads):
+    """Outside the attention kernel, what is fused on a GPU as one each; see `steady_cases.FUSED`."""
+    sparge, window = ({"mask": mask, "reuse": {"threshold": 100.0}} for mask in (SPARGE, WINDOW))
     for strategy in Strategy.all_for(8):
-        for seen in pool(8).run(launches_of_a_steady_step, {"mask": SPARGE}, str(strategy), heads):
+        for seen in pool(8).run(launches_of_a_steady_step, sparge, str(strategy), heads):
             assert seen["select_blocks"] == 1
             assert sum(seen.values()) <= 50, (strategy, seen)
-        for seen in pool(8).run(launches_of_a_steady_step, {"mask": WINDOW}, str(strategy), heads):
+        for seen in pool(8).run(launches_of_a_steady_step, window, str(strategy), heads):
             assert sum(seen.values()) <= 9 + 2 * strategy.ring, (strategy, seen)
