@@ -122,7 +122,7 @@ MISTAKES = [
     (["plan", "notes.txt", "--gpus", "4"], "not a readable safetensors file"),
     (["plan", "MASK", "--gpus", "4", "--ring", "2"], "--ring"),
     (["plam"], "plam"),
-    (["tiny", "sora", "new"], "use one of wan, wan-trained, cogvideox"),
+    (["tiny", "sora", "new"], "use one of wan, wan-trained, wan2.2"),
     (["tiny", "wan", "notes.txt"], "is not a checkpoint folder"),
     (["tiny", "wan", "notes.txt/new"], "notes.txt"),
     (["tiny", "wan", "."], "is not a checkpoint folder"),
