@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dbsp_core.config.pipelines import PIPELINES, Pipeline, token_grid
-from dbsp_core.config.signature import TINY, ModelSignature, Variant, model_signature, variant_of
+from dbsp_core.config.signature import (
+    PUBLISHED,
+    TINY,
+    TINY_NAMES,
+    ModelSignature,
+    Variant,
+    model_signature,
+    variant_of,
+)
 from dbsp_core.config.video import TOKEN_PIXELS, VideoSettings
 from dbsp_core.utils.errors import UserError, did_you_mean
 
@@ -254,6 +262,7 @@ _WAN_VACE_1_3B = replace(
 _WANS = (_WAN_14B, _WAN_1_3B, _WAN_2_2, _WAN_I2V, _WAN_I2V_480P, _WAN_2_2_I2V, _WAN_2_2_DISTILLED, _WAN_2_2_TI2V)
 MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
 """By name. Of several with one signature and one repository, the first is what their weights are known as."""
+PUBLISHED.update({spec.signature: spec for spec in reversed(MODEL_SPECS.values())})
 
 
 def find_model_spec(name: str) -> ModelSpec | None:
@@ -282,6 +291,7 @@ TINY_MODELS = {
     "cogvideox": ModelSignature("CogVideoXPipeline", (2, 6, 16, 2)),
 }
 """Tiny checkpoints that db-SP can make for demonstrations and tests, by name."""
+TINY_NAMES.update({signature: name for name, signature in reversed(TINY_MODELS.items())})
 
 
 def tiny_architecture(model: str) -> str | None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dbsp_core.config.pipelines import PIPELINES
 from dbsp_core.config.video import VideoSettings, side_complaint
 from dbsp_core.utils.errors import SettingError, bad_value
 
-if TYPE_CHECKING:
-    from dbsp_core.config.models import ModelSpec
-
-__all__ = ["TINY", "ModelSignature", "Variant", "model_signature", "variant_of"]
+__all__ = ["PUBLISHED", "TINY", "TINY_NAMES", "ModelSignature", "Variant", "model_signature", "variant_of"]
 
 Variant = Literal["", "two", "ti2v"]
 """What tells pipelines of one class and size apart: nothing, two transformers that take turns (Wan2.2 A14B), or a
@@ -35,11 +32,9 @@ class ModelSignature:
     variant: Variant = ""
 
     @property
-    def spec(self) -> ModelSpec | None:
-        """The published model that it is of, or None."""
-        from dbsp_core.config.models import MODEL_SPECS
-
-        return next((spec for spec in MODEL_SPECS.values() if spec.signature == self), None)
+    def spec(self) -> Any:
+        """The published model (`ModelSpec`) that it is of, or None."""
+        return PUBLISHED.get(self)
 
     @property
     def images(self) -> tuple[int, int]:
@@ -76,15 +71,18 @@ class ModelSignature:
         return f"needs {wanted.get((least, most), 'two images: of the first frame and of the last')}, got {given}"
 
     def __str__(self) -> str:
-        from dbsp_core.config.models import TINY_MODELS
-
         if self.spec is not None:
-            return self.spec.name
-        for name, tiny in TINY_MODELS.items():
-            if tiny == self:
-                return f"{TINY}{name}"
+            return str(self.spec.name)
+        if self in TINY_NAMES:
+            return f"{TINY}{TINY_NAMES[self]}"
         layers, heads, head_dim, _ = self.sizes
         return f"a {self.pipeline} with {layers} layers and {heads} heads of {head_dim}"
+
+
+PUBLISHED: dict[ModelSignature, Any] = {}
+"""By signature, the model of the table in `config.models`, which fills it."""
+TINY_NAMES: dict[ModelSignature, str] = {}
+"""By signature, the name of a tiny model; filled there too."""
 
 
 def variant_of(two: bool, index: Mapping[str, Any]) -> Variant:

@@ -31,7 +31,6 @@ def assert_alike(messages, expected):
     [
         ("by diffusers", {}, "parallelized by diffusers (enable_parallelism)"),
         ("by para-attn", {}, "parallelized already"),
-        ("two transformers", {}, "one transformer, this one has two"),
         ("unknown", {}, "not Identity; load the transformer with one of these classes"),
         ("unknown of xfuser", {}, "not xFuserStrangeTransformer3DWrapper"),
         ("foreign processor", {}, "self-attention of layer 1 is computed by a WanAttnProcessor"),

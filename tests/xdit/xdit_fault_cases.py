@@ -86,7 +86,6 @@ PIPES = {
     "wrapper": lambda: _pipe(hosted_transformer("wan")),
     "by diffusers": _by_diffusers,
     "by para-attn": _by_para_attn,
-    "two transformers": lambda: _pipe(make_transformer("wan"), transformer_2=nn.Identity()),
     "unknown": lambda: _pipe(nn.Identity()),
     "unknown of xfuser": _unknown_of_xfuser,
     "foreign processor": _foreign_processor,

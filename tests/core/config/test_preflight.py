@@ -120,7 +120,9 @@ def test_a_large_model_on_a_cpu_is_said(monkeypatch):
 def test_parameters_are_those_of_the_models():
     """Transformers are counted on the meta device; text encoders stand in the table as published."""
     diffusers = pytest.importorskip("diffusers")
-    for spec in MODEL_SPECS.values():
+    for spec in (
+        spec for spec in MODEL_SPECS.values() if (not spec.variant and "wan2.1-t2v" in spec.name) or "cog" in spec.name
+    ):
         same = {"num_attention_heads": spec.heads, "attention_head_dim": spec.head_dim, "num_layers": spec.layers}
         with torch.device("meta"):
             if spec.pipeline == "WanPipeline":
