@@ -121,7 +121,9 @@ class TestFaultsOfOurOwn:
         from dbsp_diffusers import report_hook as calls
 
         monkeypatch.setattr(calls, "make_report", lambda *_: (_ for _ in ()).throw(error))
-        calls.report_or_say_why_not([SimpleNamespace(observers=(RunObserver("there"),), layers=1)], "m", "para")
+        calls.report_or_say_why_not(
+            [SimpleNamespace(observers=(RunObserver("there"),), layers=1, records={})], "m", "para"
+        )
         *before, last = capfd.readouterr().err.splitlines()
         assert last == f"dbsp: no report in there: {error}"
         assert ("Traceback (most recent call last):" in before) is ours
