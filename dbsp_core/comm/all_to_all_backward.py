@@ -24,30 +24,23 @@ _REVERSED = [2, 3, 0, 1, 4]  # columns: to becomes from
 class _BackwardExchange:
     """An exchange the other way round.
 
-    sent, received: tokens by destination and by source
-    pack:   by tensor that the exchange made, from its places to the send buffer
-    unpack: by tensor that the exchange sent, from the receive buffer to its places: several copies one after the
-            other, each of which writes to no place twice
+    exchange: packs what the forward one unpacked, and sends it; unpacks nothing
+    unpack:   by tensor that the forward one sent, from the receive buffer to its places: several copies one after the
+              other, each of which writes to no place twice
     """
 
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    pack: tuple[CopySegments, ...]
+    exchange: Exchange
     unpack: tuple[tuple[CopySegments, ...], ...]
 
     @classmethod
     def of(cls, exchange: Exchange) -> _BackwardExchange:
         pack = tuple(_reversed(segments, segments.table.cpu().numpy()) for segments in exchange.unpack)
         unpack = tuple(_layers(segments) for segments in exchange.pack)
-        return cls(exchange.received, exchange.sent, pack, unpack)
+        return cls(Exchange(exchange.received, exchange.sent, pack, ()), unpack)
 
     def run(self, packed: tuple[torch.Tensor, ...], homes: tuple[torch.Tensor, ...], group: SequenceGroup) -> None:
         """Adds the gradients of what was made, [B, heads, places, D] each, to those of what was sent."""
-        first = packed[0]
-        buffer = first.new_empty(sum(self.sent), first.shape[0], first.shape[3])
-        for tensor, segments in zip(packed, self.pack, strict=True):
-            copy_segments(tensor, by_batch(buffer), segments)
-        came = group.all_to_all(buffer, self.received, self.sent)
+        came = self.exchange.run(self.exchange.send_buffer(*packed), group)
         for tensor, layers in zip(homes, self.unpack, strict=True):
             for segments in layers:
                 copy_segments(by_batch(came), tensor, segments, add=True)

@@ -153,15 +153,11 @@ class DualBalancedAttention:
             raise UserError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
         if not plan.assignment.equals(part.assignment):
             raise ValueError("this part of a plan was made for another plan")
-        fine = mask.subdivided(plan.grid)
-        tables = build_tables(part.table_layout, fine, dense_heads_of(fine, part.table_layout.heads.device))
-        return cls(part, plan, tables, group, kernel, debug, calls or _Calls(pending=False))
+        return cls(part, plan, _tables(part, plan, mask), group, kernel, debug, calls or _Calls(pending=False))
 
     def for_mask(self, plan: Plan, mask: BlockMask) -> DualBalancedAttention:
         """The same part in a plan with another mask's tables. plan: with the same owners and slots as this one's"""
-        fine = mask.subdivided(plan.grid)
-        tables = build_tables(self.part.table_layout, fine, dense_heads_of(fine, self.device))
-        return replace(self, plan=plan, tables=tables)
+        return replace(self, plan=plan, tables=_tables(self.part, plan, mask))
 
     @property
     def route(self) -> Route:
@@ -259,6 +255,12 @@ class DualBalancedAttention:
         except UserError as error:
             return str(error)
         return None
+
+
+def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:
+    """By period, those of a mask under a part's plan."""
+    layout, fine = part.table_layout, mask.subdivided(plan.grid)
+    return build_tables(layout, fine, dense_heads_of(fine, layout.heads.device))
 
 
 def _require_places(layout: SequenceLayout, rank: int, n_local: int | None) -> int:

@@ -39,7 +39,7 @@ class AttentionKey(NamedTuple):
 
     @property
     def one_before(self) -> AttentionKey | None:
-        """The same attention a step earlier, where steps are told apart."""
+        """The same attention a step earlier, where steps are distinguished."""
         return self._replace(step=self.step - 1) if self.step else None
 
 
@@ -49,7 +49,7 @@ class SizeContext:
 
     Plans are kept by attention where masks change, and by mask where they don't; executors by mask where it has a name
     (its cache key), else by attention. Both are bounded: an attention has one executor, and a layer at most
-    `MOST_PASSES` attentions, times `FEW_STEPS` where steps are told apart.
+    `MOST_PASSES` attentions, times `FEW_STEPS` where steps are distinguished.
     layers: of the model
     size:   names it
     maker:  makes plans;  plans: keeps them
