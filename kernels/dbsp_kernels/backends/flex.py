@@ -7,7 +7,6 @@ import inspect
 from typing import Any
 
 import torch
-import torch._dynamo.exc
 
 from dbsp_kernels.backward import BackwardInputs, Gradients, TransposedTable, backward_by_autograd
 from dbsp_kernels.errors import UserError
@@ -130,10 +129,12 @@ def _attend(inputs: KernelInputs, transposed: TransposedTable | None) -> Partial
     # 128, its own choice does.
     options = {"BACKEND": "TRITON"} | ({} if blocks == (128, 128) else {"BLOCK_M": blocks[0], "BLOCK_N": 64})
     one_head = (t.reshape(1, 1, -1, t.shape[-1]) for t in (q, k, inputs.v))
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+    from torch._dynamo import config, exc  # takes seconds, which nobody else should wait for
+
+    with config.patch(recompile_limit=RECOMPILE_LIMIT):
         try:
             out, lse = _compiled()(*one_head, mask, inputs.scale, options)
-        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+        except exc.FailOnRecompileLimitHit as error:
             raise UserError(
                 f"kernel 'flex' has been compiled for {RECOMPILE_LIMIT} variants of dtype, sizes and blocks in this "
                 "process, its limit; use triton"
