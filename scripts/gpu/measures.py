@@ -235,7 +235,7 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
     rows = torch.empty(1, 1, route.q_places, width, **options)
     blocks = torch.empty(1, 2, route.kv_places, width, **options)
     twins = [torch.empty_like(buffer) for buffer in (sent[0], came[0])]
-    for layout, order in (("[B,H,n,D]", (0, 1, 2)), ("[B,n,H,D]", (0, 2, 1))):
+    for strides, order in (("[B,H,n,D]", (0, 1, 2)), ("[B,n,H,D]", (0, 2, 1))):
         shape = (3, heads, layout.shard, width) if order == (0, 1, 2) else (3, layout.shard, heads, width)
         hosts = [torch.randn(shape, **options).permute(*order, 3)[:, None] for _ in range(setting.sets)]
 
@@ -253,9 +253,9 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
             twins[1].copy_(came[i % setting.sets])
 
         ms = sampler.medians({"ours": ours, "copies": copies})
-        yield Row(f"pack + unpack of {layout} / device copies", ms["ours"] / ms["copies"], "", "≤ 1.3")
+        yield Row(f"pack + unpack of {strides} / device copies", ms["ours"] / ms["copies"], "", "≤ 1.3")
         moved = 2 * (sent[0].nbytes + came[0].nbytes)
-        yield Row(f"device copies beside {layout}", moved / ms["copies"] / 1e9, "TB/s")
+        yield Row(f"device copies beside {strides}", moved / ms["copies"] / 1e9, "TB/s")
 
 
 def against_sparge(setting: Setting, sampler: Sampler) -> Iterator[Row]:
