@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.packing.h2d import to_device
-from dbsp_kernels.packing.pooling import pool_rows, sum_tokens
+from dbsp_kernels.packing.pooling import BlockRuns, block_runs, pool_rows, sum_tokens
 from dbsp_kernels.packing.row_bits import unpack_bits
 
 __all__ = ["assigned_heads", "gather_bits", "pool_own_heads", "traffic"]
@@ -40,9 +41,9 @@ def pool_own_heads(tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
     blocks = _ShardedBlocks.of(tokens.layout, grid)
     q, k = (blocks.places(side, group.rank, device) for side in (0, 1))
     # 1. Each rank sums its own tokens of all heads: complete blocks become means, straddling ones stay integer sums.
-    sums = [sum_tokens(t, place, first) for t, (place, first, _) in zip((tokens.q, tokens.k), (q, k), strict=True)]
-    means = [pool_rows(one[:, :, : len(side[2])], side[2]) for one, side in zip(sums, (q, k), strict=True)]
-    shared = [one[:, :, len(side[2]) :] for one, side in zip(sums, (q, k), strict=True)]
+    sums = [sum_tokens(t, *side.blocks) for t, side in zip((tokens.q, tokens.k), (q, k), strict=True)]
+    means = [pool_rows(one[:, :, : len(side.lengths)], side.lengths) for one, side in zip(sums, (q, k), strict=True)]
+    shared = [one[:, :, len(side.lengths) :] for one, side in zip(sums, (q, k), strict=True)]
     # 2. Rows travel to the rank that predicts their head, q's and k's in one exchange of either kind.
     shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
     complete = _exchange_heads(torch.cat(means, dim=2), shares, [len(own) for own in blocks.complete], group)
@@ -97,6 +98,13 @@ def traffic(layout: SequenceLayout, grid: BlockGrid, heads: int, width: int, bat
     return batch * most * (complete + straddling) * others // layout.world + others * bits
 
 
+class _OwnBlocks(NamedTuple):
+    """A rank's blocks of q or of k. blocks: for `sum_tokens`;  lengths: int64, tokens of each complete one"""
+
+    blocks: tuple[torch.Tensor, torch.Tensor, BlockRuns]
+    lengths: torch.Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class _ShardedBlocks:
     """How the blocks of queries, and after them those of keys, are distributed over the ranks.
@@ -131,11 +139,8 @@ class _ShardedBlocks:
         return np.concatenate([axis.lengths for axis in self.axes])
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
-    def places(self, side: int, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For `sum_tokens`: places of the rank's tokens, complete blocks first, and where each block's begin.
-
-        And the lengths of the complete ones. side: 0 for q, 1 for k
-        """
+    def places(self, side: int, rank: int, device: torch.device) -> _OwnBlocks:
+        """The rank's blocks, complete ones first. side: 0 for q, 1 for k"""
         axis, offset = self.axes[side], side * len(self.axes[0])
         mine = np.flatnonzero(self.layout.rank[self.token_permutation] == rank)
         whole, parts = (kind[rank] - offset for kind in (self.complete, self.straddling))
@@ -147,7 +152,8 @@ class _ShardedBlocks:
         order = np.argsort(block, kind="stable")
         first = np.searchsorted(block[order], np.arange(len(own) + 1))
         place = self.layout.local[self.token_permutation[mine[order]]]
-        return to_device(place, device), to_device(first, device), to_device(axis.lengths[whole], device)
+        blocks = to_device(place, device), to_device(first, device), block_runs(np.diff(first))
+        return _OwnBlocks(blocks, to_device(axis.lengths[whole], device))
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
     def arrivals(self, copies: int, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -156,12 +156,19 @@ class NothingButHost:
         def kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
             return q, q
 
+        def pack_rows(mask: torch.Tensor, rows: torch.Tensor, *of_mask: Any) -> tuple[torch.Tensor, ...]:
+            periods, _, width = of_mask[2].shape
+            numbers = mask.new_zeros(3, periods, len(rows), dtype=torch.int64)
+            bits = mask.new_zeros(periods, len(rows), -(-width // 8), dtype=torch.uint8)
+            return bits, numbers[0].int(), numbers[1].int(), numbers[2]
+
         self._patches = [
             mock.patch.object(SequenceGroup, "all_to_all", all_to_all),
             mock.patch.object(SequenceGroup, "shift", shift),
             mock.patch.object(dbsp_core.runtime.ring, "block_attention", kernel),
             mock.patch.object(dbsp_core.comm.all_to_all, "copy_segments", return_value=None),
             mock.patch("dbsp_core.runtime.kernel_tables.expand_rows", lambda bits, *_: bits),
+            mock.patch("dbsp_core.runtime.kernel_tables.pack_rows", pack_rows),
         ]
         for patch in self._patches:
             patch.start()
@@ -215,7 +222,7 @@ def calling(strategy: Strategy, repeats: int) -> dict[str, float]:
         session = AttentionSession(config, SequenceGroup(RANK, strategy.world), strategy, heads, layers=1)
         q, k, v = torch.zeros(3, 1, heads, session.begin(thw).shard, 1)
         attend = functools.partial(session.attend, 0, q, k, v)
-        with NothingButHost():
+        with NothingButHost(), torch.no_grad():
             attend()
             with Operators() as operators:
                 attend()

@@ -11,7 +11,7 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.sources import LocalQK
-from dbsp_kernels.packing.pooling import DIRECTION_UNIT, LIMIT, MEAN_UNIT, sum_tokens_torch
+from dbsp_kernels.packing.pooling import DIRECTION_UNIT, LIMIT, MEAN_UNIT, block_runs, sum_tokens_torch
 from sparge_cases import SpargeCase
 
 CASES = (
@@ -91,12 +91,16 @@ def test_bits_are_those_of_the_plain_form(case, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_those_of_the_plain_form(dtype, monkeypatch):
-    monkeypatch.setattr("dbsp_kernels.packing.pooling.CHUNK_BYTES", 8 * 24 * 32)  # several chunks a block
+    monkeypatch.setattr(
+        "dbsp_kernels.packing.pooling.CHUNK_BYTES", 8 * 24 * 100
+    )  # several chunks, and blocks longer than one
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(2, 3, 90, 24, generator=generator) * torch.logspace(-30, 5, 90)[:, None]
+    tokens = torch.randn(2, 3, 400, 24, generator=generator) * torch.logspace(-30, 5, 400)[:, None]
     tokens[0, 1, 5], tokens[1, 2, 7, 0], tokens[0, 0, 3, 1] = 0.0, torch.nan, -torch.inf
     tokens = tokens.to(dtype)
-    place, first = torch.randperm(90, generator=generator)[:80], torch.tensor([0, 40, 40, 73, 80])
-    block = torch.repeat_interleave(torch.arange(4), first.diff())
-    expected = plain_sums(tokens[:, :, place], block, 4)
-    assert torch.equal(sum_tokens_torch(tokens, place, first).transpose(0, 1), torch.cat(expected, dim=-1))
+    place, first = torch.randperm(400, generator=generator)[:380], torch.tensor([0, 40, 80, 120, 120, 290, 370, 380])
+    block = torch.repeat_interleave(torch.arange(7), first.diff())
+    expected = plain_sums(tokens[:, :, place], block, 7)
+    assert torch.equal(
+        sum_tokens_torch(tokens, place, block_runs(first.diff().numpy())).transpose(0, 1), torch.cat(expected, dim=-1)
+    )

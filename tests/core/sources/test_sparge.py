@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dbsp_core import Strategy
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import LocalQK, SpargeSource
-from dbsp_kernels.packing.pooling import pool_rows, sum_tokens
+from dbsp_kernels.packing.pooling import block_runs, pool_rows, sum_tokens
 from dbsp_kernels.packing.row_bits import pack_bits, unpack_bits
 from generators import SEEDS, examples
 from sparge_cases import SpargeCase, predict_together
@@ -100,7 +100,8 @@ def test_another_seed_gives_other_bits():
 
 def sums(tokens, block, blocks):
     place = torch.argsort(block, stable=True)
-    return sum_tokens(tokens, place, torch.searchsorted(block[place], torch.arange(blocks + 1)))
+    first = torch.searchsorted(block[place], torch.arange(blocks + 1))
+    return sum_tokens(tokens, place, first, block_runs(first.diff().numpy()))
 
 
 @examples(60)
