@@ -192,6 +192,50 @@ def _cogvideox() -> Any:
     )
 
 
+def _hunyuan_15() -> Any:
+    """HunyuanVideo-1.5 text-to-video: 2 layers, 6 heads, the valid tokens of two prompts joint with the video's."""
+    import diffusers
+    from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
+
+    tokenizer, glyphs = _tokenizer(max_length=1108), ByT5Tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    layers = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    text_encoder = Qwen2_5_VLTextModel(
+        Qwen2_5_VLTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            **layers,
+            rope_parameters=rope,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    transformer = diffusers.HunyuanVideo15Transformer3DModel(
+        num_attention_heads=6,
+        attention_head_dim=24,
+        num_layers=2,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        text_embed_dim=32,
+        text_embed_2_dim=32,
+        image_embed_dim=32,
+        rope_axes_dim=(8, 8, 8),
+        task_type="t2v",
+    )
+    return diffusers.HunyuanVideo15Pipeline(
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=transformer,
+        vae=diffusers.AutoencoderKLHunyuanVideo15(block_out_channels=(16, 16, 32, 32, 32), layers_per_block=1),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+        text_encoder_2=T5EncoderModel(T5Config(vocab_size=len(glyphs), **_TEXT_ENCODER)),
+        tokenizer_2=glyphs,
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=3.0),
+    )
+
+
 def _tokenizer(max_length: int) -> Any:
     """A tokenizer of a few dozen pieces: letters, and the words of a few prompts. Always the same: nothing is trained,
     since training breaks ties differently in every process."""
@@ -223,5 +267,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "wan-i2v": _wan_i2v,
     "wan-vace": _wan_vace,
     "cogvideox": _cogvideox,
+    "hunyuan1.5": _hunyuan_15,
 }
-"""How each of `dbsp_core.config.models.TINY_MODELS` is made."""
+"""How each of `dbsp_core.config.models.TINY_MODELS` is made, and what only `dbsp_diffusers` runs."""

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.config.models import TINY_MODELS
+from dbsp_cli.tiny_models import MAKERS, make_tiny
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["tiny_command"]
@@ -18,14 +17,14 @@ _TRAINED = "-trained"
 
 
 def tiny_command(
-    model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(TINY_MODELS)}.")],
+    model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(MAKERS)}.")],
     folder: Annotated[Path, typer.Argument(help="Folder to write; an old checkpoint there is replaced.")],
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     trained: Annotated[bool, typer.Option("--trained", help="The same as MODEL-trained.")] = False,
 ) -> None:
     """Make a tiny checkpoint, with random weights or trained ones, for trying things out offline."""
     if trained and not model.endswith(_TRAINED):
-        if model + _TRAINED not in TINY_MODELS:
+        if model + _TRAINED not in MAKERS:
             raise UserError(f"{model!r} has no trained weights, only wan has; leave out --trained")
         model += _TRAINED
     try:

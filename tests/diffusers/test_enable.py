@@ -7,7 +7,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_cli.tiny_models import make_tiny
-from enable_cases import CONFIG, run_pipeline, run_repeated_timesteps, run_transformer
+from enable_cases import CONFIG, run_hunyuan_15, run_pipeline, run_repeated_timesteps, run_transformer
 from transformers_for_tests import make_transformer
 
 TOLERANCE = 1e-5
@@ -38,6 +38,12 @@ def test_a_pipeline(pool, folder, world):
         assert from_single <= TOLERANCE
         assert from_dense > 100 * TOLERANCE, "the mask must matter"
     assert len({total for *_, total in results}) == 1, "ranks must share their noise"
+
+
+def test_a_pipeline_that_only_diffusers_runs(pool, tmp_path):
+    for from_single, from_dense in pool(2).run(run_hunyuan_15, str(make_tiny("hunyuan1.5", tmp_path / "hunyuan"))):
+        assert from_single <= TOLERANCE
+        assert from_dense > 100 * TOLERANCE, "the mask must matter"
 
 
 def test_a_repeated_timestep_is_another_step_and_no_guidance_pass(pool, folder):
