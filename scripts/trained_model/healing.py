@@ -122,13 +122,13 @@ def draw(rows: list[Row], losses: dict[str, list[float]]) -> Figure:
         panels[0].plot(range(window - 1, len(one)), smooth, color=colour, label=f"{name}, mean of {window} steps")
     panels[0].set(xlabel="step", ylabel="training loss", ylim=(0, None))
     panels[0].legend(fontsize=8)
-    names = [f"{row.model},\n{row.attention}" for row in rows]
+    names = [_label(row) for row in rows]
     colours = ["C0" if row.attention == "dense" else "C1" for row in rows]
     panels[1].bar(names, [row.loss for row in rows], color=colours)
     panels[1].set(ylabel="validation loss")
     shown = [row for row in rows if np.isfinite(row.psnr)]
     panels[2].bar(
-        [f"{row.model},\n{row.attention}" for row in shown],
+        [_label(row) for row in shown],
         [row.psnr for row in shown],
         color=["C0" if row.attention == "dense" else "C1" for row in shown],
     )
@@ -138,6 +138,10 @@ def draw(rows: list[Row], losses: dict[str, list[float]]) -> Figure:
     density = next(row.density for row in rows if row.attention == "sparse")
     figure.suptitle(f"Fine-tuning through masks of density {density:.2f}, {MEASURED_HERE}")
     return figure
+
+
+def _label(row: Row) -> str:
+    return "\n".join([*row.model.split(), f"({row.attention})"])
 
 
 def main() -> None:
