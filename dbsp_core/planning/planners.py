@@ -10,6 +10,7 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.balanced.planner import plan_rows
+from dbsp_core.planning.balanced.row_cuts import cut_rows
 from dbsp_core.planning.baselines import (
     assign_whole_heads,
     biased_greedy,
@@ -79,6 +80,7 @@ class PlannerInput:
     kv_block_work: int64[H, nk], dense blocks per (head, KV block)
     q_home:  int64[nq], k_home: int64[nk]: ring rank that holds most of each block at home; int64[H, nq], int64[H, nk]
              where heads have token orders of their own
+    q_position: () → float64[nq] or [H, nq], where each query block is in the order of the sequence layout
     count_work_by_slot: slots int64[H, nk] → int64[H, nq, y], dense blocks of each row by the slot their keys travel in
     """
 
@@ -87,6 +89,7 @@ class PlannerInput:
     kv_block_work: np.ndarray
     q_home: np.ndarray
     k_home: np.ndarray
+    q_position: Callable[[], np.ndarray]
     count_work_by_slot: Callable[[np.ndarray], np.ndarray]
     config: PlannerConfig
 
@@ -184,11 +187,19 @@ def dbsp(inputs: PlannerInput) -> OwnersAndSlots:
     )
 
 
+def local(inputs: PlannerInput) -> OwnersAndSlots:
+    """Rows cut in the order of tokens at equal work, keys where they live; see `planning.balanced.row_cuts`."""
+    strategy, target_rho = inputs.strategy, inputs.config.target_rho or HEAD_TOLERANCE
+    owner = cut_rows(inputs.row_work, inputs.q_position(), strategy.ulysses, strategy.ring, target_rho)
+    return owner, np.array(np.broadcast_to(inputs.k_home, inputs.kv_block_work.shape))
+
+
 PLANNERS = {
     "dbsp": Planner(dbsp, granularity_bound=functools.partial(whole_row_bound, slot=None), layout="striped"),
     "contiguous": Planner(contiguous),
     "snake": Planner(snake),
     "knapsack": Planner(knapsack),
+    "local": Planner(local, granularity_bound=functools.partial(whole_row_bound, slot=None), layout="local"),
     "burst": Planner(burst, subdivides=True),
     "paper": Planner(paper, heeds_cap=True),
 }

@@ -68,7 +68,7 @@ class RingStepTable:
     dense: the rows that torch's dense kernels compute better; None: there are none, or none are known
     row_schedule: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its rows
            run, and no long row starts last, while the rest of the chip waits for it
-    kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in any slot, at most; block_k: tokens
+    kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in any period, at most; block_k: tokens
     """
 
     bits: torch.Tensor
@@ -107,9 +107,9 @@ class TableLayout:
 
     heads:   int64[Rq], each row's head;  rows: int64[Rq], head · nq + query block
     turn:    int64[Rq], grows from head to head by more than any row has blocks
-    columns: int64[y, H, width], by period: column j of a row stands for this KV block, the j-th of its head's in the
+    columns: int64[periods, H, width]: column j of a row stands for this KV block, the j-th of its head's in the
              slot, in packing order
-    present: bool[y, H, width], whether there is such a block;  full: whether it has all of a block's tokens
+    present: bool[periods, H, width], whether there is such a block;  full: whether it has all of a block's tokens
     spans:   by period, on the host: of each head with rows, where its rows and blocks are
     base:    by period int32[Rq], the packed block of each row's column 0
     kv_len:  by period int32[Ck], tokens of each packed block
@@ -146,16 +146,14 @@ class TableLayout:
 
 
 def table_layout(assignment: Assignment, rank: int) -> TableLayout:
-    """The layout of one rank's tables. In period i, ring rank r computes with slot (r + i) mod y."""
-    ring_rank, column = divmod(rank, assignment.strategy.ulysses)
-    axis, ring = assignment.grid.k_axis, assignment.strategy.ring
+    """The layout of one rank's tables."""
+    axis = assignment.grid.k_axis
     row_head, row_block = assignment.rows_of(rank)
-    by_slot = assignment.blocks_by_slot(column)
-    packed = [by_slot[(ring_rank + period) % ring] for period in range(ring)]
+    packed = assignment.blocks_by_period(rank)
     per_head = np.stack([np.bincount(head, minlength=assignment.heads) for head, _ in packed])  # int64[y, H]
     first = np.cumsum(per_head, axis=1) - per_head
     width = int(per_head.max(initial=0))
-    as_masked = ring == 1 and width == len(axis) and bool((per_head[0, np.unique(row_head)] == width).all())
+    as_masked = len(packed) == 1 and width == len(axis) and bool((per_head[0, np.unique(row_head)] == width).all())
     width += 0 if as_masked else -width % 8  # whole bytes of bits
     # Blocks are packed by period and head, as these arrays have them.
     present = np.arange(width) < per_head[..., None]
@@ -246,5 +244,7 @@ def dense_head_layout(assignment: Assignment, rank: int) -> DenseHeadLayout | No
     grid = assignment.grid
     only_the_last_is_short = grid.text_tokens % grid.block_q == grid.text_tokens % grid.block_k == 0
     if assignment.strategy.ring > 1 or assignment.split_heads or not only_the_last_is_short:
+        return None
+    if assignment.needed is not None and not assignment.needed.any(axis=0).all():  # a block that nobody needs
         return None
     return DenseHeadLayout(len(assignment.rows_of(rank)[0]) // grid.nq, grid.tokens)
