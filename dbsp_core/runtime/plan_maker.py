@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
@@ -143,5 +144,9 @@ def _selector(
 
 
 def _topology_of(group: SequenceGroup) -> Topology:
-    """How the ranks of a group are spread over nodes."""
-    return Topology(group.size, min(group.size, int(os.environ.get("LOCAL_WORLD_SIZE", group.size))))
+    """How the ranks of a group are spread over nodes: by torchrun's count of ranks a node; without, on one."""
+    a_node = os.environ.get("LOCAL_WORLD_SIZE")
+    if a_node is None or group.group is None:
+        return Topology(group.size, group.size)
+    ranks = dist.get_process_group_ranks(group.group)
+    return Topology(group.size, int(a_node), tuple(rank // int(a_node) for rank in ranks))
