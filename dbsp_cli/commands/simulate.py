@@ -68,7 +68,7 @@ def simulate_command(
     if out is not None:
         write_atomically(out, _csv(records))
     if as_json:
-        about = {"model": model, "hardware": machine.name, "sources": dict(machine.sources)}
+        about: dict[str, Any] = {"model": model, "hardware": machine.name, "sources": dict(machine.sources)}
         about["node_size"] = node_size or machine.gpus_per_node
         print_json(**about, density=masks[0].density, layers=len(masks), rows=records)
         return
