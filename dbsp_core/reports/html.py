@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.reports.summary import headline, in_bytes, in_seconds, layer_summaries
+from dbsp_core.reports.summary import headline, in_seconds, layer_summaries
+from dbsp_core.utils.byte_sizes import in_bytes
 from dbsp_core.reports.tables import TextTable
 
 __all__ = ["comparison_page", "report_page"]
