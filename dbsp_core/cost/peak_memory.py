@@ -1,13 +1,14 @@
 """What an attention holds at its peak on each rank, in closed form, and plans that stay within a limit.
 
-Arithmetic on the plan: every rank computes every rank's peak, so all decide alike. DSV (§7.2, constraint a) bounds its
-choice of groups by memory in the same place. Counted are the executor's own tensors beside q, k and v: not the kernels'
-index tables and not what the allocator rounds up.
+Arithmetic on the plan: every rank computes every rank's peak, so all decide alike. DSV (§7.2, constraint a) bounds
+its choice of groups by memory in the same place. Counted are the executor's own tensors beside q, k and v, without
+kernels' index tables and what the allocator rounds up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +19,22 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["chunks_for", "peak_bytes", "within_limit"]
+__all__ = ["MemoryLimit", "chunks_for", "peak_bytes", "within_limit"]
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Most bytes that an attention may hold on any rank at its peak, as all ranks agreed.
+
+    free: whether that is what was free before q, k and v were made; else it is beside them
+    """
+
+    size: int
+    free: bool = False
+
+    def beside_inputs(self, shape: AttentionShape, layout: SequenceLayout) -> float:
+        """Bytes, beside q, k and v themselves."""
+        return self.size - (3.0 * shape.heads * layout.shard * shape.token_bytes if self.free else 0.0)
 
 
 def peak_bytes(
@@ -67,18 +83,17 @@ def peak_bytes(
     return peak
 
 
-def within_limit(
-    plan: Plan, capped: Callable[[int], Plan], peak_of: Callable[[Plan], float], limit: float | None
-) -> Plan:
+def within_limit(plan: Plan, capped: Callable[[int], Plan], peak_of: Callable[[Plan], float], limit: float) -> Plan:
     """The plan where its peak is within the limit; else one whose Ulysses ranks have rows of fewer heads.
 
-    Where heads are few, the rank that owns most rows, those of sparse heads, holds most, and with every head that it
-    has rows of that head's keys and values. So the number of heads that a Ulysses rank has rows of is lowered, one at a
-    time, until the peak fits, down to equal shares. returns: the first plan that fits, or the one with the least peak
-    capped: plans with at most so many heads on each Ulysses rank;  limit: bytes, or None
+    Where heads are few, the rank that owns most rows, those of sparse heads, holds most: with every head of which it
+    has a row, that head's keys and values. So the number of such heads on a Ulysses rank is lowered, one at a time,
+    until the peak fits, down to equal shares, which cap its rows too. returns: the first plan that fits, or the one
+    with the least peak
+    capped: plans with at most so many heads on each Ulysses rank;  limit: on what `peak_of` says
     """
     best, least = plan, peak_of(plan)
-    if limit is None or least <= limit:
+    if least <= limit:
         return plan
     for most in _caps(plan):
         made = capped(most)
@@ -110,8 +125,3 @@ def chunks_for(limit: float | None, beside: np.ndarray, sent: np.ndarray, fetche
         if limit is None or held.max() <= limit:
             return parts
     return most
-
-
-def most_of(peaks: np.ndarray | Sequence[float]) -> float:
-    """Of the rank that holds most."""
-    return float(np.max(peaks))
