@@ -66,23 +66,34 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Topology:
-    """`world` ranks, `node_size` to a node, in the order of ranks."""
+    """`world` ranks, `node_size` to a node, in the order of ranks.
+
+    node_of: the node of each rank, where they don't simply follow one another, as in a group of every other rank
+    """
 
     world: int
     node_size: int = 8
+    node_of: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.world < 1 or self.node_size < 1:
             raise UserError(f"a topology needs at least one rank and one rank a node, got {self}")
+        if self.node_of is not None and len(self.node_of) != self.world:
+            raise UserError(f"a topology of {self.world} ranks needs a node for each, got {self.node_of}")
+
+    @classmethod
+    def on(cls, hardware: Hardware, world: int) -> Topology:
+        """`world` ranks on nodes of this machine."""
+        return cls(world, hardware.gpus_per_node or 8)
 
     @property
     def nodes(self) -> np.ndarray:
         """int64[world]: the node of each rank."""
-        return np.arange(self.world) // self.node_size
+        return np.arange(self.world) // self.node_size if self.node_of is None else np.array(self.node_of)
 
     @property
     def one_node(self) -> bool:
-        return self.world <= self.node_size
+        return len(np.unique(self.nodes)) == 1
 
 
 @dataclass(frozen=True)

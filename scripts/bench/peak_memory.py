@@ -47,9 +47,18 @@ class Alive(TorchDispatchMode):
 
 
 def peak_of_attention(
-    plan: Plan, mask: BlockMask, layout: SequenceLayout, rank: int, head_dim: int, dtype: torch.dtype = torch.float32
+    plan: Plan,
+    mask: BlockMask,
+    layout: SequenceLayout,
+    rank: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    gradients: bool = False,
 ) -> float:
     """Peak bytes of one rank beside its q, k and v themselves, in units of one of them.
+
+    gradients: of a forward pass that keeps what backward needs
 
     Nothing is sent, copied or computed: gloo, and the CPU's way to copy runs and to attend, have memory of their own
     that a GPU's do without. What is left is what the executor allocates and holds, with what a kernel that adds to a
@@ -57,6 +66,7 @@ def peak_of_attention(
     """
     attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup(rank, plan.strategy.world))
     q, k, v = (torch.empty(1, plan.heads, layout.shard, head_dim, dtype=dtype) for _ in range(3))
+    q.requires_grad_(gradients)
 
     def all_to_all(_: SequenceGroup, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]) -> torch.Tensor:
         return sent.new_empty(sum(receive), *sent.shape[1:])
