@@ -133,17 +133,18 @@ def simulate(
     planners: Sequence[str],
     *,
     strategy: str = "all",
-    node_size: int = 8,
+    node_size: int | None = None,
     merges: bool = True,
 ) -> list[SimulationResult]:
     """Every strategy and planner for every number of GPUs.
 
     masks:    of some of the model's layers
     strategy: "all", or one UxRy that fits every number of GPUs
+    node_size: GPUs per node; None: the hardware's
     merges:   whether the kernel can merge partial attentions; without, "all" leaves out rings
     """
     results = []
-    for one, able, topology in _strategies(masks[0], gpus, planners, strategy, node_size, merges):
+    for one, able, topology in _strategies(masks[0], hardware, gpus, planners, strategy, node_size, merges):
         found = {}
         for planner in dict.fromkeys(["contiguous", *able]):
             run = RunConfig(one, planner)
@@ -154,7 +155,13 @@ def simulate(
 
 
 def _strategies(
-    mask: BlockMask, gpus: Iterable[int], planners: Sequence[str], strategy: str, node_size: int, merges: bool
+    mask: BlockMask,
+    hardware: Hardware,
+    gpus: Iterable[int],
+    planners: Sequence[str],
+    strategy: str,
+    node_size: int | None,
+    merges: bool,
 ) -> Iterator[tuple[Strategy, list[str], Topology]]:
     """Every strategy for every number of GPUs, with the planners that can serve it."""
     for world in gpus:
@@ -165,7 +172,7 @@ def _strategies(
             chosen[0].require_world(world)
         for one in chosen:
             able = [p for p in planners if not PLANNERS[p].subdivides or can_subdivide(mask.grid, one.ring)]
-            yield one, able, Topology(world, node_size)
+            yield one, able, Topology(world, node_size) if node_size else Topology.on(hardware, world)
 
 
 @dataclass(frozen=True)
@@ -209,12 +216,12 @@ def simulate_training(
     planners: Sequence[str],
     *,
     strategy: str = "all",
-    node_size: int = 8,
+    node_size: int | None = None,
     merges: bool = True,
 ) -> list[TrainingResult]:
     """As `simulate`, of one training step without activation checkpointing."""
     results = []
-    for one, able, topology in _strategies(masks[0], gpus, planners, strategy, node_size, merges):
+    for one, able, topology in _strategies(masks[0], hardware, gpus, planners, strategy, node_size, merges):
         found = {
             planner: _training_step(RunConfig(one, planner), masks, model, hardware, topology)
             for planner in dict.fromkeys(["contiguous", *able])

@@ -20,10 +20,11 @@ from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_cli.output import JsonFlag, options_for, print_json, print_tables
 from dbsp_core.masks.mask_file import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.reports.mask_recorder import parse_layers, parse_size
+from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils import env
 from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["masks_app"]

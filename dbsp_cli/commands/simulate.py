@@ -35,7 +35,7 @@ __all__ = ["simulate_command"]
 def simulate_command(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODEL_SPECS)}.")] = "wan2.1-t2v-14b",
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs, for example 8,16,64.")] = "8",
-    hardware: Annotated[str, typer.Option(help="a800, h200, cpu-demo, or a file from dbsp calibrate.")] = "a800",
+    hardware: Annotated[str, typer.Option(help="a800, h800, h200, cpu-demo, or a file from dbsp calibrate.")] = "a800",
     mask: Annotated[
         str | None, typer.Option(help="A preset, a density such as 0.3, or a mask file; default: the model's preset.")
     ] = None,
@@ -43,7 +43,7 @@ def simulate_command(
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     kernel: Annotated[str, typer.Option(help="Leave out strategies that this kernel cannot serve.")] = "auto",
     layers: Annotated[int, typer.Option(help="How many layers' masks represent all.")] = 1,
-    node_size: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
+    node_size: Annotated[int | None, typer.Option(help="GPUs per node; default: the hardware's.", min=1)] = None,
     coarsen: Annotated[int, typer.Option(help="Multiply block sizes: quicker, ρ_s moves by about 0.01.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of synthetic masks.")] = 0,
     training: Annotated[
@@ -68,7 +68,8 @@ def simulate_command(
     if out is not None:
         write_atomically(out, _csv(records))
     if as_json:
-        about = {"model": model, "hardware": machine.name, "sources": dict(machine.sources), "node_size": node_size}
+        about: dict[str, Any] = {"model": model, "hardware": machine.name, "sources": dict(machine.sources)}
+        about["node_size"] = node_size or machine.gpus_per_node
         print_json(**about, density=masks[0].density, layers=len(masks), rows=records)
         return
     print_tables([(_training_table if training else _table)(spec, machine, masks, rows)])

@@ -1,7 +1,8 @@
 """The uneven all-to-all that takes (head, block) pieces from the ranks that hold them to their owners, and back.
 
 Each piece goes straight from holder to owner, q, k and v packed into one exchange (or q apart, where memory asks for
-it, see `exchange_q_separately`); what does not change rank does not travel. An exchange is tables of segments, made
+it, see `exchange_q_separately`; or needed keys of other ring rows in a second one, that attention to the first hides);
+what does not change rank does not travel. An exchange is tables of segments, made
 from blocks and shards: one pass over memory packs what is sent, straight from the host's own strides, and one unpacks
 what came, straight into what the kernel reads.
 """
@@ -15,13 +16,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.planning.assignment import Assignment
 from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
 
-__all__ = ["Exchange", "Route", "build_route", "by_batch", "exchange_q_separately"]
+__all__ = ["Exchange", "PendingKeys", "Route", "build_route", "by_batch", "exchange_q_separately"]
 
 UNEVEN = 1.05
 """Rows of the rank that has most over their mean, from which on memory counts more than one more exchange."""
@@ -59,6 +60,22 @@ class Exchange:
         return group.all_to_all(buffer, self.received, self.sent)
 
 
+@dataclass(frozen=True)
+class PendingKeys:
+    """Keys and values in flight; `wait` unpacks them: [2, B, Ck, Bk, D], zero beyond short blocks."""
+
+    transfer: PendingTransfer
+    unpack: CopySegments
+    blocks: int
+    block_k: int
+
+    def wait(self) -> torch.Tensor:
+        came = by_batch(self.transfer.wait())
+        packed = came.new_empty(2, len(came), self.blocks * self.block_k, came.shape[-1])
+        copy_segments(came, packed.transpose(0, 1), self.unpack)
+        return packed.view(2, len(came), self.blocks, self.block_k, came.shape[-1])
+
+
 @dataclass(frozen=True, eq=False)
 class Route:
     """How one rank's tensors travel between the layout outside attention and the owners of rows.
@@ -66,23 +83,36 @@ class Route:
     dispatch_exchanges: one of q, k and v; or one of q, and then one of k and v
     combine_exchange:   of the output, on its way back
     q_places, kv_places: Rq·Bq and Ck·Bk, tokens with the places beyond short blocks
+    block_k: tokens of a KV block
+    fetch_exchange:     of k and v, where needed keys come in a second chunk; `fetched_blocks` of them
     """
 
     dispatch_exchanges: tuple[Exchange, ...]
     combine_exchange: Exchange
     q_places: int
     kv_places: int
+    block_k: int
+    fetch_exchange: Exchange | None = None
+    fetched_blocks: int = 0
 
     def to(self, device: torch.device) -> Route:
         """The same with its tables on a device."""
         there = tuple(exchange.to(device) for exchange in self.dispatch_exchanges)
-        return replace(self, dispatch_exchanges=there, combine_exchange=self.combine_exchange.to(device))
+        fetch = None if self.fetch_exchange is None else self.fetch_exchange.to(device)
+        return replace(
+            self, dispatch_exchanges=there, combine_exchange=self.combine_exchange.to(device), fetch_exchange=fetch
+        )
+
+    @property
+    def key_exchanges(self) -> tuple[Exchange, ...]:
+        """Those that take q, k and v to owners: `dispatch_exchanges`, and `fetch_exchange` where there is one."""
+        return (*self.dispatch_exchanges, *([self.fetch_exchange] if self.fetch_exchange else []))
 
     def tokens_sent(self, rank: int) -> tuple[int, int]:
         """How many tokens of one head `rank`, whose route this is, sends to others: in dispatch, and in combine."""
         dispatch, combine = (
             sum(sum(one.sent) - one.sent[rank] for one in exchanges)
-            for exchanges in (self.dispatch_exchanges, (self.combine_exchange,))
+            for exchanges in (self.key_exchanges, (self.combine_exchange,))
         )
         return dispatch, combine
 
@@ -104,6 +134,14 @@ class Route:
         packed_kv = q.new_empty(2, batch, self.kv_places, width)
         copy_segments(by_batch(came), packed_kv.transpose(0, 1), self.dispatch_exchanges[-1].unpack[-1])
         return packed_q, packed_kv
+
+    def fetch(self, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup) -> PendingKeys:
+        """Starts to exchange the needed keys of the second chunk. k, v: [B, H, n_local, D], outside attention"""
+        exchange = self.fetch_exchange
+        if exchange is None:
+            raise RuntimeError("this route has no second chunk of keys")
+        transfer = group.start_all_to_all(exchange.send_buffer(k, v), exchange.received, exchange.sent)
+        return PendingKeys(transfer, exchange.unpack[0], self.fetched_blocks, self.block_k)
 
     def combine(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         """The way back. out: packed [B, Rq·Bq, D]; returns: [B, H, n_local, D], strided as `like`, zero at padding."""
@@ -143,38 +181,59 @@ def build_route(
     assignment: Assignment, layout: SequenceLayout, rank: int, n_local: int, device: torch.device
 ) -> Route:
     """The route of one rank, which holds `n_local` tokens (padding included) outside attention."""
-    strategy, grid = assignment.strategy, assignment.grid
+    world, grid = assignment.strategy.world, assignment.grid
     queries, keys = _axes(assignment, layout)
-    own_rows = assignment.rows_of(rank)
-    own_blocks = assignment.slot_blocks(rank // strategy.ulysses, rank % strategy.ulysses)
+    own_rows, (own_blocks, *later) = assignment.rows_of(rank), assignment.blocks_by_period(rank)
     # 1. Where this rank's pieces are: at home, by the rank that wants them; packed, by the rank they come from.
     q_home = queries.at_home(rank, lambda heads, blocks: assignment.q_owner[np.ix_(heads, blocks)][..., None])
-    kv_home = keys.at_home(rank, functools.partial(_holders, assignment))
+    kv_home = keys.at_home(rank, functools.partial(_holders, assignment, 0))
     q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
-    v_packed = replace(kv_packed, head=kv_packed.head + 1)
     empty = _padding(layout, rank, n_local, assignment.heads)
-    # 2. Which tensors travel together, and where the pieces of each are in the buffers that are exchanged.
+    # 2. Which tensors travel together.
+    of_q, of_kv = _Travelling.of_one(q_home, q_packed), _Travelling.of_keys(kv_home, kv_packed)
     apart = exchange_q_separately(assignment)
-    together = (("q",), ("k", "v")) if apart else (("q", "k", "v"),)
-    home, packed = {"q": q_home, "k": kv_home, "v": kv_home}, {"q": q_packed, "k": kv_packed, "v": v_packed}
-    dispatch = []
-    for names in together:
-        sent, send = _buffer_places(strategy.world, *(home[name] for name in names))
-        received, receive = _buffer_places(strategy.world, *(packed[name] for name in names))
-        # 3. Segments from the places on one side to those on the other.
-        pack = [_to_buffer(home[name], start) for name, start in zip(names, send, strict=True)]
-        came = {name: _from_buffer(start, packed[name]) for name, start in zip(names, receive, strict=True)}
-        unpack = [came["q"]] if "q" in came else []
-        if "k" in came:
-            unpack.append(np.concatenate([came["k"], came["v"]]))
-        dispatch.append(Exchange(sent, received, _segments(pack, device), _segments(unpack, device)))
-    returned, (send_out,) = _buffer_places(strategy.world, q_packed)
-    came_back, (receive_out,) = _buffer_places(strategy.world, q_home)
-    unpack_out = np.concatenate([_from_buffer(receive_out, q_home), empty])
-    combine = Exchange(
-        returned, came_back, _segments([_to_buffer(q_packed, send_out)], device), _segments([unpack_out], device)
-    )
-    return Route(tuple(dispatch), combine, len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k)
+    dispatch = [_exchange(world, part, device) for part in (([of_q], [of_kv]) if apart else ([of_q, of_kv],))]
+    # 3. Needed keys that are not in the ring row come in an exchange of their own.
+    fetch, fetched_blocks = None, 0
+    if assignment.needed is not None and later:
+        fetched_home = keys.at_home(rank, functools.partial(_holders, assignment, 1))
+        fetch = _exchange(world, [_Travelling.of_keys(fetched_home, keys.packed(*later[0]))], device)
+        fetched_blocks = len(later[0][0])
+    # 4. The output goes back as queries came, and fills padding with zeros.
+    combine = _exchange(world, [_Travelling.of_one(q_packed, q_home)], device, zeros=empty)
+    places = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
+    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Travelling:
+    """Tensors that become one. here: places of each, sorted by destination;  there: by source, of what is made"""
+
+    here: tuple[_Places, ...]
+    there: tuple[_Places, ...]
+
+    @classmethod
+    def of_one(cls, here: _Places, there: _Places) -> _Travelling:
+        return cls((here,), (there,))
+
+    @classmethod
+    def of_keys(cls, here: _Places, there: _Places) -> _Travelling:
+        """Keys and values, which are packed as heads 0 and 1."""
+        return cls((here, here), (there, replace(there, head=there.head + 1)))
+
+
+def _exchange(
+    world: int, parts: Sequence[_Travelling], device: torch.device, zeros: np.ndarray | None = None
+) -> Exchange:
+    """The exchange of these tensors together. zeros: further columns of Runs for the first that is made"""
+    sent, send = _buffer_places(world, *(here for part in parts for here in part.here))
+    received, receive = _buffer_places(world, *(there for part in parts for there in part.there))
+    pack = [_to_buffer(*one) for one in zip((here for part in parts for here in part.here), send, strict=True)]
+    starts = iter(receive)
+    unpack = [np.concatenate([_from_buffer(next(starts), there) for there in part.there]) for part in parts]
+    if zeros is not None:
+        unpack[0] = np.concatenate([unpack[0], zeros])
+    return Exchange(sent, received, _segments(pack, device), _segments(unpack, device))
 
 
 def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopySegments, ...]:
@@ -260,11 +319,15 @@ def _axes(assignment: Assignment, layout: SequenceLayout) -> tuple[_Axis, _Axis]
     return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
 
 
-def _holders(assignment: Assignment, heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """int64[heads, blocks, x]: the ranks that hold KV blocks in ring step 0, one per Ulysses rank that needs them.
+def _holders(assignment: Assignment, chunk: int, heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """int64[heads, blocks, most]: the ranks that KV blocks are sent to, filled up with -1.
 
-    Their ring rank is the block's slot; -1 for Ulysses ranks that don't need it.
+    The ranks that need them in this chunk; or, where keys travel round the ring, those that hold them in ring step 0,
+    one per Ulysses rank that needs them: their ring rank is the block's slot.
     """
+    if assignment.needed is not None:
+        needed = assignment.chunks[chunk][:, heads][:, :, blocks].transpose(1, 2, 0)
+        return np.where(needed, np.arange(assignment.strategy.world), -1)
     ulysses_ranks = np.arange(assignment.strategy.ulysses)
     holders = assignment.kv_slot[np.ix_(heads, blocks)][..., None] * assignment.strategy.ulysses + ulysses_ranks
     return np.where(assignment.head_ulysses_ranks[heads][:, None, :], holders, -1)

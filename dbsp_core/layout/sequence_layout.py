@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -126,6 +126,7 @@ class SequenceLayout:
         local: int64[tokens], at which of its rank's places.
         world: Number of ranks.
         shard: Places of each rank.
+        position: int64[tokens], where each token is in the order that planner "local" cuts rows in; None: token order.
 
     Raises:
         ValueError: Unless every token is at a place of its own, on one of the ranks.
@@ -135,6 +136,7 @@ class SequenceLayout:
     local: np.ndarray
     world: int
     shard: int
+    position: np.ndarray | None = None
     _segments: dict[tuple[BlockGrid, Order], tuple[ShardSegments, ShardSegments]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -220,8 +222,9 @@ class SequenceLayout:
         """A layout by its name.
 
         Args:
-            name: A key of `LAYOUT_ORDERS`: "contiguous", "striped" or "learned".
-            grid: The blocks that "striped" and "learned" distribute.
+            name: A key of `LAYOUT_ORDERS`: "contiguous", "striped", "learned" or "local".
+            grid: The blocks that are distributed, in the order that "local" keeps: `planning.local_layout` finds the
+                best one.
             strategy: The ranks; only its ring matters for the order.
             split_text: Whether text and video are sharded separately, as hosts with two streams do; the texts of a
                 packed grid are then one stream, and its videos one.
@@ -238,7 +241,8 @@ class SequenceLayout:
         streams = [LAYOUT_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]
         if split_text:
             streams.insert(len(streams) if text_last else 0, grid.text_positions)
-        return cls.from_streams(streams, strategy.world)
+        layout = cls.from_streams(streams, strategy.world)
+        return layout if name != "local" else replace(layout, position=_by_token(np.arange(grid.tokens), grid))
 
     @property
     def tokens(self) -> int:
@@ -326,9 +330,18 @@ def _larger_axis(grid: BlockGrid) -> BlockAxis:
     return grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
 
 
+def _in_rows(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
+    """Runs of tokens for the ring rows, each striped over its row's ranks so that all of them send as much."""
+    in_order = _in_common_order(tokens, grid)
+    row = np.arange(len(in_order)) // max(1, -(-len(in_order) // strategy.world) * strategy.ulysses)
+    stripe = _by_token(_larger_axis(grid).block_of, grid)[in_order] % strategy.ulysses
+    return in_order[np.lexsort((stripe, row))]
+
+
 LAYOUT_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy, MaskProfile | None], np.ndarray]] = {
     "contiguous": _in_token_order,
     "striped": _in_stripes,
     "learned": _as_learned,
+    "local": _in_rows,
 }
 """By the name of the layout: the order in which a stream's tokens are sharded."""

@@ -13,7 +13,7 @@ from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.baselines import balanced_majority_rank, contiguous_assignment, majority_rank
 
-__all__ = ["baseline_assignment", "majority_ring_ranks"]
+__all__ = ["baseline_assignment", "block_positions", "majority_ring_ranks"]
 
 
 @lru_cache(maxsize=16)
@@ -47,6 +47,22 @@ def majority_ring_ranks(
     for order, in_order in grid.order_groups(heads):
         q_ring[in_order], k_ring[in_order] = by_order(order)
     return _read_only((q_ring, k_ring))
+
+
+@lru_cache(maxsize=16)
+def block_positions(layout: SequenceLayout, grid: BlockGrid, heads: int) -> np.ndarray:
+    """float64[nq]: where each query block's tokens are, on average, in the order of the layout.
+
+    [H, nq] where heads have token orders of their own.
+    """
+    by_head = np.empty((heads, grid.nq))
+    for order, in_order in grid.order_groups(heads):
+        token = grid.token_permutation(order)
+        place = token if layout.position is None else layout.position[token]
+        by_head[in_order] = np.add.reduceat(place, grid.q_axis.starts) / grid.q_axis.lengths
+    positions: np.ndarray = by_head if grid.common_order is None else by_head[0]
+    positions.flags.writeable = False
+    return positions
 
 
 def _read_only(arrays: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

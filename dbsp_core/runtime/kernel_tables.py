@@ -68,7 +68,7 @@ class RingStepTable:
     dense: the rows that torch's dense kernels compute better; None: there are none, or none are known
     row_schedule: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its rows
            run, and no long row starts last, while the rest of the chip waits for it
-    kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in any slot, at most; block_k: tokens
+    kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in any period, at most; block_k: tokens
     """
 
     bits: torch.Tensor
@@ -113,9 +113,9 @@ class TableLayout:
 
     spans_of: int64[Rq], each row's span;  rows: int64[Rq], its place in the mask's `row_bits`
     turn:    int64[Rq], grows from span to span by more than any row has blocks
-    columns: int64[y, spans, width], by period: column j of a row stands for this KV block of its sequence, the j-th of
-             its span's in the slot, in packing order
-    present: bool[y, spans, width], whether there is such a block;  full: whether it has all of a block's tokens
+    columns: int64[periods, spans, width]: column j of a row stands for this KV block of its sequence, the j-th of its
+             span's in the slot, in packing order
+    present: bool[periods, spans, width], whether there is such a block;  full: whether it has a whole block's tokens
     spans:   by period, on the host: of each span with rows, where its rows and blocks are
     base:    by period int32[Rq], the packed block of each row's column 0
     kv_len:  by period int32[Ck], tokens of each packed block
@@ -152,27 +152,24 @@ class TableLayout:
 
 
 def table_layout(assignment: Assignment, rank: int) -> TableLayout:
-    """The layout of one rank's tables. In period i, ring rank r computes with slot (r + i) mod y."""
-    ring_rank, column = divmod(rank, assignment.strategy.ulysses)
-    grid, ring = assignment.grid, assignment.strategy.ring
+    """The layout of one rank's tables."""
+    grid = assignment.grid
     axis, sequences = grid.k_axis, len(grid.sequences)
     # 1. Rows and blocks of a head are packed sequence by sequence, so that those of a span follow one another.
-    heads_here = np.flatnonzero(assignment.head_ulysses_ranks[:, column])
+    heads_here = np.flatnonzero(assignment.head_ulysses_ranks[:, rank % assignment.strategy.ulysses])
     number = np.zeros(assignment.heads, dtype=np.int64)
     number[heads_here] = np.arange(len(heads_here))
     row_head, row_block = assignment.rows_of(rank)
     row_span = number[row_head] * sequences + grid.q_axis.sequence_of[row_block]
-    by_slot = assignment.blocks_by_slot(column)
-    packed = [by_slot[(ring_rank + period) % ring] for period in range(ring)]
+    packed = assignment.blocks_by_period(rank)
     spans = len(heads_here) * sequences
     per_span = np.stack(
         [np.bincount(number[head] * sequences + axis.sequence_of[block], minlength=spans) for head, block in packed]
-    )  # int64[y, spans]
+    )  # int64[periods, spans]
     first = np.cumsum(per_span, axis=1) - per_span
     width = int(per_span.max(initial=0))
-    as_masked = (
-        ring == sequences == 1 and width == len(axis) and bool((per_span[0, np.unique(row_span)] == width).all())
-    )
+    whole = bool((per_span[0, np.unique(row_span)] == len(axis)).all())
+    as_masked = len(packed) == sequences == 1 and width == len(axis) and whole
     width += 0 if as_masked else -width % 8  # whole bytes of bits
     # 2. Blocks are packed by period and span, as these arrays have them.
     present = np.arange(width) < per_span[..., None]
@@ -267,5 +264,7 @@ def dense_head_layout(assignment: Assignment, rank: int) -> DenseHeadLayout | No
     grid = assignment.grid
     only_the_last_is_short = all((axis.lengths[:-1] == axis.block).all() for axis in (grid.q_axis, grid.k_axis))
     if assignment.strategy.ring > 1 or assignment.split_heads or not only_the_last_is_short:
+        return None
+    if assignment.needed is not None and not assignment.needed.any(axis=0).all():  # a block that nobody needs
         return None
     return DenseHeadLayout(len(assignment.rows_of(rank)[0]) // grid.nq, grid.tokens)

@@ -16,6 +16,7 @@ from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware
+from dbsp_core.cost.peak_memory import MemoryLimit
 from dbsp_core.layout.sequence_layout import MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -31,7 +32,7 @@ from dbsp_core.runtime.attention import (
 from dbsp_core.runtime.gradients.recomputation import Recomputation
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.observer import SessionObserver
-from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, load_constants
+from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, agree_on_memory, load_constants
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
@@ -81,6 +82,7 @@ class AttentionSession:
     _sizes: OrderedDict[Hashable, SizeContext] = field(default_factory=OrderedDict)
     """By size of video, the one used last at the end."""
     _hardware: Hardware | None = None
+    _memory: MemoryLimit | None = None
     _reached: set[int] = field(default_factory=set)
     _recomputation: Recomputation = field(default_factory=Recomputation)
     _lock: threading.Lock = field(init=False)
@@ -307,9 +309,10 @@ class AttentionSession:
         if self.strategy is not None:
             require_slots(self.strategy, grid)
         self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
+        self._memory = self._memory or agree_on_memory(self.config, self.group, device)
         layout = self._layout(grid, size[1] > 0, text_last, device) if host_layout is None else host_layout()
         maker = ConfiguredPlanMaker.of(
-            self.config, self.group, self.strategy, layout, self._hardware, grid, device, self._compare
+            self.config, self.group, self.strategy, layout, self._hardware, grid, device, self._compare, self._memory
         )
         return SizeContext(self.layers, size, maker, self._plan_cache())
 

@@ -24,7 +24,7 @@ from dbsp_core import (
     save_mask,
 )
 from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
-from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.hardware import load_hardware, save_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.selection import WORTH_A_LOOK, candidates
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
@@ -148,7 +148,7 @@ MISTAKES = [
     (["simulate", "--strategy", "U4R2", "--kernel", "sparge"], "use a strategy UxR1"),
     (["simulate", "--kernel", "flash9"], "unknown kernel 'flash9'"),
     (["simulate", "--strategy", "U4R1", "--coarsen", "16"], "use one of U8R1"),
-    (["simulate", "--hardware", "cpu-demo", "--gpus", "16", "--coarsen", "16"], "lacks; add network_latency_s"),
+    (["simulate", "--hardware", "alone.yaml", "--gpus", "16", "--coarsen", "16"], "lacks; add network_latency_s"),
     (["calibrate"], "--out FILE, or add --check"),
     (["calibrate", "--hardware", "a800"], "add --check"),
     (["calibrate", "--hardware", "a800", "--check", "--out", "x.yaml"], "exclude each other"),
@@ -163,6 +163,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(dbsp, tmp_path, monkeypatch, args
     monkeypatch.chdir(tmp_path)
     grid = BlockGrid.uniform(64, 16)
     save_mask(Path("small.safetensors"), BlockMask.dense(2, grid))
+    alone = load_hardware("cpu-demo")
+    constants = replace(alone.constants, network_latency_s=None, network_bytes_per_s=None)
+    save_hardware("alone.yaml", replace(alone, constants=constants))
     code, out, err = dbsp(*args, "--json")
     assert (code, out) == (2, "")
     assert err.startswith("dbsp: error: ")

@@ -126,6 +126,15 @@ class TestNodes:
         assert predict(plan, shape_of(plan), slow, Topology(4, 2)).periods[0][1] == pytest.approx(3)
         assert predict(plan, shape_of(plan), slow, Topology(4, 4)).periods[0][1] == pytest.approx(0)
 
+    def test_ranks_of_a_group_need_not_follow_their_nodes(self):
+        # Every other rank of two nodes: ranks 0 and 2 on one, 1 and 3 on the other; each ring of U2R2 stays on a node.
+        plan, _, _ = a_plan("U2R2")
+        slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30)
+        assert predict(plan, shape_of(plan), slow, Topology(4, 2, (0, 1, 0, 1))).periods[0][1] == pytest.approx(0)
+        assert predict(plan, shape_of(plan), slow, Topology(4, 2, (0, 1, 0, 1))).exchange_s >= 3
+        with pytest.raises(ValueError, match="needs a node for each"):
+            Topology(4, 2, (0, 1))
+
     def test_network_constants_are_asked_for(self):
         plan, _, _ = a_plan("U4R1")
         with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):

@@ -103,14 +103,14 @@ def test_the_triton_kernel_packs_rows_as_its_twin(grid, heads, seed, data):
 def test_every_rank_and_period_lists_what_the_mask_and_the_plan_say(grid, heads, seed, batch, data):
     mask = BlockMask(random_bits(heads, grid, seed), grid)
     strategy = Strategy.parse(data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3", "U2R3"])))
-    plan = make_plan(mask, strategy, data.draw(st.sampled_from(["contiguous", "paper", "dbsp"])))
+    keys = data.draw(st.sampled_from(["ring", "needed"]))
+    plan = make_plan(mask, strategy, data.draw(st.sampled_from(["contiguous", "paper", "dbsp"])), keys=keys)
     seen = torch.zeros_like(mask.bits, dtype=torch.int64)
     for rank in range(strategy.world):
-        ring_rank, column = divmod(rank, strategy.ulysses)
         row_head, row_block = plan.assignment.rows_of(rank)
         for period, kept in enumerate(build_tables(table_layout(plan.assignment, rank).to(torch.device("cpu")), mask)):
             table = kept.expanded(batch)
-            kv_head, kv_block = plan.assignment.slot_blocks((ring_rank + period) % strategy.ring, column)
+            kv_head, kv_block = plan.assignment.blocks_by_period(rank)[period]
             lengths = grid.k_axis.lengths[kv_block]
             assert table.kv_len.tolist() == lengths.tolist() * batch
             assert sorted(table.row_schedule.tolist()) == list(range(batch * len(row_head)))
