@@ -50,7 +50,9 @@ class Traffic:
     def kv_received(self) -> float:
         """Tokens of K and V that a rank receives from others, mean over ranks: exchanged, and round the ring."""
         exchanged = sum(float(sent.sum() - sent.trace()) for sent in self.key_exchanges)
-        handed_over = 0.0 if self.fetched is not None else 2.0 * self.block_k * self.slots.sum() * (len(self.slots) - 1)
+        handed_over = (
+            0.0 if self.fetched is not None else 2.0 * self.block_k * self.slots.sum() * (len(self.slots) - 1)
+        )
         return (exchanged + handed_over) / len(self.rows)
 
     @property
@@ -85,8 +87,10 @@ def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
         keys += k_home.T @ held.T
         slots += held.sum(axis=1).astype(np.int64)
     rows = np.bincount(assignment.q_owner.ravel(), minlength=strategy.world)
-    second = (None, None) if assignment.needed is None else (fetched, fetched_blocks)
-    return Traffic(queries, keys, rows, slots.reshape(strategy.ring, strategy.ulysses), *second, grid.block_k)
+    by_slot = slots.reshape(strategy.ring, strategy.ulysses)
+    if assignment.needed is None:
+        return Traffic(queries, keys, rows, by_slot, block_k=grid.block_k)
+    return Traffic(queries, keys, rows, by_slot, fetched, fetched_blocks, grid.block_k)
 
 
 def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
