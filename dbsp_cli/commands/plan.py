@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from dbsp_cli.output import JsonFlag, print_json, print_tables
+from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.local_layout import least_keys_layout
 from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
+from dbsp_core.planning.plan import Plan, can_subdivide, make_plan, require_keys
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.reports.tables import TextTable
 
@@ -34,6 +36,7 @@ def plan_command(
     layout: Annotated[
         str | None, typer.Option(help=f"Home layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
     ] = None,
+    keys: Annotated[str, typer.Option(help="ring, or needed: ranks are sent only what their rows need.")] = "ring",
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -44,45 +47,52 @@ def plan_command(
     for wanted in possible:
         wanted.require_world(gpus)
     profile = MaskProfile.of(map(source.layer, range(source.layers))) if layout == "learned" else None
-    plans = [
-        make_plan(
-            mask,
-            s,
-            PlannerConfig(name, target_rho, paper=PaperConfig(reward, equal_heads)),
-            layout=SequenceLayout.named(layout or require_planner(name).layout, mask.grid, s, profile=profile),
-        )
-        for s in possible
-        for name in (PLANNERS if planner == "all" else (planner,))
-        if planner != "all" or not PLANNERS[name].subdivides or can_subdivide(mask.grid, s.ring)
-    ]
+    require_keys(keys)
+    plans, kv_received = [], []
+    for s in possible:
+        for name in PLANNERS if planner == "all" else (planner,):
+            if planner == "all" and PLANNERS[name].subdivides and not can_subdivide(mask.grid, s.ring):
+                continue
+            local = keys == "needed" and name in ("dbsp", "local")
+            chosen = layout or ("local" if local else require_planner(name).layout)
+            if chosen == "local":
+                sequence = least_keys_layout([mask], s)
+            else:
+                sequence = SequenceLayout.named(chosen, mask.grid, s, profile=profile)
+            config = PlannerConfig(name, target_rho, paper=PaperConfig(reward, equal_heads))
+            plans.append(make_plan(mask, s, config, layout=sequence, keys=keys))
+            share = mask.heads * mask.grid.tokens / gpus
+            kv_received.append(traffic_of(plans[-1].assignment, sequence).kv_received / share)
     if as_json:
         rows = [
             {"strategy": str(p.strategy)}
             | {name: getattr(p, name) for name in _VALUES}
             | {"split_heads": p.assignment.split_heads, "extra_kv": p.assignment.extra_kv, "plan_ms": p.plan_ms}
-            for p in plans
+            | {"keys": keys, "kv_received": received}
+            for p, received in zip(plans, kv_received, strict=True)
         ]
         print_json(file=str(file), gpus=gpus, density=mask.density, plans=rows)
         return
     if source.per_layer:
         print(f"{file}: layer {layer} of {source.layers}", file=sys.stderr)
-    print_tables([_table(mask, gpus, plans)])
+    print_tables([_table(mask, gpus, plans, kv_received)])
 
 
-def _table(mask: BlockMask, gpus: int, plans: list[Plan]) -> TextTable:
+def _table(mask: BlockMask, gpus: int, plans: list[Plan], kv_received: list[float]) -> TextTable:
     grid = mask.grid
     rows = []
-    for p in plans:
+    for p, received in zip(plans, kv_received, strict=True):
         numbers = (f"{p.rho_before:.4f}", f"{p.rho:.4f}", f"{p.rho_bound:.4f}")
         shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.assignment.extra_kv:.0%}")
         tile = f" /{p.strategy.ring}" if p.grid != grid else ""  # works on blocks cut into this many parts
-        rows.append((str(p.strategy), p.planner + tile, *numbers, *shares, f"{p.plan_ms:.2f}"))
+        rows.append((str(p.strategy), p.planner + tile, *numbers, *shares, f"{received:.2f}", f"{p.plan_ms:.2f}"))
     return TextTable(
         f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
-        ("strategy", "planner", "before", "ρ_s", "bound", "gap", "moved", "+KV", "ms"),
+        ("strategy", "planner", "before", "ρ_s", "bound", "gap", "moved", "+KV", "KV in", "ms"),
         rows,
         "ρ_s: slowest rank over mean; bound: least possible, gap above it;\n"
-        "moved: of Q, K, V between ring ranks; +KV: sent again for split heads; ms: planning",
+        "moved: of Q, K, V between ring ranks; +KV: sent again to further ranks; ms: planning;\n"
+        "KV in: K and V that a rank receives, mean, in shares of one rank's Q",
         left=("strategy", "planner"),
-        spare=("ms", "+KV", "gap", "bound"),
+        spare=("ms", "+KV", "KV in", "gap", "bound"),
     )

@@ -215,7 +215,7 @@ def _periods(
 def _chunks(
     plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
 ) -> tuple[tuple[float, float], ...]:
-    """Of the slowest rank: ranks wait for the second chunk, which has come when the busiest is done."""
+    """Of the slowest rank. Ranks wait for the second chunk, there when the busiest is done, not for one another."""
     compute = _compute_s(plan, traffic, shape, known)
     if traffic.fetched is None or len(compute) == 1:
         return ((float(compute.max()), 0.0),)

@@ -47,11 +47,16 @@ def peak_bytes(
     Equal to what `scripts/bench/peak_memory.py` counts.
     """
     strategy, grid, token = assignment.strategy, assignment.grid, float(shape.token_bytes)
-    traffic, ring = traffic_of(assignment, layout), assignment.strategy.ring
+    traffic, periods = traffic_of(assignment, layout), assignment.periods
     wide = max(4, shape.element_bytes) / shape.element_bytes  # of a running output's bytes over the output's
     rows = traffic.rows * grid.block_q * token
     lse = traffic.rows * grid.block_q * float(shape.batch * max(4, shape.element_bytes))
-    slots = np.stack([np.roll(traffic.slots, -period, axis=0).ravel() for period in range(ring)])
+    if traffic.fetched is None or traffic.fetched_blocks is None:
+        slots = np.stack([np.roll(traffic.slots, -period, axis=0).ravel() for period in range(periods)])
+        buffers = np.zeros_like(rows)
+    else:  # the second chunk's buffers, sent and received, stand beside what is unpacked from them
+        slots = np.stack([traffic.slots.ravel(), traffic.fetched_blocks])[:periods]
+        buffers = 2 * (traffic.fetched.sum(axis=0) + traffic.fetched.sum(axis=1)) * token
     slots = slots * (2 * grid.block_k * token)  # by period, what a rank computes with
     sent_q, came_q = traffic.queries.sum(axis=1) * token, traffic.queries.sum(axis=0) * token
     sent_kv, came_kv = 2 * traffic.keys.sum(axis=1) * token, 2 * traffic.keys.sum(axis=0) * token
@@ -67,9 +72,9 @@ def peak_bytes(
     else:
         moments = [exchange(sent_q + sent_kv, came_q + came_kv), came_q + came_kv + rows + slots[0]]
     # 2. The ring: packed q, the slot in use, the next one, the running output, and in the end the output beside it.
-    for period in range(ring):
-        first, last = period == 0, period + 1 == ring
-        coming = 0.0 if last else slots[period + 1]
+    for period in range(periods):
+        first, last = period == 0, period + 1 == periods
+        coming = 0.0 if last else slots[period + 1] + buffers
         running = 0.0 if first else rows * wide + lse
         made = rows * (1.0 if last else wide) + lse
         out = made if first else running + made if last and wide > 1 else running

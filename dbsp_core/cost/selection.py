@@ -15,7 +15,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan"]
+__all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan", "in_ns"]
 
 WORTH_A_LOOK = 0.005
 """Share of the predicted time that other plans must be able to save before they are made."""

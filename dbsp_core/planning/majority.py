@@ -49,20 +49,16 @@ def majority_ring_ranks(
     return _read_only((q_ring, k_ring))
 
 
-@lru_cache(maxsize=16)
-def block_positions(layout: SequenceLayout, grid: BlockGrid, heads: int) -> np.ndarray:
+def block_positions(layout: SequenceLayout, grid: BlockGrid) -> np.ndarray:
     """float64[nq]: where each query block's tokens are, on average, in the order of the layout.
 
-    [H, nq] where heads have token orders of their own.
+    Where heads have token orders of their own, in that order: it is the one that has what they attend to together.
     """
-    by_head = np.empty((heads, grid.nq))
-    for order, in_order in grid.order_groups(heads):
-        token = grid.token_permutation(order)
-        place = token if layout.position is None else layout.position[token]
-        by_head[in_order] = np.add.reduceat(place, grid.q_axis.starts) / grid.q_axis.lengths
-    positions: np.ndarray = by_head if grid.common_order is None else by_head[0]
-    positions.flags.writeable = False
-    return positions
+    if grid.common_order is None:
+        return np.arange(float(grid.nq))
+    token = grid.token_permutation(grid.common_order)
+    place = token if layout.position is None else layout.position[token]
+    return np.add.reduceat(place, grid.q_axis.starts) / grid.q_axis.lengths
 
 
 def _read_only(arrays: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -224,7 +224,7 @@ def make_plan(
         kv_block_work=kv_block_work,
         q_home=q_home,
         k_home=k_home,
-        q_position=functools.partial(block_positions, layout, grid, mask.heads),
+        q_position=functools.partial(block_positions, layout, grid),
         count_work_by_slot=count_work_by_slot,
         config=config,
     )

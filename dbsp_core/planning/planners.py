@@ -101,7 +101,7 @@ class PlannerInput:
     kv_block_work: int64[H, nk], dense blocks per (head, KV block)
     q_home:  int64[nq], k_home: int64[nk]: ring rank that holds most of each block at home; int64[H, nq], int64[H, nk]
              where heads have token orders of their own
-    q_position: () → float64[nq] or [H, nq], where each query block is in the order of the sequence layout
+    q_position: () → float64[nq], where each query block is in the order of the sequence layout, or of its head
     count_work_by_slot: slots int64[H, nk] → int64[H, nq, y], dense blocks of each row by the slot their keys travel in
     """
 

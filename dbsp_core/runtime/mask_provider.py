@@ -138,8 +138,10 @@ class MaskProvider:
 
         Collective, like `mask`, before the first of them is used: layouts learned from them must be equal too.
         """
-        if self.source.changes != "never":
-            return None
+        return None if self.source.changes != "never" else self.masks_now(device)
+
+    def masks_now(self, device: torch.device) -> list[BlockMask]:
+        """The masks of all layers at this moment, from a static source. Collective, like `static_masks`."""
         keys = [self._static.cache_key(self._request(layer)) for layer in range(self.layers)]
         masks = {key: self._agreed(keys.index(key), device) for key in dict.fromkeys(keys)}
         return [masks[key] for key in keys]

@@ -12,9 +12,9 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
-from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of
+from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
 from dbsp_core.cost.peak_memory import MemoryLimit, peak_bytes, within_limit
-from dbsp_core.cost.selection import StrategySelector, candidates, fastest_plan
+from dbsp_core.cost.selection import AUTO, StrategySelector, candidates, fastest_plan, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -29,7 +29,7 @@ from dbsp_core.utils.log import log
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
-__all__ = ["ConfiguredPlanMaker", "agree_on_memory", "load_constants"]
+__all__ = ["ConfiguredPlanMaker", "agree_on_memory", "load_constants", "strategies_of", "topology_of"]
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,21 @@ class ConfiguredPlanMaker:
     def make(self, mask: BlockMask, current: Plan | None) -> Plan:
         """See `plan_reuse.plan_cache.PlanMaker`."""
         if self.strategy is not None:
-            plan = self._plan(self.strategy, mask, mask)
+            plan = self._plan(self.strategy, mask)
         elif self.selector is None:
             raise RuntimeError("a strategy is to be chosen, but nothing says among which")
         else:
             in_use, excess = None if current is None else current.strategy, self._excess if self.memory else None
-            plan = self.selector.choose(lambda one: self._plan(one, mask, mask), self._shape, in_use, excess)
+            plan = self.selector.choose(lambda one: self._plan(one, mask), self._shape, in_use, excess)
         if self.memory is not None and self._excess(plan) > 0:
             self._warn_of(plan)
         return plan
 
     def make_later(self, later: BlockMask, mask: BlockMask, strategy: Strategy) -> Plan | None:
         """See `plan_reuse.plan_cache.PlanMaker`."""
-        return self._plan(strategy, later, mask)
+        if self.config.effective_keys != "ring":  # what is sent follows from the mask at hand
+            return None
+        return self._ring_plan(strategy, later, mask)
 
     def rank_plan(self, assignment: Assignment) -> RankPlan:
         """See `plan_reuse.plan_cache.PlanMaker`."""
@@ -103,7 +105,24 @@ class ConfiguredPlanMaker:
             raise RuntimeError("plans are made for the shape of an attention; call for_shape first")
         return self.shape
 
-    def _plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
+    def _plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
+        """With keys as configured: for "auto" whichever plan is predicted faster, among those within the limit."""
+        keys, plans = self.config.effective_keys, []
+        if keys != "needed":
+            plans.append(self._ring_plan(strategy, mask, mask))
+        if keys != "ring":
+            planner = self.config.planner
+            plans.append(make_plan(mask, strategy, planner, layout=self.layout, compare=self.compare, keys="needed"))
+        if len(plans) == 1 or self.hardware is None:
+            return plans[0]
+        hardware, topology = self.hardware, topology_of(self.group)
+
+        def cost(plan: Plan) -> tuple[float, int]:
+            return max(0.0, self._excess(plan)), in_ns(predict(plan, self._shape, hardware, topology, self.layout))
+
+        return min(plans, key=cost)
+
+    def _ring_plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
         """real: the mask at hand, where `mask` is a predicted one"""
         planner = replace(self.config.planner, exchange_cost=self._exchange_cost(strategy, real))
 
@@ -115,7 +134,7 @@ class ConfiguredPlanMaker:
         if not weighs or self.hardware is None:
             plan = make(planner.name, planner.paper.equal_heads)
         else:
-            topology = _topology_of(self.group)
+            topology = topology_of(self.group)
             plan = fastest_plan(make, self._shape, self.hardware, topology, self.layout, self._fits)
         if self._fits(plan) or planner.name != "dbsp":
             return plan
@@ -157,7 +176,7 @@ class ConfiguredPlanMaker:
             return self.config.planner.exchange_cost
         if self.hardware is None:
             return 0.0
-        return exchange_cost_of(mask, strategy, self._shape, self.hardware, _topology_of(self.group))
+        return exchange_cost_of(mask, strategy, self._shape, self.hardware, topology_of(self.group))
 
 
 def agree_on_memory(config: DbspConfig, group: SequenceGroup, device: torch.device) -> MemoryLimit | None:
@@ -184,7 +203,7 @@ def load_constants(
 ) -> Hardware | None:
     """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
     weighs = config.planner.name == "dbsp" and config.planner.exchange_cost is None and group.size > 1
-    if strategy is not None and not weighs:
+    if strategy is not None and not weighs and (config.effective_keys != AUTO or group.size == 1):
         return None
     return run_consistently(
         group,
@@ -207,11 +226,18 @@ def _selector(
         raise RuntimeError("strategies are chosen by a machine's constants, and none were loaded")
     if group.rank == 0:
         warn_if_elsewhere(hardware, device.type, choose_kernel(config.kernel, device.type, torch.float32).name)
-    strategies = candidates(group.size, grid, returns_lse(config.kernel))
-    return StrategySelector(strategies, hardware, _topology_of(group), layout)
+    strategies = strategies_of(config, group, None, grid)
+    return StrategySelector(strategies, hardware, topology_of(group), layout)
 
 
-def _topology_of(group: SequenceGroup) -> Topology:
+def strategies_of(
+    config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, grid: BlockGrid
+) -> tuple[Strategy, ...]:
+    """The one that is given, or those to choose among."""
+    return candidates(group.size, grid, returns_lse(config.kernel)) if strategy is None else (strategy,)
+
+
+def topology_of(group: SequenceGroup) -> Topology:
     """How the ranks of a group are spread over nodes: by torchrun's count of ranks a node; without, on one."""
     a_node = os.environ.get("LOCAL_WORLD_SIZE")
     if a_node is None or group.group is None:

@@ -16,6 +16,7 @@ from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware
+from dbsp_core.cost.local_layout import fastest_layout
 from dbsp_core.cost.peak_memory import MemoryLimit
 from dbsp_core.layout.sequence_layout import MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -32,7 +33,13 @@ from dbsp_core.runtime.attention import (
 from dbsp_core.runtime.gradients.recomputation import Recomputation
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.observer import SessionObserver
-from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, agree_on_memory, load_constants
+from dbsp_core.runtime.plan_maker import (
+    ConfiguredPlanMaker,
+    agree_on_memory,
+    load_constants,
+    strategies_of,
+    topology_of,
+)
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
@@ -327,17 +334,27 @@ class AttentionSession:
             observer.flush(context.plans.latest)
 
     def _layout(self, grid: BlockGrid, split_text: bool, text_last: bool, device: torch.device) -> SequenceLayout:
-        # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
-        strategy = self.strategy or Strategy(1, self.group.size)
         profile = self._profile(device)
-        return SequenceLayout.named(
-            self.config.effective_layout,
-            grid,
-            strategy,
-            split_text=split_text,
-            text_last=text_last,
-            profile=profile,
-        )
+
+        def named(name: str, of: BlockGrid, strategy: Strategy) -> SequenceLayout:
+            return SequenceLayout.named(
+                name, of, strategy, split_text=split_text, text_last=text_last, profile=profile
+            )
+
+        # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
+        of_rings = named(self.config.effective_layout, grid, self.strategy or Strategy(1, self.group.size))
+        if self.config.effective_keys != "ring" and self.config.layout is None and self.group.size > 1:
+            return fastest_layout(
+                self._mask_provider.masks_now(device),
+                strategies_of(self.config, self.group, self.strategy, grid),
+                lambda of, strategy: named("local", of, strategy),
+                None if self.config.effective_keys == "needed" else of_rings,
+                self.config.planner,
+                self._hardware,
+                topology_of(self.group),
+                element_bytes=2 if device.type == "cuda" else 4,
+            )
+        return of_rings
 
     @property
     def _compare(self) -> bool:

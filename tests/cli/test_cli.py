@@ -44,9 +44,12 @@ class TestPlan:
             "split_heads",
             "extra_kv",
             "plan_ms",
+            "keys",
+            "kv_received",
         ]
         assert list(plan) == names
         assert (plan["strategy"], plan["planner"], plan["split_heads"]) == ("U3R2", "paper", 0)
+        assert plan["keys"] == "ring"
         assert plan["rho"] >= plan["rho_bound"] >= 1
         assert 0 <= plan["moved"] <= 1
 

@@ -21,19 +21,18 @@ def cut_rows(
     """The owner of every row: heads to Ulysses ranks, then each Ulysses rank's rows to its ring ranks, in runs.
 
     row_work: int[H, nq], dense blocks per (head, query block)
-    position: float[nq] or [H, nq], where each query block is in the order of tokens
+    position: float[nq], where each query block is in the order of tokens
     target_rho: of the Ulysses ranks, see `balance_heads`
     returns:  int64[H, nq], rank = ring rank · ulysses + Ulysses rank
     """
     # 1. Heads to Ulysses ranks, a few of them split in the order of tokens.
-    position = np.broadcast_to(position, row_work.shape)
-    owner = balance_heads(row_work, ulysses, target_rho, row_order=np.argsort(position[0], kind="stable"))
+    owner = balance_heads(row_work, ulysses, target_rho, row_order=np.argsort(position, kind="stable"))
     if ring == 1:
         return owner
     # 2. The rows of each, all heads side by side, so that every head is cut at nearly the same places.
     for ulysses_rank in range(ulysses):
         rows = np.flatnonzero(owner == ulysses_rank)
-        rows = rows[np.argsort(position.reshape(-1)[rows], kind="stable")]
+        rows = rows[np.argsort(position[rows % len(position)], kind="stable")]
         work = row_work.reshape(-1)[rows].astype(np.int64)
         owner.reshape(-1)[rows] += _runs(work if work.any() else np.ones_like(work), ring) * ulysses
     return owner

@@ -43,6 +43,22 @@ def test_every_ranks_peak_is_the_counted_one(heads, dtype, gradients):
         assert (formula / unit).tolist() == pytest.approx(counted, abs=1e-9), str(strategy)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_every_ranks_peak_with_needed_keys(gradients):
+    mask = a_mask(12)
+    for strategy in (Strategy(8, 1), Strategy(2, 4), Strategy(1, 6)):
+        layout = SequenceLayout.named("local", mask.grid, strategy)
+        plan = make_plan(mask, strategy, layout=layout, keys="needed")
+        shape = AttentionShape(1, 12, mask.grid.tokens, D, 4)
+        unit = 12 * layout.shard * D * 4
+        counted = [
+            peak_of_attention(plan, mask, layout, rank, D, torch.float32, gradients=gradients)
+            for rank in range(strategy.world)
+        ]
+        formula = peak_bytes(plan.assignment, shape, layout, gradients=gradients)
+        assert (formula / unit).tolist() == pytest.approx(counted, abs=1e-9), str(strategy)
+
+
 class TestLimit:
     def run(self, pool, limit, free=None, **settings):
         """(strategy, peak, most heads) of each layer, which all ranks have alike, and rank 0's warnings."""
