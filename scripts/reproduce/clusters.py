@@ -62,7 +62,7 @@ def db_sp_rows(options: argparse.Namespace) -> Iterator[Row]:
             masks = model_masks(preset, options)
             rows = simulate(MODEL_SPECS[preset], masks, load_hardware(name), [gpus], ["contiguous", "dbsp"])
             ours = [row for row in rows if row.planner == "dbsp"]
-            whole, mean = [row.speedup for row in ours], "mean over baselines, machines together"
+            whole, mean = [row.speedup for row in ours], "theirs: least and largest mean, machines together"
             yield Row(
                 "db-SP §6.2",
                 f"{preset}, end to end",

@@ -178,7 +178,7 @@ class LowRankSource(BlockSizes):
         if "_agreed" in vars(self):
             check()
             return
-        run_consistently(tokens.group, check, tokens.q.device, lambda one: one.fingerprint, f"fitted file {self.path}")
+        run_consistently(tokens.group, check, tokens.q.device, lambda one: one.fingerprint, "the fitted file")
         vars(self)["_agreed"] = True
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
