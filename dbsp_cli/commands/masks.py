@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -13,6 +14,7 @@ from typing import Annotated
 import typer
 
 from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_recording
+from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, examine_masks
 from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
 from dbsp_cli.mask_tools.recording import Recording
@@ -108,6 +110,26 @@ def record(
         raise UserError(f"cannot run {command[0]!r}: {error.strerror}") from error
     print(_summary(folder), file=sys.stderr)
     raise typer.Exit(code)
+
+
+@masks_app.command()
+def fit(
+    recordings: Annotated[
+        list[Path], typer.Argument(metavar="RECORDING...", help="Folders of mask source record_qk.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write (.safetensors).")],
+    rank: Annotated[int, typer.Option(help="Dimensions that each head's queries and keys are projected to.")] = 8,
+    as_json: JsonFlag = False,
+) -> None:
+    """Fit low-rank projections of each layer's and head's queries and keys, for mask source lowrank."""
+    found = fit_recording(recordings, out, rank)
+    if as_json:
+        print_json(**asdict(found))
+        return
+    rows: list[tuple[str, ...]] = [(str(layer), f"{share:.3f}") for layer, share in found.kept.items()]
+    title = f"{found.heads} heads of size {found.width} at rank {found.rank}: share of E[(q·k)²] kept"
+    print_tables([TextTable(title, ("layer", "kept, mean over heads"), rows)])
+    print(f"wrote {out}", file=sys.stderr)
 
 
 @masks_app.command()

@@ -11,6 +11,8 @@ from dbsp_core.sources.base import (
     packed_mask,
 )
 from dbsp_core.sources.callable import CallableSource
+from dbsp_core.sources.predicted.lowrank import LowRankSource
+from dbsp_core.sources.predicted.record_qk import RecordQKSource
 from dbsp_core.sources.predicted.sparge import SpargeSource
 from dbsp_core.sources.radial import RadialSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
@@ -25,10 +27,12 @@ __all__ = [
     "DynamicMaskSource",
     "FileSource",
     "LocalQK",
+    "LowRankSource",
     "MaskRequest",
     "MaskSource",
     "ParoSource",
     "RadialSource",
+    "RecordQKSource",
     "SpargeSource",
     "StaticMaskSource",
     "SvgSource",
@@ -42,6 +46,8 @@ SOURCES: dict[str, type[MaskSource]] = {
     "file": FileSource,
     "paro": ParoSource,
     "sparge": SpargeSource,
+    "lowrank": LowRankSource,
+    "record_qk": RecordQKSource,
     "window": WindowSource,
     "radial": RadialSource,
     "svg": SvgSource,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -12,6 +13,21 @@ import pytest
 from repository import ROOT
 
 SMALL = ("--tokens", "512", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--json")
+
+
+def test_prediction_is_timed_part_by_part(tmp_path):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    script = ROOT / "scripts" / "trained_model" / "prediction.py"
+    options = ("--part", "speed", "--tokens", "128", "256", "--repeats", "1", "--out", str(tmp_path))
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "prediction-speed.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["tokens"], row["sparsity"]) for row in rows][-2:] == [("256", "0.98"), ("128", "0.9")]
+    for row in rows:
+        spent = float(row["sparse_ms"]) + float(row["predict_ms"]) + float(row["prepare_ms"])
+        assert float(row["speedup"]) == pytest.approx(float(row["dense_ms"]) / spent, rel=0.02, abs=1e-3)
 
 
 @pytest.mark.parametrize(

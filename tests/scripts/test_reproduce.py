@@ -11,7 +11,7 @@ import pytest
 
 from repository import ROOT
 
-MODELLED = {"fig3", "fig8", "fig9", "fig10"}
+MODELLED = {"fig3", "fig8", "fig9", "fig10", "clusters"}
 SCRIPTS = ROOT / "scripts" / "reproduce"
 
 
@@ -26,6 +26,7 @@ SCRIPTS = ROOT / "scripts" / "reproduce"
         ("fig8", ["--coarsen", "16", "--models", "cogvideox1.5-5b"]),
         ("fig9", ["--coarsen", "16"]),
         ("fig10", ["--coarsen", "16", "--models", "wan2.1-t2v-14b"]),
+        ("clusters", ["--coarsen", "16", "--tokens", "8192", "16384"]),
     ],
 )
 def test_reproduction(tmp_path, name, options):

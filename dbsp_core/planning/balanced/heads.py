@@ -193,7 +193,8 @@ def balance_heads(
     if split_cost <= 0:
         trade_single_rows(row_work, owner, head_work_by_rank, limit)
     if splits:  # a row without work must not be what keeps a head in a Ulysses rank
-        owner = np.where(row_work == 0, head_work_by_rank.argmax(axis=1)[:, None], owner)
+        idle = (row_work == 0) & (work > 0)[:, None]
+        owner = np.where(idle, head_work_by_rank.argmax(axis=1)[:, None], owner)
     return owner
 
 
