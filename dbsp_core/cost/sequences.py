@@ -26,10 +26,16 @@ from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["LayerSize", "SequencePlanMetrics", "SequenceWork", "bag_layout", "evaluate", "gamma_of", "sequence_cost"]
-
-ROW_TARGET = 1.0005
-"""ρ_s at which a bag's rows are even: what is left comes on top of how even bags are."""
+__all__ = [
+    "FLUX",
+    "LayerSize",
+    "SequencePlanMetrics",
+    "SequenceWork",
+    "bag_layout",
+    "evaluate",
+    "gamma_of",
+    "sequence_cost",
+]
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class LayerSize:
     """A transformer's layer, all layers being alike.
 
     token_flops:   FLOP a token of everything but self-attention's scores and values
+    text:          whether text tokens are part of self-attention's sequence
     element_bytes: of a number of the hidden states, and of q, k and v
     """
 
@@ -44,15 +51,21 @@ class LayerSize:
     heads: int
     head_dim: int
     token_flops: float
+    text: bool = True
     element_bytes: int = 2
 
     @classmethod
     def of(cls, model: ModelSpec) -> LayerSize:
-        return cls(model.layers, model.heads, model.head_dim, model.linear_flops / (model.layers * model.tokens))
+        token_flops = model.linear_flops / (model.layers * model.tokens)
+        return cls(model.layers, model.heads, model.head_dim, token_flops, model.text_tokens > 0)
 
     @property
     def width(self) -> int:
         return self.heads * self.head_dim
+
+
+FLUX = LayerSize(layers=57, heads=24, head_dim=128, token_flops=24 * 3072**2)
+"""KnapFormer's model (Table 1): 19 double-stream and 38 single-stream blocks, 24·d² FLOP a token in each (Eq. 1)."""
 
 
 def sequence_cost(layer: LayerSize, hardware: Hardware, block_q: int = 64, block_k: int = 64) -> SequenceCost:
@@ -104,8 +117,8 @@ class SequencePlanMetrics:
     tokens, blocks: int64[world], what each rank holds, and the dense blocks it computes
     picoseconds:    int64[world], both together as `SequenceCost` has them
     rho:            ρ_s of the attention of the bag where it is highest; ranks wait for each other within bags
-    rehomed_bytes:  hidden states that go from the ranks that loaded them to others, once; between_nodes_bytes: of them,
-                    to other nodes
+    rehomed_bytes:  hidden states that go from the ranks that loaded them to others, once
+    between_nodes_bytes: of them, to other nodes
     sent_bytes:     float64[world], q, k, v and outputs that each rank sends in the bags' exchanges
     seconds:        of the slowest bag: its slowest rank's computing, and its exchanges
     """
@@ -121,7 +134,7 @@ class SequencePlanMetrics:
 
     @property
     def wir(self) -> float:
-        """Workload imbalance ratio (KnapFormer §4.2): most over least of the ranks' costs. Infinite with an idle rank."""
+        """Workload imbalance ratio (KnapFormer §4.2): most over least of the ranks' costs; infinite with one idle."""
         least = int(self.picoseconds.min())
         return int(self.picoseconds.max()) / least if least else float("inf")
 
@@ -190,12 +203,10 @@ def _owners(rows: np.ndarray, ranks: int, balancer: str) -> np.ndarray:
         return np.broadcast_to(contiguous_heads(len(rows), ranks)[:, None], rows.shape)
     home = np.zeros(rows.shape[1], dtype=np.int64)
     # Without a ring nothing is asked of keys.
-    return plan_rows(rows, rows, home, home, ranks, 1, lambda slots: rows[:, :, None], head_target_rho=ROW_TARGET)[0]
+    return plan_rows(rows, rows, home, home, ranks, 1, lambda slots: rows[:, :, None])[0]
 
 
-def _sent(
-    owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout
-) -> np.ndarray:
+def _sent(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout) -> np.ndarray:
     """float64[2, b, b]: tokens of one head from rank (row) to rank (column), to owners and back."""
     grid, strategy = BlockGrid.packed(grids), Strategy(layout.world, 1)
     assignment = Assignment(strategy, grid, owner, np.zeros((len(owner), grid.nk), dtype=np.int64))

@@ -22,8 +22,8 @@ _TERM = re.compile(r"g(\d+)n(\d+)", re.IGNORECASE)
 class BagTopology:
     """Ranks in bags of neighbours. A unit of bags is repeated over the cluster; sequences never leave their unit.
 
-    "g1n2+g2n1+g4n1" is a unit of two bags of one rank, one of two and one of four; "g1n1" leaves every sequence where it
-    is.
+    "g1n2+g2n1+g4n1" is a unit of two bags of one rank, one of two and one of four; "g1n1" leaves every sequence where
+    it is.
 
     Attributes:
         sizes: Ranks of each bag of a unit, in the order of ranks.
@@ -57,7 +57,9 @@ class BagTopology:
         unit = sum(size * number for size, number in counts)
         if unit > world or world % unit:
             fits = ", ".join(f"g{size}n{world // size}" for size in range(1, world + 1) if world % size == 0)
-            raise UserError(f"bags {text!r} make units of {unit} ranks, which do not divide {world}; {world} fit {fits}")
+            raise UserError(
+                f"bags {text!r} make units of {unit} ranks, which do not divide {world}; {world} fit {fits}"
+            )
         return cls(tuple(size for size, number in counts for _ in range(number)), world // unit)
 
     @classmethod
@@ -69,7 +71,7 @@ class BagTopology:
 
     @classmethod
     def candidates(cls, world: int, node_size: int = 8) -> Iterator[BagTopology]:
-        """Topologies of one unit to choose from: bags of one size, and nodes that are all cut alike into several sizes.
+        """Topologies of one unit to choose from: bags of one size, and nodes all cut alike into several sizes.
 
         Sizes within nodes divide the node; those beyond are whole nodes.
         """

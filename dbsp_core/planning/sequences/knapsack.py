@@ -1,4 +1,4 @@
-"""KnapFormer's greedy: sequences to bags, heaviest first, each to the emptiest bag that has room (§3.3, first pass)."""
+"""KnapFormer's greedy: sequences to bags, heaviest first, each to the emptiest with room (§3.3, first pass)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class SequencePlan:
 
     Attributes:
         topology: The bags.
-        balancer: "dbsp" or "knapsack", which also says how a bag's ranks share attention: balanced rows, or whole heads.
+        balancer: "dbsp" or "knapsack": the ranks of a bag share attention by balanced rows, or by whole heads.
         bag: int64[n], the bag of each sequence, of all bags of the cluster.
         runs: Which rank holds which tokens.
     """
@@ -61,7 +61,9 @@ def plan_sequences(
             sequence that no bag can hold.
     """
     if balancer not in BALANCERS:
-        raise UserError(f"unknown balancer {balancer!r}; use {' or '.join(BALANCERS)}{did_you_mean(balancer, BALANCERS)}")
+        raise UserError(
+            f"unknown balancer {balancer!r}; use {' or '.join(BALANCERS)}{did_you_mean(balancer, BALANCERS)}"
+        )
     cost, tokens, loader = (np.asarray(values, dtype=np.int64) for values in (cost, tokens, loader))
     _check(cost, tokens, loader, topology)
     _require_room(tokens, topology, max_tokens)
@@ -81,14 +83,17 @@ def _check(cost: np.ndarray, tokens: np.ndarray, loader: np.ndarray, topology: B
         raise UserError("there are no sequences to share out; give at least one")
     if not cost.shape == tokens.shape == loader.shape == (len(tokens),):
         raise UserError(
-            f"cost, tokens and loader must have one number a sequence, got {cost.shape}, {tokens.shape}, {loader.shape}"
+            f"cost, tokens and loader must have one number a sequence, got {cost.shape}, {tokens.shape} and "
+            f"{loader.shape}"
         )
     if int(tokens.min()) < 1 or int(cost.min()) < 0:
-        raise UserError("every sequence needs at least one token and a cost that is not negative; leave empty ones out")
+        raise UserError(
+            "every sequence needs at least one token and a cost that is not negative; leave empty ones out"
+        )
     if int(loader.min()) < 0 or int(loader.max()) >= topology.world:
         raise UserError(
-            f"sequences are loaded by ranks {int(loader.min())} to {int(loader.max())}, but bags {topology} have ranks "
-            f"0 to {topology.world - 1}; use bags for all ranks"
+            f"sequences are loaded by ranks {int(loader.min())} to {int(loader.max())}, but bags {topology} have "
+            f"ranks 0 to {topology.world - 1}; use bags for all ranks"
         )
 
 
@@ -107,6 +112,6 @@ def _require_room(tokens: np.ndarray, topology: BagTopology, max_tokens: int | N
         else f"all {topology.world} ranks together hold too few; allow {-(-length // topology.world):,} tokens a rank"
     )
     raise UserError(
-        f"sequence {longest} of {length:,} tokens exceeds every bag of {topology}: at {max_tokens:,} tokens a rank the "
-        f"largest, of {largest}, holds {largest * max_tokens:,}; {advice}"
+        f"sequence {longest} of {length:,} tokens exceeds every bag of {topology}: at {max_tokens:,} tokens a rank "
+        f"the largest, of {largest}, holds {largest * max_tokens:,}; {advice}"
     )

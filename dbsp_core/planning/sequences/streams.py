@@ -68,7 +68,7 @@ def _parse(code: str) -> Stream:
     gpus, batch, resolution, frames = (int(match[n] or 1) for n in range(1, 5))
     if min(gpus, frames) < 1 or resolution < TOKEN_PIXELS:
         raise UserError(
-            f"sequences {code.strip()!r} need at least one GPU, one frame and {TOKEN_PIXELS} pixels, the size of a token"
+            f"sequences {code.strip()!r} need at least one GPU, one frame and {TOKEN_PIXELS} pixels, a token's size"
         )
     return Stream(gpus, batch, resolution, frames, frames > 1 if match[5] is None else match[5] == "1")
 
@@ -92,9 +92,7 @@ class StreamAssumptions:
             raise UserError(f"area factors {self.area} must be a least and a most positive number, such as 0.96-1.04")
 
     def in_words(self) -> str:
-        text, area = (
-            f"{low:g}" if low == high else f"{low:g} to {high:g}" for low, high in (self.text, self.area)
-        )
+        text, area = (f"{low:g}" if low == high else f"{low:g} to {high:g}" for low, high in (self.text, self.area))
         return f"assumed: {text} text tokens a sequence, frames' tokens times {area} for aspect ratios"
 
 
@@ -124,7 +122,9 @@ def draw(streams: tuple[Stream, ...], world: int, seed: int, assumptions: Stream
     """
     gpus = sum(stream.gpus for stream in streams)
     if world % gpus:
-        raise UserError(f"the sequences' streams are for {gpus} GPUs, which do not divide {world}; use a multiple of {gpus}")
+        raise UserError(
+            f"the sequences' streams are for {gpus} GPUs, which do not divide {world}; use a multiple of {gpus}"
+        )
     rng = np.random.default_rng(seed)
     text: list[np.ndarray] = []
     thw: list[tuple[int, int, int]] = []
@@ -142,7 +142,7 @@ def draw(streams: tuple[Stream, ...], world: int, seed: int, assumptions: Stream
 
 
 def _frame(side: int, area: float) -> tuple[int, int]:
-    """Height and width in tokens: the least square of those within one token of side² · area tokens, or the closest."""
+    """Height and width in tokens, of those from 3 : 4 to square the closest to side² · area tokens."""
     target = max(int(side * side * area), 1)
     heights = np.arange(max(1, round(side * _NARROWEST)), side + 1)
     widths = np.maximum(np.rint(target / heights).astype(np.int64), 1)
