@@ -57,7 +57,7 @@ class Row:
     largest_bag: int
     gamma: float
     paper: str
-    wir: float
+    wir: float | str
     wir_of_ranks: float
     worst: float
     rho: float
@@ -135,7 +135,7 @@ def measure(options, gamma: float) -> Iterator[Row]:
                 BagTopology.parse(TOPOLOGIES[bags], WORLD).sizes[0],
                 gamma,
                 "–" if paper is None else f"{paper:.2f}{fitted}",
-                float(np.mean(equation)) if mask == "dense" else float("nan"),
+                float(np.mean(equation)) if mask == "dense" else "–",
                 float(np.mean([one.wir for one in counted])),
                 max(one.wir for one in counted),
                 max(one.rho for one in counted),
