@@ -62,7 +62,9 @@ class TestTopology:
             BagTopology.parse(text, 32)
 
     def test_a_unit_that_does_not_divide_the_ranks_says_what_fits(self):
-        with pytest.raises(UserError, match="units of 32 ranks, which do not divide 12; 12 fit g1n12, g2n6, g3n4, g4n3"):
+        with pytest.raises(
+            UserError, match="units of 32 ranks, which do not divide 12; 12 fit g1n12, g2n6, g3n4, g4n3"
+        ):
             BagTopology.parse("g8n4", 12)
 
 
@@ -105,7 +107,9 @@ class TestStreams:
         with pytest.raises(UserError, match=complaint):
             draw(parse_streams(codes), world, 0, StreamAssumptions())
 
-    @pytest.mark.parametrize("values", [{"text": (5, 4)}, {"text": (-1, 4)}, {"area": (0.0, 1.0)}, {"area": (2.0, 1.0)}])
+    @pytest.mark.parametrize(
+        "values", [{"text": (5, 4)}, {"text": (-1, 4)}, {"area": (0.0, 1.0)}, {"area": (2.0, 1.0)}]
+    )
     def test_assumptions_that_are_no_ranges_are_refused(self, values):
         with pytest.raises(UserError, match="a least and a most"):
             StreamAssumptions(**values)
@@ -161,7 +165,9 @@ def test_every_sequence_is_in_one_bag_and_every_token_on_one_rank(case, balancer
     assert runs.length.min() >= 1
     assert np.array_equal(topology.bag_of_rank[runs.rank], plan.bag[runs.sequence])
     first = np.cumsum(tokens) - tokens
-    covered = [first[s] + start + np.arange(n) for s, start, n in zip(runs.sequence, runs.start, runs.length, strict=True)]
+    covered = [
+        first[s] + start + np.arange(n) for s, start, n in zip(runs.sequence, runs.start, runs.length, strict=True)
+    ]
     assert np.array_equal(np.sort(np.concatenate(covered)), np.arange(tokens.sum()))
     # 3. Ranks of a bag hold as many tokens, up to one.
     by_rank = runs.by_rank(topology.world)
