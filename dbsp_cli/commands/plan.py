@@ -1,4 +1,4 @@
-"""`dbsp plan`: plans of one attention of a mask file."""
+"""`dbsp plan`: plans of one attention of a mask file, or of several sequences at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from dbsp_cli.output import JsonFlag, print_json, print_tables
+from dbsp_cli.commands.sequences import FLUX_NAME, SequenceRequest, print_sequence_plans
+from dbsp_cli.output import JsonFlag, options_for, print_json, print_tables
+from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.local_layout import least_keys_layout
 from dbsp_core.cost.selection import candidates
@@ -19,6 +21,7 @@ from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.planning.plan import Plan, can_subdivide, make_plan, require_keys
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.reports.tables import TextTable
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["plan_command"]
 
@@ -26,8 +29,9 @@ _VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
 
 
 def plan_command(
-    file: Annotated[Path, typer.Argument(help="Mask file (.safetensors).")],
-    gpus: Annotated[int, typer.Option(help="Number of GPUs.")],
+    context: typer.Context,
+    file: Annotated[Path | None, typer.Argument(help="Mask file (.safetensors).")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs.")] = None,
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}, or all.")] = "dbsp",
     reward: Annotated[float, typer.Option(help="R_b of planner paper: how strongly blocks stay.")] = 1.0,
@@ -38,12 +42,44 @@ def plan_command(
     ] = None,
     keys: Annotated[str, typer.Option(help="ring, or needed: ranks are sent only what their rows need.")] = "ring",
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
+    sequences: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a file, data streams as KnapFormer codes them: g{G}b{B}i{R}f{F}s{S}, with commas: G GPUs "
+            "load B sequences each, of R pixels square and F frames, as a clip (S=1) or single frames (S=0)."
+        ),
+    ] = None,
+    bags: Annotated[
+        str,
+        typer.Option(help="With --sequences: topologies such as g8n4 or g1n2+g2n1+g4n1, with commas, or all."),
+    ] = "all",
+    model: Annotated[
+        str, typer.Option(help=f"With --sequences: one of {', '.join(MODEL_SPECS)}, {FLUX_NAME}.")
+    ] = "wan2.1-t2v-14b",
+    hardware: Annotated[
+        str,
+        typer.Option(help="With --sequences: a name or a file from dbsp calibrate."),
+    ] = "h200",
+    mask: Annotated[str, typer.Option(help="With --sequences: every one's, such as window:window=[5,9,9].")] = "dense",
+    node_size: Annotated[int, typer.Option(help="With --sequences: GPUs per node.")] = 8,
+    max_tokens: Annotated[int | None, typer.Option(help="With --sequences: most tokens that a GPU can hold.")] = None,
+    seed: Annotated[int, typer.Option(help="With --sequences: of drawing them.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Plan one attention of a mask file: how even the work is before and after, and what moves."""
+    """Plan one attention of a mask file: how even the work is before and after, and what moves.
+
+    Or, with --sequences, share several sequences out over bags of GPUs; topologies are compared, the best proposed.
+    """
+    if (file is None) == (sequences is None):
+        raise UserError("dbsp plan needs a mask file or --sequences CODES, one of the two")
+    if sequences is not None:
+        print_sequence_plans(SequenceRequest(**options_for(SequenceRequest, context.params)), as_json)
+        return
+    if file is None or gpus is None:
+        raise UserError("a mask file is planned for a number of GPUs; give it, for example --gpus 8")
     source = MaskFile(file)
-    mask = source.layer(layer)
-    possible = candidates(gpus, mask.grid) if strategy == "all" else (Strategy.parse(strategy),)
+    one = source.layer(layer)
+    possible = candidates(gpus, one.grid) if strategy == "all" else (Strategy.parse(strategy),)
     for wanted in possible:
         wanted.require_world(gpus)
     profile = MaskProfile.of(map(source.layer, range(source.layers))) if layout == "learned" else None
@@ -51,17 +87,17 @@ def plan_command(
     plans, kv_received = [], []
     for s in possible:
         for name in PLANNERS if planner == "all" else (planner,):
-            if planner == "all" and PLANNERS[name].subdivides and not can_subdivide(mask.grid, s.ring):
+            if planner == "all" and PLANNERS[name].subdivides and not can_subdivide(one.grid, s.ring):
                 continue
             local = keys == "needed" and name in ("dbsp", "local")
             chosen = layout or ("local" if local else require_planner(name).layout)
             if chosen == "local":
-                sequence = least_keys_layout([mask], s)
+                sequence = least_keys_layout([one], s)
             else:
-                sequence = SequenceLayout.named(chosen, mask.grid, s, profile=profile)
+                sequence = SequenceLayout.named(chosen, one.grid, s, profile=profile)
             config = PlannerConfig(name, target_rho, paper=PaperConfig(reward, equal_heads))
-            plans.append(make_plan(mask, s, config, layout=sequence, keys=keys))
-            share = mask.heads * mask.grid.tokens / gpus
+            plans.append(make_plan(one, s, config, layout=sequence, keys=keys))
+            share = one.heads * one.grid.tokens / gpus
             kv_received.append(traffic_of(plans[-1].assignment, sequence).kv_received / share)
     if as_json:
         rows = [
@@ -71,11 +107,11 @@ def plan_command(
             | {"keys": keys, "kv_received": received}
             for p, received in zip(plans, kv_received, strict=True)
         ]
-        print_json(file=str(file), gpus=gpus, density=mask.density, plans=rows)
+        print_json(file=str(file), gpus=gpus, density=one.density, plans=rows)
         return
     if source.per_layer:
         print(f"{file}: layer {layer} of {source.layers}", file=sys.stderr)
-    print_tables([_table(mask, gpus, plans, kv_received)])
+    print_tables([_table(one, gpus, plans, kv_received)])
 
 
 def _table(mask: BlockMask, gpus: int, plans: list[Plan], kv_received: list[float]) -> TextTable:

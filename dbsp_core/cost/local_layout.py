@@ -114,7 +114,8 @@ def _orders(grid: BlockGrid, ring: int) -> list[str]:
     if grid.thw is None:
         return [CANONICAL]
     tiles = (f"tile:{t}x{h}x{w}" for t, h, w in _boxes(grid.thw, ring))
-    return list(dict.fromkeys([grid.common_order or CANONICAL, *AXIS_ORDERS, *tiles]))
+    own = grid.common_order
+    return list(dict.fromkeys([own if isinstance(own, str) else CANONICAL, *AXIS_ORDERS, *tiles]))
 
 
 def _boxes(thw: tuple[int, int, int], parts: int) -> Iterator[tuple[int, ...]]:
