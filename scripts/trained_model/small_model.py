@@ -81,7 +81,13 @@ def load_pipeline() -> Any:
 
 
 def generate(
-    pipeline: Any, prompt: str, seed: int, steps: int, mask: dict[str, Any] | None = None, keep: bool = False
+    pipeline: Any,
+    prompt: str,
+    seed: int,
+    steps: int,
+    mask: dict[str, Any] | None = None,
+    keep: bool = False,
+    guidance: float = 3.0,
 ) -> tuple[Video, Watched]:
     """A video and the masks' statistics. mask: a source's settings; None: dense, every mask full."""
     watched = Watched(DbspConfig.load({"mask": mask or {"source": "dense"}}).mask, keep)
@@ -94,7 +100,7 @@ def generate(
             width=WIDTH,
             num_frames=FRAMES,
             num_inference_steps=steps,
-            guidance_scale=3.0,
+            guidance_scale=guidance,
             generator=torch.Generator().manual_seed(seed),
             output_type="latent",
         ).frames
