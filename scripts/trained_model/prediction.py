@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("all", "accuracy", "speed"), default="all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="of the fit, for accuracy")
     parser.add_argument("--test-steps", type=int, nargs="+", default=[1, 4], help="denoising steps that are tested")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192], help="for speed; multiples of 64")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096], help="for speed; multiples of 64")
     parser.add_argument("--heads", type=int, default=2, help="for speed")
     parser.add_argument("--rank", type=int, default=8, help="for speed")
     parser.add_argument("--repeats", type=int, default=3, help="for speed")
