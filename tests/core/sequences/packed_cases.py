@@ -256,3 +256,29 @@ def orders_are_what_they_say(orders: tuple, grid: BlockGrid) -> bool:
         expected.append(first + np.concatenate([np.arange(own.text_tokens), video]))
         first += own.tokens
     return np.array_equal(np.concatenate(expected), grid.token_permutation(orders))
+
+
+def run_page(rank: int, world: int, code: str) -> dict:
+    """The example of docs/packed-sequences.md. returns: what it says of itself"""
+    names: dict = {}
+    exec(code, names)
+    expected, first = [], 0
+    gathered = names["here"].detach()
+    tokens = SequenceGroup.of().all_gather(gathered)
+    whole = torch.empty(names["striped"].tokens, gathered.shape[1])
+    for other, held in enumerate(tokens):
+        mine, places = (torch.from_numpy(a) for a in names["striped"].tokens_at(other))
+        whole[mine] = held[places]
+    q, k, v = whole.view(1, len(whole), 3, names["heads"], names["width"]).permute(2, 0, 3, 1, 4)
+    for part in names["mask"].parts:
+        own = [t[:, :, first : first + part.grid.tokens] for t in (q, k, v)]
+        expected.append(dense_attention(*own, part, queries=torch.arange(part.grid.tokens)))
+        first += part.grid.tokens
+    mine = torch.from_numpy(names["loaded"].tokens_at(rank)[0])
+    error = _difference(names["out"], torch.cat(expected, dim=2)[:, :, mine])
+    return {
+        "error": error,
+        "rho": names["plan"].rho,
+        "before": names["plan"].rho_before,
+        "gradient": names["hidden"].grad is not None and bool(names["hidden"].grad.isfinite().all()),
+    }

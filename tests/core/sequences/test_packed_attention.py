@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
-from packed_cases import PackedCase, run_packed
+from packed_cases import PackedCase, run_packed, run_page
+from repository import ROOT
 
 WORLDS = (2, 3, 4, 6)
 LAYOUTS = ("striped", "contiguous", "loaders")
@@ -35,3 +36,13 @@ def test_the_triton_kernel(pool, strategy):
 def test_a_token_that_attends_into_another_sequence_would_be_found(pool):
     case = PackedCase("U2R1", 4, sabotage="a token attends into another sequence")
     assert max(max(one[0]) for one in pool(2).run(run_packed, [case])) > 1e-3
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_page_runs_as_printed(pool, world):
+    page = (ROOT / "docs" / "packed-sequences.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    for found in pool(world).run(run_page, code):
+        assert found["error"] <= 1e-5
+        assert found["gradient"]
+        assert found["rho"] <= 1.01 < found["before"], found
