@@ -78,8 +78,8 @@ def plan_command(
     if file is None or gpus is None:
         raise UserError("a mask file is planned for a number of GPUs; give it, for example --gpus 8")
     source = MaskFile(file)
-    one = source.layer(layer)
-    possible = candidates(gpus, one.grid) if strategy == "all" else (Strategy.parse(strategy),)
+    of_layer = source.layer(layer)
+    possible = candidates(gpus, of_layer.grid) if strategy == "all" else (Strategy.parse(strategy),)
     for wanted in possible:
         wanted.require_world(gpus)
     profile = MaskProfile.of(map(source.layer, range(source.layers))) if layout == "learned" else None
@@ -87,17 +87,17 @@ def plan_command(
     plans, kv_received = [], []
     for s in possible:
         for name in PLANNERS if planner == "all" else (planner,):
-            if planner == "all" and PLANNERS[name].subdivides and not can_subdivide(one.grid, s.ring):
+            if planner == "all" and PLANNERS[name].subdivides and not can_subdivide(of_layer.grid, s.ring):
                 continue
             local = keys == "needed" and name in ("dbsp", "local")
             chosen = layout or ("local" if local else require_planner(name).layout)
             if chosen == "local":
-                sequence = least_keys_layout([one], s)
+                sequence = least_keys_layout([of_layer], s)
             else:
-                sequence = SequenceLayout.named(chosen, one.grid, s, profile=profile)
+                sequence = SequenceLayout.named(chosen, of_layer.grid, s, profile=profile)
             config = PlannerConfig(name, target_rho, paper=PaperConfig(reward, equal_heads))
-            plans.append(make_plan(one, s, config, layout=sequence, keys=keys))
-            share = one.heads * one.grid.tokens / gpus
+            plans.append(make_plan(of_layer, s, config, layout=sequence, keys=keys))
+            share = of_layer.heads * of_layer.grid.tokens / gpus
             kv_received.append(traffic_of(plans[-1].assignment, sequence).kv_received / share)
     if as_json:
         rows = [
@@ -107,11 +107,11 @@ def plan_command(
             | {"keys": keys, "kv_received": received}
             for p, received in zip(plans, kv_received, strict=True)
         ]
-        print_json(file=str(file), gpus=gpus, density=one.density, plans=rows)
+        print_json(file=str(file), gpus=gpus, density=of_layer.density, plans=rows)
         return
     if source.per_layer:
         print(f"{file}: layer {layer} of {source.layers}", file=sys.stderr)
-    print_tables([_table(one, gpus, plans, kv_received)])
+    print_tables([_table(of_layer, gpus, plans, kv_received)])
 
 
 def _table(mask: BlockMask, gpus: int, plans: list[Plan], kv_received: list[float]) -> TextTable:
