@@ -30,7 +30,7 @@ def even_bags(
     # 1. From where sequences are loaded, while a few steps do: little is moved then.
     home = _Bags(topology.bag_of_rank[loader], cost, tokens, topology, most_tokens)
     if (home.held <= most_tokens).all() and all(
-        home.even_out(slice(first, first + bags), 2 * bags) for first in range(0, len(topology.ranks), bags)
+        home.even_out(slice(first, first + bags), 4 * bags) for first in range(0, len(topology.ranks), bags)
     ):
         return home.bag
     # 2. Otherwise from the greedy's bags; of one size, they are interchangeable.
