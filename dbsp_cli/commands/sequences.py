@@ -211,7 +211,7 @@ def _table(
                 f"{metrics.rho:.3f}",
                 f"{int(metrics.tokens.min()):,} to {int(metrics.tokens.max()):,}",
                 in_bytes(metrics.rehomed_bytes),
-                in_bytes(float(metrics.sent_bytes.max())),
+                in_bytes(int(metrics.sent_bytes.max())),
                 f"{metrics.seconds * layer.layers:.3f}",
             )
         )

@@ -68,7 +68,7 @@ def measure(repeats: int) -> Iterator[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=50, help="draws of each")
+    parser.add_argument("--repeats", type=int, default=20, help="draws of each")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args()
     rows = list(measure(options.repeats))

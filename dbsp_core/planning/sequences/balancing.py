@@ -14,6 +14,7 @@ __all__ = ["even_bags"]
 
 TOLERANCE = 2000
 """Bags are even when their loads a rank differ by less than the mean / TOLERANCE."""
+_NEVER = np.iinfo(np.int64).max
 MAX_STEPS = 4096  # a safety net: the loop ends by itself when no step helps
 
 
@@ -30,7 +31,7 @@ def even_bags(
     # 1. From where sequences are loaded, while a few steps do: little is moved then.
     home = _Bags(topology.bag_of_rank[loader], cost, tokens, topology, most_tokens)
     if (home.held <= most_tokens).all() and all(
-        home.even_out(slice(first, first + bags), 2 * bags) for first in range(0, len(topology.ranks), bags)
+        home.even_out(slice(first, first + bags), 4 * bags) for first in range(0, len(topology.ranks), bags)
     ):
         return home.bag
     # 2. Otherwise from the greedy's bags; of one size, they are interchangeable.
@@ -84,15 +85,17 @@ class _Bags:
         mine, theirs = (np.append(np.flatnonzero(self.bag == bag), -1) for bag in (full, empty))
         delta = self.weight[mine][:, None] - self.weight[theirs]
         longer = self.length[mine][:, None] - self.length[theirs]
-        # 2. Moving δ makes loads a rank equal where δ·(b + b') = b'·load − b·load'. Best is what comes closest.
+        # 2. Moving δ makes loads a rank equal where δ·(b + b') = b'·load − b·load'. Best is what comes closest, if it
+        # leaves neither bag as full as the full one was.
         ranks = self.topology.ranks[[full, empty]].tolist()
         gap = int(self.load[full]) * ranks[1] - int(self.load[empty]) * ranks[0]
         left = np.abs(delta * sum(ranks) - gap)
+        left[(delta <= 0) | (delta * ranks[0] >= gap)] = _NEVER
         room = self.most_tokens[[full, empty]] - self.held[[full, empty]]
         if int(room.min()) < int(self.length.max()):
-            left[(longer > room[1]) | (-longer > room[0])] = gap
+            left[(longer > room[1]) | (-longer > room[0])] = _NEVER
         best = int(left.argmin())
-        if int(left.flat[best]) >= gap:
+        if int(left.flat[best]) == _NEVER:
             return False
         # 3. The exchange; what is set at −1 belongs to nothing.
         a, b = int(mine[best // len(theirs)]), int(theirs[best % len(theirs)])
