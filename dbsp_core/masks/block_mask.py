@@ -45,16 +45,8 @@ class MaskCounts:
 
     def _summed(self) -> tuple[np.ndarray, np.ndarray]:
         if self._sums is None:
-            # A GPU adds up single bytes as fast as it reads them, which a CPU does not.
-            of_parts = [
-                [(some.sum(dim=2, dtype=SUM), some.sum(dim=1, dtype=SUM)) for some in _widened(part, part.is_cuda)]
-                for part in self._parts
-            ]
-            rows, columns = (
-                _integers(torch.cat([torch.cat([pair[axis] for pair in pairs]) for pairs in of_parts], dim=1))
-                for axis in (0, 1)
-            )
-            self._sums = rows, columns
+            rows, columns = zip(*map(_sums, self._parts), strict=True)
+            self._sums = _integers(torch.cat(rows, dim=1)), _integers(torch.cat(columns, dim=1))
         return self._sums
 
     def work_by_slot(self, slots: np.ndarray, ring: int) -> np.ndarray:
@@ -106,12 +98,25 @@ class MaskCounts:
         return next(found, None)
 
 
-def _widened(part: torch.Tensor, as_they_are: bool = False) -> Iterator[torch.Tensor]:
+def _sums(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[H, nq], [H, nk]: the sums of a part's rows and columns, where its bits are."""
+    if part.is_cuda:  # adds up single bytes as fast as it reads them
+        rows, columns = (torch.cat([head.sum(dim=axis, dtype=SUM) for head in part.split(1)]) for axis in (2, 1))
+        return rows, columns
+    narrow = np.uint16 if max(part.shape[1:]) < 2**16 else np.int64  # the narrower, the faster
+    values = part.view(torch.uint8).numpy()
+    rows, columns = (
+        torch.from_numpy(np.add.reduce(values, axis=axis, dtype=narrow).astype(np.int64)) for axis in (2, 1)
+    )
+    return rows, columns
+
+
+def _widened(part: torch.Tensor) -> Iterator[torch.Tensor]:
     """[h, nq, nk] ones and zeros to add up, a few heads h at a time: in 16 bits, products are exact below 2**11."""
     small = part.is_cuda and max(part.shape[1:]) <= 2**11
     for some in part.split(max(1, AT_ONCE // max(1, part[0].numel()))):
         # As bytes a CPU widens them four times as fast.
-        yield some if as_they_are else some.view(torch.uint8).to(torch.float16 if small else torch.float32)
+        yield some.view(torch.uint8).to(torch.float16 if small else torch.float32)
 
 
 def _integers(sums: torch.Tensor) -> np.ndarray:

@@ -20,6 +20,7 @@ from dbsp_core import (
     make_plan,
 )
 from dbsp_core.masks.token_order import video_order
+from dbsp_core.runtime.kernel_tables import build_tables, dense_spans_of
 from dbsp_core.sources import (
     DenseSource,
     LocalQK,
@@ -70,6 +71,7 @@ class PackedCase:
 
     one_long: whether one sequence is longer than all others together
     layout:   of attention: a name, or "loaders": where the loaders left the sequences
+    dense_parts: whether dense sequences of heads go to the dense kernel, as where there is a GPU
     sabotage: a negative control
     """
 
@@ -79,6 +81,7 @@ class PackedCase:
     one_long: bool = False
     dtype: torch.dtype = torch.float32
     kernel: str = "auto"
+    dense_parts: bool = False
     sabotage: str | None = None
 
     @property
@@ -149,6 +152,10 @@ def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
     assert mask.fingerprint == alone.fingerprint
     plan = make_plan(mask, case.strategy, layout=home)
     executor = DualBalancedAttention.prepare(plan, mask, home, group, kernel=case.kernel, debug=True)
+    if case.dense_parts:
+        dense = dense_spans_of(mask, torch.device("cuda"))
+        executor = replace(executor, tables=build_tables(executor.part.table_layout, mask, dense))
+        assert any(table.dense for table in executor.tables) or rank > 0
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
         out = rehoming.back(executor(q, k, v), dim=2)
         out.backward(local[3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,12 +18,11 @@ LAYOUTS = ("striped", "contiguous", "loaders")
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
 def test_every_sequence_is_as_if_alone(pool, world, strategy):
     """Dense, window, radial, predicted and random masks; with text and without; ranks without sequences."""
-    cases = [
-        PackedCase(
-            str(strategy), 7 * world + seed, LAYOUTS[seed % 3], seed == 3, torch.float64 if seed % 2 else torch.float32
-        )
-        for seed in range(4)
-    ]
+    cases = []
+    for seed in range(4):
+        dtype = torch.float64 if seed % 2 else torch.float32
+        case = PackedCase(str(strategy), 7 * world + seed, LAYOUTS[seed % 3], seed == 3, dtype)
+        cases.append(replace(case, dense_parts=seed == 2))
     for case, *errors in zip(cases, *pool(world).run(run_packed, cases), strict=True):
         assert max(map(max, errors)) <= (1e-5 if case.dtype == torch.float32 else 1e-12), (case, errors)
 
@@ -45,4 +46,5 @@ def test_the_page_runs_as_printed(pool, world):
     for found in pool(world).run(run_page, code):
         assert found["error"] <= 1e-5
         assert found["gradient"]
-        assert found["rho"] <= 1.01 < found["before"], found
+        if world == 4:
+            assert (round(found["rho"], 2), round(found["before"], 2)) == (1.01, 1.53), "as the page says"
