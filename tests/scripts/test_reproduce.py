@@ -11,7 +11,7 @@ import pytest
 
 from repository import ROOT
 
-MODELLED = {"fig3", "fig8", "fig9", "fig10", "clusters"}
+MODELLED = {"fig3", "fig8", "fig9", "fig10", "modelled/clusters"}
 SCRIPTS = ROOT / "scripts" / "reproduce"
 
 
@@ -26,7 +26,7 @@ SCRIPTS = ROOT / "scripts" / "reproduce"
         ("fig8", ["--coarsen", "16", "--models", "cogvideox1.5-5b"]),
         ("fig9", ["--coarsen", "16"]),
         ("fig10", ["--coarsen", "16", "--models", "wan2.1-t2v-14b"]),
-        ("clusters", ["--coarsen", "16", "--tokens", "8192", "16384"]),
+        ("modelled/clusters", ["--coarsen", "16", "--tokens", "8192", "16384"]),
     ],
 )
 def test_reproduction(tmp_path, name, options):
@@ -39,8 +39,8 @@ def test_reproduction(tmp_path, name, options):
     assert done.returncode == 0, done.stderr
     label = "modelled" if name in MODELLED else "measured"
     assert f"{label}{', ' if name in MODELLED else ' on '}synthetic masks" in " ".join(done.stdout.split())
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    with (tmp_path / f"{name}.csv").open(newline="") as file:
+    assert (tmp_path / f"{script.stem}.png").read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / f"{script.stem}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows
     assert all(float(row.get("rho", 1)) >= 1 for row in rows)
