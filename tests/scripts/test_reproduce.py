@@ -13,7 +13,7 @@ import pytest
 from repository import ROOT
 
 KNAPFORMER = [("wir", ["--sparse-draws", "1"]), ("streams", []), ("gamma", ["--lengths", "64,128,256,512"])]
-MODELLED = {"fig3", "fig8", "fig9", "fig10", "clusters"}
+MODELLED = {"fig3", "fig8", "fig9", "fig10", "modelled/clusters"}
 SCRIPTS = ROOT / "scripts" / "reproduce"
 
 
@@ -28,14 +28,14 @@ SCRIPTS = ROOT / "scripts" / "reproduce"
         ("fig8", ["--coarsen", "16", "--models", "cogvideox1.5-5b"]),
         ("fig9", ["--coarsen", "16"]),
         ("fig10", ["--coarsen", "16", "--models", "wan2.1-t2v-14b"]),
-        ("clusters", ["--coarsen", "16", "--tokens", "8192", "16384"]),
+        ("modelled/clusters", ["--coarsen", "16", "--tokens", "8192", "16384"]),
     ],
 )
 def test_reproduction(tmp_path, name, options):
     out = run(f"{name}.py", tmp_path, "--layers", "1", *options)
     label = "modelled" if name in MODELLED else "measured"
     assert f"{label}{', ' if name in MODELLED else ' on '}synthetic masks" in out
-    rows = published(tmp_path / name)
+    rows = published(tmp_path / Path(name).name)
     assert all(float(row.get("rho", 1)) >= 1 for row in rows)
     assert all(label in row["label"] for row in rows)
 

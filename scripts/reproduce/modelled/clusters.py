@@ -8,14 +8,15 @@ DSV: training and inference on nodes of 8 H100s, and one attention's speed-up, o
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import publish
 from dbsp_cli.simulate import simulate
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.config.models import MODEL_SPECS
@@ -23,6 +24,10 @@ from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.training import predict_backward
 from dbsp_core.sources import MaskRequest, SyntheticSource
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import publish
 from modelled import MODELLED, PAPER_ATTENTION, PAPER_END_TO_END, model_masks, modelled_arguments
 
 HEADS, WIDTH, LAYERS, PARAMETERS = 16, 128, 32, 2.7e9

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sparge_cases import SpargeCase, local_tokens
 
 from dbsp_core import BlockGrid, SequenceGroup, SequenceLayout
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LowRankSource, RecordQKSource
-from sparge_cases import SpargeCase, local_tokens
 
 
 @dataclass(frozen=True)
