@@ -1,7 +1,8 @@
 """What it is worth to send ranks only the keys that their rows need: predicted times, CSV to standard output.
 
-Keys that go round the ring take the best of every UxRy in the layouts that are meant for them, striped and contiguous;
-"ring_local_ms" is the same in the layout of needed keys. All plans are chosen by the same model. Modelled, with the constants of configs/hardware (assumed and published, see there); bytes and ρ_s are counted.
+Keys that go round the ring take the best of every UxRy in the layouts that are meant for them, striped and
+contiguous; "ring_local_ms" is the same in the layout of needed keys. All plans are chosen by one model. Times are
+modelled, with the constants of configs/hardware (assumed and published, see there); bytes and ρ_s are counted.
 
     python scripts/bench/needed_keys.py > docs/results/needed-keys.csv
     python scripts/bench/needed_keys.py planning        # milliseconds of a plan, measured here
