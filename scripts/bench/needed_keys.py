@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from dbsp_core.comm.all_to_all import build_route
+from dbsp_core.comm.route_building import build_route
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
