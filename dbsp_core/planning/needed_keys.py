@@ -22,8 +22,13 @@ def needed_keys(mask: BlockMask, q_owner: np.ndarray, world: int) -> np.ndarray:
     Returns:
         bool[world, H, nk].
     """
-    bits = mask.bits.cpu().numpy()
     needed = np.zeros((world, mask.heads, mask.grid.nk), dtype=bool)
+    _mark(needed, mask.bits.cpu().numpy(), q_owner)
+    return needed
+
+
+def _mark(needed: np.ndarray, bits: np.ndarray, q_owner: np.ndarray) -> None:
+    """Sets what the rows need, in place. needed: bool[world, H, nk];  bits: bool[H, nq, nk];  q_owner: int64[H, nq]"""
     for head, (rows, owner) in enumerate(zip(bits, q_owner, strict=True)):
         if (np.diff(owner) < 0).any():  # rows by their rank
             order = np.argsort(owner.astype(np.uint16), kind="stable")
@@ -31,4 +36,3 @@ def needed_keys(mask: BlockMask, q_owner: np.ndarray, world: int) -> np.ndarray:
         first = np.flatnonzero(np.diff(owner, prepend=-1))
         for start, stop in zip(first, np.append(first[1:], len(owner)), strict=True):
             needed[owner[start], head] = rows[start:stop].any(axis=0)
-    return needed

@@ -61,9 +61,9 @@ def main() -> None:
     if sys.argv[1:] == ["planning"]:
         return print_planning_times()
     writer = None
-    for name, source in MASKS.items():
-        mask = source.mask(WAN)
-        for nodes, bandwidth in MACHINES:
+    for nodes, bandwidth in MACHINES:
+        for name, source in MASKS.items():
+            mask = source.mask(WAN)
             hardware = _machine(bandwidth)
             topology = Topology(8 * nodes, 8)
             rings = list(_rings(mask, hardware, topology))
