@@ -134,10 +134,14 @@ def _strategies(topology: Topology) -> list[Strategy]:
 
 
 def _timed(plan: Plan, name: str, layout: SequenceLayout, hardware: Hardware, topology: Topology) -> Timed:
-    shape = AttentionShape(1, plan.heads, plan.grid.tokens, 128, 2)
     share = plan.heads * plan.grid.tokens / topology.world
     received = traffic_of(plan.assignment, layout).kv_received / share
-    return Timed(plan, name, predict(plan, shape, hardware, topology, layout).total_s, received)
+    return Timed(plan, name, _predicted_s(plan, layout, hardware, topology), received)
+
+
+def _predicted_s(plan: Plan, layout: SequenceLayout, hardware: Hardware, topology: Topology) -> float:
+    shape = AttentionShape(1, plan.heads, plan.grid.tokens, 128, 2)
+    return predict(plan, shape, hardware, topology, layout).total_s
 
 
 def print_planning_times() -> None:
