@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
 from dbsp_core.cost.local_layout import least_keys_layout
-from dbsp_core.cost.selection import candidates, fastest_plan
+from dbsp_core.cost.selection import candidates, fastest_plan, in_ns
 from dbsp_core.cost.training import predict_backward, saved_bytes, sent_backward, sent_forward
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -43,9 +43,10 @@ class RunConfig:
     planner: str
     keys: str = "ring"
 
-    def layout(self, mask: BlockMask) -> SequenceLayout:
+    def layout(self, mask: BlockMask, cost: Callable[[Plan, SequenceLayout], float] | None = None) -> SequenceLayout:
+        """cost: by which the token order is chosen that needed keys are laid out in"""
         if self.keys == "needed":
-            return least_keys_layout([mask], self.strategy)
+            return least_keys_layout([mask], self.strategy, cost=cost)
         return SequenceLayout.named(require_planner(self.planner).layout, mask.grid, self.strategy)
 
 
@@ -96,8 +97,8 @@ def simulate_layer(
     run: RunConfig, mask: BlockMask, model: ModelSpec, hardware: Hardware, topology: Topology
 ) -> LayerTime:
     """Plans one layer's mask and predicts one call of it, of one batch item."""
-    layout = run.layout(mask)
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
+    layout = run.layout(mask, lambda plan, on: in_ns(predict(plan, shape, hardware, topology, on)))
     cost = exchange_cost_of(mask, run.strategy, shape, hardware, topology)
 
     def make(planner: str, equal_heads: bool) -> Plan:

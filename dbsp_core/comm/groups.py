@@ -136,7 +136,7 @@ class SequenceGroup:
         splits = list(receive_splits), list(send_splits)
         with _told_if_it_breaks_off():
             work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=asynchronous)
-        return PendingTransfer(received, sent, () if work is None else (work,))
+        return PendingTransfer(received, sent, (work,) if asynchronous else ())
 
     def shift(self, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int) -> PendingTransfer:
         """Starts to send a tensor to rank `to` and to receive one of another shape from rank `source`."""

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import AXIS_ORDERS, CANONICAL
-from dbsp_core.planning.plan import make_plan
+from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 
 __all__ = ["MOST_MASKS", "fastest_layout", "least_keys_layout"]
@@ -34,10 +35,9 @@ def least_keys_layout(
     masks: Sequence[BlockMask],
     strategy: Strategy,
     named: Callable[[BlockGrid], SequenceLayout] | None = None,
+    cost: Callable[[Plan, SequenceLayout], float] | None = None,
 ) -> SequenceLayout:
-    """Layout "local" in the order of tokens with which least is sent between ring rows, summed over the masks.
-
-    Of the rank that sends or receives most: keys and values, and the queries and outputs that change rows.
+    """Layout "local" in the order of tokens that costs least, summed over the masks.
 
     Tried are the order of the masks, six axis orders, and tiles that cut the video into as many boxes as ring ranks.
 
@@ -45,6 +45,8 @@ def least_keys_layout(
         masks: Of the layers, with grids of the same tokens.
         strategy: How the ranks are used.
         named: Makes layout "local" on a grid. Default: text and video sharded together.
+        cost: Of a plan in a layout, such as its predicted time. Default: what is sent between ring rows, by the rank
+            that sends or receives most: keys and values, and the queries and outputs that change rows.
     """
     named = named or (lambda grid: SequenceLayout.named("local", grid, strategy))
     grid = masks[0].grid
@@ -52,18 +54,19 @@ def least_keys_layout(
         return named(replace(grid, orders=(grid.common_order or CANONICAL,)))
     layouts = [named(replace(grid, orders=(order,))) for order in _orders(grid, strategy.ring)]
 
-    ring_rank = np.arange(strategy.world) // strategy.ulysses
-    apart = ring_rank[:, None] != ring_rank
+    if len(layouts) == 1:
+        return layouts[0]
+    plan = partial(make_plan, strategy=strategy, planner="local", compare=False, keys="needed")
+    costs = cost or _sent_between_rows
+    return min(layouts, key=lambda layout: sum(costs(plan(mask, layout=layout), layout) for mask in _some(masks)))
 
-    def busiest(layout: SequenceLayout) -> float:
-        plans = (
-            make_plan(mask, strategy, "local", layout=layout, compare=False, keys="needed") for mask in _some(masks)
-        )
-        traffic = (traffic_of(plan.assignment, layout) for plan in plans)
-        sent = sum(apart * (one.queries + one.combine + sum(one.key_exchanges)) for one in traffic)
-        return float(max(np.sum(sent, axis=0).max(), np.sum(sent, axis=1).max()))
 
-    return layouts[0] if len(layouts) == 1 else min(layouts, key=busiest)
+def _sent_between_rows(plan: Plan, layout: SequenceLayout) -> float:
+    traffic = traffic_of(plan.assignment, layout)
+    ring_rank = np.arange(plan.strategy.world) // plan.strategy.ulysses
+    sent = traffic.queries + traffic.combine + np.sum(traffic.key_exchanges, axis=0)
+    sent = np.where(ring_rank[:, None] == ring_rank, 0, sent)
+    return float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
 
 
 def fastest_layout(
@@ -88,17 +91,21 @@ def fastest_layout(
         topology: Of the ranks.
         element_bytes: Of q, k and v, assumed.
     """
-    local = [(s, least_keys_layout(masks, s, lambda grid, s=s: named(grid, s))) for s in strategies]  # type: ignore[misc]
-    if of_rings is None and len(local) == 1:
-        return local[0][1]
-    if hardware is None:
-        raise RuntimeError("layouts are chosen by a machine's constants, and none were loaded")
+
+    def predicted_ns(plan: Plan, layout: SequenceLayout) -> int:
+        if hardware is None:
+            raise RuntimeError("layouts are chosen by a machine's constants, and none were loaded")
+        shape = AttentionShape(1, plan.heads, plan.grid.tokens, HEAD_DIM, element_bytes)
+        return in_ns(predict(plan, shape, hardware, topology, layout))
 
     def least_ns(mask: BlockMask, layout: SequenceLayout, ways: Sequence[Strategy], keys: str) -> int:
-        shape = AttentionShape(1, mask.heads, mask.grid.tokens, HEAD_DIM, element_bytes)
         plans = (make_plan(mask, way, planner, layout=layout, compare=False, keys=keys) for way in ways)
-        return min(in_ns(predict(plan, shape, hardware, topology, layout)) for plan in plans)
+        return min(predicted_ns(plan, layout) for plan in plans)
 
+    cost = None if hardware is None else predicted_ns
+    local = [(s, least_keys_layout(masks, s, lambda grid, s=s: named(grid, s), cost)) for s in strategies]  # type: ignore[misc]
+    if of_rings is None and len(local) == 1:
+        return local[0][1]
     found = [] if of_rings is None else [(of_rings, strategies, "ring")]
     found += [(layout, [strategy], "needed") for strategy, layout in local]
     return min(found, key=lambda one: sum(least_ns(mask, *one) for mask in _some(masks)))[0]

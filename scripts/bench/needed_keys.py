@@ -1,7 +1,8 @@
 """What it is worth to send ranks only the keys that their rows need: predicted times, CSV to standard output.
 
-Keys that go round the ring take the best of every UxRy in the layouts that are meant for them, striped and contiguous;
-"ring_local_ms" is the same in the layout of needed keys. All plans are chosen by the same model. Modelled, with the constants of configs/hardware (assumed and published, see there); bytes and ρ_s are counted.
+Keys that go round the ring take the best of every UxRy in the layouts that are meant for them, striped and
+contiguous; "ring_local_ms" is the same in the layout of needed keys. All plans are chosen by one model. Times are
+modelled, with the constants of configs/hardware (assumed and published, see there); bytes and ρ_s are counted.
 
     python scripts/bench/needed_keys.py > docs/results/needed-keys.csv
     python scripts/bench/needed_keys.py planning        # milliseconds of a plan, measured here
@@ -18,7 +19,7 @@ from functools import partial
 
 import torch
 
-from dbsp_core.comm.all_to_all import build_route
+from dbsp_core.comm.route_building import build_route
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
@@ -60,9 +61,9 @@ def main() -> None:
     if sys.argv[1:] == ["planning"]:
         return print_planning_times()
     writer = None
-    for name, source in MASKS.items():
-        mask = source.mask(WAN)
-        for nodes, bandwidth in MACHINES:
+    for nodes, bandwidth in MACHINES:
+        for name, source in MASKS.items():
+            mask = source.mask(WAN)
             hardware = _machine(bandwidth)
             topology = Topology(8 * nodes, 8)
             rings = list(_rings(mask, hardware, topology))
@@ -133,10 +134,14 @@ def _strategies(topology: Topology) -> list[Strategy]:
 
 
 def _timed(plan: Plan, name: str, layout: SequenceLayout, hardware: Hardware, topology: Topology) -> Timed:
-    shape = AttentionShape(1, plan.heads, plan.grid.tokens, 128, 2)
     share = plan.heads * plan.grid.tokens / topology.world
     received = traffic_of(plan.assignment, layout).kv_received / share
-    return Timed(plan, name, predict(plan, shape, hardware, topology, layout).total_s, received)
+    return Timed(plan, name, _predicted_s(plan, layout, hardware, topology), received)
+
+
+def _predicted_s(plan: Plan, layout: SequenceLayout, hardware: Hardware, topology: Topology) -> float:
+    shape = AttentionShape(1, plan.heads, plan.grid.tokens, 128, 2)
+    return predict(plan, shape, hardware, topology, layout).total_s
 
 
 def print_planning_times() -> None:

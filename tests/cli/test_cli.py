@@ -53,6 +53,14 @@ class TestPlan:
         assert plan["rho"] >= plan["rho_bound"] >= 1
         assert 0 <= plan["moved"] <= 1
 
+    def test_needed_keys_are_no_more_than_a_ring_brings(self, dbsp, mask_file):
+        given = ("plan", mask_file, "--gpus", 4, "--json")
+        ring, needed = (json.loads(dbsp(*given, "--keys", keys)[1])["plans"] for keys in ("ring", "needed"))
+        assert [plan["planner"] for plan in needed] == ["local"] * 3
+        assert all(plan["keys"] == "needed" and plan["rho"] >= 1 for plan in needed)
+        assert all(few["kv_received"] <= all_["kv_received"] for few, all_ in zip(needed, ring, strict=True))
+        assert ring[2]["kv_received"] == pytest.approx(2 * 3, rel=0.1), "three slots of a share of K and of V each"
+
     @pytest.mark.parametrize("gpus", [1, 6, 8])
     def test_all_strategies_are_planned_by_default(self, dbsp, mask_file, gpus):
         plans = json.loads(dbsp("plan", mask_file, "--gpus", gpus, "--json")[1])["plans"]

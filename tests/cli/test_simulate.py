@@ -129,6 +129,25 @@ class TestCommand:
         assert shown == [[row["strategy"], row["planner"]] for row in rows]
         assert "modelled" in text
 
+    def test_nodes_show_where_needed_keys_win(self, dbsp):
+        window = "window:window=[5,13,21],block_q=240,block_k=240"
+        given = ("simulate", "--nodes", "2", "--mask", window, "--planner", "dbsp", "--strategy", "U8R2")
+
+        def times(*bandwidth):
+            report = json.loads(dbsp(*given, "--hardware", "h200", *bandwidth, "--json")[1])
+            assert report["sources"]["network_bytes_per_s"] == ("assumed" if bandwidth else "published")
+            assert [(row["gpus"], row["keys"], row["planner"]) for row in report["rows"]] == [
+                (16, "ring", "dbsp"),
+                (16, "needed", "local"),
+            ]
+            return [row["attention_s"] for row in report["rows"]]
+
+        slow, usual = times("--bandwidth", "2"), times()
+        assert slow[0] > 1.5 * slow[1]
+        assert [a > b for a, b in zip(slow, usual, strict=True)] == [True, True]
+        code, text, _ = dbsp(*given)
+        assert (code, "needed" in text) == (0, True)
+
     def test_a_kernel_without_log_sum_exp_leaves_ulysses(self, dbsp):
         out = dbsp("simulate", *COARSE, "--planner", "dbsp", "--kernel", "sparge", "--json")[1]
         assert [row["strategy"] for row in json.loads(out)["rows"]] == ["U8R1"]
@@ -147,6 +166,11 @@ MISTAKES = [
     (["simulate", "--mask", "small.safetensors"], "choose another --model or file"),
     (["simulate", "--strategy", "U4R2", "--kernel", "sparge"], "use a strategy UxR1"),
     (["simulate", "--kernel", "flash9"], "unknown kernel 'flash9'"),
+    (["simulate", "--nodes", "none"], "--nodes 'none' must be numbers with commas"),
+    (["simulate", "--nodes", "2", "--bandwidth", "0"], "--bandwidth 0 must be positive"),
+    (["simulate", "--keys", "neded"], "did you mean 'needed'"),
+    (["simulate", "--training", "--keys", "needed"], "leave out --keys"),
+    (["simulate", "--mask", "sparge:cdf=0.9"], "is predicted from queries and keys"),
     (["simulate", "--strategy", "U4R1", "--coarsen", "16"], "use one of U8R1"),
     (["simulate", "--hardware", "alone.yaml", "--gpus", "16", "--coarsen", "16"], "lacks; add network_latency_s"),
     (["calibrate"], "--out FILE, or add --check"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.comm.all_to_all import build_route
+from dbsp_core.comm.route_building import build_route
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import (

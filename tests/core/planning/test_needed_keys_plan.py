@@ -49,8 +49,7 @@ def test_rows_cut_in_token_order_are_even_in_total(name, text):
     assert work.shape == (plan.assignment.periods, strategy.world)
     assert work.sum() == mask.counts.rows.sum()
     assert plan.rho == work.sum(axis=0).max() * strategy.world / work.sum(), "nobody waits between the chunks"
-    assert plan.rho <= (1.005 if name != "tiles" else 1.02), "tiles are few and large"
-    assert plan.rho >= plan.rho_bound - 1e-12
+    assert plan.rho_bound - 1e-12 <= plan.rho <= max(1.005, plan.rho_bound + 1e-12), "tiles are few and large"
 
 
 def test_local_rows_need_a_fraction_of_what_others_need():
@@ -120,7 +119,7 @@ class TestLayout:
         mask = WindowSource(window=(9, 3, 40), block_q=32, block_k=32).mask(REQUEST)
         strategy = Strategy(1, 4)
         best = least_keys_layout([mask], strategy)
-        assert list(best.position[:9]) == [0, *best.position[1:9]]
+        assert list(best.position[:3]) == [0, 9, 18], "time runs fastest"
         frames = SequenceLayout.named("local", mask.grid, strategy)
 
         def received(layout):

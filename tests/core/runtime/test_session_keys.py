@@ -55,11 +55,18 @@ class TestAuto:
 
 
 def _machine(folder, network) -> str:
-    """The shipped one, with another network between its nodes; on one node, with links as fast."""
+    """The shipped one with another network between its nodes; one node's links are as fast as the network is meant to.
+
+    Where that is very fast only packing takes time, of which needed keys ask for more.
+    """
     text = (SHIPPED / "h200.yaml").read_text()
-    for name in ("network_bytes_per_s", "exchange_bytes_per_s", "p2p_bytes_per_s"):
-        rate = network if name.startswith("network") or network > 1e12 else 1e15
-        text = re.sub(rf"  {name}: [0-9.e+]+", f"  {name}: {rate:.1e}", text)
+    constants = {"network_bytes_per_s": network, "exchange_bytes_per_s": 1e15, "p2p_bytes_per_s": 1e15}
+    if network > 1e12:
+        latencies = ("exchange_latency_s", "p2p_latency_s", "network_latency_s", "launch_s")
+        constants |= dict.fromkeys(("flops_per_s", "merge_bytes_per_s"), 1e18) | dict.fromkeys(latencies, 0.0)
+    for name, value in constants.items():
+        text, found = re.subn(rf"^  {name}: [0-9.e+-]+$", f"  {name}: {value:.1e}", text, flags=re.MULTILINE)
+        assert found == 1
     file = folder / f"machine-{network:g}.yaml"
     file.write_text(text)
     return str(file)
