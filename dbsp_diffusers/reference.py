@@ -100,5 +100,5 @@ def token_mask(mask: BlockMask) -> torch.Tensor:
     for order, heads in grid.order_groups(mask.heads):
         place = torch.from_numpy(np.argsort(grid.token_permutation(order)))  # of each token
         rows, columns = q_block[place].to(mask.bits.device), k_block[place].to(mask.bits.device)
-        allowed[heads] = mask.bits[heads][:, rows][:, :, columns]
+        allowed[heads] = mask.square(heads)[:, rows][:, :, columns]
     return allowed

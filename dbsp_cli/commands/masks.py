@@ -160,7 +160,8 @@ def _in_words(layout: MaskLayout) -> str:
     grid = layout.grid
     groups = f"step groups {layout.groups}, " if layout.groups else ""
     layers = f"{layout.layers} layers" if layout.layers is not None else "one mask for all layers"
-    orders = sorted({order for each in layout.orders for order in each})
+    in_order = {order for each in layout.orders for order in each}
+    orders = sorted({name for order in in_order for name in ((order,) if isinstance(order, str) else order)})
     return f"{groups}{layers}, {layout.heads} heads, {grid.nq}×{grid.nk} blocks, token orders {', '.join(orders)}"
 
 
@@ -183,6 +184,8 @@ def _summary(folder: Path) -> str:
 def _headline(file: Path, found: MaskInfo) -> str:
     grid = found.first.grid
     size = "" if grid.thw is None else f" of a {'×'.join(map(str, grid.thw))} video"
+    if grid.packed_from:
+        size = f" of {len(grid.sequences)} packed sequences"
     return (
         f"{file}: {len(found.layers)} layers, {found.first.heads} heads, {grid.nq}×{grid.nk} blocks of "
         f"{grid.block_q}×{grid.block_k} tokens, {grid.tokens} tokens{size}, {grid.text_tokens} of text; "

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
-from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.planning.assignment import Assignment
 
 __all__ = ["Traffic", "traffic_of"]
@@ -71,7 +71,7 @@ def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=32)
-def _tokens_at(layout: SequenceLayout, grid: BlockGrid, order: str) -> tuple[np.ndarray, np.ndarray]:
+def _tokens_at(layout: SequenceLayout, grid: BlockGrid, order: Order) -> tuple[np.ndarray, np.ndarray]:
     """float64[nq, P], float64[nk, P]: tokens of each query and KV block that live on each rank."""
 
     def tokens(pieces: ShardSegments, axis: BlockAxis) -> np.ndarray:

@@ -302,7 +302,7 @@ def predict_as_printed(
             exchange_rate = min(exchange_rate, known.network_bytes_per_s)
     share = shape.heads * shape.tokens * shape.token_bytes / strategy.world
     x = strategy.ulysses
-    blocks = plan.heads * grid.nq * grid.nk * shape.batch
+    blocks = plan.heads * grid.pairs * shape.batch
     return as_printed(
         strategy,
         plan.rho,

@@ -10,7 +10,7 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError
 
@@ -135,7 +135,7 @@ class SequenceLayout:
     local: np.ndarray
     world: int
     shard: int
-    _segments: dict[tuple[BlockGrid, str], tuple[ShardSegments, ShardSegments]] = field(
+    _segments: dict[tuple[BlockGrid, Order], tuple[ShardSegments, ShardSegments]] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -174,6 +174,34 @@ class SequenceLayout:
         return cls.from_streams([np.arange(tokens)], world)
 
     @classmethod
+    def whole_sequences(cls, lengths: Sequence[int], ranks: Sequence[int], world: int) -> SequenceLayout:
+        """Each sequence of a packed grid lies whole on a rank, as data loaders leave them; a rank may have none.
+
+        A rank holds its sequences in the order given, and all have as many places as the fullest.
+
+        Args:
+            lengths: Tokens of each sequence, text included.
+            ranks: Of each sequence.
+            world: Number of ranks.
+
+        Raises:
+            UserError: For no sequences, other numbers of lengths and ranks, or ranks that there are not.
+        """
+        if not len(lengths) or len(lengths) != len(ranks) or min(lengths) < 1:
+            raise UserError(
+                f"whole_sequences needs a length of at least 1 and a rank for each sequence, got lengths "
+                f"{list(lengths)} and ranks {list(ranks)}"
+            )
+        if not 0 <= min(ranks) <= max(ranks) < world:
+            raise UserError(f"sequences lie on ranks {sorted(set(ranks))}, but there are ranks 0 to {world - 1}")
+        held = np.zeros(world, dtype=np.int64)
+        local = []
+        for length, rank in zip(lengths, ranks, strict=True):
+            local.append(held[rank] + np.arange(length))
+            held[rank] += length
+        return cls(np.repeat(ranks, lengths), np.concatenate(local), world, int(held.max()))
+
+    @classmethod
     def striped(cls, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
         """Block b is on ring rank b mod y (up to equal shards), so that profiles average out over the ring."""
         return cls.named("striped", grid, strategy)
@@ -195,7 +223,8 @@ class SequenceLayout:
             name: A key of `LAYOUT_ORDERS`: "contiguous", "striped" or "learned".
             grid: The blocks that "striped" and "learned" distribute.
             strategy: The ranks; only its ring matters for the order.
-            split_text: Whether text and video are sharded separately, as hosts with two streams do.
+            split_text: Whether text and video are sharded separately, as hosts with two streams do; the texts of a
+                packed grid are then one stream, and its videos one.
             text_last: Whether a rank then has its text after its video, rather than before.
             profile: What "learned" learns from.
 
@@ -204,11 +233,11 @@ class SequenceLayout:
         """
         if name not in LAYOUT_ORDERS:
             raise UserError(f"unknown sequence layout {name!r}; use one of {', '.join(LAYOUT_ORDERS)}")
-        video = np.arange(grid.text_tokens if split_text else 0, grid.tokens)
+        video = np.delete(np.arange(grid.tokens), grid.text_positions if split_text else [])
         # A ring of one rank has all tokens: no order is better than another, and hosts are spared the permutation.
         streams = [LAYOUT_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]
         if split_text:
-            streams.insert(len(streams) if text_last else 0, np.arange(grid.text_tokens))
+            streams.insert(len(streams) if text_last else 0, grid.text_positions)
         return cls.from_streams(streams, strategy.world)
 
     @property
@@ -244,7 +273,7 @@ class SequenceLayout:
         length = np.diff(first, append=self.tokens)
         return ShardSegments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
 
-    def block_segments(self, grid: BlockGrid, order: str) -> tuple[ShardSegments, ShardSegments]:
+    def block_segments(self, grid: BlockGrid, order: Order) -> tuple[ShardSegments, ShardSegments]:
         """The segments of a grid's query blocks and of its KV blocks in one token order. Made once, then kept."""
         key = grid, order
         if key not in self._segments:

@@ -8,7 +8,7 @@ import numpy as np
 
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.baselines import balanced_majority_rank, contiguous_assignment, majority_rank
@@ -33,11 +33,11 @@ def majority_ring_ranks(
     [H, nq], [H, nk] where heads have token orders of their own.
     """
 
-    def residents(fragments: ShardSegments, axis: BlockAxis, order: str) -> np.ndarray:
+    def residents(fragments: ShardSegments, axis: BlockAxis, order: Order) -> np.ndarray:
         tokens = fragments.tokens_by_ring(len(axis), strategy)
         return majority_rank(tokens) if order == CANONICAL else balanced_majority_rank(tokens)
 
-    def by_order(order: str) -> tuple[np.ndarray, np.ndarray]:
+    def by_order(order: Order) -> tuple[np.ndarray, np.ndarray]:
         q, k = layout.block_segments(grid, order)
         return residents(q, grid.q_axis, order), residents(k, grid.k_axis, order)
 

@@ -118,7 +118,7 @@ class Plan:
     @property
     def density(self) -> float:
         """Share of blocks that are dense."""
-        return int(self.metrics.work.sum()) / (self.heads * self.grid.nq * self.grid.nk)
+        return int(self.metrics.work.sum()) / (self.heads * self.grid.pairs)
 
     def fits(self, mask: BlockMask) -> bool:
         """Whether the assignment can serve this mask: it has as many heads, on the same grid, subdivided or not."""

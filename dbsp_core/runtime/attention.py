@@ -19,7 +19,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.gradients.backward import attention_with_gradients
-from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout, dense_heads_of
+from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout, dense_spans_of
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.ring import ring_attention
 from dbsp_core.utils.errors import UserError
@@ -260,7 +260,7 @@ class DualBalancedAttention:
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:
     """By period, those of a mask under a part's plan."""
     layout, fine = part.table_layout, mask.subdivided(plan.grid)
-    return build_tables(layout, fine, dense_heads_of(fine, layout.heads.device))
+    return build_tables(layout, fine, dense_spans_of(fine, layout.rows.device))
 
 
 def _require_places(layout: SequenceLayout, rank: int, n_local: int | None) -> int:

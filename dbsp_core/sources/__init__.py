@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dbsp_core.sources.base import DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource
+from dbsp_core.sources.base import (
+    DynamicMaskSource,
+    LocalQK,
+    MaskRequest,
+    MaskSource,
+    StaticMaskSource,
+    packed_mask,
+)
 from dbsp_core.sources.callable import CallableSource
 from dbsp_core.sources.radial import RadialSource
 from dbsp_core.sources.sparge import SpargeSource
@@ -27,6 +34,7 @@ __all__ = [
     "SvgSource",
     "SyntheticSource",
     "WindowSource",
+    "packed_mask",
 ]
 
 SOURCES: dict[str, type[MaskSource]] = {

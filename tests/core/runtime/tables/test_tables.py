@@ -86,8 +86,8 @@ def test_the_triton_kernel_packs_rows_as_its_twin(grid, heads, seed, data):
     mask = BlockMask(random_bits(heads, grid, seed), grid)
     strategy = data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3"]))
     layout = table_layout(make_plan(mask, strategy).assignment, 0)
-    bits = mask.bits.flatten(0, 1)
-    of_mask = layout.rows, layout.heads, layout.turn, layout.columns, layout.present, layout.full
+    bits = mask.row_bits
+    of_mask = layout.rows, layout.spans_of, layout.turn, layout.columns, layout.present, layout.full
     expected = pack_rows(bits, *of_mask, layout.as_masked)
     whole, triton_rows.CHUNK = triton_rows.CHUNK, 16  # several chunks a row
     try:
