@@ -1,4 +1,4 @@
-"""`dbsp plan`: plans of one attention of a mask file."""
+"""`dbsp plan`: plans of one attention of a mask file, or of several sequences at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from dbsp_cli.output import JsonFlag, print_json, print_tables
+from dbsp_cli.commands.sequences import FLUX_NAME, SequenceRequest, print_sequence_plans
+from dbsp_cli.output import JsonFlag, options_for, print_json, print_tables
+from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -17,6 +19,7 @@ from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.reports.tables import TextTable
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["plan_command"]
 
@@ -24,8 +27,9 @@ _VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
 
 
 def plan_command(
-    file: Annotated[Path, typer.Argument(help="Mask file (.safetensors).")],
-    gpus: Annotated[int, typer.Option(help="Number of GPUs.")],
+    context: typer.Context,
+    file: Annotated[Path | None, typer.Argument(help="Mask file (.safetensors).")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs.")] = None,
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}, or all.")] = "dbsp",
     reward: Annotated[float, typer.Option(help="R_b of planner paper: how strongly blocks stay.")] = 1.0,
@@ -35,9 +39,41 @@ def plan_command(
         str | None, typer.Option(help=f"Home layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
     ] = None,
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
+    sequences: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a file, data streams as KnapFormer codes them: g{G}b{B}i{R}f{F}s{S}, with commas: G GPUs "
+            "load B sequences each, of R pixels square and F frames, as a clip (S=1) or single frames (S=0)."
+        ),
+    ] = None,
+    bags: Annotated[
+        str,
+        typer.Option(help="With --sequences: topologies such as g8n4 or g1n2+g2n1+g4n1, with commas, or all."),
+    ] = "all",
+    model: Annotated[
+        str, typer.Option(help=f"With --sequences: one of {', '.join(MODEL_SPECS)}, {FLUX_NAME}.")
+    ] = "wan2.1-t2v-14b",
+    hardware: Annotated[
+        str,
+        typer.Option(help="With --sequences: a name or a file from dbsp calibrate."),
+    ] = "h200",
+    mask: Annotated[str, typer.Option(help="With --sequences: every one's, such as window:window=[5,9,9].")] = "dense",
+    node_size: Annotated[int, typer.Option(help="With --sequences: GPUs per node.")] = 8,
+    max_tokens: Annotated[int | None, typer.Option(help="With --sequences: most tokens that a GPU can hold.")] = None,
+    seed: Annotated[int, typer.Option(help="With --sequences: of drawing them.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Plan one attention of a mask file: how even the work is before and after, and what moves."""
+    """Plan one attention of a mask file: how even the work is before and after, and what moves.
+
+    Or, with --sequences, share several sequences out over bags of GPUs; topologies are compared, the best proposed.
+    """
+    if (file is None) == (sequences is None):
+        raise UserError("dbsp plan needs a mask file or --sequences CODES, one of the two")
+    if sequences is not None:
+        print_sequence_plans(SequenceRequest(**options_for(SequenceRequest, context.params)), as_json)
+        return
+    if file is None or gpus is None:
+        raise UserError("a mask file is planned for a number of GPUs; give it, for example --gpus 8")
     source = MaskFile(file)
     mask = source.layer(layer)
     possible = candidates(gpus, mask.grid) if strategy == "all" else (Strategy.parse(strategy),)
