@@ -45,11 +45,13 @@ def exchange_of(
     group: SequenceGroup,
     present: np.ndarray,
     config: Any,
+    debug: bool,
 ) -> Exchange:
     """The exchange of one packed pass. Collective where ranks are given samples of their own.
 
     present: bool[ranks, sequences], which rank has tokens of which sequence
     config:  of the transformer
+    debug:   whether all ranks compare what they exchange before every exchange
     """
     if batch.loaders is None:
         shards = StreamShards(layout, group, 0, layout.tokens, batch.device)
@@ -59,7 +61,7 @@ def exchange_of(
     source = SequenceLayout.whole_sequences(tokens, batch.loaders, group.size)
     own = [sequence for sequence, loader in enumerate(batch.loaders) if loader == group.rank]
     held = sum(tokens[sequence] for sequence in own)
-    rehoming = Rehoming.of(source, layout, group, source_places=held)
+    rehoming = Rehoming.of(source, layout, group, source_places=held, debug=debug)
     given = _exchanged_conditions(batch, own, group, present, config)
     return Exchange(own, given, partial(rehoming.there, dim=1), partial(rehoming.back, dim=1))
 

@@ -13,6 +13,7 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.packed.exchange import Exchange, exchange_of
 from dbsp_diffusers.packed.modulation import scaled
 from dbsp_diffusers.packed.placement import Placement
@@ -83,9 +84,12 @@ class _Pass:
 
 def _block_of_either(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A block's forward, of packed tokens where it is given a packed pass."""
-    if len(args) == 2 and isinstance(args[1], _Pass):
-        return _block(own.__self__, *args)  # type: ignore[attr-defined]
-    return own(*args, **kwargs)
+    if len(args) != 2 or not isinstance(args[1], _Pass):
+        return own(*args, **kwargs)
+    block = getattr(own, "__self__", None)
+    if block is None:
+        raise UserError("accelerate's CPU offload has replaced the blocks' forward; several sizes at once need it off")
+    return _block(block, *args)
 
 
 def _block(block: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:
@@ -118,10 +122,11 @@ def _forward(
     """
     patch: Size = tuple(transformer.config.patch_size)
     grids = batch.grids(patch)
+    debug = session is not None and session.config.debug
     here = Placement.of(layout, grids, group.rank)
     # 1. This rank's samples as tokens, and the exchange to the layout.
     own = _embedded(transformer, batch.samples)
-    exchange = exchange_of(batch, grids, layout, group, here.everyone, transformer.config)
+    exchange = exchange_of(batch, grids, layout, group, here.everyone, transformer.config, debug)
     x = exchange.take(own)
     # 2. Timesteps and prompts of the sequences that have tokens here.
     temb, context = _conditions(transformer, batch, exchange, here, joint=session is not None)

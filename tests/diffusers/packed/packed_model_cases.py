@@ -95,7 +95,7 @@ def packed_is_one_by_one(
 ) -> tuple[float, float, float]:
     """Largest differences of predictions and of gradients, each as a share of the largest, and of gradients that were
     not summed over the ranks. local: each rank is given its loader's samples, and has the loss of these alone"""
-    config = {"mask": CONFIGS[mask], "strategy": strategy, "layout": layout}
+    config = {"mask": CONFIGS[mask], "strategy": strategy, "layout": layout, "debug": checkpointing}
     samples = samples_of(model, dtype)
     with wide_floats(dtype):
         transformer = make_tiny_transformer(model).to(dtype).train()
