@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from clips import encode_clips
 from dbsp_core.utils.errors import UserError
 from mixed import Mix
+from mixed_training import measure, rows_of
 from repository import ROOT
 from settings import Settings
 from train_video_cases import go_on_from_another, gradients_of_mix, small, steps_of, stopped_and_not
@@ -91,6 +93,19 @@ def test_images_and_videos_in_one_step_have_the_same_losses_on_any_ranks(pool, f
         found += pool(world).run(steps_of, settings, encoded, 3)
     for losses in found[1:]:
         assert losses == pytest.approx(found[0], abs=1e-5)
+
+
+def test_the_benchmark_has_the_same_gradients_every_way_but_padding(pool, encoded):
+    """scripts/bench/mixed_training.py, with a loader that has most."""
+    mix = Mix.parse("5x48x64,2*1x48x64+1x32x48")
+    found = pool(2).run(measure, "sparge", mix, 1, encoded)
+    rows = rows_of("sparge", found, np.array([24 + 2 * 12 + 6]), "measured")
+    ways = ["padded to the longest", "one loader a rank", "KnapFormer g1n2", "KnapFormer g2n1", "rows over all ranks"]
+    assert [row.way for row in rows] == ways
+    assert all(row.wir >= row.imbalance >= 1 for row in rows)
+    assert rows[-1].core_ratio == rows[-1].wall_ratio == 1
+    padded, *others = (float(row.gradients_differ) for row in rows)
+    assert max(others) <= 1e-5 < padded
 
 
 def test_a_mix_that_cannot_be_meant():
