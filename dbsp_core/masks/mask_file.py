@@ -15,6 +15,12 @@ from safetensors.numpy import save
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Order
+from dbsp_core.masks.mask_values import (
+    block_counts,
+    head_values,
+    mask_bits,
+    mask_values,
+)
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
@@ -23,40 +29,14 @@ from dbsp_core.utils.errors import UserError
 __all__ = [
     "MaskFile",
     "MaskLayout",
-    "block_counts",
     "mask_file_bytes",
-    "pack_mask_bits",
     "save_mask",
-    "unpack_mask_bits",
     "write_masks",
 ]
 
 Orders = tuple[Order, ...]
 
 _SIZES = ("tokens", "text_tokens", "block_q", "block_k")
-
-
-def block_counts(grid: BlockGrid) -> tuple[int, int]:
-    """(nq, nk), without the arrays that the grid would make: a file's numbers may be absurd."""
-    segments = [part for one in grid.sequences for part in (one.text_tokens, one.tokens - one.text_tokens)]
-    nq, nk = (sum(-(-segment // block) for segment in segments) for block in (grid.block_q, grid.block_k))
-    return nq, nk
-
-
-def _head_values(grid: BlockGrid, packed: bool) -> int:
-    """How many values a file has for one head: those of each of the grid's sequences, row by row."""
-    counts = map(block_counts, grid.sequences)
-    return sum(nq * (-(-nk // 8) if packed else nk) for nq, nk in counts)
-
-
-def pack_mask_bits(bits: torch.Tensor) -> np.ndarray:
-    """uint8[..., nq, ceil(nk / 8)] of bool[..., nq, nk]: the first of eight blocks is the most significant bit."""
-    return np.packbits(bits.cpu().numpy(), axis=-1)
-
-
-def unpack_mask_bits(packed: np.ndarray, nk: int) -> torch.Tensor:
-    """bool[..., nq, nk]: the inverse of `pack_mask_bits`. Bits beyond the last block are ignored."""
-    return torch.from_numpy(np.unpackbits(packed, axis=-1, count=nk).view(bool))
 
 
 class MaskFile:
@@ -145,7 +125,7 @@ class MaskFile:
                 + ("; five dimensions need metadata groups, such as '0-9,10-49'" if len(shape) == 5 else "")
             )
         nq, nk = block_counts(self.grid)
-        a_head = _head_values(self.grid, self.packed)
+        a_head = head_values(self.grid, self.packed)
         fits = shape[-1] % a_head == 0 if own == 1 else shape[-2:] == (nq, a_head // nq)
         if not fits:
             raise UserError(
@@ -200,7 +180,7 @@ class MaskFile:
 
     @property
     def heads(self) -> int:
-        return self._shape[-3] if self._own == 3 else self._shape[-1] // _head_values(self.grid, self.packed)
+        return self._shape[-3] if self._own == 3 else self._shape[-1] // head_values(self.grid, self.packed)
 
     def orders(self, layer: int, group: int = 0) -> Orders:
         """The token order of each head, or one for all heads."""
@@ -232,18 +212,8 @@ class MaskFile:
             raise UserError(f"mask file {self.path} cannot be read any more ({error})") from error
         if not self.packed and int(values.max()) > 1:
             raise UserError(f"mask file {self.path}: values must be 0 or 1, found {int(values.max())}")
-        return BlockMask(self._bits(values), self.grid.with_orders(self.orders(index, group)))
-
-    def _bits(self, values: np.ndarray) -> torch.Tensor:
-        """A mask's bits from the file's values."""
-        if not self.packed:
-            return torch.from_numpy(values).bool()
-        if not self.grid.packed_from:
-            return unpack_mask_bits(values, self.grid.nk)
-        sizes = [self.heads * _head_values(grid, packed=True) for grid in self.grid.sequences]
-        pieces = zip(np.split(values, np.cumsum(sizes)[:-1]), self.grid.sequences, strict=True)
-        return torch.cat(
-            [unpack_mask_bits(own.reshape(-1, -(-grid.nk // 8)), grid.nk).flatten() for own, grid in pieces]
+        return BlockMask(
+            mask_bits(values, self.grid, self.heads, self.packed), self.grid.with_orders(self.orders(index, group))
         )
 
 
@@ -309,19 +279,12 @@ def write_masks(
 
     masks: bits of a `BlockMask` each, by group and layer, as `layout` says
     """
-    pieces: Iterator[bytes] = (_values(bits, layout.grid, packed).tobytes() for bits in masks)
+    pieces: Iterator[bytes] = (mask_values(bits, layout.grid, packed).tobytes() for bits in masks)
     metadata, orders = layout.metadata()
-    a_head, nq = _head_values(layout.grid, packed), layout.grid.nq
+    a_head, nq = head_values(layout.grid, packed), layout.grid.nq
     own = (layout.heads * a_head,) if layout.grid.packed_from else (layout.heads, nq, a_head // nq)
     tensors = {"packed" if packed else "mask": ByteTensor((*layout.leading, *own), pieces)}
     return write_byte_tensors(path, tensors if orders is None else tensors | {"orders": orders}, metadata)
-
-
-def _values(bits: torch.Tensor, grid: BlockGrid, packed: bool) -> np.ndarray:
-    """uint8, what a file has of a mask; of packed sequences in one dimension."""
-    parts = BlockMask(bits, grid.with_orders((CANONICAL,))).parts
-    values = [pack_mask_bits(part.bits) if packed else part.bits.cpu().to(torch.uint8).numpy() for part in parts]
-    return np.concatenate([one.ravel() for one in values]) if grid.packed_from else values[0]
 
 
 def save_mask(
@@ -364,7 +327,7 @@ def mask_file_bytes(mask: BlockMask) -> bytes:
     """The content of a packed mask file with one mask for all layers."""
     plain = mask.grid.with_orders((CANONICAL,))
     metadata, orders = MaskLayout(plain, mask.heads, orders=(mask.grid.orders,)).metadata()
-    tensors = {"packed": _values(mask.bits, plain, packed=True)}
+    tensors = {"packed": mask_values(mask.bits, plain, packed=True)}
     if orders is not None:
         tensors["orders"] = np.frombuffer(b"".join(orders.pieces), dtype=np.uint8).reshape(orders.shape)
     return save(tensors, metadata)
