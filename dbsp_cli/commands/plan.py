@@ -75,21 +75,21 @@ def plan_command(
     if file is None or gpus is None:
         raise UserError("a mask file is planned for a number of GPUs; give it, for example --gpus 8")
     source = MaskFile(file)
-    mask = source.layer(layer)
-    possible = candidates(gpus, mask.grid) if strategy == "all" else (Strategy.parse(strategy),)
+    of_layer = source.layer(layer)
+    possible = candidates(gpus, of_layer.grid) if strategy == "all" else (Strategy.parse(strategy),)
     for wanted in possible:
         wanted.require_world(gpus)
     profile = MaskProfile.of(map(source.layer, range(source.layers))) if layout == "learned" else None
     plans = [
         make_plan(
-            mask,
+            of_layer,
             s,
             PlannerConfig(name, target_rho, paper=PaperConfig(reward, equal_heads)),
-            layout=SequenceLayout.named(layout or require_planner(name).layout, mask.grid, s, profile=profile),
+            layout=SequenceLayout.named(layout or require_planner(name).layout, of_layer.grid, s, profile=profile),
         )
         for s in possible
         for name in (PLANNERS if planner == "all" else (planner,))
-        if planner != "all" or not PLANNERS[name].subdivides or can_subdivide(mask.grid, s.ring)
+        if planner != "all" or not PLANNERS[name].subdivides or can_subdivide(of_layer.grid, s.ring)
     ]
     if as_json:
         rows = [
@@ -98,11 +98,11 @@ def plan_command(
             | {"split_heads": p.assignment.split_heads, "extra_kv": p.assignment.extra_kv, "plan_ms": p.plan_ms}
             for p in plans
         ]
-        print_json(file=str(file), gpus=gpus, density=mask.density, plans=rows)
+        print_json(file=str(file), gpus=gpus, density=of_layer.density, plans=rows)
         return
     if source.per_layer:
         print(f"{file}: layer {layer} of {source.layers}", file=sys.stderr)
-    print_tables([_table(mask, gpus, plans)])
+    print_tables([_table(of_layer, gpus, plans)])
 
 
 def _table(mask: BlockMask, gpus: int, plans: list[Plan]) -> TextTable:

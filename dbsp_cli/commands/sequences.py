@@ -82,7 +82,7 @@ def print_sequence_plans(request: SequenceRequest, as_json: bool) -> None:
     assumptions = StreamAssumptions() if layer.text else StreamAssumptions(text=(0, 0))
     drawn = draw(streams, world, request.seed, assumptions)
     work = _work(drawn, layer, request.mask)
-    candidates = list(_candidates(request, drawn, work, layer, hardware, world))
+    candidates = _candidates(request, drawn, work, layer, hardware, world)
     best = min(candidates, key=lambda one: one.metrics.seconds)
     if as_json:
         about = {
@@ -136,12 +136,13 @@ def _candidates(
     layer: LayerSize,
     hardware: Hardware,
     world: int,
-) -> Iterator[_Candidate]:
+) -> list[_Candidate]:
     """Without bags, then every topology under both balancers. Of all, those that can hold the sequences."""
     grid = work.grids[0]
     cost = sequence_cost(layer, hardware, grid.block_q, grid.block_k)
     picoseconds, tokens = cost.picoseconds(work.tokens, work.blocks), work.tokens
-    failures = []
+    found: list[_Candidate] = []
+    failure = None
     for topology, balancer in _topologies(request, world):
         start = time.perf_counter()
         try:
@@ -149,14 +150,14 @@ def _candidates(
         except UserError as error:
             if request.bags != ALL_BAGS:
                 raise
-            failures.append(error)
+            failure = error
             continue
         plan_ms = (time.perf_counter() - start) * 1e3
         metrics = evaluate(plan, work, drawn.loader, cost, layer, hardware, request.node_size)
-        yield _Candidate(plan, metrics, plan_ms)
-        failures = []
-    if failures:
-        raise failures[-1]
+        found.append(_Candidate(plan, metrics, plan_ms))
+    if failure is not None and not found:
+        raise failure
+    return found
 
 
 def _topologies(request: SequenceRequest, world: int) -> Iterator[tuple[BagTopology, str]]:
@@ -210,7 +211,7 @@ def _table(
                 f"{metrics.rho:.3f}",
                 f"{int(metrics.tokens.min()):,} to {int(metrics.tokens.max()):,}",
                 in_bytes(metrics.rehomed_bytes),
-                in_bytes(float(metrics.sent_bytes.max())),
+                in_bytes(int(metrics.sent_bytes.max())),
                 f"{metrics.seconds * layer.layers:.3f}",
             )
         )

@@ -1,4 +1,4 @@
-"""`scripts/bench/attention.py` runs on real ranks and replays virtual ones, and prints what it promises."""
+"""Benchmarks print what they promise: `attention.py` runs on real ranks and replays virtual ones."""
 
 from __future__ import annotations
 
@@ -33,3 +33,13 @@ def test_json_has_the_documented_cases(options, strategies, label):
         assert case["rho_before"] >= case["rho"] >= 1
         assert case["speedup"] == case["seconds_before"] / case["seconds"]
         assert (case["communication_s"] > 0) == label.startswith("replayed")
+
+
+def test_planning_of_sequences():
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "sequences.py"), "--repeats", "1", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["sequences"] for row in rows if row["gpus"] == 32] == [128] * 12 + [1024] * 6
+    assert all(row["worst_wir"] <= 1.005 for row in rows if row["bags"].startswith("g8") and row["balancer"] == "dbsp")

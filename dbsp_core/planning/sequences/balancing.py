@@ -30,7 +30,7 @@ def even_bags(
     # 1. From where sequences are loaded, while a few steps do: little is moved then.
     home = _Bags(topology.bag_of_rank[loader], cost, tokens, topology, most_tokens)
     if (home.held <= most_tokens).all() and all(
-        home.even_out(slice(first, first + bags), 2 * bags) for first in range(0, len(topology.ranks), bags)
+        home.even_out(slice(first, first + bags), 4 * bags) for first in range(0, len(topology.ranks), bags)
     ):
         return home.bag
     # 2. Otherwise from the greedy's bags; of one size, they are interchangeable.
@@ -49,10 +49,13 @@ class _Bags:
     tokens: np.ndarray
     topology: BagTopology
     most_tokens: np.ndarray
+    weight: np.ndarray = field(init=False)
+    length: np.ndarray = field(init=False)
     load: np.ndarray = field(init=False)
     held: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
+        self.weight, self.length = np.append(self.cost, 0), np.append(self.tokens, 0)  # the last is that of nothing
         self.load, self.held = np.zeros_like(self.most_tokens), np.zeros_like(self.most_tokens)
         np.add.at(self.load, self.bag, self.cost)
         np.add.at(self.held, self.bag, self.tokens)
@@ -79,15 +82,15 @@ class _Bags:
         """The best exchange of two bags' sequences, one of which may be none. returns: whether it helps"""
         # 1. What moves: a sequence of the full bag, or none, against one of the empty bag, or none (index −1).
         mine, theirs = (np.append(np.flatnonzero(self.bag == bag), -1) for bag in (full, empty))
-        weight, length = np.append(self.cost, 0), np.append(self.tokens, 0)
-        delta = weight[mine][:, None] - weight[theirs]
-        longer = length[mine][:, None] - length[theirs]
+        delta = self.weight[mine][:, None] - self.weight[theirs]
+        longer = self.length[mine][:, None] - self.length[theirs]
         # 2. Moving δ makes loads a rank equal where δ·(b + b') = b'·load − b·load'. Best is what comes closest.
         ranks = self.topology.ranks[[full, empty]].tolist()
         gap = int(self.load[full]) * ranks[1] - int(self.load[empty]) * ranks[0]
         left = np.abs(delta * sum(ranks) - gap)
-        room = self.most_tokens - self.held
-        left[(longer > room[empty]) | (-longer > room[full])] = gap
+        room = self.most_tokens[[full, empty]] - self.held[[full, empty]]
+        if int(room.min()) < int(self.length.max()):
+            left[(longer > room[1]) | (-longer > room[0])] = gap
         best = int(left.argmin())
         if int(left.flat[best]) >= gap:
             return False

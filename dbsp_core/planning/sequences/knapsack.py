@@ -37,8 +37,7 @@ def greedy_bags(
         first = unit * len(topology.sizes)
         room = most_tokens[first : first + len(topology.sizes)].tolist()
         chosen = _Unit(topology, room, int(cost[mine].sum()))
-        for one, weight, length in zip(mine.tolist(), cost[mine].tolist(), tokens[mine].tolist(), strict=True):
-            bag[one] = first + chosen.take(one, weight, length)
+        bag[mine] = [first + chosen.take(*one) for one in zip(cost[mine].tolist(), tokens[mine].tolist(), strict=True)]
     return bag
 
 
@@ -51,12 +50,12 @@ class _Unit:
             size: [(0, bag) for bag, own in enumerate(topology.sizes) if own == size] for size in set(topology.sizes)
         }
 
-    def take(self, sequence: int, weight: int, length: int) -> int:
+    def take(self, weight: int, length: int) -> int:
         """Puts a sequence into a bag, and says which."""
         emptiest = dict(self._emptiest(length))
         if not emptiest:
             raise UserError(
-                f"sequence {sequence} of {length:,} tokens does not fit beside those before it in the bags of "
+                f"a sequence of {length:,} tokens does not fit beside those before it in the bags of "
                 f"{self.topology}: at most {max(self.room):,} tokens are left in one; allow more tokens a rank, or "
                 "use more ranks"
             )

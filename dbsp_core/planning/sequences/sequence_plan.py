@@ -47,6 +47,8 @@ def plan_sequences(
 ) -> SequencePlan:
     """Shares out sequences. Deterministic, in whole numbers: equal arguments give equal plans on every rank.
 
+    The bags do not depend on the order in which sequences are listed, up to sequences that are alike.
+
     Args:
         cost: int64[n], what each sequence costs, as `SequenceCost.picoseconds` has it.
         tokens: int64[n].
@@ -71,11 +73,14 @@ def plan_sequences(
     # Products of loads and numbers of ranks must stay whole numbers of 64 bits.
     excess = (sum(cost.tolist()) * topology.world * topology.multiple).bit_length() - _BITS
     small = cost >> max(excess, 0)
-    if balancer == "knapsack":
-        bag = greedy_bags(small, tokens, loader, topology, most_tokens)
-        return SequencePlan(topology, balancer, bag, chunks(tokens, bag, topology))
-    bag = even_bags(small, tokens, loader, topology, most_tokens)
-    return SequencePlan(topology, balancer, bag, staying(tokens, bag, loader, topology))
+    # In an order of their own: which bags there are does not depend on the order in which sequences are listed.
+    order = np.lexsort((loader, tokens, small))
+    choose = greedy_bags if balancer == "knapsack" else even_bags
+    bag = np.empty_like(order)
+    bag[order] = choose(small[order], tokens[order], loader[order], topology, most_tokens)
+    knapsack = balancer == "knapsack"
+    runs = chunks(tokens, bag, topology) if knapsack else staying(tokens, bag, loader, topology)
+    return SequencePlan(topology, balancer, bag, runs)
 
 
 def _check(cost: np.ndarray, tokens: np.ndarray, loader: np.ndarray, topology: BagTopology) -> None:

@@ -77,8 +77,8 @@ def draw_figure(options) -> Figure:
             plan, cost = share_out(steps[0], options.gamma, bags, balancer)
             load = loads(plan, cost)
             bottom.step(range(len(load)), load / load.mean(), style, where="mid", label=name)
-        bottom.set(yscale="log", xlabel="GPU", ylabel="work over mean")
-        bottom.legend(fontsize=8)
+        bottom.set(ylim=(0, None), xlabel="GPU", ylabel="work over mean")
+    axes[1, 0].legend(fontsize=8)
     axes[0, 0].set_ylabel(f"sequences in {options.draws} steps")
     figure.suptitle(f"drawn, not real data; {ASSUMPTIONS.in_words()}; γ {options.gamma:g}", fontsize=10)
     return figure

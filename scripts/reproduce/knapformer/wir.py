@@ -57,7 +57,7 @@ class Row:
     largest_bag: int
     gamma: float
     paper: str
-    wir: float
+    wir: float | str
     wir_of_ranks: float
     worst: float
     rho: float
@@ -135,7 +135,7 @@ def measure(options, gamma: float) -> Iterator[Row]:
                 BagTopology.parse(TOPOLOGIES[bags], WORLD).sizes[0],
                 gamma,
                 "–" if paper is None else f"{paper:.2f}{fitted}",
-                float(np.mean(equation)) if mask == "dense" else float("nan"),
+                float(np.mean(equation)) if mask == "dense" else "–",
                 float(np.mean([one.wir for one in counted])),
                 max(one.wir for one in counted),
                 max(one.rho for one in counted),
@@ -149,9 +149,12 @@ def draw_figure(rows: list[Row]) -> Figure:
     for axis, stream in zip(axes, STREAMS, strict=True):
         here = [row for row in rows if row.stream == stream and row.mask == "dense"]
         for number, balancer in enumerate(("KnapFormer's, rebuilt", "dbsp")):
-            mine = {row.bags: row.wir_of_ranks - 1 for row in here if row.balancer in (balancer, "–")}
+            mine = {row.bags: row.wir_of_ranks - 1 for row in here if row.balancer == balancer}
             place = [list(TOPOLOGIES).index(bags) + (number - 0.5) * 0.3 for bags in mine]
             axis.bar(place, list(mine.values()), 0.28, label=balancer)
+        axis.bar(
+            0, next(row.wir_of_ranks - 1 for row in here if row.bags == "none"), 0.28, color="0.6", label="as loaded"
+        )
         paper = {bags: wir - 1 for bags, wir in PAPER_WIR.get(stream, {}).items() if wir > 1}
         axis.plot(
             [list(TOPOLOGIES).index(bags) for bags in paper], list(paper.values()), "k*", markersize=11, label="paper"
