@@ -56,7 +56,7 @@ def attach_single_process(
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal sequence
         sequence = architecture.sequence(module, signature_of(module).bind(*args, **kwargs).arguments)
-        provider.begin(sequence.thw, sequence.text, sequence.timestep, branch())
+        provider.begin([(sequence.thw, sequence.text)], sequence.timestep, branch())
         cache.clear()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:

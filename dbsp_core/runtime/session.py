@@ -31,7 +31,7 @@ from dbsp_core.runtime.attention import (
     needs_gradients,
 )
 from dbsp_core.runtime.gradients.recomputation import Recomputation
-from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.mask_provider import MaskProvider, Video
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.runtime.plan_maker import (
     ConfiguredPlanMaker,
@@ -144,13 +144,39 @@ class AttentionSession:
         Text, where the model has it in the same sequence, is sharded apart from video. What was made for the last
         `MOST_SIZES` sizes is kept. Raises UserError, on all ranks, for a size the mask source refuses.
         """
+        return self._begin(((thw, text_tokens),), timestep, device, cfg_branch, host_layout, text_last)
+
+    @torch.compiler.disable
+    def begin_packed(
+        self,
+        videos: Sequence[Video],
+        timestep: torch.Tensor | float | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        cfg_branch: int | None = None,
+    ) -> SequenceLayout:
+        """As `begin`, over images and videos that are packed one after another: none attends to another.
+
+        videos: the token grid of each, and its text, which comes before it
+        """
+        return self._begin(tuple(videos), timestep, device, cfg_branch)
+
+    def _begin(
+        self,
+        videos: tuple[Video, ...],
+        timestep: torch.Tensor | float | None,
+        device: torch.device | str,
+        cfg_branch: int | None,
+        host_layout: Callable[[], SequenceLayout] | None = None,
+        text_last: bool = False,
+    ) -> SequenceLayout:
         with self._alone():
             self._reached.clear()
             self._recomputation.begin(torch.is_grad_enabled())
-            self._mask_provider.begin(thw, text_tokens, timestep, cfg_branch)
+            self._mask_provider.begin(videos, timestep, cfg_branch)
             for observer in self.observers:
                 observer.begin(self._mask_provider.moment, timestep, cfg_branch)
-            size, place = (thw, text_tokens), torch.device(device)
+            size, place = videos, torch.device(device)
             if self.config.debug:
                 check_consistent(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
             if size not in self._sizes:
@@ -306,7 +332,7 @@ class AttentionSession:
 
     def _new_size(
         self,
-        size: tuple[tuple[int, int, int], int],
+        size: tuple[Video, ...],
         device: torch.device,
         host_layout: Callable[[], SequenceLayout] | None,
         text_last: bool,
@@ -317,7 +343,8 @@ class AttentionSession:
             require_slots(self.strategy, grid)
         self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
         self._memory = self._memory or agree_on_memory(self.config, self.group, device)
-        layout = self._layout(grid, size[1] > 0, text_last, device) if host_layout is None else host_layout()
+        split_text = len(size) == 1 and size[0][1] > 0
+        layout = self._layout(grid, split_text, text_last, device) if host_layout is None else host_layout()
         maker = ConfiguredPlanMaker.of(
             self.config, self.group, self.strategy, layout, self._hardware, grid, device, self._compare, self._memory
         )
