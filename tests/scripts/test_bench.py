@@ -53,7 +53,13 @@ def test_json_has_the_documented_cases(options, strategies, label):
 
 def test_planning_of_sequences():
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "sequences.py"), "--repeats", "1", "--json"]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "bench" / "sequences" / "sharing.py"),
+        "--repeats",
+        "1",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]

@@ -3,8 +3,8 @@
 
 Processor time, as other programs may share the machine.
 
-scripts/bench/sequences.py                least, median and most milliseconds of many draws, and the WIR they reach
-scripts/bench/sequences.py --json > FILE  the same numbers for a program
+scripts/bench/sequences/sharing.py            least, median and most milliseconds of many draws, and the WIR they reach
+scripts/bench/sequences/sharing.py --json > FILEthe same numbers for a program
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Two nodes in network namespaces with a slow link between them: bytes on the wire, and time, of keys that go round
 the ring against needed keys. Measured; needs root and the commands ip and tc.
 
-    scripts/bench/two_nodes.py [--rate 400mbit] [--ranks-per-node 2] [--json]
+    scripts/bench/keys/two_nodes.py [--rate 400mbit] [--ranks-per-node 2] [--json]
 
 Each node is a namespace; its ranks (gloo, one thread each) reach the other's only by the link. Bytes are what the
 kernel has counted on it in one direction of each node, over the same calls that are timed; those expected are counted
