@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mixed_training import measure, rows_of
 from safetensors.torch import load_file
 
 from clips import encode_clips
 from dbsp_core.utils.errors import UserError
 from mixed import Mix
-from mixed_training import measure, rows_of
 from repository import ROOT
 from settings import Settings
 from train_video_cases import go_on_from_another, gradients_of_mix, small, steps_of, stopped_and_not
