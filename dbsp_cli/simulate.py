@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
-from dbsp_core.cost.selection import candidates, fastest_plan
+from dbsp_core.cost.local_layout import least_keys_layout
+from dbsp_core.cost.selection import candidates, fastest_plan, in_ns
 from dbsp_core.cost.training import predict_backward, saved_bytes, sent_backward, sent_forward
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -36,12 +37,16 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, order=True)
 class RunConfig:
-    """How one attention is run: a strategy, a planner, and the sequence layout the planner is meant for."""
+    """How one attention is run: a strategy, a planner, how keys travel, and the layout the planner is meant for."""
 
     strategy: Strategy
     planner: str
+    keys: str = "ring"
 
-    def layout(self, mask: BlockMask) -> SequenceLayout:
+    def layout(self, mask: BlockMask, cost: Callable[[Plan, SequenceLayout], float] | None = None) -> SequenceLayout:
+        """cost: by which the token order is chosen that needed keys are laid out in"""
+        if self.keys == "needed":
+            return least_keys_layout([mask], self.strategy, cost=cost)
         return SequenceLayout.named(require_planner(self.planner).layout, mask.grid, self.strategy)
 
 
@@ -55,6 +60,7 @@ class SimulationResult:
     printed_s:        what Eq. 4 as printed predicts for attention_s
     other_s:          linear layers and all else, divided over the GPUs, and what only one device does
     speedup, attention_speedup: over the contiguous planner on the same strategy; 1 for itself
+    keys:             "ring", or "needed"
     """
 
     gpus: int
@@ -70,6 +76,7 @@ class SimulationResult:
     other_s: float
     attention_speedup: float = 1.0
     speedup: float = 1.0
+    keys: str = "ring"
     label: str = MODELLED
 
     @property
@@ -90,13 +97,13 @@ def simulate_layer(
     run: RunConfig, mask: BlockMask, model: ModelSpec, hardware: Hardware, topology: Topology
 ) -> LayerTime:
     """Plans one layer's mask and predicts one call of it, of one batch item."""
-    layout = run.layout(mask)
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
+    layout = run.layout(mask, lambda plan, on: in_ns(predict(plan, shape, hardware, topology, on)))
     cost = exchange_cost_of(mask, run.strategy, shape, hardware, topology)
 
     def make(planner: str, equal_heads: bool) -> Plan:
         config = PlannerConfig(planner, exchange_cost=cost, paper=PaperConfig(equal_heads=equal_heads))
-        return make_plan(mask, run.strategy, config, layout=layout)
+        return make_plan(mask, run.strategy, config, layout=layout, keys=run.keys)
 
     if run.planner == "dbsp":
         plan = fastest_plan(make, shape, hardware, topology, layout)
@@ -121,6 +128,7 @@ def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hard
         exposed_p2p_s=calls * sum(t.prediction.exposed_s for t in times),
         pack_s=calls * sum(t.prediction.pack_s for t in times),
         printed_s=calls * sum(t.printed_s for t in times),
+        keys=run.keys,
         other_s=model.calls * model.linear_flops / known.linear_flops_per_s / world + known.serial_s,
     )
 
@@ -133,28 +141,39 @@ def simulate(
     planners: Sequence[str],
     *,
     strategy: str = "all",
-    node_size: int = 8,
+    node_size: int | None = None,
     merges: bool = True,
+    keys: Sequence[str] = ("ring",),
 ) -> list[SimulationResult]:
     """Every strategy and planner for every number of GPUs.
 
     masks:    of some of the model's layers
     strategy: "all", or one UxRy that fits every number of GPUs
+    node_size: GPUs per node; None: the hardware's
     merges:   whether the kernel can merge partial attentions; without, "all" leaves out rings
+    keys:     how they travel; "needed" for planner "local" only
     """
     results = []
-    for one, able, topology in _strategies(masks[0], gpus, planners, strategy, node_size, merges):
+    for one, able, topology in _strategies(masks[0], hardware, gpus, planners, strategy, node_size, merges):
         found = {}
-        for planner in dict.fromkeys(["contiguous", *able]):
-            run = RunConfig(one, planner)
+        runs = [RunConfig(one, planner) for planner in able if "ring" in keys]
+        runs += [RunConfig(one, "local", "needed")] if "needed" in keys else []
+        contiguous = RunConfig(one, "contiguous")
+        for run in dict.fromkeys([contiguous, *runs]):
             times = [simulate_layer(run, mask, model, hardware, topology) for mask in masks]
-            found[planner] = summarize(run, times, model, hardware)
-        results += [_relative_to(found[planner], found["contiguous"]) for planner in able]
+            found[run] = summarize(run, times, model, hardware)
+        results += [_relative_to(found[run], found[contiguous]) for run in runs]
     return results
 
 
 def _strategies(
-    mask: BlockMask, gpus: Iterable[int], planners: Sequence[str], strategy: str, node_size: int, merges: bool
+    mask: BlockMask,
+    hardware: Hardware,
+    gpus: Iterable[int],
+    planners: Sequence[str],
+    strategy: str,
+    node_size: int | None,
+    merges: bool,
 ) -> Iterator[tuple[Strategy, list[str], Topology]]:
     """Every strategy for every number of GPUs, with the planners that can serve it."""
     for world in gpus:
@@ -165,7 +184,7 @@ def _strategies(
             chosen[0].require_world(world)
         for one in chosen:
             able = [p for p in planners if not PLANNERS[p].subdivides or can_subdivide(mask.grid, one.ring)]
-            yield one, able, Topology(world, node_size)
+            yield one, able, Topology(world, node_size) if node_size else Topology.on(hardware, world)
 
 
 @dataclass(frozen=True)
@@ -209,12 +228,12 @@ def simulate_training(
     planners: Sequence[str],
     *,
     strategy: str = "all",
-    node_size: int = 8,
+    node_size: int | None = None,
     merges: bool = True,
 ) -> list[TrainingResult]:
     """As `simulate`, of one training step without activation checkpointing."""
     results = []
-    for one, able, topology in _strategies(masks[0], gpus, planners, strategy, node_size, merges):
+    for one, able, topology in _strategies(masks[0], hardware, gpus, planners, strategy, node_size, merges):
         found = {
             planner: _training_step(RunConfig(one, planner), masks, model, hardware, topology)
             for planner in dict.fromkeys(["contiguous", *able])

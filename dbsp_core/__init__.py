@@ -1,6 +1,7 @@
 """db-SP: dual-balanced sequence parallelism for block-sparse attention."""
 
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -15,6 +16,7 @@ __all__ = [
     "DualBalancedAttention",
     "MaskFile",
     "Plan",
+    "Rehoming",
     "SequenceGroup",
     "SequenceLayout",
     "Strategy",

@@ -23,7 +23,16 @@ from dbsp_diffusers.effective_config import identify, log_config, resolve_config
 from dbsp_diffusers.patching import PatchSet, around_calls, current_generation_id, num_inference_steps_of
 from dbsp_diffusers.report_hook import report_calls
 
-__all__ = ["Attached", "Host", "attach_host", "attached_to", "share_seeds", "transformers_in", "transformers_of"]
+__all__ = [
+    "Attached",
+    "Host",
+    "attach_host",
+    "attached_to",
+    "share_seeds",
+    "shared_generator",
+    "transformers_in",
+    "transformers_of",
+]
 
 _CPU = torch.device("cpu")
 _STATE = "_dbsp"
@@ -148,20 +157,21 @@ def share_seeds(pipe: Any, group: SequenceGroup, patches: PatchSet) -> None:
     The noise is what diffusers draws with that generator on the device that the pipeline computes on, which may be
     another than the one that holds its weights: under CPU offload. Collective at once.
     """
-    control = group.control()
+    group.control()  # making it is a collective
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def with_generator(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
-            if generator is None:
-                drawn = int(torch.randint(0, 2**62, (1,)))
-                seed = control.gather_integers([drawn], _CPU)[0][0]
-                device = getattr(pipe, "_execution_device", None) or pipe.device
-                generator = torch.Generator(device).manual_seed(seed)
-            return call(*args, generator=generator, **kwargs)
+            return call(*args, generator=generator or shared_generator(pipe, group), **kwargs)
 
         return with_generator
 
     around_calls(pipe, around, patches)
+
+
+def shared_generator(pipe: Any, group: SequenceGroup) -> torch.Generator:
+    """A generator on the device that the pipeline computes on, which all ranks seed alike. Collective."""
+    seed = group.control().gather_integers([int(torch.randint(0, 2**62, (1,)))], _CPU)[0][0]
+    return torch.Generator(getattr(pipe, "_execution_device", None) or pipe.device).manual_seed(seed)
 
 
 def attached_to(model: Any) -> Attached | None:

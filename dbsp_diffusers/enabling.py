@@ -20,7 +20,7 @@ from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import model_name, write_run_report
 from dbsp_diffusers.sharding.batch_parallel import split_batch
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
-from dbsp_diffusers.takeover import ranks_of_mesh, suspend_context_parallelism
+from dbsp_diffusers.sharding.takeover import ranks_of_mesh, suspend_context_parallelism
 
 __all__ = ["disable", "enable", "session_of", "sessions_of", "write_report"]
 

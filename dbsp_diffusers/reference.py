@@ -56,7 +56,7 @@ def attach_single_process(
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal sequence
         sequence = architecture.sequence(module, signature_of(module).bind(*args, **kwargs).arguments)
-        provider.begin(sequence.thw, sequence.text, sequence.timestep, branch())
+        provider.begin([(sequence.thw, sequence.text)], sequence.timestep, branch())
         cache.clear()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
@@ -100,5 +100,5 @@ def token_mask(mask: BlockMask) -> torch.Tensor:
     for order, heads in grid.order_groups(mask.heads):
         place = torch.from_numpy(np.argsort(grid.token_permutation(order)))  # of each token
         rows, columns = q_block[place].to(mask.bits.device), k_block[place].to(mask.bits.device)
-        allowed[heads] = mask.bits[heads][:, rows][:, :, columns]
+        allowed[heads] = mask.square(heads)[:, rows][:, :, columns]
     return allowed

@@ -54,8 +54,9 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
                 "load the transformer again"
             )
         patches.set_attribute(processor, "attention_function", functools.partial(_attend, session, layer))
-    strategy = session.strategy
-    if session.config.effective_layout != "contiguous" and (strategy is None or strategy.ring > 1):
+    strategy, config = session.strategy, session.config
+    reorders = config.effective_layout != "contiguous" or config.effective_keys != "ring"
+    if reorders and (strategy is None or strategy.ring > 1):
         _permute_sequence(transformer, session, patches)  # with Ulysses only, the order does not matter
     patches.hook(transformer.register_forward_hook, end)
 

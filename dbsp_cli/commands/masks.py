@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -13,6 +14,7 @@ from typing import Annotated
 import typer
 
 from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, convert_recording
+from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, examine_masks
 from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
 from dbsp_cli.mask_tools.recording import Recording
@@ -20,10 +22,11 @@ from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_cli.output import JsonFlag, options_for, print_json, print_tables
 from dbsp_core.masks.mask_file import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.reports.mask_recorder import parse_layers, parse_size
+from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils import env
 from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["masks_app"]
@@ -110,6 +113,26 @@ def record(
 
 
 @masks_app.command()
+def fit(
+    recordings: Annotated[
+        list[Path], typer.Argument(metavar="RECORDING...", help="Folders of mask source record_qk.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write (.safetensors).")],
+    rank: Annotated[int, typer.Option(help="Dimensions that each head's queries and keys are projected to.")] = 8,
+    as_json: JsonFlag = False,
+) -> None:
+    """Fit low-rank projections of each layer's and head's queries and keys, for mask source lowrank."""
+    found = fit_recording(recordings, out, rank)
+    if as_json:
+        print_json(**asdict(found))
+        return
+    rows: list[tuple[str, ...]] = [(str(layer), f"{share:.3f}") for layer, share in found.kept.items()]
+    title = f"{found.heads} heads of size {found.width} at rank {found.rank}: share of E[(q·k)²] kept"
+    print_tables([TextTable(title, ("layer", "kept, mean over heads"), rows)])
+    print(f"wrote {out}", file=sys.stderr)
+
+
+@masks_app.command()
 def info(
     file: Annotated[Path, typer.Argument(help="Mask file, or a recording's folder.")],
     gpus: Annotated[int, typer.Option(help="Number of GPUs for ρ_s.")] = 8,
@@ -160,7 +183,8 @@ def _in_words(layout: MaskLayout) -> str:
     grid = layout.grid
     groups = f"step groups {layout.groups}, " if layout.groups else ""
     layers = f"{layout.layers} layers" if layout.layers is not None else "one mask for all layers"
-    orders = sorted({order for each in layout.orders for order in each})
+    in_order = {order for each in layout.orders for order in each}
+    orders = sorted({name for order in in_order for name in ((order,) if isinstance(order, str) else order)})
     return f"{groups}{layers}, {layout.heads} heads, {grid.nq}×{grid.nk} blocks, token orders {', '.join(orders)}"
 
 
@@ -183,6 +207,8 @@ def _summary(folder: Path) -> str:
 def _headline(file: Path, found: MaskInfo) -> str:
     grid = found.first.grid
     size = "" if grid.thw is None else f" of a {'×'.join(map(str, grid.thw))} video"
+    if grid.packed_from:
+        size = f" of {len(grid.sequences)} packed sequences"
     return (
         f"{file}: {len(found.layers)} layers, {found.first.heads} heads, {grid.nq}×{grid.nk} blocks of "
         f"{grid.block_q}×{grid.block_k} tokens, {grid.tokens} tokens{size}, {grid.text_tokens} of text; "

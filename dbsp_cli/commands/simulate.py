@@ -6,23 +6,25 @@ import csv
 import io
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from dbsp_cli.output import JsonFlag, print_json, print_tables
 from dbsp_cli.simulate import SimulationResult, TrainingResult, simulate, simulate_training
+from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
+from dbsp_core.planning.plan import require_keys
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.reports.tables import TextTable
-from dbsp_core.sources import MaskRequest, SyntheticSource
+from dbsp_core.sources import SOURCES, MaskRequest, StaticMaskSource, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
@@ -31,19 +33,35 @@ from dbsp_kernels.registry import returns_lse
 
 __all__ = ["simulate_command"]
 
+NETWORK_LATENCY_S = 3e-5
+"""Assumed, with --bandwidth for hardware that names no network."""
+
 
 def simulate_command(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODEL_SPECS)}.")] = "wan2.1-t2v-14b",
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs, for example 8,16,64.")] = "8",
-    hardware: Annotated[str, typer.Option(help="a800, h200, cpu-demo, or a file from dbsp calibrate.")] = "a800",
+    nodes: Annotated[
+        str | None,
+        typer.Option(help="Numbers of nodes, for example 2,4, in place of --gpus; with needed keys beside."),
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="Of each GPU between nodes, GB/s in one direction; default: the hardware's.")
+    ] = None,
+    keys: Annotated[
+        str | None, typer.Option(help="ring, needed, or both with a comma; default: ring, with --nodes both.")
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="a800, h800, h200, cpu-demo, or a file from dbsp calibrate.")] = "a800",
     mask: Annotated[
-        str | None, typer.Option(help="A preset, a density such as 0.3, or a mask file; default: the model's preset.")
+        str | None,
+        typer.Option(
+            help="A preset, a density, a mask file or a source as window:window=[7,21,33]; default: the model's."
+        ),
     ] = None,
     planner: Annotated[str, typer.Option(help="Planners to compare, with commas.")] = "contiguous,paper,dbsp",
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     kernel: Annotated[str, typer.Option(help="Leave out strategies that this kernel cannot serve.")] = "auto",
     layers: Annotated[int, typer.Option(help="How many layers' masks represent all.")] = 1,
-    node_size: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
+    node_size: Annotated[int | None, typer.Option(help="GPUs per node; default: the hardware's.", min=1)] = None,
     coarsen: Annotated[int, typer.Option(help="Multiply block sizes: quicker, ρ_s moves by about 0.01.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of synthetic masks.")] = 0,
     training: Annotated[
@@ -53,35 +71,61 @@ def simulate_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Predict attention and end-to-end time per strategy and planner. All times are modelled."""
-    spec, machine = require_model(model), load_hardware(hardware)
-    worlds = _numbers(gpus)
+    spec, machine = require_model(model), _with_bandwidth(load_hardware(hardware), bandwidth)
+    node_size = node_size or (machine.gpus_per_node or 8 if nodes is not None else None)
+    worlds = _numbers(gpus) if nodes is None else [count * (node_size or 8) for count in _numbers(nodes, "nodes")]
+    ways = (keys or ("ring" if nodes is None or training else "ring,needed")).split(",")
+    for way in ways:
+        require_keys(way)
+    if training and ways != ["ring"]:
+        raise UserError("--training predicts keys that go round the ring; leave out --keys")
     planners = planner.split(",")
     for name in planners:
         require_planner(name)
     if strategy != "all":
         require_supported(kernel, KernelRequirements(lse=Strategy.parse(strategy).ring > 1))
     masks = masks_for(spec, mask, layers, coarsen, seed)
-    run = partial(simulate_training if training else simulate, spec, masks, machine, worlds, planners)
-    rows: list[Any] = run(strategy=strategy, node_size=node_size, merges=returns_lse(kernel))
+    run = partial(simulate_training, spec) if training else partial(simulate, spec, keys=ways)
+    rows: list[Any] = run(
+        masks, machine, worlds, planners, strategy=strategy, node_size=node_size, merges=returns_lse(kernel)
+    )
     whole = "step_s" if training else "end_to_end_s"
     records = [asdict(row) | {whole: getattr(row, whole)} for row in rows]
     if out is not None:
         write_atomically(out, _csv(records))
     if as_json:
-        about = {"model": model, "hardware": machine.name, "sources": dict(machine.sources), "node_size": node_size}
+        about: dict[str, Any] = {"model": model, "hardware": machine.name, "sources": dict(machine.sources)}
+        about["node_size"] = node_size or machine.gpus_per_node
         print_json(**about, density=masks[0].density, layers=len(masks), rows=records)
         return
     print_tables([(_training_table if training else _table)(spec, machine, masks, rows)])
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, of: str = "gpus") -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"--gpus {text!r} must be numbers with commas, for example 8,16,64") from None
+        raise UserError(f"--{of} {text!r} must be numbers with commas, for example 8,16,64") from None
     if min(numbers) < 1:
-        raise UserError(f"--gpus {text!r}: the number of GPUs must be at least 1")
+        raise UserError(f"--{of} {text!r}: the number of {'GPUs' if of == 'gpus' else of} must be at least 1")
     return numbers
+
+
+def _with_bandwidth(machine: Hardware, bandwidth: float | None) -> Hardware:
+    """The machine with another network, which is then assumed. bandwidth: GB/s of each GPU"""
+    if bandwidth is None:
+        return machine
+    if not bandwidth > 0:
+        raise UserError(f"--bandwidth {bandwidth:g} must be positive: GB/s of each GPU between nodes")
+    known = machine.constants
+    latency = known.network_latency_s
+    network = {
+        "network_bytes_per_s": bandwidth * 1e9,
+        "network_latency_s": NETWORK_LATENCY_S if latency is None else latency,
+    }
+    return replace(
+        machine, constants=replace(known, **network), sources={**machine.sources, **dict.fromkeys(network, "assumed")}
+    )
 
 
 def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1, seed: int = 0) -> list[BlockMask]:
@@ -97,6 +141,14 @@ def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1,
     density = None
     with suppress(ValueError):
         density = float(chosen)
+    if chosen.partition(":")[0] in SOURCES and not Path(chosen).is_file():
+        known = DbspConfig.load(chosen).mask
+        if known.changes == "per_call":
+            raise UserError(f"--mask {chosen!r} is predicted from queries and keys, which there are none of here")
+        requests = (
+            MaskRequest(n, model.heads, model.thw, model.text_tokens, layers=model.layers) for n in range(layers)
+        )
+        return [cast(StaticMaskSource, known).mask(request) for request in requests]
     if chosen not in PRESETS and density is None:
         return _from_file(Path(chosen), model, layers)
     preset = chosen if chosen in PRESETS else model.preset
@@ -126,19 +178,31 @@ def _csv(records: list[dict[str, object]]) -> str:
 
 
 def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Iterable[SimulationResult]) -> TextTable:
-    names = ("GPUs", "strategy", "planner", "ρ_s", "attention", "exchange", "exposed", "end to end", "attn ×", "e2e ×")
+    names = (
+        "GPUs",
+        "strategy",
+        "planner",
+        "keys",
+        "ρ_s",
+        "attention",
+        "exchange",
+        "exposed",
+        "end to end",
+        "attn ×",
+        "e2e ×",
+    )
     cells = []
     for row in rows:
         seconds = (f"{t:.1f}" for t in (row.attention_s, row.exchange_s, row.exposed_p2p_s, row.end_to_end_s))
         speedups = (f"{row.attention_speedup:.2f}", f"{row.speedup:.2f}")
-        cells.append((str(row.gpus), row.strategy, row.planner, f"{row.rho:.3f}", *seconds, *speedups))
+        cells.append((str(row.gpus), row.strategy, row.planner, row.keys, f"{row.rho:.3f}", *seconds, *speedups))
     return TextTable(
         f"{model.name} on {machine.name}, density {masks[0].density:.3f}, {model.steps} steps: modelled times",
         names,
         cells,
         "seconds per video; exposed: P2P that compute does not hide; ×: speed-up over the contiguous planner\n"
         f"on the same strategy. Constants {machine.labels_in_words()}",
-        left=("strategy", "planner"),
+        left=("strategy", "planner", "keys"),
         spare=("exposed", "exchange", "e2e ×", "attn ×"),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -181,7 +181,7 @@ def convert_recording(
         raise UserError(f"{folder} has steps {steps}; say which with --step")
     moment = DenoisingStep(steps[0] if step is None else step, branch)
     found = [(mask.grid, mask.heads) for mask in (recording.mask(i, moment) for i in range(recording.layers))]
-    grids, heads = {replace(grid, orders=(CANONICAL,)) for grid, _ in found}, {heads for _, heads in found}
+    grids, heads = {grid.with_orders((CANONICAL,)) for grid, _ in found}, {heads for _, heads in found}
     for what, different in (("block grid", grids), ("number of heads", heads)):
         if len(different) > 1:
             raise UserError(f"{folder}: layers differ in their {what} at step {moment.step}; record fewer layers")

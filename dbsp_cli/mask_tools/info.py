@@ -62,7 +62,10 @@ class MaskInfo:
         return {
             **{key: getattr(grid, key) for key in ("tokens", "text_tokens", "thw", "block_q", "block_k", "nq", "nk")},
             "heads": self.first.heads,
-            "orders": sorted(set(grid.orders)),
+            "orders": sorted({order for one in grid.sequences for order in one.orders}),
+            "sequences": [
+                {"tokens": one.tokens, "text_tokens": one.text_tokens, "thw": one.thw} for one in grid.sequences
+            ],
             "steps": self.steps,
             "branches": self.branches,
             "density": {"min": self.densities.min(), "mean": self.densities.mean(), "max": self.densities.max()},
@@ -105,6 +108,8 @@ def _errors(series: MaskSeries, layers: list[int], options: InfoOptions) -> list
     errors = []
     for layer in layers:
         mask = series.first(layer, options.thw)
+        if mask.grid.packed_from:
+            raise UserError("--quality measures masks of one sequence; these are of several that are packed")
         if mask.grid.thw is None:
             raise UserError("the masks don't say the size of the video's token grid; give --thw T,H,W for --quality")
         tokens = tokens or smooth_tokens(mask.grid.thw, mask.grid.text_tokens)

@@ -65,11 +65,11 @@ def _heat_map(figure: Any, layers: Sequence[int], densities: np.ndarray) -> None
 
 
 def _one_mask(axis: Any, layer: int, head: int, mask: BlockMask) -> None:
-    bits = mask.bits[head].cpu().numpy()
-    order = mask.grid.orders[head] if len(mask.grid.orders) > 1 else mask.grid.orders[0]
+    bits, order = mask.square(head).cpu().numpy(), mask.grid.order_of(head)
+    names = order if isinstance(order, str) else ", ".join(dict.fromkeys(order))
     extent = (-0.5, bits.shape[1] - 0.5, bits.shape[0] - 0.5, -0.5)
     axis.imshow(_shrunk(bits), cmap="Greys", vmin=0, vmax=1, interpolation="nearest", extent=extent)
-    axis.set_title(f"layer {layer}, head {head} ({order})\ndensity {bits.mean():.3f}", fontsize=9)
+    axis.set_title(f"layer {layer}, head {head} ({names})\ndensity {bits.mean():.3f}", fontsize=9)
     axis.set(xlabel="key block", ylabel="query block")
 
 

@@ -77,6 +77,8 @@ def sparse_errors(
     Queries whose row of blocks is empty count as zeros. Raises ValueError for tensors that don't fit the mask.
     """
     tokens = mask.grid.tokens
+    if mask.grid.packed_from:
+        raise UserError("errors are measured of one sequence at a time; give the masks of a packed one by itself")
     if q.ndim != 4 or q.shape[0] != 1 or q.shape[1] not in (1, mask.heads) or q.shape[2] != tokens:
         raise UserError(
             f"q of shape {tuple(q.shape)} does not fit the mask: expected [1, {mask.heads} or 1, {tokens}, D]"
@@ -103,8 +105,7 @@ def sparse_errors(
 def _allowed(mask: BlockMask, head: int, queries: np.ndarray) -> torch.Tensor:
     """bool[queries, tokens] by canonical position."""
     grid = mask.grid
-    order = grid.orders[head] if len(grid.orders) > 1 else grid.orders[0]
-    place = np.argsort(grid.token_permutation(order))
+    place = np.argsort(grid.token_permutation(grid.order_of(head)))
     rows = torch.from_numpy(grid.q_axis.block_of[place[queries]])
     columns = torch.from_numpy(grid.k_axis.block_of[place])
     return mask.bits[head].cpu()[rows][:, columns]

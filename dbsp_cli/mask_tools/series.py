@@ -113,7 +113,7 @@ def densities_of(series: MaskSeries, layers: Sequence[int]) -> np.ndarray:
     rows = []
     for layer in layers:
         mask = series.first(layer)
-        rows.append(mask.counts.rows.sum(axis=1) / (mask.grid.nq * mask.grid.nk))
+        rows.append(mask.counts.rows.sum(axis=1) / mask.grid.pairs)
     most = max(map(len, rows))  # dense layers have one batch item's
     return np.array([np.tile(row, -(-most // len(row)))[:most] for row in rows])
 
@@ -126,7 +126,7 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
         for planner in planners:
             name, plans = require_planner(planner).layout, []
             for mask in masks:
-                layout = SequenceLayout.named(name, replace(mask.grid, orders=(CANONICAL,)), strategy)
+                layout = SequenceLayout.named(name, mask.grid.with_orders((CANONICAL,)), strategy)
                 plans.append(make_plan(mask, strategy, planner, layout=layout))
             before, rho, moved = (
                 float(np.mean([getattr(plan, value) for plan in plans])) for value in ("rho_before", "rho", "moved")

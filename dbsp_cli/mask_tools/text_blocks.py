@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
-from dbsp_core.masks.mask_file import block_counts
+from dbsp_core.masks.mask_values import block_counts
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["BlockReading", "fit_blocks"]

@@ -50,17 +50,21 @@ class _BackwardExchange:
 class BackwardRoute:
     """One rank's route for gradients; see `Route` for its fields.
 
-    combine:  the output's gradient, to owners;  dispatch: those of q, k and v, back to the layout outside attention
+    combine:  the output's gradient, to owners
+    dispatch: those of q, k and v, back to the layout outside attention
+    fetch:    those of the second chunk of needed keys, likewise
     """
 
     combine: _BackwardExchange
     dispatch: tuple[_BackwardExchange, ...]
     q_places: int
+    fetch: _BackwardExchange | None = None
 
     @classmethod
     def of(cls, route: Route) -> BackwardRoute:
         dispatch = tuple(_BackwardExchange.of(exchange) for exchange in route.dispatch_exchanges)
-        return cls(_BackwardExchange.of(route.combine_exchange), dispatch, route.q_places)
+        fetch = None if route.fetch_exchange is None else _BackwardExchange.of(route.fetch_exchange)
+        return cls(_BackwardExchange.of(route.combine_exchange), dispatch, route.q_places, fetch)
 
     def to_owners(self, dout: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         """dout: [B, H, n_local, D]; returns: packed [B, Rq·Bq, D], zero beyond short blocks."""
@@ -69,9 +73,17 @@ class BackwardRoute:
         return packed
 
     def from_owners(
-        self, dq: torch.Tensor, dkv: torch.Tensor, shape: torch.Size, group: SequenceGroup
+        self,
+        dq: torch.Tensor,
+        dkv: torch.Tensor,
+        fetched: torch.Tensor | None,
+        shape: torch.Size,
+        group: SequenceGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq: packed [B, Rq·Bq, D], dkv: [2, B, Ck·Bk, D]; returns: those of q, k and v, of `shape` each."""
+        """dq: packed [B, Rq·Bq, D], dkv: [2, B, Ck·Bk, D]; returns: those of q, k and v, of `shape` each.
+
+        fetched: those of the second chunk, like dkv, where there is one
+        """
         dq_home, dk_home, dv_home = (dq.new_zeros(shape) for _ in range(3))
         packed_q, packed_kv = dq[:, None], dkv.transpose(0, 1)
         first, *second = self.dispatch
@@ -80,6 +92,8 @@ class BackwardRoute:
             second[0].run((packed_kv,), (dk_home, dv_home), group)
         else:
             first.run((packed_q, packed_kv), (dq_home, dk_home, dv_home), group)
+        if self.fetch is not None and fetched is not None:
+            self.fetch.run((fetched.transpose(0, 1),), (dk_home, dv_home), group)
         return dq_home, dk_home, dv_home
 
 

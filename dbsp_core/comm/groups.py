@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["PendingShift", "SequenceGroup", "aux_group", "barrier", "report_group", "timeout_of"]
+__all__ = ["PendingTransfer", "SequenceGroup", "aux_group", "barrier", "report_group", "timeout_of"]
 
 # Its name before torch 2.13 is the longer one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,8 +62,8 @@ def _told_if_it_breaks_off() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class PendingShift:
-    """A tensor in flight from a neighbour; `wait` returns it. Keeps what is being sent alive until then."""
+class PendingTransfer:
+    """A tensor in flight from other ranks; `wait` returns it. Keeps what is being sent alive until then."""
 
     received: torch.Tensor
     sent: torch.Tensor
@@ -119,14 +119,26 @@ class SequenceGroup:
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> torch.Tensor:
         """Uneven all-to-all along dim 0. returns: [Σ receive_splits, ...], by source rank."""
-        if self.size == 1:
-            return sent
-        received = sent.new_empty(sum(receive_splits), *sent.shape[1:])
-        with _told_if_it_breaks_off():
-            dist.all_to_all_single(received, sent, list(receive_splits), list(send_splits), group=self.group)
-        return received
+        return self.start_all_to_all(sent, receive_splits, send_splits, asynchronous=False).wait()
 
-    def shift(self, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int) -> PendingShift:
+    def start_all_to_all(
+        self,
+        sent: torch.Tensor,
+        receive_splits: Sequence[int],
+        send_splits: Sequence[int],
+        *,
+        asynchronous: bool = True,
+    ) -> PendingTransfer:
+        """`all_to_all`, to be waited for later, unless it is not asynchronous: then it is done."""
+        if self.size == 1:
+            return PendingTransfer(sent, sent, ())
+        received = sent.new_empty(sum(receive_splits), *sent.shape[1:])
+        splits = list(receive_splits), list(send_splits)
+        with _told_if_it_breaks_off():
+            work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=asynchronous)
+        return PendingTransfer(received, sent, (work,) if asynchronous else ())
+
+    def shift(self, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int) -> PendingTransfer:
         """Starts to send a tensor to rank `to` and to receive one of another shape from rank `source`."""
         received = sent.new_empty(tuple(received_shape))
         group = self.group
@@ -139,7 +151,7 @@ class SequenceGroup:
             operations.append(dist.P2POp(dist.irecv, received, dist.get_global_rank(group, source), group))
         with _told_if_it_breaks_off():
             works = dist.batch_isend_irecv(operations) if operations else []
-        return PendingShift(received, sent, tuple(works))
+        return PendingTransfer(received, sent, tuple(works))
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, by rank; all of one shape."""

@@ -14,6 +14,7 @@ from dbsp_core.cost.selection import AUTO
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
+from dbsp_core.planning.plan import KEYS
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.sources.spec import mask_settings
@@ -91,6 +92,9 @@ class DbspConfig:
     layout:         how tokens are laid out between attentions: "contiguous", "striped" or "learned"; None: as the
                     planner is meant for
     planner:        a `PlannerConfig`, a mapping for one, or only its name
+    keys:           "ring": keys and values travel round the ring; "needed": each rank is sent those that its rows
+                    need, for masks that are known beforehand (see docs/needed-keys.md); "auto": whichever is predicted
+                    to be faster at each attention
     reuse:          a `ReuseConfig`, or a mapping for one
     cost_model:     whose constants predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`; None:
                     shipped ones that come nearest
@@ -109,6 +113,7 @@ class DbspConfig:
     strategy: Strategy | Literal["auto"] | None = field(default=None, metadata={"read": _read_strategy})
     layout: str | None = None
     planner: PlannerConfig = field(default_factory=PlannerConfig, metadata={"read": _read_planner})
+    keys: str = "ring"
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     cost_model: str | None = None
     kernel: str = "auto"
@@ -129,6 +134,13 @@ class DbspConfig:
         if self.layout is not None:
             require_choice("layout", self.layout, tuple(LAYOUT_ORDERS))
         require_choice("kernel", self.kernel, ("auto", *KERNELS))
+        require_choice("keys", self.keys, (*KEYS, AUTO))
+        if self.keys == "needed" and self.mask.changes == "per_call":
+            raise SettingError(
+                "keys: needed is for masks that are known beforehand, and these are predicted from the queries and "
+                "keys of each call, too late to choose what is sent; use keys: ring, or auto",
+                ("keys",),
+            )
         if isinstance(self.strategy, Strategy):
             with blame_setting("kernel"):
                 require_supported(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))
@@ -151,7 +163,13 @@ class DbspConfig:
     @property
     def effective_layout(self) -> str:
         """The name of the layout that is used: the one that is set, or else the planner's."""
-        return self.layout or require_planner(self.planner.name).layout
+        needed = self.keys == "needed" and self.planner.name == "dbsp"
+        return self.layout or ("local" if needed else require_planner(self.planner.name).layout)
+
+    @property
+    def effective_keys(self) -> str:
+        """As set, but "ring" instead of "auto" for masks that are predicted from queries and keys."""
+        return "ring" if self.keys == AUTO and self.mask.changes == "per_call" else self.keys
 
     @property
     def fingerprint(self) -> int:

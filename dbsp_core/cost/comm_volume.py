@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
-from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.planning.assignment import Assignment
 
 __all__ = ["Traffic", "traffic_of"]
@@ -19,20 +19,41 @@ class Traffic:
     """What one attention moves, in tokens of one head. To turn into bytes: times batch, head_dim and element size.
 
     queries: float64[P, P], queries from home rank (row) to owner (column); outputs go the same way back
-    keys:    float64[P, P], keys from home rank to the rank that holds their slot first; values likewise
+    keys:    float64[P, P], keys from home rank to the rank that holds their slot first; values likewise. Of needed
+             keys, those of the first chunk
     rows:    int64[P], rows each rank owns
-    slots:   int64[y, x], KV blocks of each (slot, Ulysses column)
+    slots:   int64[y, x], KV blocks of each (slot, Ulysses column); of needed keys, of the first chunk of rank r·x + u
+    fetched: float64[P, P], needed keys of the second chunk, from home rank to reader; None: keys go round the ring
+    fetched_blocks: int64[P], KV blocks of that chunk
+    block_k: tokens of a whole KV block
     """
 
     queries: np.ndarray
     keys: np.ndarray
     rows: np.ndarray
     slots: np.ndarray
+    fetched: np.ndarray | None = None
+    fetched_blocks: np.ndarray | None = None
+    block_k: int = 0
 
     @property
     def dispatch(self) -> np.ndarray:
         """float64[P, P]: queries, keys and values from home to owner."""
         return self.queries + 2 * self.keys
+
+    @property
+    def key_exchanges(self) -> tuple[np.ndarray, ...]:
+        """float64[P, P] by exchange, tokens of keys and values together."""
+        return (2 * self.keys, *([] if self.fetched is None else [2 * self.fetched]))
+
+    @property
+    def kv_received(self) -> float:
+        """Tokens of K and V that a rank receives from others, mean over ranks: exchanged, and round the ring."""
+        exchanged = sum(float(sent.sum() - sent.trace()) for sent in self.key_exchanges)
+        handed_over = (
+            0.0 if self.fetched is not None else 2.0 * self.block_k * self.slots.sum() * (len(self.slots) - 1)
+        )
+        return (exchanged + handed_over) / len(self.rows)
 
     @property
     def combine(self) -> np.ndarray:
@@ -49,18 +70,27 @@ def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
             f"tokens on {strategy.world}; give the one the plan was made for"
         )
     queries = np.zeros((strategy.world, strategy.world))
-    keys = np.zeros_like(queries)
-    slots = np.zeros(strategy.world, dtype=np.int64)
+    keys, fetched = np.zeros_like(queries), np.zeros_like(queries)
+    slots, fetched_blocks = np.zeros((2, strategy.world), dtype=np.int64)
     for order, heads in grid.order_groups(assignment.heads):
         q_home, k_home = _tokens_at(layout, grid, order)
         queries += q_home.T @ _by_rank(assignment.q_owner[heads], strategy.world).T
+        if assignment.needed is not None:
+            chunks = [chunk[:, heads].sum(axis=1) for chunk in assignment.chunks]
+            for chunk, sent, blocks in zip(chunks, (keys, fetched), (slots, fetched_blocks), strict=False):
+                sent += k_home.T @ chunk.T
+                blocks += chunk.sum(axis=1)
+            continue
         head, column = np.nonzero(assignment.head_ulysses_ranks[heads])
         holder = assignment.kv_slot[heads][head] * strategy.ulysses + column[:, None]
         held = _by_rank(holder, strategy.world)
         keys += k_home.T @ held.T
         slots += held.sum(axis=1).astype(np.int64)
     rows = np.bincount(assignment.q_owner.ravel(), minlength=strategy.world)
-    return Traffic(queries, keys, rows, slots.reshape(strategy.ring, strategy.ulysses))
+    by_slot = slots.reshape(strategy.ring, strategy.ulysses)
+    if assignment.needed is None:
+        return Traffic(queries, keys, rows, by_slot, block_k=grid.block_k)
+    return Traffic(queries, keys, rows, by_slot, fetched, fetched_blocks, grid.block_k)
 
 
 def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
@@ -71,7 +101,7 @@ def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=32)
-def _tokens_at(layout: SequenceLayout, grid: BlockGrid, order: str) -> tuple[np.ndarray, np.ndarray]:
+def _tokens_at(layout: SequenceLayout, grid: BlockGrid, order: Order) -> tuple[np.ndarray, np.ndarray]:
     """float64[nq, P], float64[nk, P]: tokens of each query and KV block that live on each rank."""
 
     def tokens(pieces: ShardSegments, axis: BlockAxis) -> np.ndarray:

@@ -53,7 +53,8 @@ class Constants:
     merge_bytes_per_s:    merging two periods' outputs, memory read and written
     exchange_latency_s, exchange_bytes_per_s: one all-to-all within a node
     p2p_latency_s, p2p_bytes_per_s:           handing a slot to a ring neighbour within a node
-    network_latency_s, network_bytes_per_s:   what of either crosses nodes; None: not known
+    network_latency_s, network_bytes_per_s:   what of either crosses nodes, a rank's share of its node's adapters;
+                      None: not known
     overlap:              share of the shorter of compute and P2P that hides behind the longer, 0 to 1
     linear_flops_per_s:   of everything in a transformer but self-attention's scores
     serial_s:             each video: what one device does alone (text encoder, VAE)
@@ -109,6 +110,7 @@ COMMUNICATION = (
     "network_bytes_per_s",
 )
 """The constants that one device alone cannot measure."""
+NODES = "gpus_per_node"
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Hardware:
     dtype:     of q, k and v, for which the constants hold
     constants: see `Constants`
     sources:   by constant, one of measured, fitted, published, assumed
+    gpus_per_node: ranks to a node, whose traffic with other nodes is the `network_*` constants'; None: not known
     versions:  of the software measured with, by name; empty where nothing was measured
     residuals: by part of the model, relative error of the fit on its own samples (root mean square)
     date:      of the measurement, YYYY-MM-DD, or None
@@ -130,19 +133,23 @@ class Hardware:
     dtype: str
     constants: Constants
     sources: Mapping[str, str]
+    gpus_per_node: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     residuals: Mapping[str, float] = field(default_factory=dict)
     date: str | None = None
     notes: str = ""
 
     def __post_init__(self) -> None:
-        names = [f.name for f in fields(Constants)]
+        names = [f.name for f in fields(Constants)] + [NODES]
+        if self.gpus_per_node is not None and (type(self.gpus_per_node) is not int or self.gpus_per_node < 1):
+            raise bad_value(self, NODES, "must be a number of GPUs, at least 1")
         with blame_setting("sources"):
             for key, label in self.sources.items():
                 require_known(key, names, f"sources of hardware {self.name!r}")
                 if label not in LABELS:
                     raise SettingError(f"source {label!r} of {key} is not one of {', '.join(LABELS)}", (key,))
-        unlabelled = [n for n in names if getattr(self.constants, n) is not None and n not in self.sources]
+        given = {**asdict(self.constants), NODES: self.gpus_per_node}
+        unlabelled = [name for name in names if given[name] is not None and name not in self.sources]
         if unlabelled:
             message = f"hardware {self.name!r} does not say where {', '.join(unlabelled)} come from; add sources"
             raise SettingError(message, ("sources",))
@@ -166,14 +173,15 @@ class Hardware:
     def with_communication_of(self, other: Hardware) -> Hardware:
         """This machine's compute with another's communication, labelled as it is there."""
         constants = replace(self.constants, **{name: getattr(other.constants, name) for name in COMMUNICATION})
-        kept = {name: label for name, label in self.sources.items() if name not in COMMUNICATION}
-        taken = {name: label for name, label in other.sources.items() if name in COMMUNICATION}
+        kept = {name: label for name, label in self.sources.items() if name not in (*COMMUNICATION, NODES)}
+        taken = {name: label for name, label in other.sources.items() if name in (*COMMUNICATION, NODES)}
         notes = " ".join(filter(None, (self.notes, f"Communication from {other.name!r}.", other.notes)))
-        return replace(self, constants=constants, sources=kept | taken, notes=notes)
+        nodes = other.gpus_per_node
+        return replace(self, constants=constants, sources=kept | taken, gpus_per_node=nodes, notes=notes)
 
 
 def load_hardware(source: str | os.PathLike[str]) -> Hardware:
-    """A shipped machine by its name (a800, h200, cpu-demo), or the path of a YAML file that `dbsp calibrate` wrote.
+    """A shipped machine by its name, for example "h800", or the path of a YAML file that `dbsp calibrate` wrote.
 
     Raises ValueError, naming the fix, for an unknown name or key, a missing key or a value that makes no sense.
     """
@@ -216,7 +224,7 @@ def _keys_of(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]
 
 def save_hardware(path: str | os.PathLike[str], hardware: Hardware) -> None:
     """Writes a YAML file that `load_hardware` reads, whole or not at all."""
-    values = asdict(hardware)
+    values = {key: value for key, value in asdict(hardware).items() if value is not None}
     values["constants"] = {key: value for key, value in values["constants"].items() if value is not None}
     write_atomically(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
 

@@ -66,23 +66,34 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Topology:
-    """`world` ranks, `node_size` to a node, in the order of ranks."""
+    """`world` ranks, `node_size` to a node, in the order of ranks.
+
+    node_of: the node of each rank, where they don't simply follow one another, as in a group of every other rank
+    """
 
     world: int
     node_size: int = 8
+    node_of: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.world < 1 or self.node_size < 1:
             raise UserError(f"a topology needs at least one rank and one rank a node, got {self}")
+        if self.node_of is not None and len(self.node_of) != self.world:
+            raise UserError(f"a topology of {self.world} ranks needs a node for each, got {self.node_of}")
+
+    @classmethod
+    def on(cls, hardware: Hardware, world: int) -> Topology:
+        """`world` ranks on nodes of this machine."""
+        return cls(world, hardware.gpus_per_node or 8)
 
     @property
     def nodes(self) -> np.ndarray:
         """int64[world]: the node of each rank."""
-        return np.arange(self.world) // self.node_size
+        return np.arange(self.world) // self.node_size if self.node_of is None else np.array(self.node_of)
 
     @property
     def one_node(self) -> bool:
-        return self.world <= self.node_size
+        return len(np.unique(self.nodes)) == 1
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,8 @@ class Prediction:
     """Seconds of one attention on all ranks together: at every synchronisation the slowest counts.
 
     exchange_s: to owners and back home
-    periods:    (compute_s, p2p_s) of each; compute includes the kernel's launch and the merge; 0 P2P in the last
+    periods:    (compute_s, p2p_s) of each; compute includes the kernel's launch and the merge; 0 P2P in the last.
+                Of needed keys those of the slowest rank, with the second chunk's exchange for P2P
     pack_s:     gathering into exchange buffers and placing from them
     launch_s:   launches outside the periods
     overlap:    share of the shorter of compute and P2P that hides behind the longer
@@ -144,9 +156,10 @@ def predict(
     exchanged = [traffic.dispatch, traffic.combine]
     if exchange_q_separately(plan.assignment):
         exchanged = [traffic.queries, 2 * traffic.keys, traffic.combine]
+    periods = _periods if traffic.fetched is None else _chunks
     return Prediction(
         exchange_s=sum(exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
-        periods=_periods(plan, traffic, shape, known, topology),
+        periods=periods(plan, traffic, shape, known, topology),
         pack_s=packed_bytes(plan, traffic, layout, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
         overlap=known.overlap,
@@ -193,15 +206,33 @@ def _busiest(sent: np.ndarray) -> float:
 def _periods(
     plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
 ) -> tuple[tuple[float, float], ...]:
+    compute = _compute_s(plan, traffic, shape, known).max(axis=1)
+    slot_bytes = traffic.slots * (2 * plan.grid.block_k * shape.token_bytes)
+    p2p = [*hand_overs_s(plan.strategy, slot_bytes, plan.strategy.ring - 1, known, topology), 0.0]
+    return tuple((float(c), float(p)) for c, p in zip(compute, p2p, strict=True))
+
+
+def _chunks(
+    plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
+) -> tuple[tuple[float, float], ...]:
+    """Of the slowest rank. Ranks wait for the second chunk, there when the busiest is done, not for one another."""
+    compute = _compute_s(plan, traffic, shape, known)
+    if traffic.fetched is None or len(compute) == 1:
+        return ((float(compute.max()), 0.0),)
+    fetch_s = exchange_s(2 * traffic.fetched * shape.token_bytes, known, topology)
+    hidden = known.overlap * np.minimum(compute[0], fetch_s)
+    slowest = int((compute.sum(axis=0) + fetch_s - hidden).argmax())
+    return (float(compute[0, slowest]), fetch_s), (float(compute[1, slowest]), 0.0)
+
+
+def _compute_s(plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants) -> np.ndarray:
+    """float64[periods, P]: launch, blocks, rows, and from the second period on the merge."""
     grid = plan.grid
-    rank_s = plan.metrics.work * (shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known))
+    rank_s: np.ndarray = plan.metrics.work * (shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known))
     rank_s += traffic.rows * (shape.batch * known.row_s)
     merge_s = traffic.rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
     rank_s[1:] += merge_s
-    compute = rank_s.max(axis=1) + known.launch_s
-    slot_bytes = traffic.slots * (2 * grid.block_k * shape.token_bytes)
-    p2p = [*hand_overs_s(plan.strategy, slot_bytes, plan.strategy.ring - 1, known, topology), 0.0]
-    return tuple((float(c), float(p)) for c, p in zip(compute, p2p, strict=True))
+    return rank_s + known.launch_s
 
 
 def block_s(block_q: int, block_k: int, head_dim: int, known: Constants) -> float:
@@ -228,10 +259,16 @@ def hand_overs_s(
 
 
 def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
-    """Of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner."""
-    at_home = 4 * shape.heads * layout.shard
+    """Of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner.
+
+    Needed keys are gathered once for each of their readers.
+    """
+    at_home: np.ndarray | float = 4 * shape.heads * layout.shard
     packed = 2 * traffic.rows * plan.grid.block_q + 2 * traffic.slots.ravel() * plan.grid.block_k
-    return float(at_home + packed.max()) * shape.token_bytes
+    if traffic.fetched_blocks is not None:
+        at_home = 2 * shape.heads * layout.shard + np.sum([sent.sum(axis=1) for sent in traffic.key_exchanges], axis=0)
+        packed = packed + 2 * traffic.fetched_blocks * plan.grid.block_k
+    return float((at_home + packed).max()) * shape.token_bytes
 
 
 def exchange_cost(
@@ -302,7 +339,7 @@ def predict_as_printed(
             exchange_rate = min(exchange_rate, known.network_bytes_per_s)
     share = shape.heads * shape.tokens * shape.token_bytes / strategy.world
     x = strategy.ulysses
-    blocks = plan.heads * grid.nq * grid.nk * shape.batch
+    blocks = plan.heads * grid.pairs * shape.batch
     return as_printed(
         strategy,
         plan.rho,

@@ -15,7 +15,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan"]
+__all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan", "in_ns"]
 
 WORTH_A_LOOK = 0.005
 """Share of the predicted time that other plans must be able to save before they are made."""
@@ -39,12 +39,14 @@ def fastest_plan(
     hardware: Hardware,
     topology: Topology,
     layout: SequenceLayout,
+    fits: Callable[[Plan], bool] = lambda _: True,
 ) -> Plan:
     """Planner "dbsp"'s plan, or a simpler planner's for the same mask, strategy and layout that is predicted faster.
 
     "dbsp" weighs an exchange by its bytes on average; the latency model knows which rank has most of them. Others are
     made only where they could save more than `WORTH_A_LOOK`: by even work, hidden P2P and an exchange without excess.
     make: by planner, and whether Ulysses ranks must have equal numbers of heads
+    fits: whether a simpler planner's plan may be taken at all
     """
 
     plan = make("dbsp", False)
@@ -57,7 +59,7 @@ def fastest_plan(
     if gain_s <= WORTH_A_LOOK * predicted.total_s:
         return plan
     others = [make("paper", True), *(make(planner, False) for planner in ("paper", "snake", "contiguous"))]
-    return min([plan, *others], key=lambda one: in_ns(predict(one, shape, hardware, topology, layout)))
+    return min([plan, *filter(fits, others)], key=lambda one: in_ns(predict(one, shape, hardware, topology, layout)))
 
 
 @dataclass
@@ -76,11 +78,23 @@ class StrategySelector:
     hysteresis: float = 0.02
     chosen: dict[Strategy, int] = field(default_factory=dict)
 
-    def choose(self, make: Callable[[Strategy], Plan], shape: AttentionShape, current: Strategy | None) -> Plan:
-        """The plan to use from now on. make: plans one strategy;  current: the strategy in use, None at first"""
+    def choose(
+        self,
+        make: Callable[[Strategy], Plan],
+        shape: AttentionShape,
+        current: Strategy | None,
+        excess: Callable[[Plan], float] | None = None,
+    ) -> Plan:
+        """The plan to use from now on.
+
+        make: plans one strategy;  current: the strategy in use, None at first
+        excess: bytes by which a plan's peak is above a limit. Such plans drop out; where all do, the least is taken
+        """
         plans = {strategy: make(strategy) for strategy in self.strategies}
-        seconds = {strategy: self.predict_ns(plan, shape) for strategy, plan in plans.items()}
-        best = min(self.strategies, key=seconds.__getitem__)
+        above = {strategy: excess(plan) if excess else 0.0 for strategy, plan in plans.items()}
+        fitting = [strategy for strategy in plans if above[strategy] <= 0] or [min(plans, key=above.__getitem__)]
+        seconds = {strategy: self.predict_ns(plans[strategy], shape) for strategy in fitting}
+        best = min(fitting, key=seconds.__getitem__)
         if current in seconds and seconds[current] * (1 - self.hysteresis) <= seconds[best]:
             best = current
         self.chosen[best] = self.chosen.get(best, 0) + 1

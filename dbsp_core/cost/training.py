@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dbsp_core.comm.all_to_all import exchange_q_separately
-from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.comm_volume import Traffic, traffic_of
 from dbsp_core.cost.hardware import Constants, Hardware
 from dbsp_core.cost.latency import (
     MERGE_BYTES,
@@ -51,7 +51,9 @@ class SentBytes:
 def sent_forward(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> SentBytes:
     """q, k and v to owners and the output back; a slot's keys and values y − 1 times."""
     traffic = traffic_of(plan.assignment, layout)
-    exchanged = (traffic.dispatch + traffic.combine) * shape.token_bytes
+    exchanged = (traffic.queries + sum(traffic.key_exchanges) + traffic.combine) * shape.token_bytes
+    if traffic.fetched is not None:
+        return SentBytes(_to_others(exchanged), np.zeros(len(exchanged)))
     slots = traffic.slots * (2 * plan.grid.block_k * shape.token_bytes)
     return SentBytes(_to_others(exchanged), _handed_over(slots, plan.strategy.ring - 1))
 
@@ -59,9 +61,14 @@ def sent_forward(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> S
 def sent_backward(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> SentBytes:
     """The output's gradient to owners, those of q, k and v back; keys and values y − 1 times, their gradients y times.
 
-    Gradients of q, k and v travel in float32 at least, in which they were summed.
+    Gradients of q, k and v travel in float32 at least, in which they were summed. Needed keys of the second chunk are
+    fetched once more.
     """
     traffic, sums = traffic_of(plan.assignment, layout), _gradient_token_bytes(shape)
+    if traffic.fetched is not None:
+        there = (traffic.queries + 2 * traffic.fetched) * shape.token_bytes
+        back = (traffic.queries + sum(traffic.key_exchanges)).T * sums
+        return SentBytes(_to_others(there + back), np.zeros(len(back)))
     exchanged = traffic.queries * shape.token_bytes + traffic.dispatch.T * sums
     block, ring = 2 * plan.grid.block_k, plan.strategy.ring
     keys = _handed_over(traffic.slots * (block * shape.token_bytes), ring - 1)
@@ -74,10 +81,13 @@ def saved_bytes(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> np
     """float64[P]: what each rank keeps of one attention from forward to backward, at the owner.
 
     Packed q and out, rows·Bq·D numbers each; k and v of the first slot, blocks·Bk·D each; the log-sum-exp, rows·Bq.
+    Where needed keys come in a second chunk, also k and v outside attention.
     With activation checkpointing nothing of it is kept; one layer's is made again in backward.
     """
     traffic, grid = traffic_of(plan.assignment, layout), plan.grid
     numbers = 2 * traffic.rows * grid.block_q + 2 * traffic.slots.ravel() * grid.block_k
+    if plan.assignment.needed is not None and plan.strategy.ring > 1:
+        numbers = numbers + 2 * shape.heads * layout.shard
     lse: np.ndarray = traffic.rows * grid.block_q * shape.batch * _gradient_bytes(shape)
     return numbers * float(shape.token_bytes) + lse
 
@@ -104,6 +114,9 @@ def predict_backward(
     if exchange_q_separately(plan.assignment):
         home = [traffic.queries.T * sums, 2 * traffic.keys.T * sums]
     exchanged = [traffic.queries * shape.token_bytes, *home]
+    if traffic.fetched is not None:
+        exchanged.append(2 * traffic.fetched.T * sums)
+        return _predict_chunks(plan, traffic, shape, hardware, topology, layout, exchanged)
     # 1. Compute: products and scores of dense blocks, rows, adding up dQ in each period, dK and dV from the second.
     rank_s = plan.metrics.work * (shape.batch * _block_s(plan, shape, known))
     rank_s += traffic.rows * (shape.batch * known.row_s)
@@ -125,6 +138,39 @@ def predict_backward(
     return Prediction(
         exchange_s=sum(exchange_s(tokens, known, topology) for tokens in exchanged),
         periods=periods if ring > 1 else periods[:1],
+        pack_s=packed / known.pack_bytes_per_s,
+        launch_s=known.call_s,
+        overlap=known.overlap,
+    )
+
+
+def _predict_chunks(
+    plan: Plan,
+    traffic: Traffic,
+    shape: AttentionShape,
+    hardware: Hardware,
+    topology: Topology,
+    layout: SequenceLayout,
+    exchanged: list[np.ndarray],
+) -> Prediction:
+    """Of needed keys: the second chunk is fetched again beside the first one's kernel; gradients go home at the end.
+
+    exchanged: float64[P, P] each, bytes beside no kernel
+    """
+    known, grid, sums = hardware.constants, plan.grid, _gradient_token_bytes(shape)
+    rank_s = plan.metrics.work * (shape.batch * _block_s(plan, shape, known)) + known.launch_s
+    rank_s += traffic.rows * (shape.batch * known.row_s)
+    rank_s += traffic.rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
+    fetched = np.zeros_like(traffic.keys) if traffic.fetched is None else 2 * traffic.fetched * shape.token_bytes
+    fetch_s = exchange_s(fetched, known, topology) if len(rank_s) > 1 else 0.0
+    slowest = int((np.maximum(rank_s[0], fetch_s) + rank_s[1:].sum(axis=0)).argmax())
+    periods = tuple((float(s), fetch_s if n == 0 else 0.0) for n, s in enumerate(rank_s[:, slowest]))
+    keys = np.sum([sent.sum(axis=0) + sent.sum(axis=1) for sent in traffic.key_exchanges], axis=0)
+    rows = shape.heads * layout.shard + traffic.rows * grid.block_q
+    packed = float((rows * (shape.token_bytes + sums) + keys * sums + fetched.sum(axis=1)).max())
+    return Prediction(
+        exchange_s=sum(exchange_s(tokens, known, topology) for tokens in exchanged),
+        periods=periods,
         pack_s=packed / known.pack_bytes_per_s,
         launch_s=known.call_s,
         overlap=known.overlap,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError
 
@@ -126,6 +126,7 @@ class SequenceLayout:
         local: int64[tokens], at which of its rank's places.
         world: Number of ranks.
         shard: Places of each rank.
+        position: int64[tokens], where each token is in the order that planner "local" cuts rows in; None: token order.
 
     Raises:
         ValueError: Unless every token is at a place of its own, on one of the ranks.
@@ -135,7 +136,8 @@ class SequenceLayout:
     local: np.ndarray
     world: int
     shard: int
-    _segments: dict[tuple[BlockGrid, str], tuple[ShardSegments, ShardSegments]] = field(
+    position: np.ndarray | None = None
+    _segments: dict[tuple[BlockGrid, Order], tuple[ShardSegments, ShardSegments]] = field(
         default_factory=dict, init=False, repr=False
     )
 
@@ -174,6 +176,34 @@ class SequenceLayout:
         return cls.from_streams([np.arange(tokens)], world)
 
     @classmethod
+    def whole_sequences(cls, lengths: Sequence[int], ranks: Sequence[int], world: int) -> SequenceLayout:
+        """Each sequence of a packed grid lies whole on a rank, as data loaders leave them; a rank may have none.
+
+        A rank holds its sequences in the order given, and all have as many places as the fullest.
+
+        Args:
+            lengths: Tokens of each sequence, text included.
+            ranks: Of each sequence.
+            world: Number of ranks.
+
+        Raises:
+            UserError: For no sequences, other numbers of lengths and ranks, or ranks that there are not.
+        """
+        if not len(lengths) or len(lengths) != len(ranks) or min(lengths) < 1:
+            raise UserError(
+                f"whole_sequences needs a length of at least 1 and a rank for each sequence, got lengths "
+                f"{list(lengths)} and ranks {list(ranks)}"
+            )
+        if not 0 <= min(ranks) <= max(ranks) < world:
+            raise UserError(f"sequences lie on ranks {sorted(set(ranks))}, but there are ranks 0 to {world - 1}")
+        held = np.zeros(world, dtype=np.int64)
+        local = []
+        for length, rank in zip(lengths, ranks, strict=True):
+            local.append(held[rank] + np.arange(length))
+            held[rank] += length
+        return cls(np.repeat(ranks, lengths), np.concatenate(local), world, int(held.max()))
+
+    @classmethod
     def striped(cls, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
         """Block b is on ring rank b mod y (up to equal shards), so that profiles average out over the ring."""
         return cls.named("striped", grid, strategy)
@@ -192,10 +222,12 @@ class SequenceLayout:
         """A layout by its name.
 
         Args:
-            name: A key of `LAYOUT_ORDERS`: "contiguous", "striped" or "learned".
-            grid: The blocks that "striped" and "learned" distribute.
+            name: A key of `LAYOUT_ORDERS`: "contiguous", "striped", "learned" or "local".
+            grid: The blocks that are distributed, in the order that "local" keeps: `planning.local_layout` finds the
+                best one.
             strategy: The ranks; only its ring matters for the order.
-            split_text: Whether text and video are sharded separately, as hosts with two streams do.
+            split_text: Whether text and video are sharded separately, as hosts with two streams do; the texts of a
+                packed grid are then one stream, and its videos one.
             text_last: Whether a rank then has its text after its video, rather than before.
             profile: What "learned" learns from.
 
@@ -204,12 +236,13 @@ class SequenceLayout:
         """
         if name not in LAYOUT_ORDERS:
             raise UserError(f"unknown sequence layout {name!r}; use one of {', '.join(LAYOUT_ORDERS)}")
-        video = np.arange(grid.text_tokens if split_text else 0, grid.tokens)
+        video = np.delete(np.arange(grid.tokens), grid.text_positions if split_text else [])
         # A ring of one rank has all tokens: no order is better than another, and hosts are spared the permutation.
         streams = [LAYOUT_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]
         if split_text:
-            streams.insert(len(streams) if text_last else 0, np.arange(grid.text_tokens))
-        return cls.from_streams(streams, strategy.world)
+            streams.insert(len(streams) if text_last else 0, grid.text_positions)
+        layout = cls.from_streams(streams, strategy.world)
+        return layout if name != "local" else replace(layout, position=_by_token(np.arange(grid.tokens), grid))
 
     @property
     def tokens(self) -> int:
@@ -244,7 +277,7 @@ class SequenceLayout:
         length = np.diff(first, append=self.tokens)
         return ShardSegments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
 
-    def block_segments(self, grid: BlockGrid, order: str) -> tuple[ShardSegments, ShardSegments]:
+    def block_segments(self, grid: BlockGrid, order: Order) -> tuple[ShardSegments, ShardSegments]:
         """The segments of a grid's query blocks and of its KV blocks in one token order. Made once, then kept."""
         key = grid, order
         if key not in self._segments:
@@ -297,9 +330,18 @@ def _larger_axis(grid: BlockGrid) -> BlockAxis:
     return grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
 
 
+def _in_rows(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
+    """Runs of tokens for the ring rows, each striped over its row's ranks so that all of them send as much."""
+    in_order = _in_common_order(tokens, grid)
+    row = np.arange(len(in_order)) // max(1, -(-len(in_order) // strategy.world) * strategy.ulysses)
+    stripe = _by_token(_larger_axis(grid).block_of, grid)[in_order] % strategy.ulysses
+    return in_order[np.lexsort((stripe, row))]
+
+
 LAYOUT_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy, MaskProfile | None], np.ndarray]] = {
     "contiguous": _in_token_order,
     "striped": _in_stripes,
     "learned": _as_learned,
+    "local": _in_rows,
 }
 """By the name of the layout: the order in which a stream's tokens are sharded."""

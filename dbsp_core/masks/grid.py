@@ -1,8 +1,9 @@
-"""The block grid: tokens in token order, cut into blocks."""
+"""The block grid: tokens in token order, cut into blocks; of one sequence, or of several packed one after another."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,7 +16,10 @@ from dbsp_core.utils.errors import UserError, require_value
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BlockAxis", "BlockGrid"]
+__all__ = ["BlockAxis", "BlockGrid", "Order"]
+
+Order = str | tuple[str, ...]
+"""A token order (see `dbsp_core.masks.token_order`); in a packed grid one for each sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,11 +29,13 @@ class BlockAxis:
     starts:  int64[n], token-order position of each block's first token
     lengths: int64[n], tokens in each block, 1..block
     block:   the block size; a segment's last block may be shorter
+    bounds:  int64[S + 1], the first block of each sequence, and the number of all
     """
 
     starts: np.ndarray
     lengths: np.ndarray
     block: int
+    bounds: np.ndarray
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -39,21 +45,29 @@ class BlockAxis:
         """int64[tokens]: the block that holds each token."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
+    @cached_property
+    def sequence_of(self) -> np.ndarray:
+        """int64[n]: the sequence of each block."""
+        return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
+
 
 @dataclass(frozen=True)
 class BlockGrid:
     """Tokens in token order (text first, then video) cut into blocks of at most `block_q` queries or `block_k` keys.
 
-    No block holds both text and video. The last block of either may be short.
+    No block holds both text and video. The last block of either may be short. In a packed grid sequences follow one
+    another, each with its text first: no block holds tokens of two.
 
     Attributes:
         tokens: Text and video together.
-        text_tokens: Of them, text.
+        text_tokens: Of them, text. In a packed grid of all sequences.
         block_q: Tokens per query block.
         block_k: Tokens per key block.
-        thw: Frames, rows and columns of the video's token grid; needed for orders other than "thw".
+        thw: Frames, rows and columns of the video's token grid; needed for orders other than "thw". None in a packed
+            grid, whose sequences have their own.
         orders: The order of video tokens (see `dbsp_core.masks.token_order`), one for all heads or one per head:
             where they differ, a block holds other tokens in other heads.
+        packed_from: The sequences of a packed grid, which `packed` makes; see `sequences`.
 
     Raises:
         ValueError: For sizes that make no grid, or orders that do not fit.
@@ -64,9 +78,13 @@ class BlockGrid:
     block_q: int
     block_k: int
     thw: tuple[int, int, int] | None = None
-    orders: tuple[str, ...] = (CANONICAL,)
+    orders: tuple[Order, ...] = (CANONICAL,)
+    packed_from: tuple[BlockGrid, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.packed_from:
+            self._check_packed()
+            return
         if self.tokens < 1:
             raise UserError(f"a block grid needs at least one token, got tokens={self.tokens}")
         if not 0 <= self.text_tokens <= self.tokens:
@@ -75,10 +93,20 @@ class BlockGrid:
             require_value(self, name, getattr(self, name) >= 1, "must be at least 1; 64 and 128 are usual")
         self._check_orders()
 
+    def _check_packed(self) -> None:
+        own = self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders
+        if own != _packed_sizes(self.packed_from):
+            raise UserError(
+                "a packed grid's sizes, thw and orders are those of its sequences; change these, and pack them again "
+                "with BlockGrid.packed"
+            )
+
     def _check_orders(self) -> None:
         if not self.orders:
             raise UserError(f"orders must not be empty; leave it out for {CANONICAL!r}")
         for order in set(self.orders):
+            if not isinstance(order, str):
+                raise UserError(f"orders of one sequence are names, got {order}; pack sequences with BlockGrid.packed")
             require_order(order)
         if self.thw is None:
             if set(self.orders) != {CANONICAL}:
@@ -103,6 +131,43 @@ class BlockGrid:
         """A grid of equal blocks; `tokens` counts text and video together. `block_q`, `block_k` override `block`."""
         return cls(tokens, text_tokens, block if block_q is None else block_q, block if block_k is None else block_k)
 
+    @classmethod
+    def packed(cls, grids: Sequence[BlockGrid]) -> BlockGrid:
+        """Several sequences as one: their tokens one after another, each sequence in blocks of its own.
+
+        Args:
+            grids: Of the sequences, with equal block sizes; packed ones count as the sequences they hold.
+
+        Raises:
+            UserError: For no sequences, block sizes that differ, or token orders for different numbers of heads.
+        """
+        sequences = tuple(sequence for grid in grids for sequence in grid.sequences)
+        if not sequences:
+            raise UserError("BlockGrid.packed needs at least one sequence's grid, got none")
+        sizes = sorted({(grid.block_q, grid.block_k) for grid in sequences})
+        if len(sizes) > 1:
+            raise UserError(
+                "sequences that are packed need equal block sizes, got "
+                f"{' and '.join(f'{q}×{k}' for q, k in sizes)}; give all their mask sources one block_q and block_k"
+            )
+        return sequences[0] if len(sequences) == 1 else cls(*_packed_sizes(sequences), sequences)
+
+    @property
+    def sequences(self) -> tuple[BlockGrid, ...]:
+        """The grids of the sequences that this one holds; a plain grid holds itself alone."""
+        return self.packed_from or (self,)
+
+    @cached_property
+    def token_bounds(self) -> np.ndarray:
+        """int64[S + 1]: the first token of each sequence, and the number of all."""
+        return np.cumsum([0, *(grid.tokens for grid in self.sequences)])
+
+    @cached_property
+    def text_positions(self) -> np.ndarray:
+        """int64[text_tokens]: where the text is."""
+        starts = zip(self.token_bounds, self.sequences, strict=False)
+        return np.concatenate([first + np.arange(grid.text_tokens) for first, grid in starts])
+
     @cached_property
     def q_axis(self) -> BlockAxis:
         return self._axis(self.block_q)
@@ -121,6 +186,11 @@ class BlockGrid:
         """Number of key blocks."""
         return len(self.k_axis)
 
+    @cached_property
+    def pairs(self) -> int:
+        """Number of (query block, key block) pairs of a head: nq · nk, or in a packed grid the sum over sequences."""
+        return sum(grid.nq * grid.nk for grid in self.sequences)
+
     def subdivides(self, other: BlockGrid) -> bool:
         """Whether this grid's blocks are the other's, or parts of them."""
         if self.resized(other.block_q, other.block_k) != other:
@@ -129,34 +199,79 @@ class BlockGrid:
 
     def resized(self, block_q: int, block_k: int) -> BlockGrid:
         """The same tokens in the same order, in blocks of other sizes."""
+        if self.packed_from:
+            return BlockGrid.packed([grid.resized(block_q, block_k) for grid in self.packed_from])
         return replace(self, block_q=block_q, block_k=block_k)
 
+    def with_orders(self, orders: Sequence[Order]) -> BlockGrid:
+        """The same tokens in other orders, one for all heads or one per head."""
+        if not self.packed_from:
+            return replace(self, orders=tuple(orders))
+        sequences = []
+        for place, grid in enumerate(self.packed_from):
+            own = [order if isinstance(order, str) else order[place] for order in orders]
+            sequences.append(grid.with_orders(own[:1] if len(set(own)) == 1 else own))
+        return BlockGrid.packed(sequences)
+
     @property
-    def common_order(self) -> str | None:
+    def common_order(self) -> Order | None:
         """The order of all heads, or None where they differ."""
         return self.orders[0] if len(set(self.orders)) == 1 else None
 
-    def order_groups(self, heads: int) -> list[tuple[str, np.ndarray]]:
+    def order_of(self, head: int) -> Order:
+        """The order of one head."""
+        return self.orders[head if len(self.orders) > 1 else 0]
+
+    def order_groups(self, heads: int) -> list[tuple[Order, np.ndarray]]:
         """(order, int64 heads that have it) for every order, by the first head that has it."""
         if self.common_order is not None:
             return [(self.common_order, np.arange(heads))]
-        return [(order, np.flatnonzero(np.array(self.orders) == order)) for order in dict.fromkeys(self.orders)]
+        having: dict[Order, list[int]] = {}
+        for head, order in enumerate(self.orders):
+            having.setdefault(order, []).append(head)
+        return [(order, np.array(those)) for order, those in having.items()]
 
-    def token_permutation(self, order: str) -> np.ndarray:
+    def token_permutation(self, order: Order) -> np.ndarray:
         """int64[tokens]: canonical position (text, then video in (t, h, w)) of each token in `order`."""
-        if order == CANONICAL or self.thw is None:
-            return np.arange(self.tokens)
-        return np.concatenate([np.arange(self.text_tokens), self.text_tokens + video_order(order, self.thw)])
+        if isinstance(order, str):
+            if order == CANONICAL or self.thw is None:
+                return np.arange(self.tokens)
+            return np.concatenate([np.arange(self.text_tokens), self.text_tokens + video_order(order, self.thw)])
+        each = zip(self.token_bounds, self.sequences, order, strict=False)
+        return np.concatenate([first + grid.token_permutation(own) for first, grid, own in each])
 
     def make_text_dense(self, bits: np.ndarray | torch.Tensor) -> None:
-        """Sets all rows and columns of text, which come first. bits: bool[..., nq, nk]"""
-        q, k = (int((axis.starts < self.text_tokens).sum()) for axis in (self.q_axis, self.k_axis))
-        bits[..., :q, :], bits[..., :k] = True, True
+        """Sets all rows and columns of text, within each sequence. bits: bool[..., nq, nk]"""
+        q_bounds, k_bounds = self.q_axis.bounds, self.k_axis.bounds
+        for place, grid in enumerate(self.sequences):
+            (q, k), ends = (q_bounds[place], k_bounds[place]), (q_bounds[place + 1], k_bounds[place + 1])
+            own = bits[..., q : ends[0], k : ends[1]]
+            text_q, text_k = -(-grid.text_tokens // grid.block_q), -(-grid.text_tokens // grid.block_k)
+            own[..., :text_q, :], own[..., :text_k] = True, True
 
     def _axis(self, block: int) -> BlockAxis:
-        starts, first = [], 0
-        for segment in (self.text_tokens, self.tokens - self.text_tokens):
-            starts.append(first + np.arange(0, segment, block))
-            first += segment
+        starts, bounds, first = [], [0], 0
+        for grid in self.sequences:
+            for segment in (grid.text_tokens, grid.tokens - grid.text_tokens):
+                starts.append(first + np.arange(0, segment, block))
+                first += segment
+            bounds.append(bounds[-1] + len(starts[-2]) + len(starts[-1]))
         all_starts = np.concatenate(starts)
-        return BlockAxis(all_starts, np.diff(all_starts, append=self.tokens), block)
+        return BlockAxis(all_starts, np.diff(all_starts, append=self.tokens), block, np.array(bounds))
+
+
+def _packed_sizes(
+    sequences: tuple[BlockGrid, ...],
+) -> tuple[int, int, int, int, None, tuple[Order, ...]]:
+    """The fields of a grid packed from these, whose blocks are equal. Raises UserError where heads differ."""
+    heads = sorted({len(grid.orders) for grid in sequences} - {1})
+    if len(heads) > 1:
+        raise UserError(
+            "sequences that are packed need equal numbers of heads, but have token orders for "
+            f"{' and '.join(map(str, heads))}; give masks of one model"
+        )
+    orders: tuple[Order, ...] = (CANONICAL,)
+    if any(set(grid.orders) != {CANONICAL} for grid in sequences):
+        orders = tuple(tuple(grid.order_of(head) for grid in sequences) for head in range(max(heads, default=1)))  # type: ignore[misc]
+    tokens, text_tokens = (sum(getattr(grid, name) for grid in sequences) for name in ("tokens", "text_tokens"))
+    return tokens, text_tokens, sequences[0].block_q, sequences[0].block_k, None, orders

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.grid import BlockGrid, Order
+from dbsp_core.masks.mask_values import (
+    block_counts,
+    head_values,
+    mask_bits,
+    mask_values,
+)
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
@@ -22,41 +29,23 @@ from dbsp_core.utils.errors import UserError
 __all__ = [
     "MaskFile",
     "MaskLayout",
-    "block_counts",
     "mask_file_bytes",
-    "pack_mask_bits",
     "save_mask",
-    "unpack_mask_bits",
     "write_masks",
 ]
 
-Orders = tuple[str, ...]
+Orders = tuple[Order, ...]
 
 _SIZES = ("tokens", "text_tokens", "block_q", "block_k")
-
-
-def block_counts(grid: BlockGrid) -> tuple[int, int]:
-    """(nq, nk), without the arrays that the grid would make: a file's numbers may be absurd."""
-    segments = (grid.text_tokens, grid.tokens - grid.text_tokens)
-    nq, nk = (sum(-(-segment // block) for segment in segments) for block in (grid.block_q, grid.block_k))
-    return nq, nk
-
-
-def pack_mask_bits(bits: torch.Tensor) -> np.ndarray:
-    """uint8[..., nq, ceil(nk / 8)] of bool[..., nq, nk]: the first of eight blocks is the most significant bit."""
-    return np.packbits(bits.cpu().numpy(), axis=-1)
-
-
-def unpack_mask_bits(packed: np.ndarray, nk: int) -> torch.Tensor:
-    """bool[..., nq, nk]: the inverse of `pack_mask_bits`. Bits beyond the last block are ignored."""
-    return torch.from_numpy(np.unpackbits(packed, axis=-1, count=nk).view(bool))
 
 
 class MaskFile:
     """A safetensors file with one tensor of masks; docs/mask-files.md describes it.
 
     The tensor is `mask`, uint8 0/1 of shape [H, nq, nk] (one mask for every layer), [L, H, nq, nk] or, with step
-    groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. Masks are read one layer at a time.
+    groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. Of packed sequences one dimension
+    stands for H, nq and nk: the values of the first sequence's heads, then the second's. Masks are read one layer at a
+    time.
 
     Attributes:
         grid: Of every mask, apart from token orders.
@@ -112,21 +101,33 @@ class MaskFile:
             tokens, text_tokens, block_q, block_k = (_whole_number(key, metadata[key]) for key in _SIZES)
             thw = _parse_thw(metadata["thw"]) if "thw" in metadata else None
             groups = StepGroups.parse(metadata["groups"]) if "groups" in metadata else None
-            return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups
+            if "sequences" not in metadata:
+                return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups
+            grid = _parse_sequences(metadata["sequences"], block_q, block_k)
+            if (grid.tokens, grid.text_tokens, thw) != (tokens, text_tokens, None) or not grid.packed_from:
+                raise UserError(
+                    f"sequences have {grid.tokens} tokens, {grid.text_tokens} of text: tokens and text_tokens must "
+                    "say so, two sequences at least are needed, and thw stands with each"
+                )
+            return grid, groups
         except UserError as error:
             raise UserError(f"mask file {self.path}: bad metadata: {error}") from error
 
     def _checked_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        usual = (5,) if self.groups else (3, 4)
+        """Of groups, layers and one mask: a mask's own dimensions are `_own` many."""
+        own, wanted = (1, "values") if self.grid.packed_from else (3, "heads, nq, nk")
+        usual = (own + 2,) if self.groups else (own, own + 1)
         if dtype != "U8" or len(shape) not in usual or 0 in shape:
-            wanted = "[groups, layers, heads, nq, nk]" if self.groups else "[heads, nq, nk] or [layers, heads, nq, nk]"
+            wanted = f"[groups, layers, {wanted}]" if self.groups else f"[{wanted}] or [layers, {wanted}]"
             raise UserError(
                 f"mask file {self.path}: tensor {self._tensor!r} is {dtype} of shape {list(shape)}, expected uint8 "
                 f"(U8) of shape {wanted}, none of them 0"
                 + ("; five dimensions need metadata groups, such as '0-9,10-49'" if len(shape) == 5 else "")
             )
         nq, nk = block_counts(self.grid)
-        if shape[-2:] != (nq, -(-nk // 8) if self.packed else nk):
+        a_head = head_values(self.grid, self.packed)
+        fits = shape[-1] % a_head == 0 if own == 1 else shape[-2:] == (nq, a_head // nq)
+        if not fits:
             raise UserError(
                 f"mask file {self.path}: shape {list(shape)} does not fit its metadata, which makes "
                 f"{nq}×{nk} blocks; correct block_q, block_k, tokens or text_tokens"
@@ -138,20 +139,31 @@ class MaskFile:
         return shape
 
     def _order_table(self, names: list[str], index: np.ndarray | None) -> np.ndarray:
-        """str[..., heads or 1]: the token order of each head, once every order is known to be one."""
-        leading = self._shape[:-2]
+        """str[..., heads or 1, sequences or 1]: the token orders of each head, once every order is known to be one."""
+        leading = (*self._shape[: len(self._shape) - self._own], self.heads)
+        each = (len(self.grid.sequences),) if self.grid.packed_from else ()
         table = np.zeros(1, dtype=np.uint8) if index is None else index
-        fits = table.dtype == np.uint8 and table.shape in {leading[start:] for start in range(len(leading))} | {(1,)}
+        shapes = {(*leading[start:], *each) for start in range(len(leading))} | {(1,)}
+        fits = table.dtype == np.uint8 and table.shape in shapes
         if not fits or table.max(initial=0) >= len(names) or (index is None and len(names) > 1):
             raise UserError(
-                f"mask file {self.path}: bad token orders: tensor 'orders' must be uint8 of shape {list(leading)} (or "
-                f"the last dimensions of it) and count metadata orders, which has {names}"
+                f"mask file {self.path}: bad token orders: tensor 'orders' must be uint8 of shape "
+                f"{[*leading, *each]} (or the last dimensions of it) and count metadata orders, which has {names}"
             )
+        table = table if each and table.shape != (1,) else table[..., None]
         try:
-            replace(self.grid, orders=tuple(names))
+            for order in (
+                np.unique(table.reshape(-1, table.shape[-1]), axis=0) if each else np.arange(len(names))[:, None]
+            ):
+                self.grid.with_orders(_orders_of([[names[index] for index in order]]))
         except UserError as error:
             raise UserError(f"mask file {self.path}: bad token orders: {error}") from error
         return np.array(names)[table]
+
+    @property
+    def _own(self) -> int:
+        """Dimensions of one mask."""
+        return 1 if self.grid.packed_from else 3
 
     @property
     def packed(self) -> bool:
@@ -160,22 +172,22 @@ class MaskFile:
     @property
     def layers(self) -> int:
         """Number of layers; 1 when one mask serves all."""
-        return self._shape[-4] if self.per_layer else 1
+        return self._shape[-self._own - 1] if self.per_layer else 1
 
     @property
     def per_layer(self) -> bool:
-        return len(self._shape) > 3
+        return len(self._shape) > self._own
 
     @property
     def heads(self) -> int:
-        return self._shape[-3]
+        return self._shape[-3] if self._own == 3 else self._shape[-1] // head_values(self.grid, self.packed)
 
     def orders(self, layer: int, group: int = 0) -> Orders:
         """The token order of each head, or one for all heads."""
         table = self._orders
-        table = table[group] if table.ndim == 3 else table
-        table = table[layer] if table.ndim == 2 else table
-        return one_or_each(table.tolist())
+        table = table[group] if table.ndim == 4 else table
+        table = table[layer] if table.ndim == 3 else table
+        return one_or_each(_orders_of(table.tolist()))
 
     def layer(self, index: int, group: int = 0) -> BlockMask:
         """The mask of one layer.
@@ -200,8 +212,9 @@ class MaskFile:
             raise UserError(f"mask file {self.path} cannot be read any more ({error})") from error
         if not self.packed and int(values.max()) > 1:
             raise UserError(f"mask file {self.path}: values must be 0 or 1, found {int(values.max())}")
-        bits = unpack_mask_bits(values, self.grid.nk) if self.packed else torch.from_numpy(values).bool()
-        return BlockMask(bits, replace(self.grid, orders=self.orders(index, group)))
+        return BlockMask(
+            mask_bits(values, self.grid, self.heads, self.packed), self.grid.with_orders(self.orders(index, group))
+        )
 
 
 @dataclass(frozen=True)
@@ -221,7 +234,8 @@ class MaskLayout:
     orders: tuple[Orders, ...] = ((CANONICAL,),)
 
     def __post_init__(self) -> None:
-        replace(self.grid, orders=tuple({name for orders in self.orders for name in orders}))
+        for orders in set(self.orders):
+            self.grid.with_orders(orders)
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -234,17 +248,28 @@ class MaskLayout:
         texts = {key: str(getattr(self.grid, key)) for key in _SIZES}
         if self.grid.thw is not None:
             texts["thw"] = ",".join(map(str, self.grid.thw))
+        if self.grid.packed_from:
+            own = [
+                {"tokens": one.tokens, "text_tokens": one.text_tokens, "thw": one.thw} for one in self.grid.sequences
+            ]
+            texts["sequences"] = json.dumps(own)
         if self.groups is not None:
             texts["groups"] = str(self.groups)
-        names = list(dict.fromkeys(name for orders in self.orders for name in orders))
+        # By mask, head and sequence.
+        sequences = len(self.grid.sequences)
+        each = [
+            [(order,) * sequences if isinstance(order, str) else order for order in orders] for orders in self.orders
+        ]
+        names = list(dict.fromkeys(name for orders in each for order in orders for name in order))
         if names != [CANONICAL]:
             texts["orders"] = ",".join(names)
         if len(names) == 1:
             return texts, None
-        each = [orders if len(orders) > 1 else orders * self.heads for orders in self.orders]
+        of_heads = [orders if len(orders) > 1 else orders * self.heads for orders in each]
         leading = self.leading if len(each) > 1 else ()
-        table = bytes(names.index(name) for orders in each for name in orders)
-        return texts, ByteTensor((*leading, self.heads), [table])
+        table = bytes(names.index(name) for orders in of_heads for order in orders for name in order)
+        last = (sequences,) if self.grid.packed_from else ()
+        return texts, ByteTensor((*leading, self.heads, *last), [table])
 
 
 def write_masks(
@@ -252,16 +277,13 @@ def write_masks(
 ) -> int:
     """Writes a mask file with one mask in memory at a time; it appears whole or not at all. returns: its bytes.
 
-    masks: bool[H, nq, nk] each, by group and layer, as `layout` says
+    masks: bits of a `BlockMask` each, by group and layer, as `layout` says
     """
-    width = -(-layout.grid.nk // 8) if packed else layout.grid.nk
-    pieces: Iterator[bytes] = (
-        (pack_mask_bits(bits) if packed else bits.cpu().to(torch.uint8).numpy()).tobytes() for bits in masks
-    )
+    pieces: Iterator[bytes] = (mask_values(bits, layout.grid, packed).tobytes() for bits in masks)
     metadata, orders = layout.metadata()
-    tensors = {
-        "packed" if packed else "mask": ByteTensor((*layout.leading, layout.heads, layout.grid.nq, width), pieces)
-    }
+    a_head, nq = head_values(layout.grid, packed), layout.grid.nq
+    own = (layout.heads * a_head,) if layout.grid.packed_from else (layout.heads, nq, a_head // nq)
+    tensors = {"packed" if packed else "mask": ByteTensor((*layout.leading, *own), pieces)}
     return write_byte_tensors(path, tensors if orders is None else tensors | {"orders": orders}, metadata)
 
 
@@ -293,8 +315,8 @@ def save_mask(
         raise UserError(f"groups {groups} need {len(groups)} lists of masks, all with the same number of layers")
     if groups is None and any(not isinstance(mask, BlockMask) for mask in given):
         raise UserError("lists of lists of masks need groups, such as groups='0-9,10-49'")
-    grid, heads = replace(flat[0].grid, orders=(CANONICAL,)), flat[0].heads
-    if any(replace(mask.grid, orders=(CANONICAL,)) != grid or mask.heads != heads for mask in flat):
+    grid, heads = flat[0].grid.with_orders((CANONICAL,)), flat[0].heads
+    if any(mask.grid.with_orders((CANONICAL,)) != grid or mask.heads != heads for mask in flat):
         raise UserError("all layers of a mask file need the same grid and number of heads")
     layers = None if isinstance(masks, BlockMask) else len(by_group[0]) if groups else len(flat)
     layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat))
@@ -303,17 +325,22 @@ def save_mask(
 
 def mask_file_bytes(mask: BlockMask) -> bytes:
     """The content of a packed mask file with one mask for all layers."""
-    plain = replace(mask.grid, orders=(CANONICAL,))
+    plain = mask.grid.with_orders((CANONICAL,))
     metadata, orders = MaskLayout(plain, mask.heads, orders=(mask.grid.orders,)).metadata()
-    tensors = {"packed": pack_mask_bits(mask.bits)}
+    tensors = {"packed": mask_values(mask.bits, plain, packed=True)}
     if orders is not None:
         tensors["orders"] = np.frombuffer(b"".join(orders.pieces), dtype=np.uint8).reshape(orders.shape)
     return save(tensors, metadata)
 
 
-def one_or_each(orders: Sequence[str]) -> Orders:
+def one_or_each(orders: Sequence[Order]) -> Orders:
     """One order where all heads have the same."""
     return (orders[0],) if len(set(orders)) == 1 else tuple(orders)
+
+
+def _orders_of(names: Sequence[Sequence[str]]) -> Orders:
+    """Of each head, from the names of its sequences; one name stands for all."""
+    return tuple(of_head[0] if len(of_head) == 1 else tuple(of_head) for of_head in names)
 
 
 def _whole_number(key: str, text: str) -> int:
@@ -328,3 +355,22 @@ def _parse_thw(text: str) -> tuple[int, int, int]:
     if len(sizes) != 3 or min(sizes) < 1:
         raise UserError(f"thw={text!r} must be three numbers of at least 1: frames, rows, columns")
     return sizes
+
+
+def _parse_sequences(text: str, block_q: int, block_k: int) -> BlockGrid:
+    try:
+        sequences = [
+            BlockGrid(
+                int(one["tokens"]),
+                int(one["text_tokens"]),
+                block_q,
+                block_k,
+                one["thw"] and tuple(map(int, one["thw"])),
+            )
+            for one in json.loads(text)
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"sequences={text!r} must be a JSON list with tokens, text_tokens and thw (or null) of each ({error})"
+        ) from error
+    return BlockGrid.packed(sequences)

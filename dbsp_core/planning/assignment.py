@@ -1,4 +1,4 @@
-"""What a plan assigns: an owner to each row, a ring slot to each block of keys and values."""
+"""What a plan assigns: an owner to each row, a ring slot to each block of keys and values, and who needs it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,38 @@ __all__ = ["Assignment"]
 class Assignment:
     """Which rank computes each row, and in which ring slot each KV block travels; for any mask of its grid.
 
+    Or, with `needed`, which KV blocks each rank is sent: no others travel, none in a ring. They come in two chunks,
+    first those whose slot is the rank's ring rank, which are in its ring row already, then all others. Such an
+    assignment serves masks that need no further keys.
+
     q_owner: int64[H, nq], rank of each (head, query block)
     kv_slot: int64[H, nk], ring slot of each (head, KV block)
+    needed:  bool[P, H, nk], the (head, KV block) pairs that each rank's rows need; None: keys travel round the ring
     """
 
     strategy: Strategy
     grid: BlockGrid
     q_owner: np.ndarray
     kv_slot: np.ndarray
+    needed: np.ndarray | None = None
 
     @property
     def heads(self) -> int:
         return len(self.q_owner)
+
+    @property
+    def periods(self) -> int:
+        """How often a rank's kernel runs: once for each ring slot, or each chunk of needed keys."""
+        return self.strategy.ring if self.needed is None else min(2, self.strategy.ring)
+
+    @cached_property
+    def chunks(self) -> tuple[np.ndarray, ...]:
+        """By chunk of needed keys bool[P, H, nk], what comes in it; () where keys travel round the ring."""
+        if self.needed is None or self.periods == 1:
+            return () if self.needed is None else (self.needed,)
+        ring_rank = np.arange(self.strategy.world)[:, None, None] // self.strategy.ulysses
+        in_its_row = self.kv_slot == ring_rank
+        return self.needed & in_its_row, self.needed & ~in_its_row
 
     @cached_property
     def head_ulysses_ranks(self) -> np.ndarray:
@@ -47,7 +67,14 @@ class Assignment:
 
     @property
     def extra_kv(self) -> float:
-        """K and V elements sent more than once, to further Ulysses ranks of split heads, as a share of all Q, K, V."""
+        """K and V elements sent more than once, to further Ulysses ranks of split heads, as a share of all Q, K, V.
+
+        Without a ring; of needed keys, what is sent to more than one rank.
+        """
+        if self.needed is not None:
+            length = self.grid.k_axis.lengths
+            extra = int((self.needed.sum(axis=0) - 1).clip(min=0).sum(axis=0) @ length)
+            return extra * 2 / (3 * self.heads * self.grid.tokens)
         return int((self.head_ulysses_ranks.sum(axis=1) - 1).clip(min=0).sum()) * 2 / (3 * self.heads)
 
     @cached_property
@@ -56,6 +83,8 @@ class Assignment:
         digest = hashlib.blake2b(str((self.strategy, self.grid)).encode(), digest_size=8)
         digest.update(self.q_owner.astype(np.uint16).tobytes())  # no more ranks than that, and a quarter of the bytes
         digest.update(self.kv_slot.astype(np.uint16).tobytes())
+        if self.needed is not None:
+            digest.update(np.packbits(self.needed).tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def equals(self, other: Assignment) -> bool:
@@ -64,12 +93,18 @@ class Assignment:
             (self.strategy, self.grid) == (other.strategy, other.grid)
             and np.array_equal(self.q_owner, other.q_owner)
             and np.array_equal(self.kv_slot, other.kv_slot)
+            and (self.needed is None) == (other.needed is None)
+            and (self.needed is None or other.needed is None or np.array_equal(self.needed, other.needed))
         )
 
     def work(self, counts: MaskCounts) -> np.ndarray:
-        """int64[y, P]: b(i, g) of Eq. 1, dense blocks by (ring step, rank). counts: of a mask of this grid"""
+        """int64[periods, P]: b(i, g) of Eq. 1, dense blocks by (ring step, rank), or by (chunk of needed keys, rank).
+
+        counts: of a mask of this grid
+        """
         by_slot = counts.work_by_slot(self.kv_slot, self.strategy.ring)
-        return owned_work(self.q_owner, by_slot, self.strategy.ulysses)
+        work = owned_work(self.q_owner, by_slot, self.strategy.ulysses)
+        return work if self.periods == len(work) else np.stack([work[0], work[1:].sum(axis=0)])
 
     def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(head, query block) of the rows that `rank` computes, int64[Rq] each, in packing order."""
@@ -79,13 +114,19 @@ class Assignment:
         """(head, KV block) of what travels in `slot` to `ulysses_rank`, int64[Ck] each, as packed."""
         return _places_of((self.kv_slot == slot) & self.head_ulysses_ranks[:, ulysses_rank, None])
 
-    def blocks_by_slot(self, ulysses_rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`slot_blocks` of all slots, in one pass."""
-        wanted = np.flatnonzero(np.repeat(self.head_ulysses_ranks[:, ulysses_rank], self.kv_slot.shape[1]))
-        slot = self.kv_slot.reshape(-1)[wanted].astype(np.uint16)  # sorted by radix
-        sizes = np.bincount(slot, minlength=self.strategy.ring)
-        in_order = wanted[np.argsort(slot, kind="stable")]
-        pieces = np.split(in_order, np.cumsum(sizes)[:-1])
+    def blocks_by_period(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(head, KV block) of what `rank` computes with in each period, int64[Ck] each, as packed.
+
+        In ring step i, ring rank r has slot (r + i) mod y.
+        """
+        if self.needed is not None:
+            return [_places_of(chunk[rank]) for chunk in self.chunks]
+        ring_rank, column = divmod(rank, self.strategy.ulysses)
+        wanted = np.flatnonzero(np.repeat(self.head_ulysses_ranks[:, column], self.kv_slot.shape[1]))
+        step = (self.kv_slot.reshape(-1)[wanted] - ring_rank) % self.strategy.ring
+        step = step.astype(np.uint16)  # sorted by radix
+        sizes = np.bincount(step, minlength=self.strategy.ring)
+        pieces = np.split(wanted[np.argsort(step, kind="stable")], np.cumsum(sizes)[:-1])
         return [(piece // self.kv_slot.shape[1], piece % self.kv_slot.shape[1]) for piece in pieces]
 
 

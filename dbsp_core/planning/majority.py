@@ -8,12 +8,12 @@ import numpy as np
 
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.baselines import balanced_majority_rank, contiguous_assignment, majority_rank
 
-__all__ = ["baseline_assignment", "majority_ring_ranks"]
+__all__ = ["baseline_assignment", "block_positions", "majority_ring_ranks"]
 
 
 @lru_cache(maxsize=16)
@@ -33,11 +33,11 @@ def majority_ring_ranks(
     [H, nq], [H, nk] where heads have token orders of their own.
     """
 
-    def residents(fragments: ShardSegments, axis: BlockAxis, order: str) -> np.ndarray:
+    def residents(fragments: ShardSegments, axis: BlockAxis, order: Order) -> np.ndarray:
         tokens = fragments.tokens_by_ring(len(axis), strategy)
         return majority_rank(tokens) if order == CANONICAL else balanced_majority_rank(tokens)
 
-    def by_order(order: str) -> tuple[np.ndarray, np.ndarray]:
+    def by_order(order: Order) -> tuple[np.ndarray, np.ndarray]:
         q, k = layout.block_segments(grid, order)
         return residents(q, grid.q_axis, order), residents(k, grid.k_axis, order)
 
@@ -47,6 +47,18 @@ def majority_ring_ranks(
     for order, in_order in grid.order_groups(heads):
         q_ring[in_order], k_ring[in_order] = by_order(order)
     return _read_only((q_ring, k_ring))
+
+
+def block_positions(layout: SequenceLayout, grid: BlockGrid) -> np.ndarray:
+    """float64[nq]: where each query block's tokens are, on average, in the order of the layout.
+
+    Where heads have token orders of their own, in that order: it is the one that has what they attend to together.
+    """
+    if grid.common_order is None:
+        return np.arange(float(grid.nq))
+    token = grid.token_permutation(grid.common_order)
+    place = token if layout.position is None else layout.position[token]
+    return np.add.reduceat(place, grid.q_axis.starts) / grid.q_axis.lengths
 
 
 def _read_only(arrays: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

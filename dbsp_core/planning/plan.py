@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,25 +15,32 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.imbalance import imbalance_ratio
-from dbsp_core.planning.majority import baseline_assignment, majority_ring_ranks
+from dbsp_core.planning.majority import baseline_assignment, block_positions, majority_ring_ranks
+from dbsp_core.planning.needed_keys import needed_keys
 from dbsp_core.planning.planners import PlannerConfig, PlannerInput, require_planner
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, did_you_mean
 
-__all__ = ["Plan", "PlanMetrics", "can_subdivide", "make_plan", "require_slots"]
+__all__ = ["KEYS", "Plan", "PlanMetrics", "can_subdivide", "make_plan", "require_keys", "require_slots"]
+
+KEYS = ("ring", "needed")
+"""How keys and values travel: all of them, in slots round the ring; or to each rank those that its rows need."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlanMetrics:
     """The numbers of an assignment for one mask.
 
-    work:          int64[y, P], dense blocks by (ring step, rank)
-    baseline_work: the same of `baseline_assignment`; None where comparing was left out
+    work:          int64[periods, P], dense blocks by (ring step, rank), or by (chunk of needed keys, rank)
+    baseline_work: int64[y, P] of `baseline_assignment`; None where comparing was left out
     rho_bound:     ρ_s that no plan of this planner's granularity can beat; NaN where comparing was left out
+    lockstep:      whether ranks wait for one another in every period, as they do in a ring: of needed keys, only the
+                   sum of a rank's chunks must be even
     """
 
     work: np.ndarray
     baseline_work: np.ndarray | None
     rho_bound: float
+    lockstep: bool = True
 
     @classmethod
     def of(cls, assignment: Assignment, mask: BlockMask, config: PlannerConfig, *, compare: bool) -> PlanMetrics:
@@ -44,9 +52,10 @@ class PlanMetrics:
             if fine is mask:
                 mask.counts.count([without.kv_slot, assignment.kv_slot], assignment.strategy.ring)
             baseline = without.work(mask.counts)
-            planner = require_planner(config.name)
-            bound = planner.bound(fine.counts.rows, fine.counts.columns, assignment.strategy, config)
-        return cls(assignment.work(fine.counts), baseline, bound)
+            planner, strategy = require_planner(config.name), assignment.strategy
+            waits = strategy if assignment.needed is None else Strategy(strategy.world, 1)
+            bound = planner.bound(fine.counts.rows, fine.counts.columns, waits, config)
+        return cls(assignment.work(fine.counts), baseline, bound, assignment.needed is None)
 
     @property
     def compared(self) -> tuple[np.ndarray, np.ndarray]:
@@ -57,8 +66,8 @@ class PlanMetrics:
 
     @property
     def rho(self) -> float:
-        """ρ_s of Eq. 1."""
-        return imbalance_ratio(self.work)
+        """ρ_s of Eq. 1: what the slowest ranks compute, over the mean, wherever ranks wait for one another."""
+        return imbalance_ratio(self.work if self.lockstep else self.work.sum(axis=0, keepdims=True))
 
     @property
     def rho_before(self) -> float:
@@ -118,11 +127,19 @@ class Plan:
     @property
     def density(self) -> float:
         """Share of blocks that are dense."""
-        return int(self.metrics.work.sum()) / (self.heads * self.grid.nq * self.grid.nk)
+        return int(self.metrics.work.sum()) / (self.heads * self.grid.pairs)
 
     def fits(self, mask: BlockMask) -> bool:
-        """Whether the assignment can serve this mask: it has as many heads, on the same grid, subdivided or not."""
-        return self.heads == mask.heads and (self.grid == mask.grid or self.grid.subdivides(mask.grid))
+        """Whether the assignment can serve this mask.
+
+        It has as many heads, on the same grid, subdivided or not, and needs no keys that the plan leaves out.
+        """
+        same_size = self.heads == mask.heads and (self.grid == mask.grid or self.grid.subdivides(mask.grid))
+        needed = self.assignment.needed
+        if needed is None or not same_size:
+            return same_size
+        wanted = needed_keys(mask.subdivided(self.grid), self.assignment.q_owner, self.strategy.world)
+        return not (wanted & ~needed).any()
 
     def evaluate(self, mask: BlockMask, *, compare: bool = True) -> Plan:
         """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0.
@@ -142,6 +159,14 @@ def require_slots(strategy: Strategy, grid: BlockGrid) -> None:
         )
 
 
+def require_keys(keys: str) -> None:
+    """Raises UserError for what is not one of `KEYS`."""
+    if keys not in KEYS:
+        known = f"use one of {', '.join(KEYS)}" + did_you_mean(keys, KEYS)
+        reason = "auto weighs predicted times, which sessions and dbsp simulate know; " if keys == "auto" else ""
+        raise UserError(f"keys cannot be {keys!r} here: {reason}{known}")
+
+
 def make_plan(
     mask: BlockMask,
     strategy: Strategy | str,
@@ -150,6 +175,7 @@ def make_plan(
     layout: SequenceLayout | None = None,
     reward: float | None = None,
     compare: bool = True,
+    keys: str = "ring",
 ) -> Plan:
     """Plans one attention. Deterministic: equal arguments give equal plans on every rank.
 
@@ -160,15 +186,21 @@ def make_plan(
         layout: Which rank holds which tokens before and after. Default: contiguous shards of ceil(tokens / P).
         reward: R_b of planner "paper" (§4.2.2), in place of the one in `planner`.
         compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
+        keys: "ring", or "needed": each rank is sent the keys and values that its rows need, and no others (as DSV
+            does, Tan et al. 2025, §5.2). Planner "dbsp" then cuts rows as "local" does, and the plan serves masks
+            only that need no further keys.
 
     Returns:
         Owners of rows and slots of KV blocks, with their numbers for this mask.
 
     Raises:
-        UserError: For an unknown planner, more ring ranks than KV blocks, or a layout of another size.
+        UserError: For an unknown planner or way of keys, more ring ranks than KV blocks, or a layout of another size.
     """
     strategy = Strategy.parse(strategy)
+    require_keys(keys)
     config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)
+    if keys == "needed" and config.name == "dbsp":
+        config = replace(config, name="local")
     if reward is not None:
         config = replace(config, paper=replace(config.paper, reward=reward))
     chosen = require_planner(config.name)
@@ -192,13 +224,15 @@ def make_plan(
         kv_block_work=kv_block_work,
         q_home=q_home,
         k_home=k_home,
+        q_position=functools.partial(block_positions, layout, grid),
         count_work_by_slot=count_work_by_slot,
         config=config,
     )
     start = time.perf_counter()
     q_owner, kv_slot = chosen.assign(inputs)
+    needed = needed_keys(fine, q_owner, strategy.world) if keys == "needed" else None
     seconds = time.perf_counter() - start - count_work_by_slot.seconds
-    assignment = Assignment(strategy, grid, q_owner, kv_slot)
+    assignment = Assignment(strategy, grid, q_owner, kv_slot, needed)
     return Plan(
         assignment=assignment,
         metrics=PlanMetrics.of(assignment, mask, config, compare=compare),

@@ -10,6 +10,7 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.balanced.planner import plan_rows
+from dbsp_core.planning.balanced.row_cuts import cut_rows
 from dbsp_core.planning.baselines import (
     assign_whole_heads,
     biased_greedy,
@@ -18,10 +19,12 @@ from dbsp_core.planning.baselines import (
     snake_heads,
 )
 from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
+from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError, bad_value, blame_setting
 
 __all__ = ["PLANNERS", "OwnersAndSlots", "PaperConfig", "Planner", "PlannerConfig", "PlannerInput", "require_planner"]
 
+AUTO = "auto"
 RING_TOLERANCE, HEAD_TOLERANCE = 1.005, 1.002
 
 OwnersAndSlots = tuple[np.ndarray, np.ndarray]
@@ -54,13 +57,19 @@ class PlannerConfig:
     exchange_cost: what exchanging all of Q, K and V once costs, in units of ρ_s (its time over that of perfectly
                    balanced attention), for planner "dbsp" to trade balance against bytes. None: in sessions, as the
                    constants of `DbspConfig.cost_model` say; else 0: balance comes first
+    memory_limit:  most bytes that an attention may hold on any rank at its peak, beside q, k and v: a number, or in
+                   words such as "8GiB"; "auto": the least that is free on a rank when the first forward pass begins.
+                   For sessions, which drop strategies above it and let planner "dbsp" give ranks rows of fewer heads
     paper:         for planner "paper"
+    most_heads:    no setting, but what follows from `memory_limit`: of which a Ulysses rank may have rows
     """
 
     name: str = "dbsp"
     target_rho: float | None = None
     exchange_cost: float | None = None
+    memory_limit: int | str | None = None
     paper: PaperConfig = field(default_factory=PaperConfig)
+    most_heads: int | None = field(default=None, repr=False, metadata={"setting": False})
 
     def __post_init__(self) -> None:
         with blame_setting("name"):
@@ -69,6 +78,19 @@ class PlannerConfig:
             raise bad_value(self, "target_rho", "must be at least 1, the least ρ_s there is", "planner.")
         if self.exchange_cost is not None and not self.exchange_cost >= 0:
             raise bad_value(self, "exchange_cost", "must not be negative; 0 puts balance first", "planner.")
+        if self.memory_limit not in (None, AUTO):
+            with blame_setting("memory_limit"):
+                object.__setattr__(self, "memory_limit", _read_limit(self.memory_limit))
+
+
+def _read_limit(limit: int | str | None) -> int:
+    try:
+        size = parse_size(str(limit))
+    except UserError as error:
+        raise UserError(f"planner.memory_limit: {error}, or auto") from error
+    if size < 1:
+        raise UserError(f"planner.memory_limit={limit} must be positive; write 8GiB, auto or null")
+    return size
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +101,7 @@ class PlannerInput:
     kv_block_work: int64[H, nk], dense blocks per (head, KV block)
     q_home:  int64[nq], k_home: int64[nk]: ring rank that holds most of each block at home; int64[H, nq], int64[H, nk]
              where heads have token orders of their own
+    q_position: () → float64[nq], where each query block is in the order of the sequence layout, or of its head
     count_work_by_slot: slots int64[H, nk] → int64[H, nq, y], dense blocks of each row by the slot their keys travel in
     """
 
@@ -87,6 +110,7 @@ class PlannerInput:
     kv_block_work: np.ndarray
     q_home: np.ndarray
     k_home: np.ndarray
+    q_position: Callable[[], np.ndarray]
     count_work_by_slot: Callable[[np.ndarray], np.ndarray]
     config: PlannerConfig
 
@@ -181,7 +205,15 @@ def dbsp(inputs: PlannerInput) -> OwnersAndSlots:
         target_rho=config.target_rho or RING_TOLERANCE,
         head_target_rho=config.target_rho or HEAD_TOLERANCE,
         exchange_cost=config.exchange_cost or 0.0,
+        most_heads=config.most_heads,
     )
+
+
+def local(inputs: PlannerInput) -> OwnersAndSlots:
+    """Rows cut in the order of tokens at equal work, keys where they live; see `planning.balanced.row_cuts`."""
+    strategy, target_rho = inputs.strategy, inputs.config.target_rho or HEAD_TOLERANCE
+    owner = cut_rows(inputs.row_work, inputs.q_position(), strategy.ulysses, strategy.ring, target_rho)
+    return owner, np.array(np.broadcast_to(inputs.k_home, inputs.kv_block_work.shape))
 
 
 PLANNERS = {
@@ -189,6 +221,7 @@ PLANNERS = {
     "contiguous": Planner(contiguous),
     "snake": Planner(snake),
     "knapsack": Planner(knapsack),
+    "local": Planner(local, granularity_bound=functools.partial(whole_row_bound, slot=None), layout="local"),
     "burst": Planner(burst, subdivides=True),
     "paper": Planner(paper, heeds_cap=True),
 }

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.reports.summary import LayerSummary, in_bytes, in_seconds, layer_summaries, strategies_in_words
+from dbsp_core.reports.summary import LayerSummary, in_seconds, layer_summaries, strategies_in_words
+from dbsp_core.utils.byte_sizes import in_bytes
 
 __all__ = ["Comparison", "Difference", "LayerDifference", "compare"]
 

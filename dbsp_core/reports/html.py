@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.reports.summary import headline, in_bytes, in_seconds, layer_summaries
+from dbsp_core.reports.summary import headline, in_seconds, layer_summaries
 from dbsp_core.reports.tables import TextTable
+from dbsp_core.utils.byte_sizes import in_bytes
 
 __all__ = ["comparison_page", "report_page"]
 

@@ -19,14 +19,13 @@ from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.utils import env
 from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
 
-__all__ = ["INDEX", "MaskRecorder", "RecordSettings", "parse_layers", "parse_size"]
+__all__ = ["INDEX", "MaskRecorder", "RecordSettings", "parse_layers"]
 
 INDEX = "index.json"
-
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -74,14 +73,6 @@ def parse_layers(text: str) -> frozenset[int]:
         first, last = int(found[1]), int(found[2] or found[1])
         layers |= set(range(first, last + 1))
     return frozenset(layers)
-
-
-def parse_size(text: str) -> int:
-    """Bytes, from "2GiB", "500 MiB" or a plain number. Raises ValueError for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2] not in _UNITS:
-        raise UserError(f"size {text!r} is not of the form '2GiB'; units are {', '.join(u for u in _UNITS if u)}")
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def _never_raises(method: Method) -> Method:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dbsp_core.reports.run_report import RunReport
+from dbsp_core.utils.byte_sizes import in_bytes
 
-__all__ = ["LayerSummary", "headline", "in_bytes", "in_seconds", "layer_summaries", "strategies_in_words"]
+__all__ = ["LayerSummary", "headline", "in_seconds", "layer_summaries", "strategies_in_words"]
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,3 @@ def in_seconds(seconds: float) -> str:
     if abs(seconds) < 100:
         return f"{seconds:.3g} s"
     return f"{int(seconds) // 60} min {int(seconds) % 60} s"
-
-
-def in_bytes(count: int) -> str:
-    """For example "512 B", "1.25 MiB"."""
-    amount, unit = float(count), "B"
-    for bigger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if abs(amount) < 1024:
-            break
-        amount, unit = amount / 1024, bigger
-    return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from dbsp_core.reports.compare import Comparison
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.reports.summary import LayerSummary, headline, in_bytes, in_seconds, layer_summaries
+from dbsp_core.reports.summary import LayerSummary, headline, in_seconds, layer_summaries
+from dbsp_core.utils.byte_sizes import in_bytes
 
 __all__ = ["TextTable", "comparison_tables", "run_tables"]
 

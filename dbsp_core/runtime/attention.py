@@ -19,9 +19,9 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.gradients.backward import attention_with_gradients
-from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout, dense_heads_of
+from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout, dense_spans_of
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.ring import ring_attention
+from dbsp_core.runtime.ring import keys_to_come, ring_attention
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel, require_supported
@@ -39,6 +39,7 @@ INPUTS_DIFFER = (
     "batch, head size or dtype of q, k and v, or whether they need gradients, differ on rank(s) {}; "
     "give all ranks the same"
 )
+KEYS_LEFT_OUT = "the mask needs keys that the plan does not send; make a plan for this mask"
 INFERENCE_TENSORS = (
     "q, k or v was made under torch.inference_mode(), so that gradients cannot flow through it; make it under "
     "torch.no_grad(), or call attention under torch.inference_mode() too"
@@ -107,7 +108,7 @@ class DualBalancedAttention:
 
         Args:
             plan: From `make_plan`, equal on all ranks, made for `layout`.
-            mask: The plan's, or another one of the same grid and heads.
+            mask: The plan's, or another one of the same grid and heads that needs no further keys.
             layout: Which rank holds which tokens before and after.
             group: The ranks that share the sequence.
             n_local: Places this rank has, with or without the padding at the end. Default: with.
@@ -127,6 +128,8 @@ class DualBalancedAttention:
             ragged = dense_head_layout(plan.assignment, group.rank) is None
             require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
             n_local = _require_places(layout, group.rank, n_local)
+            if plan.assignment.needed is not None and plan.heads == mask.heads and not plan.fits(mask):
+                raise UserError(KEYS_LEFT_OUT)
         except UserError as error:
             problem = error
         check_consistent(group, problem, {PLANS_DIFFER: plan.assignment.fingerprint}, device)
@@ -156,7 +159,10 @@ class DualBalancedAttention:
         return cls(part, plan, _tables(part, plan, mask), group, kernel, debug, calls or _Calls(pending=False))
 
     def for_mask(self, plan: Plan, mask: BlockMask) -> DualBalancedAttention:
-        """The same part in a plan with another mask's tables. plan: with the same owners and slots as this one's"""
+        """The same part in a plan with another mask's tables.
+
+        plan: with the same owners and slots as this one's;  mask: one that it fits
+        """
         return replace(self, plan=plan, tables=_tables(self.part, plan, mask))
 
     @property
@@ -200,7 +206,8 @@ class DualBalancedAttention:
         first_slot = [packed_kv.view(2, batch, -1, grid.block_k, width)]
         del packed_kv  # or slot 0 would be held while all others pass
         kernel, layout = self.kernel_for(q), self.part.head_layout
-        out, _ = ring_attention(rows, first_slot.pop, self.tables, strategy, self.group, scale, kernel, layout)
+        next_keys = keys_to_come(self.route, k, v, strategy, self.group)
+        out, _ = ring_attention(rows, first_slot.pop, next_keys, self.tables, scale, kernel, layout)
         return out.view(batch, -1, width)
 
     def kernel_for(self, q: torch.Tensor, *, backward: bool = False) -> Kernel:
@@ -260,7 +267,7 @@ class DualBalancedAttention:
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:
     """By period, those of a mask under a part's plan."""
     layout, fine = part.table_layout, mask.subdivided(plan.grid)
-    return build_tables(layout, fine, dense_heads_of(fine, layout.heads.device))
+    return build_tables(layout, fine, dense_spans_of(fine, layout.rows.device))
 
 
 def _require_places(layout: SequenceLayout, rank: int, n_local: int | None) -> int:
@@ -289,6 +296,7 @@ def dual_balanced_attention(
     scale: float | None = None,
     kernel: str = "auto",
     debug: bool = False,
+    keys: str = "ring",
 ) -> torch.Tensor:
     """Block-sparse attention over all ranks of `group`, called by every one of them.
 
@@ -307,6 +315,7 @@ def dual_balanced_attention(
         scale: Of the scores; default D^−1/2.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
         debug: Whether all ranks agree before the call that inputs are finite and plans equal.
+        keys: "ring", or "needed": each rank is sent only the keys that its rows need; see `make_plan`.
 
     Returns:
         [B, H, n_local, D], zero at padding and at queries whose row has no blocks.
@@ -318,7 +327,7 @@ def dual_balanced_attention(
     strategy = Strategy.parse(strategy)
     strategy.require_world(group.size)
     layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
-    plan = make_plan(mask, strategy, planner, layout=layout, reward=reward)
+    plan = make_plan(mask, strategy, planner, layout=layout, reward=reward, keys=keys)
     attend = DualBalancedAttention.prepare(
         plan, mask, layout, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.block_mask import BlockMask, row_places
 from dbsp_core.planning.assignment import Assignment
 from dbsp_kernels import DenseHeadLayout, DensePart
 from dbsp_kernels.packing.h2d import to_device
@@ -25,7 +25,7 @@ __all__ = [
     "TableLayout",
     "build_tables",
     "dense_head_layout",
-    "dense_heads_of",
+    "dense_spans_of",
     "table_layout",
 ]
 
@@ -46,7 +46,7 @@ class KernelTable:
 
 @dataclass(frozen=True, eq=False)
 class DenseRows:
-    """Rows of heads whose every block is dense, in one period.
+    """Rows of heads (or of their sequences) whose every block is dense, in one period.
 
     parts: head by head
     every: whether they are all rows of this rank
@@ -68,7 +68,7 @@ class RingStepTable:
     dense: the rows that torch's dense kernels compute better; None: there are none, or none are known
     row_schedule: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its rows
            run, and no long row starts last, while the rest of the chip waits for it
-    kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in any slot, at most; block_k: tokens
+    kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in any period, at most; block_k: tokens
     """
 
     bits: torch.Tensor
@@ -92,10 +92,14 @@ class RingStepTable:
         return KernelTable(index, count, length, full, (schedule + copies).flatten())
 
 
-class HeadSpan(NamedTuple):
-    """rows, blocks: first and last packed ones of a head, exclusive;  lengths: int64, tokens of each of the blocks"""
+class Span(NamedTuple):
+    """The packed rows and blocks of one sequence of one head: its rows attend to no others.
 
-    head: int
+    number: head · sequences + sequence
+    rows, blocks: first and last packed ones, exclusive;  lengths: int64, tokens of each of the blocks
+    """
+
+    number: int
     rows: tuple[int, int]
     blocks: tuple[int, int]
     lengths: np.ndarray
@@ -105,18 +109,20 @@ class HeadSpan(NamedTuple):
 class TableLayout:
     """What the kernel tables of all masks under one plan have in common, on one rank.
 
-    heads:   int64[Rq], each row's head;  rows: int64[Rq], head · nq + query block
-    turn:    int64[Rq], grows from head to head by more than any row has blocks
-    columns: int64[y, H, width], by period: column j of a row stands for this KV block, the j-th of its head's in the
-             slot, in packing order
-    present: bool[y, H, width], whether there is such a block;  full: whether it has all of a block's tokens
-    spans:   by period, on the host: of each head with rows, where its rows and blocks are
+    The rank's spans are the sequences of the heads whose keys come to it: S of each, 1 where nothing is packed.
+
+    spans_of: int64[Rq], each row's span;  rows: int64[Rq], its place in the mask's `row_bits`
+    turn:    int64[Rq], grows from span to span by more than any row has blocks
+    columns: int64[periods, spans, width]: column j of a row stands for this KV block of its sequence, the j-th of its
+             span's in the slot, in packing order
+    present: bool[periods, spans, width], whether there is such a block;  full: whether it has a whole block's tokens
+    spans:   by period, on the host: of each span with rows, where its rows and blocks are
     base:    by period int32[Rq], the packed block of each row's column 0
     kv_len:  by period int32[Ck], tokens of each packed block
     as_masked: whether column j is KV block j for all rows: then a mask's bits are taken as they are
     """
 
-    heads: torch.Tensor
+    spans_of: torch.Tensor
     rows: torch.Tensor
     turn: torch.Tensor
     columns: torch.Tensor
@@ -124,7 +130,7 @@ class TableLayout:
     full: torch.Tensor
     base: tuple[torch.Tensor, ...]
     kv_len: tuple[torch.Tensor, ...]
-    spans: tuple[tuple[HeadSpan, ...], ...]
+    spans: tuple[tuple[Span, ...], ...]
     block_k: int
     as_masked: bool
 
@@ -146,67 +152,79 @@ class TableLayout:
 
 
 def table_layout(assignment: Assignment, rank: int) -> TableLayout:
-    """The layout of one rank's tables. In period i, ring rank r computes with slot (r + i) mod y."""
-    ring_rank, column = divmod(rank, assignment.strategy.ulysses)
-    axis, ring = assignment.grid.k_axis, assignment.strategy.ring
+    """The layout of one rank's tables."""
+    grid = assignment.grid
+    axis, sequences = grid.k_axis, len(grid.sequences)
+    # 1. Rows and blocks of a head are packed sequence by sequence, so that those of a span follow one another.
+    heads_here = np.flatnonzero(assignment.head_ulysses_ranks[:, rank % assignment.strategy.ulysses])
+    number = np.zeros(assignment.heads, dtype=np.int64)
+    number[heads_here] = np.arange(len(heads_here))
     row_head, row_block = assignment.rows_of(rank)
-    by_slot = assignment.blocks_by_slot(column)
-    packed = [by_slot[(ring_rank + period) % ring] for period in range(ring)]
-    per_head = np.stack([np.bincount(head, minlength=assignment.heads) for head, _ in packed])  # int64[y, H]
-    first = np.cumsum(per_head, axis=1) - per_head
-    width = int(per_head.max(initial=0))
-    as_masked = ring == 1 and width == len(axis) and bool((per_head[0, np.unique(row_head)] == width).all())
+    row_span = number[row_head] * sequences + grid.q_axis.sequence_of[row_block]
+    packed = assignment.blocks_by_period(rank)
+    spans = len(heads_here) * sequences
+    per_span = np.stack(
+        [np.bincount(number[head] * sequences + axis.sequence_of[block], minlength=spans) for head, block in packed]
+    )  # int64[periods, spans]
+    first = np.cumsum(per_span, axis=1) - per_span
+    width = int(per_span.max(initial=0))
+    whole = bool((per_span[0, np.unique(row_span)] == len(axis)).all())
+    as_masked = len(packed) == sequences == 1 and width == len(axis) and whole
     width += 0 if as_masked else -width % 8  # whole bytes of bits
-    # Blocks are packed by period and head, as these arrays have them.
-    present = np.arange(width) < per_head[..., None]
+    # 2. Blocks are packed by period and span, as these arrays have them.
+    present = np.arange(width) < per_span[..., None]
     block = np.concatenate([block for _, block in packed])
     columns, full = np.zeros(present.shape, dtype=np.int64), np.zeros(present.shape, dtype=bool)
-    columns[present] = block
+    columns[present] = block - axis.bounds[axis.sequence_of[block]]
     full[present] = axis.lengths[block] == axis.block
+    span_number = (heads_here[:, None] * sequences + np.arange(sequences)).ravel()
     return TableLayout(
-        heads=torch.from_numpy(row_head),
-        rows=torch.from_numpy(row_head * assignment.grid.nq + row_block),
-        turn=torch.from_numpy(row_head * (width + 1)),
+        spans_of=torch.from_numpy(row_span),
+        rows=torch.from_numpy(row_places(grid, assignment.heads, row_head, row_block)),
+        turn=torch.from_numpy(row_span * (width + 1)),
         columns=torch.from_numpy(columns),
         present=torch.from_numpy(present),
         full=torch.from_numpy(full),
-        base=tuple(torch.from_numpy(of_period[row_head]) for of_period in first.astype(np.int32)),
+        base=tuple(torch.from_numpy(of_period[row_span]) for of_period in first.astype(np.int32)),
         kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
         spans=tuple(
-            _spans(row_head, start, number, axis.lengths[of_period])
-            for start, number, (_, of_period) in zip(first, per_head, packed, strict=True)
+            _spans(span_number, row_span, start, count, axis.lengths[of_period])
+            for start, count, (_, of_period) in zip(first, per_span, packed, strict=True)
         ),
         block_k=axis.block,
         as_masked=as_masked,
     )
 
 
-def _spans(row_head: np.ndarray, first: np.ndarray, number: np.ndarray, lengths: np.ndarray) -> tuple[HeadSpan, ...]:
-    """row_head: int64[Rq]; first, number: int64[H], of each head's packed blocks; lengths: int64[Ck]"""
-    heads, start = np.unique(row_head, return_index=True)
-    stop = np.append(start, len(row_head))[1:]
+def _spans(
+    number: np.ndarray, row_span: np.ndarray, first: np.ndarray, count: np.ndarray, lengths: np.ndarray
+) -> tuple[Span, ...]:
+    """number, first, count: int64[spans], its own and its packed blocks'; row_span: int64[Rq]; lengths: int64[Ck]"""
+    having_rows, start = np.unique(row_span, return_index=True)
+    stop = np.append(start, len(row_span))[1:]
     return tuple(
-        HeadSpan(int(head), (int(a), int(b)), (int(c), int(c + n)), lengths[c : c + n])
-        for head, a, b, c, n in zip(heads, start, stop, first[heads], number[heads], strict=True)
+        Span(int(number[span]), (int(a), int(b)), (int(c), int(c + n)), lengths[c : c + n])
+        for span, a, b, c, n in zip(having_rows, start, stop, first[having_rows], count[having_rows], strict=True)
     )
 
 
-def dense_heads_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
-    """bool[H], heads whose every block is dense; None where asking would make the host wait for a device."""
+def dense_spans_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
+    """bool[H · S], sequences of heads whose every block is dense; None where asking would make the host wait for a
+    device."""
     if mask.bits.device.type != "cpu" or device.type != "cuda":  # the CPU's kernel finds them by itself
         return None
-    dense: np.ndarray = mask.bits.flatten(1).all(dim=1).numpy()
+    dense: np.ndarray = torch.stack([part.bits.flatten(1).all(dim=1) for part in mask.parts], dim=1).flatten().numpy()
     return dense
 
 
 def build_tables(
-    layout: TableLayout, mask: BlockMask, dense_heads: np.ndarray | None = None
+    layout: TableLayout, mask: BlockMask, dense_spans: np.ndarray | None = None
 ) -> tuple[RingStepTable, ...]:
-    """One table per period, on the layout's device. mask: of the plan's grid; dense_heads: see `dense_heads_of`"""
+    """One table per period, on the layout's device. mask: of the plan's grid; dense_spans: see `dense_spans_of`"""
     # 1. The rows' bits by period, and what rows have to do.
-    bits = mask.bits.flatten(0, 1).to(layout.rows.device, non_blocking=True)
+    bits = mask.row_bits.to(layout.rows.device, non_blocking=True)
     of_mask = layout.columns, layout.present, layout.full, layout.as_masked
-    packed, count, full, key = pack_rows(bits, layout.rows, layout.heads, layout.turn, *of_mask)
+    packed, count, full, key = pack_rows(bits, layout.rows, layout.spans_of, layout.turn, *of_mask)
     # 2. In which order they start.
     order = torch.argsort(key, dim=1, stable=True).to(torch.int32)
     # 3. Period by period.
@@ -215,17 +233,17 @@ def build_tables(
         RingStepTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
         for bits, count, full, order, base, kv_len in zip(*of_rows, layout.base, layout.kv_len, strict=True)
     )
-    if dense_heads is None or not dense_heads.any():
+    if dense_spans is None or not dense_spans.any():
         return tables
     both = zip(tables, layout.spans, strict=True)
-    return tuple(replace(table, dense=_dense_rows(table, spans, dense_heads)) for table, spans in both)
+    return tuple(replace(table, dense=_dense_rows(table, spans, dense_spans)) for table, spans in both)
 
 
-def _dense_rows(table: RingStepTable, spans: tuple[HeadSpan, ...], dense_heads: np.ndarray) -> DenseRows | None:
+def _dense_rows(table: RingStepTable, spans: tuple[Span, ...], dense_spans: np.ndarray) -> DenseRows | None:
     rest = np.ones(len(table.kv_count), dtype=np.int32)
     parts = []
     for span in spans:
-        if not dense_heads[span.head] or not len(span.lengths):
+        if not dense_spans[span.number] or not len(span.lengths):
             continue
         rest[slice(*span.rows)] = 0
         place, tokens = np.arange(table.block_k), None
@@ -244,7 +262,9 @@ def dense_head_layout(assignment: Assignment, rank: int) -> DenseHeadLayout | No
     The answer is None on all ranks or on none.
     """
     grid = assignment.grid
-    only_the_last_is_short = grid.text_tokens % grid.block_q == grid.text_tokens % grid.block_k == 0
+    only_the_last_is_short = all((axis.lengths[:-1] == axis.block).all() for axis in (grid.q_axis, grid.k_axis))
     if assignment.strategy.ring > 1 or assignment.split_heads or not only_the_last_is_short:
+        return None
+    if assignment.needed is not None and not assignment.needed.any(axis=0).all():  # a block that nobody needs
         return None
     return DenseHeadLayout(len(assignment.rows_of(rank)[0]) // grid.nq, grid.tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -15,10 +15,14 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.schedule import DenoisingStep, DenseSchedule, StepClock
 from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource
+from dbsp_core.sources.base import packed_mask
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
 
-__all__ = ["MaskProvider"]
+__all__ = ["MaskProvider", "Video"]
+
+Video = tuple[tuple[int, int, int], int]
+"""The token grid (t, h, w) of a video or an image, and its tokens of text."""
 
 _DENSE = "dense by schedule"
 _MOST_KEYED = 8
@@ -43,8 +47,8 @@ class MaskProvider:
     count_steps: bool = False
     clock: StepClock = field(default_factory=StepClock)
     moment: DenoisingStep = field(default_factory=DenoisingStep)
-    _thw: tuple[int, int, int] = (0, 0, 0)
-    _text_tokens: int = 0
+    _videos: tuple[Video, ...] = ()
+    """Of the current forward pass: several are packed, in this order, and none attends to another."""
     _keys: OrderedDict[Hashable, dict[int, Hashable]] = field(default_factory=OrderedDict)
     """Cache keys by layer, for the videos and moments that they were asked for last."""
     _numbers: dict[Hashable, int] = field(default_factory=dict)
@@ -60,26 +64,26 @@ class MaskProvider:
 
     def begin(
         self,
-        thw: tuple[int, int, int],
-        text_tokens: int,
+        videos: Sequence[Video],
         timestep: torch.Tensor | float | None,
         cfg_branch: int | None = None,
     ) -> None:
         """Starts a forward pass.
 
+        videos:     one, or several that are packed
         timestep:   of the denoising; read (a host synchronisation) where masks or their plans depend on it
         cfg_branch: of a step's passes, where the host says which one this is
         """
-        self._thw, self._text_tokens = thw, text_tokens
+        self._videos = tuple(videos)
         counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step
         if timestep is not None and counts:
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
             self.moment = self.clock.advance(float(first), cfg_branch)
 
     def grid(self, device: torch.device) -> BlockGrid:
-        """The source's grid for this video. Collective: what the source refuses on one rank is refused on all."""
+        """The source's grid for this pass. Collective: what the source refuses on one rank is refused on all."""
         return run_consistently(
-            self.group, lambda: self.source.grid(self._request(0)), device, fingerprint_of, "the video's block grid"
+            self.group, lambda: self._grid(self._requests(0)), device, fingerprint_of, "the video's block grid"
         )
 
     def name_masks(self, device: torch.device) -> None:
@@ -93,7 +97,7 @@ class MaskProvider:
 
         def ask() -> dict[int, Hashable]:
             layers = (layer for layer in range(self.layers) if not self._is_dense(layer))
-            return {layer: self._static.cache_key(self._request(layer)) for layer in layers}
+            return {layer: self._static_key(layer) for layer in layers}
 
         def in_numbers(keys: dict[int, Hashable]) -> int:
             """Equal on ranks that have seen the same keys, of any kind, in the same order."""
@@ -110,7 +114,7 @@ class MaskProvider:
     @property
     def _now(self) -> Hashable:
         """What cache keys depend on."""
-        return self._thw, self._text_tokens, self.moment if self.by_step else DenoisingStep()
+        return self._videos, self.moment if self.by_step else DenoisingStep()
 
     @property
     def by_step(self) -> bool:
@@ -124,23 +128,27 @@ class MaskProvider:
         if self._dynamic is not None:
             return None
         keys = self._keys.get(self._now, {})
-        return (keys[layer] if layer in keys else self._static.cache_key(self._request(layer)),)
+        return (keys[layer] if layer in keys else self._static_key(layer),)
 
     def mask(self, layer: int, tokens: LocalQK) -> BlockMask:
         """The mask of this layer now. Collective: the same bits on every rank, or ValueError on every rank."""
-        request, dynamic = self._request(layer), self._dynamic
+        requests, dynamic = self._requests(layer), self._dynamic
         if self._is_dense(layer):
-            return BlockMask.dense(self.heads, self.source.grid(request))
-        return self._agreed(layer, tokens.q.device) if dynamic is None else dynamic.mask(request, tokens)
+            return BlockMask.dense(self.heads, self._grid(requests))
+        if dynamic is None:
+            return self._agreed(layer, tokens.q.device)
+        return dynamic.mask(requests[0], tokens) if len(requests) == 1 else self._packed(requests, tokens)
 
     def static_masks(self, device: torch.device) -> list[BlockMask] | None:
         """The source's masks of all layers; None where they are not known before they are used.
 
         Collective, like `mask`, before the first of them is used: layouts learned from them must be equal too.
         """
-        if self.source.changes != "never":
-            return None
-        keys = [self._static.cache_key(self._request(layer)) for layer in range(self.layers)]
+        return None if self.source.changes != "never" else self.masks_now(device)
+
+    def masks_now(self, device: torch.device) -> list[BlockMask]:
+        """The masks of all layers at this moment, from a static source. Collective, like `static_masks`."""
+        keys = [self._static_key(layer) for layer in range(self.layers)]
         masks = {key: self._agreed(keys.index(key), device) for key in dict.fromkeys(keys)}
         return [masks[key] for key in keys]
 
@@ -148,7 +156,8 @@ class MaskProvider:
         """The mask of this layer from a static source. Collective."""
 
         def make() -> BlockMask:
-            mask = self._static.mask(self._request(layer))
+            requests = self._requests(layer)
+            mask = self._static.mask(requests[0]) if len(requests) == 1 else self._packed(requests)
             if mask.heads != self.heads:
                 raise UserError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
             return mask
@@ -159,6 +168,20 @@ class MaskProvider:
         steps = self.steps() if self.schedule.last_steps else None
         return self.schedule.is_dense(layer, self.layers, self.moment.step, steps)
 
-    def _request(self, layer: int) -> MaskRequest:
+    def _static_key(self, layer: int) -> Hashable:
+        keys = tuple(self._static.cache_key(request) for request in self._requests(layer))
+        return keys if len(keys) > 1 else keys[0]
+
+    def _grid(self, requests: Sequence[MaskRequest]) -> BlockGrid:
+        return BlockGrid.packed([self.source.grid(request) for request in requests])
+
+    def _packed(self, requests: Sequence[MaskRequest], tokens: LocalQK | None = None) -> BlockMask:
+        return packed_mask([(self.source.grid(request), self.source) for request in requests], requests[0], tokens)
+
+    def _requests(self, layer: int) -> list[MaskRequest]:
+        """One for each video."""
         now = self.moment
-        return MaskRequest(layer, self.heads, self._thw, self._text_tokens, now.step, now.cfg_branch, self.layers)
+        return [
+            MaskRequest(layer, self.heads, thw, text, now.step, now.cfg_branch, self.layers)
+            for thw, text in self._videos
+        ]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
-from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of
-from dbsp_core.cost.selection import StrategySelector, candidates, fastest_plan
+from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
+from dbsp_core.cost.peak_memory import MemoryLimit, peak_bytes, within_limit
+from dbsp_core.cost.selection import AUTO, StrategySelector, candidates, fastest_plan, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -20,10 +22,14 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_core.utils.byte_sizes import in_bytes
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.free_memory import free_memory
+from dbsp_core.utils.log import log
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
-__all__ = ["ConfiguredPlanMaker", "load_constants"]
+__all__ = ["ConfiguredPlanMaker", "agree_on_memory", "load_constants", "strategies_of", "topology_of"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,8 @@ class ConfiguredPlanMaker:
     strategy: how the ranks are used; None: the selector chooses at each plan
     hardware: whose constants weigh exchanges, where the configuration leaves that to them
     compare:  whether plans tell what the contiguous plan would do, as reports show it
-    shape:    of the attention to plan for, see `for_shape`
+    memory:   that no rank is to exceed
+    shape:    of the attention to plan for, see `for_shape`;  gradients: whether it keeps what backward needs
     """
 
     config: DbspConfig
@@ -43,7 +50,10 @@ class ConfiguredPlanMaker:
     hardware: Hardware | None
     selector: StrategySelector | None
     compare: bool
+    memory: MemoryLimit | None = None
     shape: AttentionShape | None = None
+    gradients: bool = False
+    _warned: set[Strategy | None] = field(default_factory=set)
 
     @classmethod
     def of(
@@ -56,27 +66,34 @@ class ConfiguredPlanMaker:
         grid: BlockGrid,
         device: torch.device,
         compare: bool,
+        memory: MemoryLimit | None = None,
     ) -> ConfiguredPlanMaker:
         """grid: of the masks to come;  device: where they are used"""
         selector = None if strategy is not None else _selector(config, group, layout, hardware, grid, device)
-        return cls(config, group, strategy, layout, hardware, selector, compare)
+        return cls(config, group, strategy, layout, hardware, selector, compare, memory)
 
-    def for_shape(self, shape: AttentionShape) -> ConfiguredPlanMaker:
+    def for_shape(self, shape: AttentionShape, gradients: bool = False) -> ConfiguredPlanMaker:
         """The same for an attention of this shape."""
-        return replace(self, shape=shape)
+        return replace(self, shape=shape, gradients=gradients)
 
     def make(self, mask: BlockMask, current: Plan | None) -> Plan:
         """See `plan_reuse.plan_cache.PlanMaker`."""
         if self.strategy is not None:
-            return self._plan(self.strategy, mask, mask)
-        if self.selector is None:
+            plan = self._plan(self.strategy, mask)
+        elif self.selector is None:
             raise RuntimeError("a strategy is to be chosen, but nothing says among which")
-        in_use = None if current is None else current.strategy
-        return self.selector.choose(lambda strategy: self._plan(strategy, mask, mask), self._shape, in_use)
+        else:
+            in_use, excess = None if current is None else current.strategy, self._excess if self.memory else None
+            plan = self.selector.choose(lambda one: self._plan(one, mask), self._shape, in_use, excess)
+        if self.memory is not None and self._excess(plan) > 0:
+            self._warn_of(plan)
+        return plan
 
     def make_later(self, later: BlockMask, mask: BlockMask, strategy: Strategy) -> Plan | None:
         """See `plan_reuse.plan_cache.PlanMaker`."""
-        return self._plan(strategy, later, mask)
+        if self.config.effective_keys != "ring":  # what is sent follows from the mask at hand
+            return None
+        return self._ring_plan(strategy, later, mask)
 
     def rank_plan(self, assignment: Assignment) -> RankPlan:
         """See `plan_reuse.plan_cache.PlanMaker`."""
@@ -88,7 +105,24 @@ class ConfiguredPlanMaker:
             raise RuntimeError("plans are made for the shape of an attention; call for_shape first")
         return self.shape
 
-    def _plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
+    def _plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
+        """With keys as configured: for "auto" whichever plan is predicted faster, among those within the limit."""
+        keys, plans = self.config.effective_keys, []
+        if keys != "needed":
+            plans.append(self._ring_plan(strategy, mask, mask))
+        if keys != "ring":
+            planner = self.config.planner
+            plans.append(make_plan(mask, strategy, planner, layout=self.layout, compare=self.compare, keys="needed"))
+        if len(plans) == 1 or self.hardware is None:
+            return plans[0]
+        hardware, topology = self.hardware, topology_of(self.group)
+
+        def cost(plan: Plan) -> tuple[float, int]:
+            return max(0.0, self._excess(plan)), in_ns(predict(plan, self._shape, hardware, topology, self.layout))
+
+        return min(plans, key=cost)
+
+    def _ring_plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
         """real: the mask at hand, where `mask` is a predicted one"""
         planner = replace(self.config.planner, exchange_cost=self._exchange_cost(strategy, real))
 
@@ -98,8 +132,43 @@ class ConfiguredPlanMaker:
 
         weighs = planner.name == "dbsp" and self.config.planner.exchange_cost is None and self.group.size > 1
         if not weighs or self.hardware is None:
-            return make(planner.name, planner.paper.equal_heads)
-        return fastest_plan(make, self._shape, self.hardware, _topology_of(self.group), self.layout)
+            plan = make(planner.name, planner.paper.equal_heads)
+        else:
+            topology = topology_of(self.group)
+            plan = fastest_plan(make, self._shape, self.hardware, topology, self.layout, self._fits)
+        if self._fits(plan) or planner.name != "dbsp":
+            return plan
+
+        def capped(heads: int) -> Plan:
+            config = replace(planner, most_heads=heads)
+            return make_plan(mask, strategy, config, layout=self.layout, compare=self.compare and mask is real)
+
+        return within_limit(plan, capped, self._excess, 0)
+
+    def _fits(self, plan: Plan) -> bool:
+        return self.memory is None or self._excess(plan) <= 0
+
+    def _excess(self, plan: Plan) -> float:
+        """Bytes by which the rank that holds most at its peak is above the limit."""
+        if self.memory is None:
+            return 0.0
+        peaks = peak_bytes(plan.assignment, self._shape, self.layout, gradients=self.gradients)
+        return float(peaks.max()) - self.memory.beside_inputs(self._shape, self.layout)
+
+    def _warn_of(self, plan: Plan) -> None:
+        """Once for each strategy, or one that was to be chosen."""
+        if self.memory is None or self.group.rank != 0 or self.strategy in self._warned:
+            return
+        self._warned.add(self.strategy)
+        limit = self.memory.beside_inputs(self._shape, self.layout)
+        log.warning(
+            "at its peak an attention holds %s on a rank beside q, k and v, more than planner.memory_limit leaves, "
+            "%s: %s, so %s is used; take more GPUs, a smaller video or batch, or raise the limit",
+            in_bytes(limit + self._excess(plan)),
+            in_bytes(max(0.0, limit)),
+            "all strategies exceed it" if self.strategy is None else "no plan of this strategy fits",
+            plan.strategy,
+        )
 
     def _exchange_cost(self, strategy: Strategy, mask: BlockMask) -> float:
         """The user's, or what the machine's constants say."""
@@ -107,7 +176,26 @@ class ConfiguredPlanMaker:
             return self.config.planner.exchange_cost
         if self.hardware is None:
             return 0.0
-        return exchange_cost_of(mask, strategy, self._shape, self.hardware, _topology_of(self.group))
+        return exchange_cost_of(mask, strategy, self._shape, self.hardware, topology_of(self.group))
+
+
+def agree_on_memory(config: DbspConfig, group: SequenceGroup, device: torch.device) -> MemoryLimit | None:
+    """The limit that is set, or for "auto" the least that is free on any rank now. Collective then.
+
+    On CPUs: of what the host has free, an even share for each of its ranks.
+    """
+    limit = config.planner.memory_limit
+    if not isinstance(limit, str):
+        return None if limit is None else MemoryLimit(limit)
+    mine = free_memory(device)
+    if mine is not None and device.type != "cuda":
+        mine //= int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
+    least = min(free for (free,) in group.gather_integers([-1 if mine is None else mine], device))
+    if least < 0:
+        raise UserError(
+            "planner.memory_limit: auto cannot tell how much memory is free here; write an amount, as 8GiB"
+        )
+    return MemoryLimit(least, free=True)
 
 
 def load_constants(
@@ -115,7 +203,7 @@ def load_constants(
 ) -> Hardware | None:
     """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
     weighs = config.planner.name == "dbsp" and config.planner.exchange_cost is None and group.size > 1
-    if strategy is not None and not weighs:
+    if strategy is not None and not weighs and (config.effective_keys != AUTO or group.size == 1):
         return None
     return run_consistently(
         group,
@@ -138,10 +226,21 @@ def _selector(
         raise RuntimeError("strategies are chosen by a machine's constants, and none were loaded")
     if group.rank == 0:
         warn_if_elsewhere(hardware, device.type, choose_kernel(config.kernel, device.type, torch.float32).name)
-    strategies = candidates(group.size, grid, returns_lse(config.kernel))
-    return StrategySelector(strategies, hardware, _topology_of(group), layout)
+    strategies = strategies_of(config, group, None, grid)
+    return StrategySelector(strategies, hardware, topology_of(group), layout)
 
 
-def _topology_of(group: SequenceGroup) -> Topology:
-    """How the ranks of a group are spread over nodes."""
-    return Topology(group.size, min(group.size, int(os.environ.get("LOCAL_WORLD_SIZE", group.size))))
+def strategies_of(
+    config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, grid: BlockGrid
+) -> tuple[Strategy, ...]:
+    """The one that is given, or those to choose among."""
+    return candidates(group.size, grid, returns_lse(config.kernel)) if strategy is None else (strategy,)
+
+
+def topology_of(group: SequenceGroup) -> Topology:
+    """How the ranks of a group are spread over nodes: by torchrun's count of ranks a node; without, on one."""
+    a_node = os.environ.get("LOCAL_WORLD_SIZE")
+    if a_node is None or group.group is None:
+        return Topology(group.size, group.size)
+    ranks = dist.get_process_group_ranks(group.group)
+    return Topology(group.size, int(a_node), tuple(rank // int(a_node) for rank in ranks))

@@ -7,8 +7,9 @@ from functools import cached_property
 
 import torch
 
-from dbsp_core.comm.all_to_all import Route, build_route
+from dbsp_core.comm.all_to_all import Route
 from dbsp_core.comm.all_to_all_backward import BackwardRoute
+from dbsp_core.comm.route_building import build_route
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.runtime.gradients.transposed_tables import TransposedLayout, transposed_layouts

@@ -1,13 +1,18 @@
-"""The ring: KV slots rotate, each period's kernel runs beside the rotation, partial results merge by log-sum-exp."""
+"""The ring: KV slots rotate, each period's kernel runs beside the rotation, partial results merge by log-sum-exp.
+
+Needed keys come in two periods' chunks instead, the second fetched from where it is beside the first period's kernel.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
-from dbsp_core.comm.groups import PendingShift, SequenceGroup
+from dbsp_core.comm.all_to_all import Route
+from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.kernel_tables import DenseRows, RingStepTable
 from dbsp_kernels import (
@@ -20,15 +25,32 @@ from dbsp_kernels import (
     merge_into,
 )
 
-__all__ = ["hand_over", "ring_attention"]
+__all__ = ["Pending", "hand_over", "keys_to_come", "ring_attention"]
+
+
+class Pending(Protocol):
+    """Keys and values in flight. wait: returns [2, B, Ck, Bk, D]"""
+
+    def wait(self) -> torch.Tensor: ...
+
+
+def keys_to_come(
+    route: Route, k: torch.Tensor, v: torch.Tensor, strategy: Strategy, group: SequenceGroup
+) -> Callable[[torch.Tensor, int], Pending]:
+    """What starts the transfer of the next period's keys: (this period's, blocks of the next) → those in flight.
+
+    k, v: [B, H, n_local, D], outside attention
+    """
+    if route.fetch_exchange is not None:
+        return lambda kv, next_blocks: route.fetch(k, v, group)
+    return lambda kv, next_blocks: hand_over(kv, next_blocks, strategy, group)
 
 
 def ring_attention(
     q: torch.Tensor,
     first_slot: Callable[[], torch.Tensor],
+    next_keys: Callable[[torch.Tensor, int], Pending],
     tables: tuple[RingStepTable, ...],
-    strategy: Strategy,
-    group: SequenceGroup,
     scale: float,
     kernel: Kernel,
     head_layout: DenseHeadLayout | None = None,
@@ -40,6 +62,7 @@ def ring_attention(
     q:      [B·Rq, Bq, D], the rank's packed rows
     first_slot: hands over [2, B, Ck, Bk, D], keys and values of the slot it starts with: called once, so that nobody
             else holds them while other slots pass
+    next_keys: see `keys_to_come`
     tables: one per period, not yet expanded for the batch
     head_layout: says that rows are those of whole heads; see `dbsp_kernels.block_attention`
     lse:    whether the log-sum-exp is wanted
@@ -55,7 +78,7 @@ def ring_attention(
     for period, table in enumerate(tables):
         coming = None
         if period + 1 < len(tables):
-            coming = hand_over(kv, len(tables[period + 1].kv_len), strategy, group)
+            coming = next_keys(kv, len(tables[period + 1].kv_len))
         keys, values = kv.flatten(1, 2).unbind(0)
         dense = table.dense if kernel.returns_lse and dense_supported(q) else None
         if dense is not None:
@@ -108,7 +131,7 @@ def _with_dense_rows(
     return running
 
 
-def hand_over(kv: torch.Tensor, next_blocks: int, strategy: Strategy, group: SequenceGroup) -> PendingShift:
+def hand_over(kv: torch.Tensor, next_blocks: int, strategy: Strategy, group: SequenceGroup) -> PendingTransfer:
     """Starts to send this slot to the previous ring rank and to receive the next one, of `next_blocks` blocks."""
     ring_rank, column = divmod(group.rank, strategy.ulysses)
     previous = (ring_rank - 1) % strategy.ring * strategy.ulysses + column

@@ -16,6 +16,8 @@ from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware
+from dbsp_core.cost.local_layout import fastest_layout
+from dbsp_core.cost.peak_memory import MemoryLimit
 from dbsp_core.layout.sequence_layout import MaskProfile, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -29,9 +31,15 @@ from dbsp_core.runtime.attention import (
     needs_gradients,
 )
 from dbsp_core.runtime.gradients.recomputation import Recomputation
-from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.mask_provider import MaskProvider, Video
 from dbsp_core.runtime.observer import SessionObserver
-from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, load_constants
+from dbsp_core.runtime.plan_maker import (
+    ConfiguredPlanMaker,
+    agree_on_memory,
+    load_constants,
+    strategies_of,
+    topology_of,
+)
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
@@ -81,6 +89,7 @@ class AttentionSession:
     _sizes: OrderedDict[Hashable, SizeContext] = field(default_factory=OrderedDict)
     """By size of video, the one used last at the end."""
     _hardware: Hardware | None = None
+    _memory: MemoryLimit | None = None
     _reached: set[int] = field(default_factory=set)
     _recomputation: Recomputation = field(default_factory=Recomputation)
     _lock: threading.Lock = field(init=False)
@@ -135,13 +144,39 @@ class AttentionSession:
         Text, where the model has it in the same sequence, is sharded apart from video. What was made for the last
         `MOST_SIZES` sizes is kept. Raises UserError, on all ranks, for a size the mask source refuses.
         """
+        return self._begin(((thw, text_tokens),), timestep, device, cfg_branch, host_layout, text_last)
+
+    @torch.compiler.disable
+    def begin_packed(
+        self,
+        videos: Sequence[Video],
+        timestep: torch.Tensor | float | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        cfg_branch: int | None = None,
+    ) -> SequenceLayout:
+        """As `begin`, over images and videos that are packed one after another: none attends to another.
+
+        videos: the token grid of each, and its text, which comes before it
+        """
+        return self._begin(tuple(videos), timestep, device, cfg_branch)
+
+    def _begin(
+        self,
+        videos: tuple[Video, ...],
+        timestep: torch.Tensor | float | None,
+        device: torch.device | str,
+        cfg_branch: int | None,
+        host_layout: Callable[[], SequenceLayout] | None = None,
+        text_last: bool = False,
+    ) -> SequenceLayout:
         with self._alone():
             self._reached.clear()
             self._recomputation.begin(torch.is_grad_enabled())
-            self._mask_provider.begin(thw, text_tokens, timestep, cfg_branch)
+            self._mask_provider.begin(videos, timestep, cfg_branch)
             for observer in self.observers:
                 observer.begin(self._mask_provider.moment, timestep, cfg_branch)
-            size, place = (thw, text_tokens), torch.device(device)
+            size, place = videos, torch.device(device)
             if self.config.debug:
                 check_consistent(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
             if size not in self._sizes:
@@ -297,7 +332,7 @@ class AttentionSession:
 
     def _new_size(
         self,
-        size: tuple[tuple[int, int, int], int],
+        size: tuple[Video, ...],
         device: torch.device,
         host_layout: Callable[[], SequenceLayout] | None,
         text_last: bool,
@@ -307,9 +342,11 @@ class AttentionSession:
         if self.strategy is not None:
             require_slots(self.strategy, grid)
         self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
-        layout = self._layout(grid, size[1] > 0, text_last, device) if host_layout is None else host_layout()
+        self._memory = self._memory or agree_on_memory(self.config, self.group, device)
+        split_text = len(size) == 1 and size[0][1] > 0
+        layout = self._layout(grid, split_text, text_last, device) if host_layout is None else host_layout()
         maker = ConfiguredPlanMaker.of(
-            self.config, self.group, self.strategy, layout, self._hardware, grid, device, self._compare
+            self.config, self.group, self.strategy, layout, self._hardware, grid, device, self._compare, self._memory
         )
         return SizeContext(self.layers, size, maker, self._plan_cache())
 
@@ -324,17 +361,27 @@ class AttentionSession:
             observer.flush(context.plans.latest)
 
     def _layout(self, grid: BlockGrid, split_text: bool, text_last: bool, device: torch.device) -> SequenceLayout:
-        # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
-        strategy = self.strategy or Strategy(1, self.group.size)
         profile = self._profile(device)
-        return SequenceLayout.named(
-            self.config.effective_layout,
-            grid,
-            strategy,
-            split_text=split_text,
-            text_last=text_last,
-            profile=profile,
-        )
+
+        def named(name: str, of: BlockGrid, strategy: Strategy) -> SequenceLayout:
+            return SequenceLayout.named(
+                name, of, strategy, split_text=split_text, text_last=text_last, profile=profile
+            )
+
+        # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
+        of_rings = named(self.config.effective_layout, grid, self.strategy or Strategy(1, self.group.size))
+        if self.config.effective_keys != "ring" and self.config.layout is None and self.group.size > 1:
+            return fastest_layout(
+                self._mask_provider.masks_now(device),
+                strategies_of(self.config, self.group, self.strategy, grid),
+                lambda of, strategy: named("local", of, strategy),
+                None if self.config.effective_keys == "needed" else of_rings,
+                self.config.planner,
+                self._hardware,
+                topology_of(self.group),
+                element_bytes=2 if device.type == "cuda" else 4,
+            )
+        return of_rings
 
     @property
     def _compare(self) -> bool:

@@ -125,7 +125,8 @@ class SizeContext:
     def _make(
         self, attention: AttentionKey, plan_key: Hashable, mask: BlockMask, tokens: LocalQK
     ) -> DualBalancedAttention:
-        maker = self.maker.for_shape(AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens))
+        shape = AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)
+        maker = self.maker.for_shape(shape, tokens.q.requires_grad or tokens.k.requires_grad)
         if plan_key == attention and attention.one_before is not None:
             self.plans.begin_with(attention, attention.one_before)
         planned = self.plans.plan_for(plan_key, mask, maker)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dbsp_core.sources.base import DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource
+from dbsp_core.sources.base import (
+    DynamicMaskSource,
+    LocalQK,
+    MaskRequest,
+    MaskSource,
+    StaticMaskSource,
+    packed_mask,
+)
 from dbsp_core.sources.callable import CallableSource
+from dbsp_core.sources.predicted.lowrank import LowRankSource
+from dbsp_core.sources.predicted.record_qk import RecordQKSource
+from dbsp_core.sources.predicted.sparge import SpargeSource
 from dbsp_core.sources.radial import RadialSource
-from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
 from dbsp_core.sources.svg import SvgSource
 from dbsp_core.sources.synthetic.source import SyntheticSource
@@ -18,15 +27,18 @@ __all__ = [
     "DynamicMaskSource",
     "FileSource",
     "LocalQK",
+    "LowRankSource",
     "MaskRequest",
     "MaskSource",
     "ParoSource",
     "RadialSource",
+    "RecordQKSource",
     "SpargeSource",
     "StaticMaskSource",
     "SvgSource",
     "SyntheticSource",
     "WindowSource",
+    "packed_mask",
 ]
 
 SOURCES: dict[str, type[MaskSource]] = {
@@ -34,6 +46,8 @@ SOURCES: dict[str, type[MaskSource]] = {
     "file": FileSource,
     "paro": ParoSource,
     "sparge": SpargeSource,
+    "lowrank": LowRankSource,
+    "record_qk": RecordQKSource,
     "window": WindowSource,
     "radial": RadialSource,
     "svg": SvgSource,

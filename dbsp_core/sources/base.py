@@ -1,19 +1,30 @@
-"""What a mask source is."""
+"""What a mask source is, and how several are asked for the mask of packed sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, cast
 
+import numpy as np
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.utils.errors import UserError
 
-__all__ = ["BlockSizes", "Changes", "DynamicMaskSource", "LocalQK", "MaskRequest", "MaskSource", "StaticMaskSource"]
+__all__ = [
+    "BlockSizes",
+    "Changes",
+    "DynamicMaskSource",
+    "LocalQK",
+    "MaskRequest",
+    "MaskSource",
+    "StaticMaskSource",
+    "packed_mask",
+]
 
 Changes = Literal["never", "per_step", "per_call"]
 """How often a layer's mask may change: never, from one denoising step to another, or with every q and k."""
@@ -140,3 +151,47 @@ class BlockSizes:
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         return BlockGrid(request.tokens, request.text_tokens, self.block_q, self.block_k, request.thw)
+
+
+def packed_mask(
+    sequences: Sequence[tuple[BlockGrid, MaskSource]],
+    request: MaskRequest,
+    tokens: LocalQK | None = None,
+) -> BlockMask:
+    """The mask of packed sequences, each of which asks its own source with its own size.
+
+    Args:
+        sequences: The grid and the source of each; of the grid the numbers of tokens and thw are heeded. Block sizes
+            and token orders are the source's.
+        request: The attention: its layer, heads and step. Its thw and text_tokens are not heeded.
+        tokens: The packed queries and keys of one sample, for sources that predict from them; these are asked in turn,
+            which is collective. Not needed for others.
+
+    Raises:
+        UserError: For no sequences, one without thw, a predicting source without tokens, several samples, or masks
+            that can't be packed.
+    """
+    bounds = np.cumsum([0, *(grid.tokens for grid, _ in sequences)])
+    if tokens is not None and (tokens.layout.tokens, len(tokens.q)) != (bounds[-1], 1):
+        raise UserError(
+            f"q of {len(tokens.q)} samples of {tokens.layout.tokens} tokens do not fit the sequences: give one sample "
+            f"with their {bounds[-1]} tokens one after another"
+        )
+    masks = []
+    for first, (grid, source) in zip(bounds, sequences, strict=False):
+        if grid.thw is None:
+            raise UserError(f"a sequence of {grid.tokens} tokens has no thw, which its mask source needs; give it one")
+        own = replace(request, thw=grid.thw, text_tokens=grid.text_tokens)
+        if source.changes != "per_call":
+            masks.append(cast(StaticMaskSource, source).mask(own))
+        elif tokens is None:
+            raise UserError(
+                "a mask source that predicts from queries and keys needs them; give packed_mask its tokens"
+            )
+        else:
+            here = slice(first, first + grid.tokens)
+            layout = SequenceLayout(
+                tokens.layout.rank[here], tokens.layout.local[here], tokens.layout.world, tokens.layout.shard
+            )
+            masks.append(cast(DynamicMaskSource, source).mask(own, replace(tokens, layout=layout)))
+    return BlockMask.packed(masks)

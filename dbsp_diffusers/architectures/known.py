@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.architectures.architecture import Architecture
+from dbsp_diffusers.architectures.architecture import Architecture, Packing
 from dbsp_diffusers.architectures.cuts import Cut, Cuts, DerivedCuts
 from dbsp_diffusers.architectures.token_sequence import (
     TokenSequence,
@@ -19,6 +19,7 @@ from dbsp_diffusers.architectures.token_sequence import (
     sample_grid,
     valid_tokens,
 )
+from dbsp_diffusers.packed.wan import attach_packed_wan, wan_alone
 
 __all__ = ["ARCHITECTURES", "REFUSED", "architecture_of", "register_architecture"]
 
@@ -174,7 +175,7 @@ _FLUX = Architecture(
 )
 
 ARCHITECTURES = {
-    "WanTransformer3DModel": replace(_WAN, pipeline="WanPipeline"),
+    "WanTransformer3DModel": replace(_WAN, pipeline="WanPipeline", packing=Packing(wan_alone, attach_packed_wan)),
     "WanVACETransformer3DModel": replace(
         _WAN,
         attention=("vace_blocks.*.attn1", "blocks.*.attn1"),

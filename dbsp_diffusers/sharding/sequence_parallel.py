@@ -19,6 +19,7 @@ from dbsp_diffusers.architectures.cuts import modules_at
 from dbsp_diffusers.attention.backends import NativeBackend
 from dbsp_diffusers.attention.intercept import intercept_self_attention
 from dbsp_diffusers.caching import ForwardRanks, StepCaches
+from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
@@ -59,6 +60,7 @@ class _SequenceSharding:
         self._cuts = self._architecture.cuts.of(transformer)
         self._session = session
         self._shards: Shards = {}
+        self._packs = False  # whether the current pass is of samples of several sizes, which shards itself
         self._made: WeakKeyDictionary[SequenceLayout, Shards] = WeakKeyDictionary()
         blocks = self._architecture.blocks_of(transformer)
         self._caches = StepCaches(transformer, blocks, self.together, shared_batch=batch.size > 1)
@@ -69,6 +71,8 @@ class _SequenceSharding:
         self._backend = NativeBackend(self._transformer, self._architecture.attentions_of(self._transformer), patches)
         self._branch = guidance_branch(self._transformer, patches)
         self._cut_own = self._arguments_cut(self._transformer, self._cuts.inputs.get("", {}))
+        if self._architecture.packing is not None:
+            self._architecture.packing.attach(self._transformer, self._session, patches)
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         for path, arguments in self._cuts.inputs.items():
             for module in modules_at(self._transformer, path):
@@ -100,26 +104,37 @@ class _SequenceSharding:
             raise UserError(
                 "enable_parallelism was called after db-SP was enabled, and both would shard; call it before"
             )
+        self._packs = bool(args) and isinstance(args[0], PackedBatch)
+        if self._packs:
+            transformer: Any = module
+            videos = [(grid, 0) for grid in args[0].grids(transformer.config.patch_size)]
+            timestep = self._step_of(module, args[0].timestep)
+            self._session.begin_packed(videos, timestep, args[0].device, cfg_branch=self._branch())
+            return args, kwargs
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
-        device, timestep = inputs["hidden_states"].device, sequence.timestep
-        if module.training and torch.is_grad_enabled():
-            timestep = None  # drawn at random, for each sample: no step of a denoising
-            if self._session.by_step:
-                raise UserError(
-                    "masks or dense_schedule depend on the denoising step, and training draws timesteps at random; "
-                    "choose masks that don't, and leave dense_schedule.first_steps and last_steps at 0"
-                )
+        device = inputs["hidden_states"].device
         layout = self._session.begin(
             sequence.thw,
             sequence.text,
-            timestep,
+            self._step_of(module, sequence.timestep),
             device,
             cfg_branch=self._branch(),
             text_last=self._architecture.text == "last",
         )
         self._shards = self._shards_of(layout, sequence, device)
         return self._cut_own(args, kwargs)
+
+    def _step_of(self, module: nn.Module, timestep: torch.Tensor | float | None) -> torch.Tensor | float | None:
+        """The timestep that tells denoising steps apart; None in training, which draws one for each sample."""
+        if not (module.training and torch.is_grad_enabled()):
+            return timestep
+        if self._session.by_step:
+            raise UserError(
+                "masks or dense_schedule depend on the denoising step, and training draws timesteps at random; "
+                "choose masks that don't, and leave dense_schedule.first_steps and last_steps at 0"
+            )
+        return None
 
     def _shards_of(self, layout: SequenceLayout, sequence: TokenSequence, device: torch.device) -> Shards:
         """Made once for each layout that the session keeps; those of packed sequences, at each pass."""
@@ -185,13 +200,15 @@ class _SequenceSharding:
 
     @torch.compiler.disable
     def _cut_outputs(self, cuts: Mapping[int, Cut], module: nn.Module, args: Args, output: Any) -> Any:
+        if self._packs:
+            return output
         if isinstance(output, torch.Tensor):
             return self._cut(output, cuts[0])
         return tuple(self._cut(one, cuts[index]) if index in cuts else one for index, one in enumerate(output))
 
     @torch.compiler.disable
     def _gather(self, cut: Cut, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-        return self._stream(cut.stream).gather(output, cut.dim)
+        return output if self._packs else self._stream(cut.stream).gather(output, cut.dim)
 
 
 def _ignoring_module(cut: Callable[[Args, Kwargs], Arguments]) -> Callable[[nn.Module, Args, Kwargs], Arguments]:

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dbsp_core.comm.all_to_all
 import dbsp_core.runtime.ring
 from dbsp_core import BlockMask, Plan, SequenceGroup, SequenceLayout, Strategy, make_plan
-from dbsp_core.comm.groups import PendingShift
+from dbsp_core.comm.groups import PendingTransfer
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, device_class, load_hardware
@@ -150,8 +150,8 @@ class NothingButHost:
         def all_to_all(_: SequenceGroup, sent: torch.Tensor, receive: Any, send: Any) -> torch.Tensor:
             return sent.new_empty(sum(receive), *sent.shape[1:])
 
-        def shift(_: SequenceGroup, sent: torch.Tensor, to: int, received_shape: Any, source: int) -> PendingShift:
-            return PendingShift(sent.new_empty(tuple(received_shape)), sent, ())
+        def shift(_: SequenceGroup, sent: torch.Tensor, to: int, received_shape: Any, source: int) -> PendingTransfer:
+            return PendingTransfer(sent.new_empty(tuple(received_shape)), sent, ())
 
         def kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
             return q, q

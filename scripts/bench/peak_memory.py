@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import dbsp_core.comm.all_to_all
 import dbsp_core.runtime.ring
-from dbsp_core.comm.groups import PendingShift, SequenceGroup
+from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
@@ -47,9 +47,18 @@ class Alive(TorchDispatchMode):
 
 
 def peak_of_attention(
-    plan: Plan, mask: BlockMask, layout: SequenceLayout, rank: int, head_dim: int, dtype: torch.dtype = torch.float32
+    plan: Plan,
+    mask: BlockMask,
+    layout: SequenceLayout,
+    rank: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    gradients: bool = False,
 ) -> float:
     """Peak bytes of one rank beside its q, k and v themselves, in units of one of them.
+
+    gradients: of a forward pass that keeps what backward needs
 
     Nothing is sent, copied or computed: gloo, and the CPU's way to copy runs and to attend, have memory of their own
     that a GPU's do without. What is left is what the executor allocates and holds, with what a kernel that adds to a
@@ -57,14 +66,18 @@ def peak_of_attention(
     """
     attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup(rank, plan.strategy.world))
     q, k, v = (torch.empty(1, plan.heads, layout.shard, head_dim, dtype=dtype) for _ in range(3))
+    q.requires_grad_(gradients)
 
     def all_to_all(_: SequenceGroup, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]) -> torch.Tensor:
         return sent.new_empty(sum(receive), *sent.shape[1:])
 
+    def start_all_to_all(group: SequenceGroup, *sent_and_splits: Any) -> PendingTransfer:
+        return PendingTransfer(all_to_all(group, *sent_and_splits), sent_and_splits[0], ())
+
     def shift(
         _: SequenceGroup, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int
-    ) -> PendingShift:
-        return PendingShift(sent.new_empty(tuple(received_shape)), sent, ())
+    ) -> PendingTransfer:
+        return PendingTransfer(sent.new_empty(tuple(received_shape)), sent, ())
 
     def kernel(
         q: torch.Tensor, *_: Any, partial: Any = None, out_dtype: torch.dtype = dtype, **options: Any
@@ -79,6 +92,7 @@ def peak_of_attention(
     alive = Alive(q, k, v)
     with (
         mock.patch.object(SequenceGroup, "all_to_all", all_to_all),
+        mock.patch.object(SequenceGroup, "start_all_to_all", start_all_to_all),
         mock.patch.object(SequenceGroup, "shift", shift),
         mock.patch.object(dbsp_core.runtime.ring, "block_attention", kernel),
         mock.patch.object(dbsp_core.comm.all_to_all, "copy_segments", copy_segments),

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from changes import CHANGES, without
 from clock import Sampler
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
-from dbsp_core.comm.all_to_all import build_route
+from dbsp_core.comm.route_building import build_route
 from dbsp_kernels import KernelInputs, KernelRequirements, available, block_attention
 from dbsp_kernels.packing.segment_copy import copy_segments
 from dbsp_kernels.triton.tile_config import HOPPER, Tiles, tiles_for
@@ -287,7 +287,7 @@ def _mask_agreement(setting: Setting, block_q: int, block_k: int) -> Row:
     from spas_sage_attn.utils import get_block_map_meansim
 
     from dbsp_core.sources.base import LocalQK, MaskRequest
-    from dbsp_core.sources.sparge import SpargeSource
+    from dbsp_core.sources.predicted.sparge import SpargeSource
 
     shape = (1, setting.heads, setting.tokens, setting.width)
     q, k = (torch.randn(shape, device=setting.device, dtype=setting.dtype).cumsum(2) / 30 for _ in range(2))

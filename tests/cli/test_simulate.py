@@ -24,7 +24,7 @@ from dbsp_core import (
     save_mask,
 )
 from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
-from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.hardware import load_hardware, save_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.selection import WORTH_A_LOOK, candidates
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
@@ -129,6 +129,25 @@ class TestCommand:
         assert shown == [[row["strategy"], row["planner"]] for row in rows]
         assert "modelled" in text
 
+    def test_nodes_show_where_needed_keys_win(self, dbsp):
+        window = "window:window=[5,13,21],block_q=240,block_k=240"
+        given = ("simulate", "--nodes", "2", "--mask", window, "--planner", "dbsp", "--strategy", "U8R2")
+
+        def times(*bandwidth):
+            report = json.loads(dbsp(*given, "--hardware", "h200", *bandwidth, "--json")[1])
+            assert report["sources"]["network_bytes_per_s"] == ("assumed" if bandwidth else "published")
+            assert [(row["gpus"], row["keys"], row["planner"]) for row in report["rows"]] == [
+                (16, "ring", "dbsp"),
+                (16, "needed", "local"),
+            ]
+            return [row["attention_s"] for row in report["rows"]]
+
+        slow, usual = times("--bandwidth", "2"), times()
+        assert slow[0] > 1.5 * slow[1]
+        assert [a > b for a, b in zip(slow, usual, strict=True)] == [True, True]
+        code, text, _ = dbsp(*given)
+        assert (code, "needed" in text) == (0, True)
+
     def test_a_kernel_without_log_sum_exp_leaves_ulysses(self, dbsp):
         out = dbsp("simulate", *COARSE, "--planner", "dbsp", "--kernel", "sparge", "--json")[1]
         assert [row["strategy"] for row in json.loads(out)["rows"]] == ["U8R1"]
@@ -147,8 +166,13 @@ MISTAKES = [
     (["simulate", "--mask", "small.safetensors"], "choose another --model or file"),
     (["simulate", "--strategy", "U4R2", "--kernel", "sparge"], "use a strategy UxR1"),
     (["simulate", "--kernel", "flash9"], "unknown kernel 'flash9'"),
+    (["simulate", "--nodes", "none"], "--nodes 'none' must be numbers with commas"),
+    (["simulate", "--nodes", "2", "--bandwidth", "0"], "--bandwidth 0 must be positive"),
+    (["simulate", "--keys", "neded"], "did you mean 'needed'"),
+    (["simulate", "--training", "--keys", "needed"], "leave out --keys"),
+    (["simulate", "--mask", "sparge:cdf=0.9"], "is predicted from queries and keys"),
     (["simulate", "--strategy", "U4R1", "--coarsen", "16"], "use one of U8R1"),
-    (["simulate", "--hardware", "cpu-demo", "--gpus", "16", "--coarsen", "16"], "lacks; add network_latency_s"),
+    (["simulate", "--hardware", "alone.yaml", "--gpus", "16", "--coarsen", "16"], "lacks; add network_latency_s"),
     (["calibrate"], "--out FILE, or add --check"),
     (["calibrate", "--hardware", "a800"], "add --check"),
     (["calibrate", "--hardware", "a800", "--check", "--out", "x.yaml"], "exclude each other"),
@@ -163,6 +187,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(dbsp, tmp_path, monkeypatch, args
     monkeypatch.chdir(tmp_path)
     grid = BlockGrid.uniform(64, 16)
     save_mask(Path("small.safetensors"), BlockMask.dense(2, grid))
+    alone = load_hardware("cpu-demo")
+    constants = replace(alone.constants, network_latency_s=None, network_bytes_per_s=None)
+    save_hardware("alone.yaml", replace(alone, constants=constants))
     code, out, err = dbsp(*args, "--json")
     assert (code, out) == (2, "")
     assert err.startswith("dbsp: error: ")

@@ -1,7 +1,8 @@
-"""`scripts/bench/attention.py` runs on real ranks and replays virtual ones, and prints what it promises."""
+"""Benchmarks print what they promise: `attention.py` runs on real ranks and replays virtual ones."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -12,6 +13,21 @@ import pytest
 from repository import ROOT
 
 SMALL = ("--tokens", "512", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--json")
+
+
+def test_prediction_is_timed_part_by_part(tmp_path):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    script = ROOT / "scripts" / "trained_model" / "prediction.py"
+    options = ("--part", "speed", "--tokens", "128", "256", "--repeats", "1", "--out", str(tmp_path))
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "prediction-speed.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["tokens"], row["sparsity"]) for row in rows][-2:] == [("256", "0.98"), ("128", "0.9")]
+    for row in rows:
+        spent = float(row["sparse_ms"]) + float(row["predict_ms"]) + float(row["prepare_ms"])
+        assert float(row["speedup"]) == pytest.approx(float(row["dense_ms"]) / spent, rel=0.02, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -33,3 +49,19 @@ def test_json_has_the_documented_cases(options, strategies, label):
         assert case["rho_before"] >= case["rho"] >= 1
         assert case["speedup"] == case["seconds_before"] / case["seconds"]
         assert (case["communication_s"] > 0) == label.startswith("replayed")
+
+
+def test_planning_of_sequences():
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "bench" / "sequences" / "sharing.py"),
+        "--repeats",
+        "1",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["sequences"] for row in rows if row["gpus"] == 32] == [128] * 12 + [1024] * 6
+    assert all(row["worst_wir"] <= 1.005 for row in rows if row["bags"].startswith("g8") and row["balancer"] == "dbsp")

@@ -6,12 +6,14 @@ import csv
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from repository import ROOT
 
-MODELLED = {"fig3", "fig8", "fig9", "fig10"}
+KNAPFORMER = [("wir", ["--sparse-draws", "1"]), ("streams", []), ("gamma", ["--lengths", "64,128,256,512"])]
+MODELLED = {"fig3", "fig8", "fig9", "fig10", "modelled/clusters"}
 SCRIPTS = ROOT / "scripts" / "reproduce"
 
 
@@ -26,21 +28,45 @@ SCRIPTS = ROOT / "scripts" / "reproduce"
         ("fig8", ["--coarsen", "16", "--models", "cogvideox1.5-5b"]),
         ("fig9", ["--coarsen", "16"]),
         ("fig10", ["--coarsen", "16", "--models", "wan2.1-t2v-14b"]),
+        ("modelled/clusters", ["--coarsen", "16", "--tokens", "8192", "16384"]),
     ],
 )
 def test_reproduction(tmp_path, name, options):
-    script = SCRIPTS / f"{name}.py"
-    assert os.access(script, os.X_OK)
-    command = [sys.executable, str(script), "--layers", "1", "--out", str(tmp_path), *options]
-    path = os.pathsep.join([str(SCRIPTS.parents[1]), str(SCRIPTS.parents[1] / "kernels")])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
+    out = run(f"{name}.py", tmp_path, "--layers", "1", *options)
     label = "modelled" if name in MODELLED else "measured"
-    assert f"{label}{', ' if name in MODELLED else ' on '}synthetic masks" in " ".join(done.stdout.split())
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    with (tmp_path / f"{name}.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert rows
+    assert f"{label}{', ' if name in MODELLED else ' on '}synthetic masks" in out
+    rows = published(tmp_path / Path(name).name)
     assert all(float(row.get("rho", 1)) >= 1 for row in rows)
     assert all(label in row["label"] for row in rows)
+
+
+@pytest.mark.parametrize(("name", "options"), KNAPFORMER)
+def test_reproduction_of_knapformer(tmp_path, name, options):
+    run(f"knapformer/{name}.py", tmp_path, "--draws", "1", *options)
+    rows = published(tmp_path / f"knapformer-{name}")
+    assert all("drawn" in row["label"] or "measured on" in row["label"] for row in rows)
+    if name == "wir":
+        ours = [row for row in rows if row["balancer"] == "dbsp" and row["bags"] == "g8n4"]
+        assert {row["mask"] for row in ours} == {"dense", "density 0.3"}
+        assert all(float(row["worst"]) <= 1.005 and float(row["rho"]) <= 1.01 for row in ours)
+
+
+def run(script: str, out: Path, *options: str) -> str:
+    """What a script prints, on one line."""
+    path = SCRIPTS / script
+    assert os.access(path, os.X_OK)
+    command = [sys.executable, str(path), "--out", str(out), *options]
+    paths = os.pathsep.join([str(SCRIPTS.parents[1]), str(SCRIPTS.parents[1] / "kernels")])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([paths, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return " ".join(done.stdout.split())
+
+
+def published(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV that lies beside a picture."""
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    with path.with_suffix(".csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    return rows

@@ -9,15 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from mixed_training import measure, rows_of
 from safetensors.torch import load_file
 
 from clips import encode_clips
 from dbsp_core.utils.errors import UserError
+from mixed import Mix
 from repository import ROOT
 from settings import Settings
-from train_video_cases import go_on_from_another, small, steps_of, stopped_and_not
+from train_video_cases import go_on_from_another, gradients_of_mix, small, steps_of, stopped_and_not
 from workers import assert_all_raise
 
 MASK = "mask: {source: sparge, topk: 0.5, similarity: -1.0, block_q: 8, block_k: 8}\n"
@@ -68,6 +71,54 @@ def test_a_stopped_run_goes_on_to_the_same_losses(pool, folder, encoded, tmp_pat
         assert len(set(kept)) == 4
         assert resumed == kept
         assert files == [weights]
+
+
+MIX = "5x48x64+1x48x64,2*1x32x48,none,1x48x48"
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_images_and_videos_in_one_step_have_one_process_gradients(pool, folder, encoded, tmp_path, step):
+    """Each rank has the loss of its own samples, and one has none."""
+    options = ("--config", folder / "masks.yaml", "--out", tmp_path, "--mix", MIX, "--ranks", 4)
+    settings = small(*options, "--sequence-parallel", 4)
+    assert max(pool(4).run(gradients_of_mix, settings, encoded, step)) <= 1e-5
+
+
+def test_images_and_videos_in_one_step_have_the_same_losses_on_any_ranks(pool, folder, encoded, tmp_path):
+    found = []
+    for world, sequence, more in ((1, 1, ()), (2, 2, ("--checkpointing",)), (4, 2, ()), (4, 4, ("--fsdp",))):
+        (out := tmp_path / f"{world}-{sequence}").mkdir()
+        options = ("--config", folder / "masks.yaml", "--out", out, "--mix", MIX, *more)
+        settings = small(*options, "--ranks", world, "--sequence-parallel", sequence)
+        found += pool(world).run(steps_of, settings, encoded, 3)
+    for losses in found[1:]:
+        assert losses == pytest.approx(found[0], abs=1e-5)
+
+
+def test_the_benchmark_has_the_same_gradients_every_way_but_padding(pool, encoded):
+    """scripts/bench/sequences/mixed_training.py, with a loader that has most."""
+    mix = Mix.parse("5x48x64,2*1x48x64+1x32x48")
+    found = pool(2).run(measure, "sparge", mix, 1, encoded)
+    rows = rows_of("sparge", found, np.array([24 + 2 * 12 + 6]), "measured")
+    ways = ["padded to the longest", "one loader a rank", "KnapFormer g1n2", "KnapFormer g2n1", "rows over all ranks"]
+    assert [row.way for row in rows] == ways
+    assert all(row.wir >= row.imbalance >= 1 for row in rows)
+    assert rows[-1].core_ratio == rows[-1].wall_ratio == 1
+    padded, *others = (float(row.gradients_differ) for row in rows)
+    assert max(others) <= 1e-5 < padded
+
+
+def test_a_mix_that_cannot_be_meant():
+    for mix, complaint in (
+        ("5x48", "must be COUNT"),
+        ("6x48x64", "frames must be 4n"),
+        ("9x48x64", "larger than the clips, 5x48x64"),
+        ("none,none", "has no samples"),
+    ):
+        with pytest.raises(UserError, match=complaint):
+            Mix.parse(mix, (5, 48, 64))
+    with pytest.raises(UserError, match="leaves a data-parallel group of 2 without samples"):
+        Mix.parse("5x48x64,none", (5, 48, 64)).require_groups(2, 2)
 
 
 def test_a_checkpoint_of_other_options(pool, encoded, tmp_path):

@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dbsp_diffusers
 from clips import Clips
+from dbsp_diffusers.reference import attach_single_process
 from fine_tuning import FineTuning
+from mixed import cut_item, local_loss, sample_of
 from settings import Settings
 
 
@@ -65,3 +67,30 @@ def _run(settings: Settings, mesh: DeviceMesh, clips: Clips, steps: int) -> list
     training.save_weights()
     dbsp_diffusers.disable(training.transformer)
     return training.losses
+
+
+def gradients_of_mix(rank: int, world: int, settings: Settings, folder: Path, step: int) -> float:
+    """How far all gradients of a step of several sizes are from those of one process, which runs one sample after the
+    other; as a share of the largest."""
+    mesh, clips = _setting(settings, folder)
+    training = FineTuning.prepare(settings, mesh, clips, torch.device("cpu"))
+    transformer = training.transformer
+    given = training.mix.step(step, settings.ranks)
+    local_loss(transformer, clips, given, rank, torch.device("cpu")).backward()
+    dbsp_diffusers.sum_gradients(transformer)
+    dbsp_diffusers.disable(transformer)
+    found = [p.grad.clone() for p in transformer.parameters()]
+
+    transformer.zero_grad()
+    single = attach_single_process(transformer, settings.config)
+    values = 0
+    for _, number, size in given:
+        item = cut_item(clips, number, size)
+        sample = sample_of(item, torch.device("cpu"))
+        velocity = transformer(sample.latents[None], sample.timestep[None], sample.text[None], return_dict=False)[0]
+        ((velocity[0] - item.noise + item.latents) ** 2).sum().backward()
+        values += item.latents.numel()
+    single.detach()
+    expected = [p.grad / values for p in transformer.parameters()]
+    largest = max(float(grad.abs().max()) for grad in expected)
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / largest

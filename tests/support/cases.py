@@ -10,6 +10,8 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import MaskProfile
+from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.needed_keys import needed_keys
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from interpreter import interpreted
 from oracle import dense_attention
@@ -22,6 +24,7 @@ class Case:
     """One attention. Everything random comes from `seed`; `sabotage` names a negative control.
 
     planner: a planner's name, or "random" for any owner and any slot, per head
+    band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
     """
 
     strategy: str
@@ -45,6 +48,8 @@ class Case:
     thw: tuple[int, int, int] | None = None
     orders: tuple[str, ...] = ("thw",)
     dtype: torch.dtype = torch.float32
+    keys: str = "ring"
+    band: bool = False
 
     @property
     def grid(self) -> BlockGrid:
@@ -59,6 +64,9 @@ def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
     bits = rng.random((case.heads, grid.nq, grid.nk)) < (
         case.density * head * row[None, : grid.nq, None] * column[None, None, : grid.nk]
     )
+    if case.band:
+        behind = np.arange(grid.nk) / grid.nk - np.arange(grid.nq)[:, None] / grid.nq - head * 0.2 + 0.1
+        bits = (behind > 0) & (behind < case.density * head)
     bits[rng.random((case.heads, grid.nq)) < 0.1] = False
     bits[:, :, rng.integers(grid.nk)] = False
     return BlockMask(bits, grid)
@@ -122,12 +130,16 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         mask = BlockMask(mask.bits, replace(mask.grid, orders=mask.grid.orders[::-1]))
     planner = "contiguous" if case.planner == "random" else case.planner
     config = PlannerConfig(planner, paper=PaperConfig(case.reward, case.equal_heads))
-    plan = make_plan(mask, strategy, config, layout=layout)
+    plan = make_plan(mask, strategy, config, layout=layout, keys=case.keys)
     if case.planner == "random":
         rng = np.random.default_rng(case.seed)
         owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)
         slots = rng.integers(strategy.ring, size=plan.assignment.kv_slot.shape)
-        plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, kv_slot=slots))
+        needed = needed_keys(mask, owners, strategy.world) if case.keys == "needed" else None
+        plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, kv_slot=slots, needed=needed))
+    if case.sabotage == "a needed block left out":
+        plan = replace(plan, assignment=without_a_block(plan.assignment))
+        mask = BlockMask(mask.bits & _sent(plan.assignment), mask.grid)
     executor = DualBalancedAttention.prepare(
         plan, mask, layout, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )
@@ -135,3 +147,19 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         executor = replace(executor, tables=(executor.tables[0], *reversed(executor.tables[1:])))
     scale = case.width**-0.5 * (1.01 if case.sabotage == "wrong scale" else 1)
     return executor(*local, scale=scale)
+
+
+def without_a_block(assignment: Assignment) -> Assignment:
+    """The same, but the last rank that is sent any keys in the last chunk is sent one block of them less."""
+    assert assignment.needed is not None
+    rank, head, block = (int(index[-1]) for index in np.nonzero(assignment.chunks[-1]))
+    needed = assignment.needed.copy()
+    needed[rank, head, block] = False
+    return replace(assignment, needed=needed)
+
+
+def _sent(assignment: Assignment) -> torch.Tensor:
+    """bool[H, nq, nk]: whether each row's owner is sent each block."""
+    assert assignment.needed is not None
+    heads = np.arange(assignment.heads)[:, None]
+    return torch.from_numpy(assignment.needed[assignment.q_owner, heads])

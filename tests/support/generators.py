@@ -42,6 +42,20 @@ def random_bits(heads: int, grid: BlockGrid, seed: int, level: float = 0.5) -> n
 
 
 @st.composite
+def masks(draw: st.DrawFn, heads: int = 4, sequences: int = 3, least_key_blocks: int = 1) -> BlockMask:
+    """Random bits of up to so many heads, of one sequence or of several that are packed."""
+    first, seed, count = draw(grids(least_key_blocks)), draw(SEEDS), draw(st.integers(1, heads))
+    sizes = [(first.tokens, first.text_tokens)]
+    for _ in range(draw(st.integers(1, sequences)) - 1):
+        tokens = draw(st.integers(1, 120))
+        sizes.append((tokens, draw(st.integers(0, tokens))))
+    each = [BlockGrid(*size, first.block_q, first.block_k) for size in sizes]
+    return BlockMask.packed(
+        [BlockMask(random_bits(count, grid, seed + place), grid) for place, grid in enumerate(each)]
+    )
+
+
+@st.composite
 def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
     """Every named layout, with text among the video or apart from it, and tokens in no order at all."""
     name = draw(st.sampled_from([*LAYOUT_ORDERS, "shuffled"]))

@@ -17,9 +17,10 @@ __all__ = ["match_ulysses_ranks"]
 EXACT = 18  # bits to which work is rounded here: products of two then add up exactly in float64
 
 
-def match_ulysses_ranks(parts: HeadShards, ulysses: int) -> np.ndarray:
+def match_ulysses_ranks(parts: HeadShards, ulysses: int, most_heads: int | None = None) -> np.ndarray:
     """Moves and swaps whole heads while that lowers the squared differences between Ulysses ranks.
 
+    most_heads: of which a Ulysses rank may have parts, or None
     returns: int64[parts], the Ulysses rank of each part; parts of split heads keep theirs
     """
     before = parts.work_by_rank(parts.ulysses_rank, ulysses)
@@ -35,6 +36,7 @@ def match_ulysses_ranks(parts: HeadShards, ulysses: int) -> np.ndarray:
     distance = square[:, None] + square - 2 * gram
     fixed = np.flatnonzero(~parts.is_unsplit)
     every = np.arange(len(ulysses_rank))
+    most = len(ulysses_rank) if most_heads is None else most_heads
     for _ in range(len(ulysses_rank)):
         fit = vectors @ loads.T  # [parts, x]
         home = fit[every, ulysses_rank]
@@ -43,6 +45,7 @@ def match_ulysses_ranks(parts: HeadShards, ulysses: int) -> np.ndarray:
         move = fit - home[:, None] + square[:, None]
         move[every, ulysses_rank] = 0
         change = np.concatenate([move, swap], axis=1)
+        change[:, :ulysses][:, np.bincount(ulysses_rank, minlength=ulysses) >= most] = 0
         change[fixed] = 0
         change[:, ulysses + fixed] = 0
         part, other = divmod(int(change.argmin()), change.shape[1])

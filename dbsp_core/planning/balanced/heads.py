@@ -19,33 +19,41 @@ __all__ = ["balance_heads", "local_search_heads", "trade_single_rows"]
 PAIR_HEADS = 14  # most heads of two Ulysses ranks together that are shared again by trying every subset
 
 
-def local_search_heads(work: np.ndarray, ulysses_rank: np.ndarray, ulysses_degree: int, limit: int) -> np.ndarray:
+def local_search_heads(
+    work: np.ndarray, ulysses_rank: np.ndarray, ulysses_degree: int, limit: int, most_heads: int | None = None
+) -> np.ndarray:
     """Moves and swaps whole heads until no Ulysses rank is above `limit`, or the fullest one cannot be helped.
 
     A step is one head out of the fullest Ulysses rank with or without one in return, or, where none helps, the best of
     all ways to share the heads of the fullest Ulysses rank and another one. Each step makes the fullest Ulysses rank
     less full.
-    work: int[H];  ulysses_rank: int[H];  returns: int64[H]
+    work: int[H];  ulysses_rank: int[H];  most_heads: on any Ulysses rank, or None;  returns: int64[H]
     """
+    most = len(work) if most_heads is None else most_heads
     ulysses_rank = ulysses_rank.astype(np.int64)
     load = np.bincount(ulysses_rank, weights=work, minlength=ulysses_degree).astype(np.int64)
     for _ in range(4 * ulysses_degree + len(work)):
         fullest = int(load.argmax())
         if load[fullest] <= limit or not (
-            _swap(work, ulysses_rank, load, fullest) or _share_with_another(work, ulysses_rank, load, fullest)
+            _swap(work, ulysses_rank, load, fullest, most)
+            or _share_with_another(work, ulysses_rank, load, fullest, most)
         ):
             break
     return ulysses_rank
 
 
-def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int) -> bool:
-    """Makes the best move or swap of one head of `fullest` (in place); False when none lowers its load."""
+def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int, most: int) -> bool:
+    """Makes the best move or swap of one head of `fullest` (in place); False when none lowers its load.
+
+    most: heads of any Ulysses rank
+    """
     mine, others = np.flatnonzero(ulysses_rank == fullest), np.flatnonzero(ulysses_rank != fullest)
     # a head of `fullest` goes; another comes back from the Ulysses rank it goes to, or nothing does
     back = np.concatenate([work[others], np.zeros(len(load), dtype=work.dtype)])
     target = np.concatenate([ulysses_rank[others], np.arange(len(load))])
     change = work[mine][:, None] - back
     after = np.maximum(load[fullest] - change, load[target] + change)
+    after[:, len(others) :][:, np.bincount(ulysses_rank, minlength=len(load)) >= most] = load[fullest]
     goes, comes = divmod(int(after.argmin()), len(back))
     if after[goes, comes] >= load[fullest]:
         return False
@@ -57,19 +65,22 @@ def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest:
     return True
 
 
-def _share_with_another(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int) -> bool:
+def _share_with_another(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int, most: int) -> bool:
     """Shares the heads of `fullest` and of the first other Ulysses rank with which it helps again, as evenly as can
-    be.
+    be. most: heads of any Ulysses rank
     """
     for other in np.argsort(load, kind="stable"):
         heads = np.flatnonzero((ulysses_rank == fullest) | (ulysses_rank == other))
         if other == fullest or len(heads) > PAIR_HEADS:
             continue
-        sums = np.zeros(1, dtype=np.int64)  # sums[m]: work of the subset whose bits are m
+        sums, size = np.zeros((2, 1), dtype=np.int64)  # sums[m]: work of the subset whose bits are m
         for head in heads:
-            sums = np.concatenate([sums, sums + work[head]])
+            sums, size = np.concatenate([sums, sums + work[head]]), np.concatenate([size, size + 1])
         both = load[fullest] + load[other]
-        best = int(np.abs(2 * sums - both).argmin())
+        possible = np.flatnonzero(np.maximum(size, len(heads) - size) <= most)
+        if len(possible) == 0:
+            continue
+        best = int(possible[np.abs(2 * sums[possible] - both).argmin()])
         if max(sums[best], both - sums[best]) < load[fullest]:
             ulysses_rank[heads] = np.where(best >> np.arange(len(heads)) & 1, fullest, other)
             load[fullest], load[other] = sums[best], both - sums[best]
@@ -143,6 +154,7 @@ def balance_heads(
     target_rho: float = 1.002,
     split_cost: float = 0.0,
     row_order: np.ndarray | None = None,
+    most_heads: int | None = None,
 ) -> np.ndarray:
     """The Ulysses rank of every row: heads whole where that is balanced, a few of them split otherwise.
 
@@ -151,6 +163,8 @@ def balance_heads(
     split_cost: what one more Ulysses rank for a head's K and V costs, in units of ρ_s; 0 splits until `target_rho` is
                 met
     row_order:  int[nq], the order of the query blocks in which a head is cut (default: by number)
+    most_heads: of which a Ulysses rank may have rows, which bounds its memory; at least ceil(H / x). Then the load
+                evens out as far as that allows
     returns:    int64[H, nq]
     """
     # 1. Whole heads, largest first, then moved and swapped.
@@ -158,11 +172,19 @@ def balance_heads(
     total = int(work.sum())
     mean = -(-total // ulysses_degree)
     limit = max(mean, int(total * target_rho) // ulysses_degree)
-    ulysses_rank = local_search_heads(work, greedy_heads(work, ulysses_degree), ulysses_degree, limit)
+    whole = None
+    if most_heads is not None:  # one place of each Ulysses rank is left for a part of a split head, where that can be
+        whole = max(most_heads - 1, -(-len(work) // ulysses_degree))
+    ulysses_rank = local_search_heads(work, greedy_heads(work, ulysses_degree, whole), ulysses_degree, limit, whole)
     head_work_by_rank = np.zeros((len(work), ulysses_degree), dtype=np.int64)
     head_work_by_rank[np.arange(len(work)), ulysses_rank] = work
     # 2. Where a rank stays too full, runs of rows are cut off its largest head.
-    splits = _choose_splits(head_work_by_rank.sum(axis=0).tolist(), limit, split_cost * total / ulysses_degree)
+    load = head_work_by_rank.sum(axis=0).tolist()
+    if most_heads is None:
+        splits = _choose_splits(load, limit, split_cost * total / ulysses_degree)
+    else:
+        places = most_heads - np.bincount(ulysses_rank, minlength=ulysses_degree)
+        splits = _splits_into_places(load, limit, places.tolist())
     owner = np.repeat(ulysses_rank, row_work.shape[1]).reshape(row_work.shape)
     row_order = np.arange(row_work.shape[1]) if row_order is None else row_order
     for split in splits:
@@ -171,7 +193,8 @@ def balance_heads(
     if split_cost <= 0:
         trade_single_rows(row_work, owner, head_work_by_rank, limit)
     if splits:  # a row without work must not be what keeps a head in a Ulysses rank
-        owner = np.where(row_work == 0, head_work_by_rank.argmax(axis=1)[:, None], owner)
+        idle = (row_work == 0) & (work > 0)[:, None]
+        owner = np.where(idle, head_work_by_rank.argmax(axis=1)[:, None], owner)
     return owner
 
 
@@ -219,6 +242,30 @@ def _plan_splits(load: list[int], limit: int) -> tuple[list[HeadSplit], int]:
         load[target] += amount
         splits.append(HeadSplit(full, target, load[full]))
     return splits, max(load)
+
+
+def _splits_into_places(load: list[int], limit: int, places: list[int]) -> list[HeadSplit]:
+    """Cuts of which no Ulysses rank takes more than it has places for further heads.
+
+    The fullest Ulysses rank fills the emptiest that has a place up to the mean, even where it falls below it: it takes
+    a part in turn then. As in Walker's alias tables (ACM TOMS 3, 1977), one place each is enough to level all.
+    """
+    load, places = list(load), list(places)
+    ranks = range(len(load))
+    mean = -(-sum(load) // len(load))
+    splits: list[HeadSplit] = []
+    while len(splits) < 2 * len(load):
+        full = max(ranks, key=load.__getitem__)
+        open_ranks = [rank for rank in ranks if places[rank] > 0 and load[rank] < mean and rank != full]
+        if load[full] <= limit or not open_ranks:
+            break
+        target = min(open_ranks, key=load.__getitem__)
+        amount = mean - load[target]
+        load[full] -= amount
+        load[target] += amount
+        places[target] -= 1
+        splits.append(HeadSplit(full, target, load[full]))
+    return splits
 
 
 def _apply_split(

@@ -32,6 +32,7 @@ def plan_rows(
     target_rho: float = 1.005,
     head_target_rho: float = 1.002,
     exchange_cost: float = 0.0,
+    most_heads: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The owner of every row and the slot of every (head, KV block): heads, then slots, then single rows.
 
@@ -42,6 +43,7 @@ def plan_rows(
     target_rho:     ρ_s that is good enough for a ring or hybrid; `head_target_rho` for Ulysses alone
     exchange_cost:  what exchanging all of Q, K and V once costs, in units of ρ_s (time of the exchange over time of
                     perfectly balanced attention). 0: balance first, and move only what that needs
+    most_heads:     of which a Ulysses rank may have rows, or None; see `heads.balance_heads`
     returns:        int64[H, nq], int64[H, nk]
     """
     heads = len(row_work)
@@ -49,7 +51,7 @@ def plan_rows(
     # 1. Heads to Ulysses ranks; without a ring that is all.
     if ring == 1:
         slots = np.zeros(kv_block_work.shape, dtype=np.int64)
-        owner = balance_heads(row_work, ulysses, head_target_rho, split_cost)
+        owner = balance_heads(row_work, ulysses, head_target_rho, split_cost, most_heads=most_heads)
         work_by_slot = row_work[:, :, None]
         rho = imbalance_ratio(owned_work(owner, work_by_slot, ulysses))
         return _unless_staying_is_better(
@@ -57,7 +59,9 @@ def plan_rows(
         )
     # moved rows are much cheaper than split heads, but cannot level Ulysses ranks: leave them a part of the tolerance
     unsplit_target = 1 + HEAD_SHARE * (target_rho - 1)
-    ulysses_rank = balance_heads(row_work, ulysses, unsplit_target, split_cost, _interleaved(q_home, ring))
+    ulysses_rank = balance_heads(
+        row_work, ulysses, unsplit_target, split_cost, _interleaved(q_home, ring), most_heads=most_heads
+    )
     # 2. KV blocks to ring slots of equal work.
     slots = balance_slots(kv_block_work, k_home, _main_ulysses_rank(ulysses_rank, ulysses), ring)
     work_by_slot = count_work_by_slot(slots)
@@ -65,7 +69,7 @@ def plan_rows(
     # 3. In turn, whole heads swapped and rows of split heads traded within a ring row, which moves no K or V.
     for turn in range(TURNS):
         parts = head_shards(work_by_slot, ulysses_rank, q_home, schedule)
-        matched = match_ulysses_ranks(parts, ulysses)
+        matched = match_ulysses_ranks(parts, ulysses, most_heads)
         changed = matched != parts.ulysses_rank  # whole heads only
         ulysses_rank[parts.head[changed]] = matched[changed][:, None]
         work = parts.work_by_rank(matched, ulysses)

@@ -15,10 +15,10 @@ __all__ = ["TransposedLayout", "transposed_layouts"]
 
 @dataclass(frozen=True, eq=False)
 class TransposedLayout:
-    """Where the rows of each packed block are, in one period: those of its head, one after the other.
+    """Where the rows of each packed block are, in one period: those of its span, one after the other.
 
     first:  int32[Ck], the first of them;  rows: int64[Ck], how many;  column: int64[Ck], the block's in these rows
-    most:   rows of a head, at most
+    most:   rows of a span, at most
     """
 
     first: torch.Tensor
@@ -34,7 +34,7 @@ class TransposedLayout:
                 torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device),
                 torch.zeros(batch * blocks, dtype=torch.int32, device=device),
             )
-        # 1. bool[Ck, most]: whether the i-th row of the block's head attends to it.
+        # 1. bool[Ck, most]: whether the i-th row of the block's span attends to it.
         place = torch.arange(self.most, device=device)
         row = (self.first[:, None] + place).clamp(max=len(table.bits) - 1)
         byte, bit = self.column // 8, (self.column % 8).to(torch.uint8)
@@ -48,11 +48,11 @@ class TransposedLayout:
 
 def transposed_layouts(layout: TableLayout) -> tuple[TransposedLayout, ...]:
     """By period, what the transposed tables of all masks under one plan have in common. Synchronises."""
-    per_head = torch.bincount(layout.heads, minlength=layout.columns.shape[1])  # rows are packed head by head
-    first = per_head.cumsum(0) - per_head
-    most = int(per_head.max()) if len(per_head) else 0
+    per_span = torch.bincount(layout.spans_of, minlength=layout.columns.shape[1])  # rows are packed span by span
+    first = per_span.cumsum(0) - per_span
+    most = int(per_span.max()) if len(per_span) else 0
     found = []
     for present in layout.present:
-        head, column = present.nonzero(as_tuple=True)  # in packing order
-        found.append(TransposedLayout(first[head].to(torch.int32), per_head[head], column, most))
+        span, column = present.nonzero(as_tuple=True)  # in packing order
+        found.append(TransposedLayout(first[span].to(torch.int32), per_span[span], column, most))
     return tuple(found)

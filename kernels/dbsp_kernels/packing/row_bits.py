@@ -43,7 +43,7 @@ def _places(device: torch.device) -> torch.Tensor:
 def pack_rows(
     mask: torch.Tensor,
     rows: torch.Tensor,
-    heads: torch.Tensor,
+    spans: torch.Tensor,
     turn: torch.Tensor,
     columns: torch.Tensor,
     present: torch.Tensor,
@@ -52,9 +52,12 @@ def pack_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The bits of a rank's rows by ring period, and what they come to: of all periods at once.
 
-    mask:    bool[H · nq, nk];  rows, heads, turn: int64[R], each row's place there, its head, and what it is sorted by
-    columns: int64[y, H, width], the KV block that a row's column stands for
-    present: bool[y, H, width], whether it stands for one;  full: whether that block is not short
+    A span is a head, or one sequence of a head, that rows attend to: they share what columns stand for.
+
+    mask:    bool[n, nk] rows; or bool[n], rows of several lengths one after another
+    rows, spans, turn: int64[R], each row's place there (in bool[n] its first), its span, and what it is sorted by
+    columns: int64[y, spans, width], the KV block that a row's column stands for, counted along the mask's row
+    present: bool[y, spans, width], whether it stands for one;  full: whether that block is not short
     as_masked: whether columns are those of the mask
     returns: bits uint8[y, R, ceil(width / 8)]; int32[y, R] the blocks of each row and how many of them are not short;
              int64[y, R], turn less those blocks
@@ -62,12 +65,15 @@ def pack_rows(
     if mask.is_cuda:
         from dbsp_kernels.triton.row_bits import triton_pack_rows  # here: triton need not be installed
 
-        return triton_pack_rows(mask, rows, heads, turn, columns, present, full)
-    needed = mask.index_select(0, rows)[None]
-    if not as_masked:
-        needed = needed.expand(len(columns), -1, -1).gather(2, columns[:, heads]) & present[:, heads]
+        return triton_pack_rows(mask, rows, spans, turn, columns, present, full)
+    if mask.ndim == 1:
+        needed = mask[rows[:, None] + columns[:, spans]] & present[:, spans]
+    else:
+        needed = mask.index_select(0, rows)[None]
+        if not as_masked:
+            needed = needed.expand(len(columns), -1, -1).gather(2, columns[:, spans]) & present[:, spans]
     count = needed.sum(dim=2, dtype=torch.int32)
-    return pack_bits(needed), count, (needed & full[:, heads]).sum(dim=2, dtype=torch.int32), turn - count
+    return pack_bits(needed), count, (needed & full[:, spans]).sum(dim=2, dtype=torch.int32), turn - count
 
 
 def expand_rows(

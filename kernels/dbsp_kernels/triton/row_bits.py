@@ -37,24 +37,24 @@ def expand_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pack_kernel(  # type: ignore[no-untyped-def]
-    mask_ptr, rows_ptr, heads_ptr, turn_ptr, columns_ptr, present_ptr, full_ptr,
-    bits_ptr, count_ptr, counted_ptr, key_ptr, mask_row, heads, width, row_bytes, CHUNK: tl.constexpr,
+    mask_ptr, rows_ptr, spans_ptr, turn_ptr, columns_ptr, present_ptr, full_ptr,
+    bits_ptr, count_ptr, counted_ptr, key_ptr, mask_row, spans, width, row_bytes, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program, one row in one period."""
     row = tl.program_id(0)
     period = tl.program_id(1).to(tl.int64)
     place = period * tl.num_programs(0) + row
     mask_row_ptr = mask_ptr + tl.load(rows_ptr + row) * mask_row
-    of_head = (period * heads + tl.load(heads_ptr + row)) * width
+    of_span = (period * spans + tl.load(spans_ptr + row)) * width
     count = 0
     counted = 0
     for start in range(0, width, CHUNK):
         column = start + tl.arange(0, CHUNK)
         there = column < width
-        present = tl.load(present_ptr + of_head + column, mask=there, other=0) != 0
-        block = tl.load(columns_ptr + of_head + column, mask=present, other=0)
+        present = tl.load(present_ptr + of_span + column, mask=there, other=0) != 0
+        block = tl.load(columns_ptr + of_span + column, mask=present, other=0)
         needed = tl.load(mask_row_ptr + block, mask=present, other=0).to(tl.int32)
-        full = tl.load(full_ptr + of_head + column, mask=there, other=0).to(tl.int32)
+        full = tl.load(full_ptr + of_span + column, mask=there, other=0).to(tl.int32)
         count += tl.sum(needed, 0)
         counted += tl.sum(needed * full, 0)
         packed = tl.sum(tl.reshape(needed << (column % 8), [CHUNK // 8, 8]), 1)
@@ -68,22 +68,22 @@ def pack_kernel(  # type: ignore[no-untyped-def]
 def triton_pack_rows(
     mask: torch.Tensor,
     rows: torch.Tensor,
-    heads: torch.Tensor,
+    spans: torch.Tensor,
     turn: torch.Tensor,
     columns: torch.Tensor,
     present: torch.Tensor,
     full: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The contract of `dbsp_kernels.packing.row_bits.pack_rows`, for columns in any order."""
-    mask = mask if mask.stride(1) == 1 else mask.contiguous()
-    (periods, all_heads, width), count = columns.shape, len(rows)
+    mask = mask[:, None] if mask.ndim == 1 else mask if mask.stride(1) == 1 else mask.contiguous()
+    (periods, all_spans, width), count = columns.shape, len(rows)
     bits = rows.new_empty(periods, count, -(-width // 8), dtype=torch.uint8)
     counts, counted = rows.new_empty(2, periods, count, dtype=torch.int32)
     keys = rows.new_empty(periods, count)
     if bits.numel():
         pack_kernel[(count, periods)](
-            mask, rows, heads, turn, columns, present, full, bits, counts, counted, keys,
-            mask.stride(0), all_heads, width, bits.shape[2], CHUNK=CHUNK, num_warps=4,
+            mask, rows, spans, turn, columns, present, full, bits, counts, counted, keys,
+            mask.stride(0), all_spans, width, bits.shape[2], CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
     else:
         counts.zero_(), counted.zero_(), keys.copy_(turn)

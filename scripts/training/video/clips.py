@@ -154,6 +154,11 @@ class Clips:
         no_text = load_file(folder / f"{NO_CAPTION}.safetensors")["text"]
         return cls(tuple(sorted(folder.glob("[0-9]*.safetensors"))), no_text, no_caption, seed, shift)
 
+    @property
+    def channels(self) -> int:
+        """Of latents."""
+        return int(load_file(self.files[0])["latents"].shape[0])
+
     def item(self, index: int) -> Item:
         """The index-th item of the run: all that is random depends on it and the seed alone, not on ranks."""
         draws = torch.Generator().manual_seed(self.seed * 1_000_003 + index)

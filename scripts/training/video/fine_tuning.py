@@ -22,6 +22,7 @@ from clips import Clips
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.atomic_io import open_atomically
 from dbsp_core.utils.errors import UserError
+from mixed import Mix, local_loss
 from settings import Settings
 
 __all__ = ["FineTuning", "flow_loss"]
@@ -47,6 +48,7 @@ class FineTuning:
 
     model: what is called, which averages gradients over the data-parallel groups; mesh: ranks by (data, sequence)
     losses: of the steps so far, alike on all ranks
+    mix: of several sizes; None: each step has clips of one size
     """
 
     settings: Settings
@@ -57,6 +59,7 @@ class FineTuning:
     mesh: DeviceMesh
     clips: Clips
     losses: list[float]
+    mix: Mix | None = None
 
     @classmethod
     def prepare(cls, settings: Settings, mesh: DeviceMesh, clips: Clips, device: torch.device) -> FineTuning:
@@ -87,7 +90,10 @@ class FineTuning:
             model = DistributedDataParallel(transformer, process_group=mesh["data"].get_group())
         parameters = [p for p in transformer.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, weight_decay=0.01)
-        training = cls(settings, transformer, model, session, optimizer, mesh, clips, [])
+        mix = Mix.parse(settings.mix, settings.size) if settings.mix else None
+        if mix is not None:
+            mix.require_groups(settings.ranks, settings.data_parallel)
+        training = cls(settings, transformer, model, session, optimizer, mesh, clips, [], mix)
         training._restore()
         return training
 
@@ -98,16 +104,20 @@ class FineTuning:
         first = len(self.losses) * settings.batch + self.mesh["data"].get_local_rank() * mine
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * min(1.0, (len(self.losses) + 1) / max(1, settings.warm_up))
+        self.optimizer.zero_grad()
         half = partial(torch.autocast, device.type, torch.bfloat16)
         with half() if settings.precision == "bf16" else contextlib.nullcontext():
-            loss = flow_loss(self.model, self.clips, range(first, first + mine), device)
-        self.optimizer.zero_grad()
+            if self.mix is None:
+                loss = flow_loss(self.model, self.clips, range(first, first + mine), device)
+            else:  # averaged over data-parallel groups, of which each has a part of the sum
+                given = self.mix.step(len(self.losses), settings.ranks)
+                loss = local_loss(self.model, self.clips, given, dist.get_rank(), device) * settings.data_parallel
         loss.backward()
         dbsp_diffusers.sum_gradients(self.transformer)
         torch.nn.utils.clip_grad_norm_(self.transformer.parameters(), 1.0)
         self.optimizer.step()
         total = loss.detach()
-        dist.all_reduce(total, group=self.mesh["data"].get_group())
+        dist.all_reduce(total, group=self.mesh["data"].get_group() if self.mix is None else None)
         self.losses.append(float(total) / settings.data_parallel)
         return self.losses[-1]
 
@@ -118,7 +128,7 @@ class FineTuning:
     @property
     def _marks(self) -> dict[str, Any]:
         """What a checkpoint cannot be continued with otherwise."""
-        names = ("lora", "batch", "seed", "height", "width", "frames")
+        names = ("lora", "batch", "seed", "height", "width", "frames", "mix")
         return {name: getattr(self.settings, name) for name in names}
 
     def save(self) -> None:

@@ -39,6 +39,7 @@ class Settings:
     no_caption: float
     save_every: int
     seed: int
+    mix: str = ""
 
     @classmethod
     def parse(cls, arguments: list[str] | None = None) -> Settings:
@@ -51,6 +52,11 @@ class Settings:
     def data_parallel(self) -> int:
         return self.ranks // self.sequence_parallel
 
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Frames, height and width of clips."""
+        return self.frames, self.height, self.width
+
     def _check(self) -> None:
         for name in ("ranks", "sequence_parallel", "steps", "batch", "save_every"):
             if getattr(self, name) < 1:
@@ -60,7 +66,7 @@ class Settings:
                 f"{self.ranks} ranks cannot be split into groups of --sequence-parallel {self.sequence_parallel}; "
                 "choose a divisor"
             )
-        if self.batch % self.data_parallel:
+        if not self.mix and self.batch % self.data_parallel:
             raise UserError(
                 f"--batch {self.batch} does not divide over {self.data_parallel} data-parallel groups "
                 f"({self.ranks} ranks / {self.sequence_parallel}); choose a multiple"
@@ -109,4 +115,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-caption", type=float, default=0.1, help="share of clips trained without caption, for guidance")
     add("--save-every", type=int, default=50, help="steps between checkpoints; the last step always makes one")
     add("--seed", type=int, default=0)
+    add(
+        "--mix",
+        default="",
+        help="images and videos of several sizes in one step, instead of --batch: what each data loader gives, as "
+        "COUNT*FRAMESxHEIGHTxWIDTH joined by +, or none; loaders are joined by commas, and shared out over the ranks",
+    )
     return parser

@@ -262,9 +262,15 @@ MISTAKES = {
     "text for a switch": ({"debug": "yes"}, "must be bool, got 'yes'"),
     "a number for a switch": ({"debug": 1}, "must be bool, got 1"),
     "a switch for a number": ({"planner": {"exchange_cost": True}}, "must be float, got True"),
+    "memory of an unknown unit": (
+        {"planner": {"memory_limit": "8GB/s"}},
+        "planner.memory_limit: size '8GB/s' is not of the form '2GiB'; units are B, KiB, MiB, GiB, TiB, KB, MB, GB",
+    ),
+    "no memory": ({"planner": {"memory_limit": 0}}, "planner.memory_limit=0 must be positive"),
+    "a list for memory": ({"planner": {"memory_limit": [8]}}, "must be int or str, got [8]"),
     "null where there must be a value": (
         {"planner": None},
-        "must be a mapping of name, target_rho, exchange_cost, paper or str, got None",
+        "must be a mapping of name, target_rho, exchange_cost, memory_limit, paper or str, got None",
     ),
 }
 
@@ -407,7 +413,7 @@ def test_a_fault_of_db_sp_in_checking_settings_is_no_mistake_of_the_user(monkeyp
     def broken(self):
         raise ValueError("cdf is broken")
 
-    monkeypatch.setattr("dbsp_core.sources.sparge.SpargeThresholds.__post_init__", broken)
+    monkeypatch.setattr("dbsp_core.sources.predicted.sparge.SpargeThresholds.__post_init__", broken)
     with pytest.raises(ValueError, match="cdf is broken") as raised:
         DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}})
     assert not isinstance(raised.value, UserError)

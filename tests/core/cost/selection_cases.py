@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from dbsp_core import SequenceGroup
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.latency import AttentionShape
+from dbsp_core.cost.peak_memory import peak_bytes
+from dbsp_core.runtime import plan_maker
 from dbsp_core.runtime.session import AttentionSession
 
 
@@ -32,3 +37,33 @@ def choose_together(
         dist.barrier()
     chosen = {str(strategy): count for strategy, count in session.chosen.items()}
     return [str(plan.strategy) for plan in session.records.values()], chosen
+
+
+def plans_within(
+    rank: int, world: int, settings: dict[str, Any], free: dict[int, int], heads: int = 5
+) -> tuple[list[tuple[str, float, int]], list[str]]:
+    """Two layers of synthetic masks under a memory limit. free: bytes that "auto" finds, by rank
+
+    returns: of each layer the strategy, the largest peak in bytes, and the most heads of a Ulysses rank; and warnings
+    """
+    mask = {"source": "synthetic", "density": 0.4, "spread": 0.9, "block_q": 8, "block_k": 8}
+    config = DbspConfig.load({"mask": mask, "cost_model": "a800", **settings})
+    session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(None), heads=heads, layers=2)
+    told: list[str] = []
+    logger, handler = logging.getLogger("dbsp"), logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        with mock.patch.object(plan_maker, "free_memory", return_value=free.get(rank, 2**40)):
+            layout = session.begin((3, 8, 8))
+        q = torch.ones(1, heads, layout.shard, 16)
+        for layer in range(2):
+            session.attend(layer, q, q, q)
+    finally:
+        logger.removeHandler(handler)
+        dist.barrier()
+    shape = AttentionShape(1, heads, layout.tokens, 16, 4)
+    plans = [plan.assignment for plan in session.records.values()]
+    peaks = [float(peak_bytes(plan, shape, layout).max()) for plan in plans]
+    most = [int(plan.head_ulysses_ranks.sum(axis=0).max()) for plan in plans]
+    return list(zip([str(plan.strategy) for plan in plans], peaks, most, strict=True)), told

@@ -19,12 +19,13 @@ from dbsp_core.cost.hardware import (
     software_versions,
     warn_if_elsewhere,
 )
+from dbsp_core.cost.latency import Topology
 
 NAMES = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def test_the_shipped_ones_are_there():
-    assert {"a800", "cpu-demo", "h200"} <= set(NAMES)
+    assert {"a800", "cpu-demo", "h200", "h800"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -32,7 +33,9 @@ def test_a_shipped_file_says_where_each_constant_comes_from(name):
     hardware = load_hardware(name)
     assert hardware.name == name
     given = {f.name for f in fields(Constants) if getattr(hardware.constants, f.name) is not None}
-    assert set(hardware.sources) == given
+    assert set(hardware.sources) == given | {"gpus_per_node"}
+    assert {"network_latency_s", "network_bytes_per_s"} <= given
+    assert Topology.on(hardware, 16).nodes.tolist() == [0] * 8 + [1] * 8
     assert hardware.notes
     assert bool(hardware.versions) == bool(hardware.date) == hardware.measured == name.startswith("cpu")
 
@@ -80,6 +83,8 @@ MISTAKES = {
     "source 'guessed' of row_s is not one of measured": lambda v: v["sources"].update(row_s="guessed"),
     "does not say where row_s come from": lambda v: v["sources"].pop("row_s"),
     "yaml:1: 'constants' must be a mapping": lambda v: v.update(constants=[1]),
+    "yaml:[0-9]+: gpus_per_node=0 must be a number of GPUs": lambda v: v.update(gpus_per_node=0),
+    "does not say where gpus_per_node come from": lambda v: v["sources"].pop("gpus_per_node"),
     "yaml:[0-9]+: 'name' must be text": lambda v: v.update(name=3),
 }
 
@@ -100,7 +105,7 @@ def test_the_line_of_the_constant_at_fault_is_named(tmp_path):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="no hardware 'a900'; use a800, cpu-demo, h200"):
+    with pytest.raises(ValueError, match="no hardware 'a900'; use a800, cpu-demo, h200, h800"):
         load_hardware("a900")
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.comm.all_to_all import build_route
+from dbsp_core.comm.route_building import build_route
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import (
@@ -71,6 +71,40 @@ class TestBytes:
             assert route.q_places == traffic.rows[rank] * 16
             assert route.kv_places == traffic.slots.ravel()[rank] * 16
 
+    @pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
+    def test_traffic_of_needed_keys_is_what_the_routes_send(self, strategy):
+        mask, layout = a_plan(strategy, heads=3, tokens=500, layout_name="striped")[1:]
+        plan = make_plan(mask, strategy, layout=layout, keys="needed")
+        traffic = traffic_of(plan.assignment, layout)
+        received = 0
+        for rank in range(4):
+            route = build_route(plan.assignment, layout, rank, layout.shard, torch.device("cpu"))
+            sent = np.sum([exchange.sent for exchange in route.key_exchanges], axis=0)
+            assert sent.tolist() == (traffic.queries[rank] + sum(traffic.key_exchanges)[rank]).tolist()
+            assert route.kv_places == traffic.slots.ravel()[rank] * 16
+            assert route.fetched_blocks == traffic.fetched_blocks[rank]
+            came = np.sum([exchange.received for exchange in route.key_exchanges], axis=0)
+            received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]
+        assert traffic.kv_received == received / 4
+
+    def test_needed_keys_are_waited_for_once_and_by_the_slowest_rank(self):
+        mask, layout = a_plan("U1R4", heads=3, tokens=500, layout_name="contiguous")[1:]
+        plan = make_plan(mask, "U1R4", layout=layout, keys="needed")
+        shape, machine = AttentionShape(1, 3, 500, 8), load_hardware("h200")
+        hidden = predict(plan, shape, machine, layout=layout)
+        assert len(hidden.periods) == 2
+        assert hidden.periods[1][1] == 0
+        known = machine.constants
+        fetched = 2 * traffic_of(plan.assignment, layout).fetched * shape.token_bytes
+        np.fill_diagonal(fetched, 0)
+        busiest = max(fetched.sum(axis=0).max(), fetched.sum(axis=1).max())
+        assert hidden.periods[0][1] == pytest.approx(known.exchange_latency_s + busiest / known.exchange_bytes_per_s)
+        slow = replace(known, flops_per_s=1e6)
+        slowest = predict(plan, shape, replace(machine, constants=slow), layout=layout)
+        assert slowest.exposed_s == pytest.approx(0, abs=1e-9)
+        total = plan.metrics.work.sum(axis=0).max() * 16 * 16 * 4 * 8 / 1e6
+        assert slowest.compute_s == pytest.approx(total, rel=1e-3)
+
     def test_traffic_with_token_orders_per_head(self):
         grid = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
         mask = BlockMask(random_bits(3, grid, 0), grid)
@@ -125,6 +159,15 @@ class TestNodes:
         slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30)
         assert predict(plan, shape_of(plan), slow, Topology(4, 2)).periods[0][1] == pytest.approx(3)
         assert predict(plan, shape_of(plan), slow, Topology(4, 4)).periods[0][1] == pytest.approx(0)
+
+    def test_ranks_of_a_group_need_not_follow_their_nodes(self):
+        # Every other rank of two nodes: ranks 0 and 2 on one, 1 and 3 on the other; each ring of U2R2 stays on a node.
+        plan, _, _ = a_plan("U2R2")
+        slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30)
+        assert predict(plan, shape_of(plan), slow, Topology(4, 2, (0, 1, 0, 1))).periods[0][1] == pytest.approx(0)
+        assert predict(plan, shape_of(plan), slow, Topology(4, 2, (0, 1, 0, 1))).exchange_s >= 3
+        with pytest.raises(ValueError, match="needs a node for each"):
+            Topology(4, 2, (0, 1))
 
     def test_network_constants_are_asked_for(self):
         plan, _, _ = a_plan("U4R1")

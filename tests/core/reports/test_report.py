@@ -13,7 +13,8 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
 from dbsp_core.reports.html import report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
-from dbsp_core.reports.summary import in_bytes, in_seconds
+from dbsp_core.reports.summary import in_seconds
+from dbsp_core.utils.byte_sizes import in_bytes
 from report_cases import fail_on_one_rank, pipeline_reports, recounted_session, report_of_transformer
 from steady_cases import waits_of_a_steady_step
 from workers import WorkerPool

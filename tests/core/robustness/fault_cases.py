@@ -11,7 +11,7 @@ import torch
 
 import dbsp_core.runtime.ring
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.groups import PendingShift
+from dbsp_core.comm.groups import PendingTransfer
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.session import AttentionSession
@@ -41,11 +41,11 @@ def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
     session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), heads=2, layers=1)
     layout = session.begin((world, 4, 8))
     k = torch.full((1, 2, layout.shard, 16), float(rank + 1))
-    pending: list[PendingShift] = []
+    pending: list[PendingTransfer] = []
     arrived: list[bool] = []
     shift = SequenceGroup.shift
 
-    def watched_shift(group: SequenceGroup, *args: Any, **options: Any) -> PendingShift:
+    def watched_shift(group: SequenceGroup, *args: Any, **options: Any) -> PendingTransfer:
         pending.append(shift(group, *args, **options))
         return pending[-1]
 

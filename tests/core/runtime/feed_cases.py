@@ -89,6 +89,6 @@ def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], 
     feed = MaskProvider(BlockSizes(), schedule, 2, layers, SequenceGroup(0, 1), lambda: steps)
     dense = []
     for timestep in timesteps:
-        feed.begin((2, 2, 2), 0, torch.tensor([timestep, timestep]))
+        feed.begin([((2, 2, 2), 0)], torch.tensor([timestep, timestep]))
         dense.append([layer for layer in range(layers) if feed.cache_key(layer) == "dense by schedule"])
     return dense

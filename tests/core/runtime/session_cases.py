@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.mask_provider import MaskProvider
@@ -225,3 +228,54 @@ def from_two_threads(rank: int, world: int) -> str:
         SequenceGroup.all_to_all = exchange  # type: ignore[method-assign]
     other.attend(0, q, q, q)  # one after the other, they go on
     return "".join(told)
+
+
+@dataclass(frozen=True)
+class Growing(BlockSizes):
+    """Bands that reach further from step to step, up to `most` blocks."""
+
+    changes = "per_step"
+    most: int = 3
+
+    def cache_key(self, request: MaskRequest) -> int:
+        return min(self.most, request.step)
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        grid = self.grid(request)
+        distance = np.abs(np.arange(grid.nq)[:, None] - np.arange(grid.nk))
+        return BlockMask(np.tile(distance <= 1 + min(self.most, request.step), (request.heads, 1, 1)), grid)
+
+
+def needed_keys_of_growing_masks(
+    rank: int, world: int, strategy: str, keys: str, mode: str, look: bool
+) -> tuple[float, int, list[bool]]:
+    """Eight steps. look: whether it is heeded that masks grow. returns: the worst error, plans, of layers: by need"""
+    settings = {"mask": Growing(8, 8), "keys": keys, "reuse": {"mode": mode, "threshold": 9.0, "budget": None}}
+    session = Session(settings, strategy, layers=2)
+    fits = mock.patch.object(Plan, "fits", return_value=True) if not look else nullcontext()
+    with fits:
+        worst = max(session.attend(900.0 - step) for step in range(8))
+    plans = session.inner.records.values()
+    return worst, session.inner.reuse.replans, [plan.assignment.needed is not None for plan in plans]
+
+
+def training_with_needed_keys(rank: int, world: int, strategy: str) -> bool:
+    """Whether gradients flow through a session that sends needed keys only."""
+    session = Session({"mask": Growing(8, 8), "keys": "needed"}, strategy).inner
+    layout = session.begin(THW, 0, 900.0)
+    q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
+    session.attend(0, q, q, q).sum().backward()
+    return q.grad is not None
+
+
+def way_of_keys(rank: int, world: int, settings: dict[str, Any], nodes: int) -> tuple[str, bool]:
+    """A session with `keys: auto` on so many nodes. returns: its strategy, and whether keys are sent by need"""
+    mask = {"source": "window", "window": [3, 3, 3], "block_q": 24, "block_k": 24}
+    config = DbspConfig.load({"mask": mask, "keys": "auto", **settings})
+    session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(Strategy(1, world)), HEADS, 1)
+    with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": str(world // nodes)}):
+        layout = session.begin((24, 12, 16))
+        q = torch.ones(1, HEADS, layout.shard, WIDTH)
+        session.attend(0, q, q, q)
+    (plan,) = session.records.values()
+    return str(plan.strategy), plan.assignment.needed is not None

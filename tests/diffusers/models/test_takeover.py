@@ -50,7 +50,7 @@ def test_mistakes_are_refused_on_all_ranks_in_one_line(pool, name):
 
 
 class TestWhatIsKnownOfDiffusers:
-    """Fails where another version has it otherwise: dbsp_diffusers/takeover.py must then be looked at again."""
+    """Fails where another version has it otherwise: dbsp_diffusers/sharding/takeover.py is then to be looked at."""
 
     def test_names_of_its_context_parallelism(self):
         from diffusers import ContextParallelConfig

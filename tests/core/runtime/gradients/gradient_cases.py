@@ -86,7 +86,7 @@ def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
 class _Nothing:
     """A hand-over of which nothing comes."""
 
-    pending: backward.PendingShift
+    pending: backward.PendingTransfer
 
     def wait(self) -> torch.Tensor:
         return torch.zeros_like(self.pending.wait())

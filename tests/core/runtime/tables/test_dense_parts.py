@@ -10,7 +10,7 @@ from dense_part_cases import gradients_too, run_dense_parts
 
 from cases import Case
 from dbsp_core import BlockGrid, BlockMask
-from dbsp_core.runtime.kernel_tables import dense_heads_of
+from dbsp_core.runtime.kernel_tables import dense_spans_of
 
 SHAPES = (
     Case("-", heads=4, tokens=203, batch=2),
@@ -44,7 +44,7 @@ def test_gradients_of_dense_heads(pool, world, strategy):
 def test_no_device_is_waited_for():
     """Where bits are on a device, which heads are dense is not asked; on a CPU its kernel finds them by itself."""
     mask = BlockMask.dense(3, BlockGrid.uniform(64, 16))
-    assert dense_heads_of(mask, torch.device("cpu")) is None
-    assert dense_heads_of(mask, torch.device("cuda")).tolist() == [True] * 3
+    assert dense_spans_of(mask, torch.device("cpu")) is None
+    assert dense_spans_of(mask, torch.device("cuda")).tolist() == [True] * 3
     elsewhere = BlockMask(mask.bits.to("meta"), mask.grid)
-    assert dense_heads_of(elsewhere, torch.device("cuda")) is None
+    assert dense_spans_of(elsewhere, torch.device("cuda")) is None

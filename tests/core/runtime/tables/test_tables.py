@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
 from dbsp_core.runtime.kernel_tables import build_tables, dense_head_layout, table_layout
 from dbsp_kernels.packing.row_bits import expand_rows, pack_bits, pack_rows
-from generators import SEEDS, examples, grids, random_bits
+from generators import SEEDS, examples, masks
 from interpreter import interpreted
 
 
@@ -75,19 +75,18 @@ def test_the_triton_kernel_equals_its_twin(case, batch):
         assert_lists(index, case["lists"], batch, len(case["arguments"][2]))
 
 
-@given(grid=grids(least_key_blocks=3), heads=st.integers(1, 3), seed=SEEDS, data=st.data())
-@examples(15)
-def test_the_triton_kernel_packs_rows_as_its_twin(grid, heads, seed, data):
+@given(mask=masks(heads=3, least_key_blocks=3), data=st.data())
+@examples(20)
+def test_the_triton_kernel_packs_rows_as_its_twin(mask, data):
     pytest.importorskip("triton")
     from dbsp_kernels.triton import row_bits as triton_rows
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which tests/kernels/gpu runs whole layers")
-    mask = BlockMask(random_bits(heads, grid, seed), grid)
     strategy = data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3"]))
     layout = table_layout(make_plan(mask, strategy).assignment, 0)
-    bits = mask.bits.flatten(0, 1)
-    of_mask = layout.rows, layout.heads, layout.turn, layout.columns, layout.present, layout.full
+    bits = mask.row_bits
+    of_mask = layout.rows, layout.spans_of, layout.turn, layout.columns, layout.present, layout.full
     expected = pack_rows(bits, *of_mask, layout.as_masked)
     whole, triton_rows.CHUNK = triton_rows.CHUNK, 16  # several chunks a row
     try:
@@ -98,24 +97,26 @@ def test_the_triton_kernel_packs_rows_as_its_twin(grid, heads, seed, data):
     assert all(map(torch.equal, found, expected))
 
 
-@given(grid=grids(least_key_blocks=3), heads=st.integers(1, 4), seed=SEEDS, batch=st.integers(1, 2), data=st.data())
-@examples(40)
-def test_every_rank_and_period_lists_what_the_mask_and_the_plan_say(grid, heads, seed, batch, data):
-    mask = BlockMask(random_bits(heads, grid, seed), grid)
+@given(mask=masks(least_key_blocks=3), batch=st.integers(1, 2), data=st.data())
+@examples(60)
+def test_every_rank_and_period_lists_what_the_mask_and_the_plan_say(mask, batch, data):
+    grid, square = mask.grid, mask.square()
     strategy = Strategy.parse(data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3", "U2R3"])))
-    plan = make_plan(mask, strategy, data.draw(st.sampled_from(["contiguous", "paper", "dbsp"])))
-    seen = torch.zeros_like(mask.bits, dtype=torch.int64)
+    keys = data.draw(st.sampled_from(["ring", "needed"]))
+    plan = make_plan(mask, strategy, data.draw(st.sampled_from(["contiguous", "paper", "dbsp"])), keys=keys)
+    seen = torch.zeros_like(square, dtype=torch.int64)
     for rank in range(strategy.world):
-        ring_rank, column = divmod(rank, strategy.ulysses)
         row_head, row_block = plan.assignment.rows_of(rank)
         for period, kept in enumerate(build_tables(table_layout(plan.assignment, rank).to(torch.device("cpu")), mask)):
             table = kept.expanded(batch)
-            kv_head, kv_block = plan.assignment.slot_blocks((ring_rank + period) % strategy.ring, column)
+            kv_head, kv_block = plan.assignment.blocks_by_period(rank)[period]
             lengths = grid.k_axis.lengths[kv_block]
             assert table.kv_len.tolist() == lengths.tolist() * batch
             assert sorted(table.row_schedule.tolist()) == list(range(batch * len(row_head)))
-            heaviest_first = [(row_head[r], -int(kept.kv_count[r])) for r in kept.row_schedule.tolist()]
-            assert heaviest_first == sorted(heaviest_first), "head by head, heavy rows first"
+            sequence = grid.q_axis.sequence_of[row_block]
+            heaviest_first = [(row_head[r], sequence[r], -int(kept.kv_count[r])) for r in kept.row_schedule.tolist()]
+            assert heaviest_first == sorted(heaviest_first), "head by head, sequence by sequence, heavy rows first"
+            assert kept.width <= -(-int(np.diff(grid.k_axis.bounds).max()) // 8) * 8, "no wider than a sequence"
             for row, (head, block) in enumerate(zip(row_head, row_block, strict=True)):
                 entries = table.kv_index[row, : table.kv_count[row]].tolist()
                 full = int(table.kv_full[row])
@@ -126,7 +127,7 @@ def test_every_rank_and_period_lists_what_the_mask_and_the_plan_say(grid, heads,
             copies = table.kv_index.view(batch, len(row_head), kept.width)
             used = torch.arange(copies.shape[2]) < kept.kv_count[:, None]
             assert all(((c - copies[0])[used] == i * len(kv_head)).all() for i, c in enumerate(copies))
-    assert torch.equal(seen, mask.bits.long()), "every dense block once, and no other"
+    assert torch.equal(seen, square.long()), "every dense block once, and no other"
 
 
 def test_bits_take_an_eighth_of_a_byte_a_block():

@@ -48,11 +48,9 @@ def model_masks(preset: str, options: argparse.Namespace, **style: Any) -> list[
     return list(masks(preset, options, **style))
 
 
-def times_of(
-    way: RunConfig, layers: Sequence[BlockMask], model: ModelSpec, hardware: Hardware, node_size: int = 8
-) -> list[LayerTime]:
-    """Every layer's predicted time under one way, on nodes of 8 GPUs."""
-    topology = Topology(way.strategy.world, node_size)
+def times_of(way: RunConfig, layers: Sequence[BlockMask], model: ModelSpec, hardware: Hardware) -> list[LayerTime]:
+    """Every layer's predicted time under one way, on the machine's nodes."""
+    topology = Topology.on(hardware, way.strategy.world)
     return [simulate_layer(way, mask, model, hardware, topology) for mask in layers]
 
 

@@ -13,7 +13,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.distributed_pooling import gather_bits, pool_own_heads
+from dbsp_core.sources.predicted.distributed_pooling import gather_bits, pool_own_heads
 from dbsp_core.utils.errors import SettingError, blame_setting, require_value
 from dbsp_kernels.packing.block_selection import pooled_scores, select_blocks
 from dbsp_kernels.packing.h2d import to_device

@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sparge_cases import SpargeCase, predict_together
+from sparge_reference import predict
 
 from dbsp_core import Strategy
 from dbsp_core.config.config import DbspConfig
@@ -22,8 +24,6 @@ from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_kernels.packing.pooling import block_runs, pool_rows, sum_tokens
 from dbsp_kernels.packing.row_bits import pack_bits, unpack_bits
 from generators import SEEDS, examples
-from sparge_cases import SpargeCase, predict_together
-from sparge_reference import predict
 
 CASES = {
     "cdf": SpargeCase(),

@@ -8,10 +8,14 @@ seeds.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import FIG_11, TABLE_1, contiguous_rho
 from dbsp_core.sources.synthetic.presets import PRESETS

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dbsp_core import SequenceGroup, SequenceLayout, Strategy, make_plan
+from dbsp_core import BlockGrid, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
 
 RUBBISH = 1e4  # fills padding, which must not be seen
@@ -57,18 +57,25 @@ class SpargeCase:
 def predict_together(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int, int]:
     """(fingerprint of the mask, of the plan) on this rank."""
     parsed = Strategy.parse(strategy)
-    grid = case.source.grid(case.request)
+    tokens = local_tokens(rank, world, case, parsed)
+    mask = case.source.mask(case.request, tokens)
+    return mask.fingerprint, make_plan(mask, parsed, layout=tokens.layout).assignment.fingerprint
+
+
+def local_tokens(
+    rank: int, world: int, case: SpargeCase, strategy: Strategy, grid: BlockGrid | None = None
+) -> LocalQK:
+    """This rank's, with rubbish in its padding. grid: default the case's source's"""
+    grid = grid or case.source.grid(case.request)
     if case.layout == "shuffled":
         order = np.random.default_rng(7).permutation(grid.tokens)
         layout = SequenceLayout.from_streams([order], world)
     else:
-        layout = SequenceLayout.named(case.layout, grid, parsed, split_text=case.text_tokens > 0)
+        layout = SequenceLayout.named(case.layout, grid, strategy, split_text=case.text_tokens > 0)
     mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
     local = []
     for everywhere in case.tensors():
         here = torch.full((case.batch, case.heads, layout.shard, case.width), RUBBISH, dtype=case.dtype)
         here[:, :, places] = everywhere[:, :, mine]
         local.append(here)
-    tokens = LocalQK(*local, layout, SequenceGroup.of(), case.width**-0.5)
-    mask = case.source.mask(case.request, tokens)
-    return mask.fingerprint, make_plan(mask, parsed, layout=layout).assignment.fingerprint
+    return LocalQK(*local, layout, SequenceGroup.of(), case.width**-0.5)

@@ -23,7 +23,7 @@ from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.packing.pooling import BlockRuns, block_runs, pool_rows, sum_tokens
 from dbsp_kernels.packing.row_bits import unpack_bits
 
-__all__ = ["assigned_heads", "gather_bits", "pool_own_heads", "traffic"]
+__all__ = ["assigned_heads", "exchange_heads", "gather_bits", "pool_own_heads", "traffic"]
 
 
 def assigned_heads(rank: int, heads: int, ranks: int) -> np.ndarray:
@@ -46,8 +46,8 @@ def pool_own_heads(tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
     shared = [one[:, :, len(side.lengths) :] for one, side in zip(sums, (q, k), strict=True)]
     # 2. Rows travel to the rank that predicts their head, q's and k's in one exchange of either kind.
     shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
-    complete = _exchange_heads(torch.cat(means, dim=2), shares, [len(own) for own in blocks.complete], group)
-    straddling = _exchange_heads(torch.cat(shared, dim=2), shares, [len(own) for own in blocks.straddling], group)
+    complete = exchange_heads(torch.cat(means, dim=2), shares, [len(own) for own in blocks.complete], group)
+    straddling = exchange_heads(torch.cat(shared, dim=2), shares, [len(own) for own in blocks.straddling], group)
     # 3. There means take their blocks' places, and sums of straddling blocks are added up and become means.
     copies, lengths = shares[group.rank] * batch, blocks.lengths
     order, into, split, of_split = blocks.arrivals(copies, device)
@@ -174,7 +174,7 @@ class _ShardedBlocks:
         )
 
 
-def _exchange_heads(
+def exchange_heads(
     rows: torch.Tensor, shares: Sequence[int], blocks: Sequence[int], group: SequenceGroup
 ) -> torch.Tensor:
     """Sends each rank the rows of its heads. Collective, unless no rank has any.

@@ -1,0 +1,110 @@
+"""Low-rank projections of queries and keys, in closed form from their second moments (for mask source `lowrank`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from dbsp_core.utils.atomic_io import write_atomically
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["FitSummary", "fit_projections", "fit_recording"]
+
+RECORD = "record one with: xdit … --sp-mask 'record_qk:path=FOLDER', or mask: {source: record_qk, path: FOLDER}"
+
+
+@dataclass(frozen=True)
+class FitSummary:
+    """kept: by layer, the share of E[(q·k)²] that the projections keep, mean over heads"""
+
+    heads: int
+    width: int
+    rank: int
+    kept: dict[int, float]
+
+
+def fit_projections(
+    query: torch.Tensor, key: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A, B of D × rank for which (q·A)·(k·B) is nearest to q·k in the mean square, for independent q and k.
+
+    query, key: [H, D, D], second moments C = E[x xᵀ]
+    returns: A, B float32[H, D, rank], and float64[H], the share of E[(q·k)²] that is kept
+
+    E[(qᵀ(I − M)k)²] = ‖Cq^½ (I − M) Ck^½‖²: the best M of a rank is Cq^−½ times the truncated SVD of Cq^½ Ck^½ times
+    Ck^−½ (Eckart, Young, 1936).
+    """
+    (root_q, inverse_q), (root_k, inverse_k) = _roots(query), _roots(key)
+    u, s, vt = torch.linalg.svd(root_q @ root_k)
+    weight = s[:, None, :rank].sqrt()
+    a = inverse_q @ u[:, :, :rank] * weight
+    b = inverse_k @ vt.transpose(1, 2)[:, :, :rank] * weight
+    energy = s.square()
+    return a.float(), b.float(), energy[:, :rank].sum(dim=1) / energy.sum(dim=1)
+
+
+def _roots(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """C^½ and C^−½, float64[H, D, D]; directions in which there is next to nothing are held above zero."""
+    values, vectors = torch.linalg.eigh(moments.double())
+    values = values.clamp(min=1e-9 * values.amax(dim=1, keepdim=True).clamp(min=1e-30))
+    scaled = [(vectors * values.pow(power)[:, None]) @ vectors.transpose(1, 2) for power in (0.5, -0.5)]
+    return scaled[0], scaled[1]
+
+
+def fit_recording(recordings: Iterable[Path], out: Path, rank: int) -> FitSummary:
+    """Fits all layers and heads of recordings (folders of `record_qk`, or files of theirs), and writes a file.
+
+    Raises UserError for what is no recording, recordings of different models, or a rank out of range.
+    """
+    sums, weights, layers = _sum_of(recordings)
+    numbers = sorted({int(name.partition(".")[2]) for name in sums})
+    heads, width = next(iter(sums.values())).shape[:2]
+    if not 1 <= rank <= width:
+        raise UserError(f"--rank {rank} must lie between 1 and {width}, the size of the recorded heads")
+    tensors: dict[str, torch.Tensor] = {}
+    kept: dict[int, float] = {}
+    for layer in numbers:
+        of_query, of_key = (sums[name] / weights[name] for name in (f"query.{layer}", f"key.{layer}"))
+        query, key, share = fit_projections(of_query, of_key, rank)
+        tensors |= {f"query.{layer}": query.contiguous(), f"key.{layer}": key.contiguous()}
+        kept[layer] = float(share.mean())
+    write_atomically(out, save(tensors, {"layers": layers} if layers else None))
+    return FitSummary(heads, width, rank, kept)
+
+
+def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int], str]:
+    """By name, Σ x xᵀ and the number of tokens; and how many layers the model has, "" where that is not known."""
+    sums: dict[str, torch.Tensor] = {}
+    weights: dict[str, int] = {}
+    known: set[str] = set()
+    for place in recordings:
+        files = sorted(place.glob("moments-*.safetensors")) if place.is_dir() else [place]
+        if not files or not files[0].is_file():
+            raise UserError(f"{place} holds no recording of queries and keys; {RECORD}")
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    about = file.metadata() or {}
+                    for name in file.keys():  # noqa: SIM118  no mapping
+                        count, found = int(about[f"tokens of {name}"]), file.get_tensor(name).double()
+                        if name in sums and sums[name].shape != found.shape:
+                            raise UserError(
+                                f"{path} is of another model than the recordings before it; fit them apart"
+                            )
+                        sums[name] = sums.get(name, 0) + count * found
+                        weights[name] = weights.get(name, 0) + count
+            except (SafetensorError, OSError, KeyError, ValueError) as error:
+                if isinstance(error, UserError):
+                    raise
+                raise UserError(f"{path} is no recording of queries and keys ({error}); {RECORD}") from error
+            known.add(about.get("layers", ""))
+    shapes = {tuple(one.shape) for one in sums.values()}
+    sides = [{name.partition(".")[2] for name in sums if name.startswith(side)} for side in ("query.", "key.")]
+    if len(known) != 1 or len(shapes) != 1 or sides[0] != sides[1]:
+        raise UserError("the recordings are of different models; fit them apart")
+    return sums, weights, known.pop()

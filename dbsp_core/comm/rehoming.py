@@ -1,0 +1,275 @@
+"""Re-homing: tokens go from one sequence layout to another in one uneven all-to-all, and back in another one.
+
+Data loaders leave whole sequences on ranks; attention and linear layers want as many tokens on each. Whatever goes
+with the tokens (hidden states, positions, timestep indices, labels) travels together, of any dtypes. (One exchange in
+and one out is KnapFormer's way: Zhang et al., KnapFormer: An Online Load Balancer for Efficient Diffusion
+Transformers Training, 2025.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.fingerprint import fingerprint_of
+
+__all__ = ["Rehoming"]
+
+TENSORS_DIFFER = (
+    "number, dtypes or sizes beside the tokens of what is re-homed, or whether it needs gradients, differ on "
+    "rank(s) {}; give all ranks the same"
+)
+LAYOUTS_DIFFER = "the layouts to re-home between differ on rank(s) {}; make them from the same sequences on all ranks"
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """One rank's side of one direction.
+
+    take: int64[n], places of the tokens that leave, by destination;  sent: how many go to each rank
+    put:  int64[m], places of the tokens that come, by source;  received: how many come from each rank
+    kept_from, kept_to: int64[k], places of the tokens that stay on their rank
+    places: of this rank before and after, padding included
+    """
+
+    take: torch.Tensor
+    sent: tuple[int, ...]
+    put: torch.Tensor
+    received: tuple[int, ...]
+    kept_from: torch.Tensor
+    kept_to: torch.Tensor
+    places: tuple[int, int]
+
+    @classmethod
+    def of(cls, source: SequenceLayout, target: SequenceLayout, rank: int, places: tuple[int, int]) -> _Way:
+        here, there = source.rank == rank, target.rank == rank
+        # Between two ranks tokens travel in the order of their places at the target: both ends know it.
+        leaving, coming = np.flatnonzero(here & ~there), np.flatnonzero(there & ~here)
+        leaving = leaving[np.lexsort((target.local[leaving], target.rank[leaving]))]
+        coming = coming[np.lexsort((target.local[coming], source.rank[coming]))]
+        staying = np.flatnonzero(here & there)
+        return cls(
+            torch.from_numpy(source.local[leaving]),
+            tuple(np.bincount(target.rank[leaving], minlength=source.world).tolist()),
+            torch.from_numpy(target.local[coming]),
+            tuple(np.bincount(source.rank[coming], minlength=source.world).tolist()),
+            torch.from_numpy(source.local[staying]),
+            torch.from_numpy(target.local[staying]),
+            places,
+        )
+
+    def reversed(self) -> _Way:
+        """The way back, in the same order of tokens."""
+        places = self.places[::-1]
+        return _Way(self.put, self.received, self.take, self.sent, self.kept_to, self.kept_from, places)
+
+    def to(self, device: torch.device) -> _Way:
+        """The same with its places on a device."""
+        names = ("take", "put", "kept_from", "kept_to")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def run(self, tensors: Sequence[torch.Tensor], group: SequenceGroup) -> tuple[torch.Tensor, ...]:
+        """Tensors [places before, …] as [places after, …], zero at padding, in one exchange of bytes."""
+        # 1. What leaves: each token's bytes, those of all tensors side by side.
+        leaving = [_as_bytes(tensor.index_select(0, self.take)) for tensor in tensors]
+        together = leaving[0] if len(leaving) == 1 else torch.cat(leaving, dim=1)
+        came = group.all_to_all(together, self.received, self.sent)
+        # 2. What came and what stayed take their places.
+        found = []
+        for tensor, own in zip(tensors, came.split([part.shape[1] for part in leaving], dim=1), strict=True):
+            after = tensor.new_zeros(self.places[1], *tensor.shape[1:])
+            after.index_copy_(0, self.kept_to, tensor.index_select(0, self.kept_from))
+            own = own if len(tensors) == 1 else own.clone(memory_format=torch.contiguous_format)
+            found.append(after.index_copy_(0, self.put, own.view(tensor.dtype).view(len(own), *tensor.shape[1:])))
+        return tuple(found)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8[n, bytes of a token] of a tensor [n, …]."""
+    return tensor.reshape(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Rehoming:
+    """The way of tokens from one layout to another, and back; of one rank, made by `of`. Nothing that stays travels.
+
+    Attributes:
+        source: The layout that `there` starts from, such as `SequenceLayout.whole_sequences`.
+        target: Where it leads, such as `SequenceLayout.striped`.
+        group: The ranks of both.
+        debug: Whether all ranks compare what they re-home before every exchange, and not only before the first.
+    """
+
+    source: SequenceLayout
+    target: SequenceLayout
+    group: SequenceGroup
+    debug: bool
+    _ways: dict[torch.device, tuple[_Way, _Way]]
+    _agreed: set[bool] = field(default_factory=set)
+
+    @classmethod
+    def of(
+        cls,
+        source: SequenceLayout,
+        target: SequenceLayout,
+        group: SequenceGroup | None = None,
+        *,
+        source_places: int | None = None,
+        target_places: int | None = None,
+        debug: bool = False,
+    ) -> Rehoming:
+        """Makes this rank's side. Not collective.
+
+        Args:
+            source: Where the tokens are.
+            target: Where they are to be, on the same ranks.
+            group: Default: all ranks of torch.distributed.
+            source_places: Places that this rank has at the source, with or without the padding at the end. Default:
+                with, `source.shard`.
+            target_places: The same at the target.
+            debug: See `Rehoming`.
+
+        Raises:
+            UserError: For layouts of other tokens or ranks, or places that don't hold the rank's tokens.
+        """
+        group = group or SequenceGroup.of()
+        for layout, of_what in ((target, (source.tokens, source.world)), (source, (source.tokens, group.size))):
+            if (layout.tokens, layout.world) != of_what:
+                raise UserError(
+                    f"a layout of {layout.tokens} tokens on {layout.world} ranks does not fit {of_what[0]} tokens on "
+                    f"{of_what[1]}; make source and target from the same sequences and the ranks of the group"
+                )
+        places = _places(source, group.rank, source_places), _places(target, group.rank, target_places)
+        there = _Way.of(source, target, group.rank, places)
+        return cls(source, target, group, debug, {torch.device("cpu"): (there, there.reversed())})
+
+    @overload
+    def there(self, tensor: torch.Tensor, /, *, dim: int = 0) -> torch.Tensor: ...
+    @overload
+    def there(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> tuple[torch.Tensor, ...]: ...
+    def there(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Tensors of this rank's tokens under `source`, as those under `target`. Collective: one all-to-all for all.
+
+        Differentiable: gradients take the way back. Backward is collective too, so that every rank has to call it,
+        one without sequences for a sum over its nothing.
+
+        Args:
+            tensors: Of any dtypes, on one device; `dim` has a place for each token.
+            dim: Of all tensors, or one of each.
+
+        Returns:
+            The same tensors with as many places as the rank has there, zero at padding; one alone is no tuple.
+
+        Raises:
+            UserError: On all ranks together at the first call and under debug, where tensors don't fit.
+        """
+        return self._run(tensors, dim, back=False)
+
+    @overload
+    def back(self, tensor: torch.Tensor, /, *, dim: int = 0) -> torch.Tensor: ...
+    @overload
+    def back(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> tuple[torch.Tensor, ...]: ...
+    def back(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Tensors under `target`, as those under `source`; otherwise as `there`, of which it is the inverse."""
+        return self._run(tensors, dim, back=True)
+
+    def bytes_sent(self, token_bytes: int) -> tuple[int, int]:
+        """What this rank sends to others there, and back. token_bytes: of one token in all tensors"""
+        there, back = self._ways[torch.device("cpu")]
+        return sum(there.sent) * token_bytes, sum(back.sent) * token_bytes
+
+    def _run(
+        self, tensors: Sequence[torch.Tensor], dim: int | Sequence[int], back: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        dims = (dim,) * len(tensors) if isinstance(dim, int) else tuple(dim)
+        self._check(tensors, dims, back)
+        moved = [tensor.movedim(own, 0) for tensor, own in zip(tensors, dims, strict=True)]
+        found = _Rehomed.apply(self, back, *moved)
+        out = tuple(tensor.movedim(0, own) for tensor, own in zip(found, dims, strict=True))
+        return out[0] if len(out) == 1 else out
+
+    def _way(self, back: bool, device: torch.device) -> _Way:
+        if device not in self._ways:
+            there, home = self._ways[torch.device("cpu")]
+            self._ways[device] = there.to(device), home.to(device)
+        return self._ways[device][back]
+
+    def _check(self, tensors: Sequence[torch.Tensor], dims: Sequence[int], back: bool) -> None:
+        """Raises UserError for tensors that don't fit: on all ranks together at the first call, and under debug."""
+        problem = self._problem(tensors, dims, back)
+        error = None if problem is None else UserError(problem)
+        if self.debug or back not in self._agreed:
+            marks = {LAYOUTS_DIFFER: self._fingerprint(), TENSORS_DIFFER: 0 if error else _fingerprint(tensors, dims)}
+            device = tensors[0].device if tensors else torch.device("cpu")
+            check_consistent(self.group, error, marks, device)
+            self._agreed.add(back)
+        if error is not None:
+            raise error
+
+    def _problem(self, tensors: Sequence[torch.Tensor], dims: Sequence[int], back: bool) -> str | None:
+        """What is wrong with the inputs, seen from this rank alone."""
+        if not tensors or len(dims) != len(tensors):
+            return f"re-homing needs at least one tensor, and one dim for all or one for each, got {len(tensors)}"
+        if len({tensor.device for tensor in tensors}) > 1:
+            return "tensors that are re-homed together must be on one device"
+        places = self._ways[torch.device("cpu")][back].places[0]
+        for tensor, own in zip(tensors, dims, strict=True):
+            if not -tensor.ndim <= own < tensor.ndim or tensor.shape[own] != places:
+                layout = "target" if back else "source"
+                return (
+                    f"tensor of shape {tuple(tensor.shape)} does not fit: rank {self.group.rank} has {places} places "
+                    f"in the {layout} layout, in dimension {own}; give the dimension of tokens with dim, or make the "
+                    f"re-homing with {layout}_places"
+                )
+        return None
+
+    def _fingerprint(self) -> int:
+        digest = hashlib.blake2b(digest_size=8)
+        for layout in (self.source, self.target):
+            digest.update(layout.rank.astype(np.uint16).tobytes() + layout.local.astype(np.int64).tobytes())
+        return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def _places(layout: SequenceLayout, rank: int, places: int | None) -> int:
+    """How many places a rank has. Raises UserError for a number that does not hold its tokens."""
+    places = layout.shard if places is None else places
+    least = int(layout.local[layout.rank == rank].max(initial=-1)) + 1
+    if not least <= places <= layout.shard:
+        raise UserError(f"rank {rank} has {places} places, expected {least} to {layout.shard}")
+    return places
+
+
+def _fingerprint(tensors: Sequence[torch.Tensor], dims: Sequence[int]) -> int:
+    """Below 2^63, equal for tensors that can be exchanged."""
+    follows = torch.is_grad_enabled()
+    shapes = [tensor.movedim(own, 0).shape[1:] for tensor, own in zip(tensors, dims, strict=True)]
+    each = zip(tensors, shapes, strict=True)
+    return fingerprint_of([(tuple(shape), tensor.dtype, follows and tensor.requires_grad) for tensor, shape in each])
+
+
+class _Rehomed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rehoming: Rehoming, back: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.rehoming, ctx.back = rehoming, back
+        found = rehoming._way(back, tensors[0].device).run(tensors, rehoming.group)
+        ctx.mark_non_differentiable(*(one for one in found if not (one.is_floating_point() or one.is_complex())))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = [place for place, wanted in enumerate(ctx.needs_input_grad[2:]) if wanted]
+        way = ctx.rehoming._way(not ctx.back, grads[needed[0]].device)
+        found = dict(zip(needed, way.run([grads[place] for place in needed], ctx.rehoming.group), strict=True))
+        return (None, None, *(found.get(place) for place in range(len(grads))))

@@ -1,0 +1,220 @@
+"""Building routes: from an assignment and a sequence layout to one rank's tables of segments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dbsp_core.comm.all_to_all import Exchange, Route, exchange_q_separately
+from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
+from dbsp_core.masks.grid import BlockAxis
+from dbsp_core.planning.assignment import Assignment
+from dbsp_kernels.packing.segment_copy import CopySegments
+
+__all__ = ["build_route"]
+
+
+def build_route(
+    assignment: Assignment, layout: SequenceLayout, rank: int, n_local: int, device: torch.device
+) -> Route:
+    """The route of one rank, which holds `n_local` tokens (padding included) outside attention."""
+    world, grid = assignment.strategy.world, assignment.grid
+    queries, keys = _axes(assignment, layout)
+    own_rows, (own_blocks, *later) = assignment.rows_of(rank), assignment.blocks_by_period(rank)
+    # 1. Where this rank's pieces are: at home, by the rank that wants them; packed, by the rank they come from.
+    q_home = queries.at_home(rank, lambda heads, blocks: assignment.q_owner[np.ix_(heads, blocks)][..., None])
+    kv_home = keys.at_home(rank, functools.partial(_holders, assignment, 0))
+    q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
+    empty = _padding(layout, rank, n_local, assignment.heads)
+    # 2. Which tensors travel together.
+    of_q, of_kv = _Travelling.of_one(q_home, q_packed), _Travelling.of_keys(kv_home, kv_packed)
+    apart = exchange_q_separately(assignment)
+    dispatch = [_exchange(world, part, device) for part in (([of_q], [of_kv]) if apart else ([of_q, of_kv],))]
+    # 3. Needed keys that are not in the ring row come in an exchange of their own.
+    fetch, fetched_blocks = None, 0
+    if assignment.needed is not None and later:
+        fetched_home = keys.at_home(rank, functools.partial(_holders, assignment, 1))
+        fetch = _exchange(world, [_Travelling.of_keys(fetched_home, keys.packed(*later[0]))], device)
+        fetched_blocks = len(later[0][0])
+    # 4. The output goes back as queries came, and fills padding with zeros.
+    combine = _exchange(world, [_Travelling.of_one(q_packed, q_home)], device, zeros=empty)
+    places = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
+    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Travelling:
+    """Tensors that become one. here: places of each, sorted by destination;  there: by source, of what is made"""
+
+    here: tuple[_Places, ...]
+    there: tuple[_Places, ...]
+
+    @classmethod
+    def of_one(cls, here: _Places, there: _Places) -> _Travelling:
+        return cls((here,), (there,))
+
+    @classmethod
+    def of_keys(cls, here: _Places, there: _Places) -> _Travelling:
+        """Keys and values, which are packed as heads 0 and 1."""
+        return cls((here, here), (there, replace(there, head=there.head + 1)))
+
+
+def _exchange(
+    world: int, parts: Sequence[_Travelling], device: torch.device, zeros: np.ndarray | None = None
+) -> Exchange:
+    """The exchange of these tensors together. zeros: further columns of Runs for the first that is made"""
+    sent, send = _buffer_places(world, *(here for part in parts for here in part.here))
+    received, receive = _buffer_places(world, *(there for part in parts for there in part.there))
+    pack = [_to_buffer(*one) for one in zip((here for part in parts for here in part.here), send, strict=True)]
+    starts = iter(receive)
+    unpack = [np.concatenate([_from_buffer(next(starts), there) for there in part.there]) for part in parts]
+    if zeros is not None:
+        unpack[0] = np.concatenate([unpack[0], zeros])
+    return Exchange(sent, received, _segments(pack, device), _segments(unpack, device))
+
+
+def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopySegments, ...]:
+    return tuple(CopySegments.of(table, device) for table in tables)
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Places of (head, fragment) pieces, sorted by the other rank that each goes to or comes from. All int64[n].
+
+    rank:        the other rank
+    head, token: the first token's place
+    length:      tokens;  zeros: places behind them to be filled with zeros
+    """
+
+    rank: np.ndarray
+    head: np.ndarray
+    token: np.ndarray
+    length: np.ndarray
+    zeros: np.ndarray
+
+    @classmethod
+    def sorted_by_rank(cls, parts: list[tuple[np.ndarray, ...]]) -> _Places:
+        """From the fields of several parts, whose order is kept within each rank."""
+        rank, *others = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.argsort(rank.astype(np.uint16), kind="stable")
+        return cls(rank[order], *(column[order] for column in others))
+
+
+@dataclass(frozen=True, eq=False)
+class _Axis:
+    """One axis of a plan's grid and the fragments that homes cut its blocks into.
+
+    groups: (int64 heads, their fragments): heads with the same token order share fragments. Every rank walks through
+            them alike, so that what is sent in one order is expected in the same
+    """
+
+    groups: tuple[tuple[np.ndarray, ShardSegments], ...]
+    axis: BlockAxis
+
+    def at_home(self, rank: int, wanting: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> _Places:
+        """Home places of the pieces that are on `rank`, once for each rank that wants them.
+
+        wanting: (heads, blocks) -> int[heads, blocks, most], the ranks that want each block, filled up with -1
+        """
+        parts: list[tuple[np.ndarray, ...]] = []
+        for heads, fragments in self.groups:
+            here = np.flatnonzero(fragments.rank == rank)
+            ranks = wanting(heads, fragments.block[here])
+            wanted = np.flatnonzero(ranks >= 0)  # in one dimension: faster
+            head, piece = np.divmod(wanted // ranks.shape[2], ranks.shape[1])
+            taken = here[piece]
+            length = fragments.length[taken]
+            parts.append((ranks.ravel()[wanted], heads[head], fragments.local[taken], length, np.zeros_like(length)))
+        return _Places.sorted_by_rank(parts)
+
+    def packed(self, head: np.ndarray, block: np.ndarray) -> _Places:
+        """Packed places, all of head 0, of the pieces that packed blocks are made of. (head, block): of each, in order
+
+        The last piece of a short block has the zeros behind it that fill the block.
+        """
+        parts: list[tuple[np.ndarray, ...]] = []
+        for heads, fragments in self.groups:
+            mine = np.flatnonzero(np.isin(head, heads)) if len(self.groups) > 1 else np.arange(len(head))
+            first = np.searchsorted(fragments.block, np.arange(len(self.axis) + 1))
+            pieces = np.diff(first)[block[mine]]
+            slot = np.repeat(mine, pieces)
+            within = np.arange(len(slot)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+            piece = first[block[slot]] + within
+            offset, length = fragments.offset[piece], fragments.length[piece]
+            last = offset + length == self.axis.lengths[fragments.block[piece]]
+            zeros = np.where(last, self.axis.block - offset - length, 0)
+            start = slot * self.axis.block + offset
+            parts.append((fragments.rank[piece], np.zeros_like(start), start, length, zeros))
+        return _Places.sorted_by_rank(parts)
+
+
+def _axes(assignment: Assignment, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
+    """Those of queries and of keys."""
+    grid = assignment.grid
+    found = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(assignment.heads)]
+    queries, keys = (tuple((heads, both[axis]) for heads, both in found) for axis in (0, 1))
+    return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
+
+
+def _holders(assignment: Assignment, chunk: int, heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """int64[heads, blocks, most]: the ranks that KV blocks are sent to, filled up with -1.
+
+    The ranks that need them in this chunk; or, where keys travel round the ring, those that hold them in ring step 0,
+    one per Ulysses rank that needs them: their ring rank is the block's slot.
+    """
+    if assignment.needed is not None:
+        needed = assignment.chunks[chunk][:, heads][:, :, blocks].transpose(1, 2, 0)
+        return np.where(needed, np.arange(assignment.strategy.world), -1)
+    ulysses_ranks = np.arange(assignment.strategy.ulysses)
+    holders = assignment.kv_slot[np.ix_(heads, blocks)][..., None] * assignment.strategy.ulysses + ulysses_ranks
+    return np.where(assignment.head_ulysses_ranks[heads][:, None, :], holders, -1)
+
+
+def _buffer_places(world: int, *parts: _Places) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
+    """Where the pieces of each part are in a buffer that holds, rank after rank, all parts of that rank in turn.
+
+    returns: tokens of each rank, and of each part int64[n], its pieces' first places
+    """
+    tokens = np.stack([np.bincount(part.rank, part.length, world) for part in parts]).astype(np.int64)
+    sizes = tokens.sum(axis=0)
+    first = np.cumsum(sizes) - sizes + np.cumsum(tokens, axis=0) - tokens  # of each (part, rank)
+    found = []
+    for part, of_rank, start in zip(parts, tokens, first, strict=True):
+        before = np.cumsum(of_rank) - of_rank  # of the same part, for lower ranks
+        found.append(np.cumsum(part.length) - part.length + (start - before)[part.rank])
+    return tuple(sizes.tolist()), tuple(found)
+
+
+def _to_buffer(source: _Places, start: np.ndarray) -> np.ndarray:
+    """Columns of Runs, int32[n, 6], that pack pieces into a buffer of one head."""
+    return _columns(len(start), source.head, source.token, 0, start, source.length, 0)
+
+
+def _from_buffer(start: np.ndarray, destination: _Places) -> np.ndarray:
+    """Columns of Runs, int32[n, 6], that unpack pieces from a buffer of one head, with the zeros behind them."""
+    one = destination
+    return _columns(len(start), 0, start, one.head, one.token, one.length, one.zeros)
+
+
+def _columns(rows: int, *columns: np.ndarray | int) -> np.ndarray:
+    """int32[rows, 6] from the columns of Runs, some of which are one number throughout."""
+    table = np.empty((rows, len(columns)), dtype=np.int32)
+    for place, column in enumerate(columns):
+        table[:, place] = column
+    return table
+
+
+def _padding(home: SequenceLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
+    """Columns of Runs that write zeros at the places of `rank` that hold no token."""
+    empty = np.ones(n_local, dtype=bool)
+    empty[home.tokens_at(rank)[1]] = False
+    edges = np.flatnonzero(np.diff(empty, prepend=False, append=False))
+    first, last = edges[::2], edges[1::2]
+    head = np.repeat(np.arange(heads), len(first))
+    columns = np.zeros((len(head), 6), dtype=np.int64)
+    columns[:, 2], columns[:, 3], columns[:, 5] = head, np.tile(first, heads), np.tile(last - first, heads)
+    return columns

@@ -1,0 +1,132 @@
+"""Sequence layouts for needed keys: the token order whose runs of rows need least of other ranks; and whether to have
+such a layout at all, which must be settled before any attention is reached."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.hardware import Hardware
+from dbsp_core.cost.latency import AttentionShape, Topology, predict
+from dbsp_core.cost.selection import in_ns
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.token_order import AXIS_ORDERS, CANONICAL
+from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.planners import PlannerConfig
+
+__all__ = ["MOST_MASKS", "fastest_layout", "least_keys_layout"]
+
+MOST_MASKS = 4
+"""Masks that are looked at, evenly spread over those given: each costs a plan for every order."""
+HEAD_DIM = 128
+"""Of queries and keys, assumed by `fastest_layout`: the layout is chosen before the first of them is seen."""
+
+
+def least_keys_layout(
+    masks: Sequence[BlockMask],
+    strategy: Strategy,
+    named: Callable[[BlockGrid], SequenceLayout] | None = None,
+    cost: Callable[[Plan, SequenceLayout], float] | None = None,
+) -> SequenceLayout:
+    """Layout "local" in the order of tokens that costs least, summed over the masks.
+
+    Tried are the order of the masks, six axis orders, and tiles that cut the video into as many boxes as ring ranks.
+
+    Args:
+        masks: Of the layers, with grids of the same tokens.
+        strategy: How the ranks are used.
+        named: Makes layout "local" on a grid. Default: text and video sharded together.
+        cost: Of a plan in a layout, such as its predicted time. Default: what is sent between ring rows, by the rank
+            that sends or receives most: keys and values, and the queries and outputs that change rows.
+    """
+    named = named or (lambda grid: SequenceLayout.named("local", grid, strategy))
+    grid = masks[0].grid
+    if strategy.ring == 1:
+        return named(replace(grid, orders=(grid.common_order or CANONICAL,)))
+    layouts = [named(replace(grid, orders=(order,))) for order in _orders(grid, strategy.ring)]
+
+    if len(layouts) == 1:
+        return layouts[0]
+    plan = partial(make_plan, strategy=strategy, planner="local", compare=False, keys="needed")
+    costs = cost or _sent_between_rows
+    return min(layouts, key=lambda layout: sum(costs(plan(mask, layout=layout), layout) for mask in _some(masks)))
+
+
+def _sent_between_rows(plan: Plan, layout: SequenceLayout) -> float:
+    traffic = traffic_of(plan.assignment, layout)
+    ring_rank = np.arange(plan.strategy.world) // plan.strategy.ulysses
+    sent = traffic.queries + traffic.combine + np.sum(traffic.key_exchanges, axis=0)
+    sent = np.where(ring_rank[:, None] == ring_rank, 0, sent)
+    return float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
+
+
+def fastest_layout(
+    masks: Sequence[BlockMask],
+    strategies: Sequence[Strategy],
+    named: Callable[[BlockGrid, Strategy], SequenceLayout],
+    of_rings: SequenceLayout | None,
+    planner: PlannerConfig,
+    hardware: Hardware | None,
+    topology: Topology,
+    element_bytes: int,
+) -> SequenceLayout:
+    """The layout in which the masks' attentions are predicted to take least: equal on all ranks, like their masks.
+
+    Args:
+        masks: Of the layers.
+        strategies: Among which each attention's is chosen.
+        named: Makes layout "local" on a grid, for a strategy.
+        of_rings: The layout with keys that go round the ring; None: they are not to.
+        planner: Of the plans, in either layout.
+        hardware: Whose constants predict times. None: there is one strategy, and no rings.
+        topology: Of the ranks.
+        element_bytes: Of q, k and v, assumed.
+    """
+
+    def predicted_ns(plan: Plan, layout: SequenceLayout) -> int:
+        if hardware is None:
+            raise RuntimeError("layouts are chosen by a machine's constants, and none were loaded")
+        shape = AttentionShape(1, plan.heads, plan.grid.tokens, HEAD_DIM, element_bytes)
+        return in_ns(predict(plan, shape, hardware, topology, layout))
+
+    def least_ns(mask: BlockMask, layout: SequenceLayout, ways: Sequence[Strategy], keys: str) -> int:
+        plans = (make_plan(mask, way, planner, layout=layout, compare=False, keys=keys) for way in ways)
+        return min(predicted_ns(plan, layout) for plan in plans)
+
+    cost = None if hardware is None else predicted_ns
+    local = [(s, least_keys_layout(masks, s, lambda grid, s=s: named(grid, s), cost)) for s in strategies]  # type: ignore[misc]
+    if of_rings is None and len(local) == 1:
+        return local[0][1]
+    found = [] if of_rings is None else [(of_rings, strategies, "ring")]
+    found += [(layout, [strategy], "needed") for strategy, layout in local]
+    return min(found, key=lambda one: sum(least_ns(mask, *one) for mask in _some(masks)))[0]
+
+
+def _some(masks: Sequence[BlockMask]) -> list[BlockMask]:
+    count = min(len(masks), MOST_MASKS)
+    return [masks[index * len(masks) // count] for index in range(count)]
+
+
+def _orders(grid: BlockGrid, ring: int) -> list[str]:
+    """Without repetition, the masks' own first."""
+    if grid.thw is None:
+        return [CANONICAL]
+    tiles = (f"tile:{t}x{h}x{w}" for t, h, w in _boxes(grid.thw, ring))
+    own = grid.common_order
+    return list(dict.fromkeys([own if isinstance(own, str) else CANONICAL, *AXIS_ORDERS, *tiles]))
+
+
+def _boxes(thw: tuple[int, int, int], parts: int) -> Iterator[tuple[int, ...]]:
+    """Sizes of boxes of which `parts` fill the video, cut along two axes or three."""
+    for cuts in itertools.product(range(1, parts + 1), repeat=3):
+        if math.prod(cuts) == parts and sum(cut > 1 for cut in cuts) > 1:
+            yield tuple(-(-size // cut) for size, cut in zip(thw, cuts, strict=True))

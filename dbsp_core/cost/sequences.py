@@ -1,0 +1,224 @@
+"""What several sequences cost on a machine, and what a plan for them makes each rank compute and send.
+
+Arithmetic on counts and on constants from a file: every rank that has both gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsp_core.config.models import ModelSpec
+from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.hardware import Hardware
+from dbsp_core.cost.latency import Topology, block_s, exchange_s, require_network
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.balanced.planner import plan_rows
+from dbsp_core.planning.baselines import contiguous_heads
+from dbsp_core.planning.imbalance import imbalance_ratio
+from dbsp_core.planning.sequences.cost import PICO, SequenceCost
+from dbsp_core.planning.sequences.sequence_plan import SequencePlan
+from dbsp_core.utils.errors import UserError
+
+__all__ = [
+    "FLUX",
+    "LayerSize",
+    "SequencePlanMetrics",
+    "SequenceWork",
+    "bag_layout",
+    "evaluate",
+    "gamma_of",
+    "sequence_cost",
+]
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """A transformer's layer, all layers being alike.
+
+    token_flops:   FLOP a token of everything but self-attention's scores and values
+    text:          whether text tokens are part of self-attention's sequence
+    element_bytes: of a number of the hidden states, and of q, k and v
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    token_flops: float
+    text: bool = True
+    element_bytes: int = 2
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> LayerSize:
+        token_flops = model.linear_flops / (model.layers * model.tokens)
+        return cls(model.layers, model.heads, model.head_dim, token_flops, model.text_tokens > 0)
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+
+FLUX = LayerSize(layers=57, heads=24, head_dim=128, token_flops=24 * 3072**2)
+"""KnapFormer's model (Table 1): 19 double-stream and 38 single-stream blocks, 24·d² FLOP a token in each (Eq. 1)."""
+
+
+def sequence_cost(layer: LayerSize, hardware: Hardware, block_q: int = 64, block_k: int = 64) -> SequenceCost:
+    """Seconds a token and a dense block from the machine's constants."""
+    known = hardware.constants
+    token_s = layer.token_flops / known.linear_flops_per_s + layer.heads * known.row_s / block_q
+    return SequenceCost(token_s, block_s(block_q, block_k, layer.head_dim, known))
+
+
+def gamma_of(layer: LayerSize, hardware: Hardware) -> float:
+    """KnapFormer's γ (Eq. 2) of a machine: seconds a FLOP of attention over seconds a FLOP of everything else."""
+    known = hardware.constants
+    return block_s(1, 1, layer.head_dim, known) / (4 * layer.head_dim) * known.linear_flops_per_s
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceWork:
+    """What each sequence's attention computes. No bits: numbers of a mask's rows are all that is kept.
+
+    grids:    of each sequence;  row_work: int64[H, nq] of each, dense blocks by (head, query block)
+    """
+
+    grids: tuple[BlockGrid, ...]
+    row_work: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, masks: Sequence[BlockMask]) -> SequenceWork:
+        return cls(tuple(mask.grid for mask in masks), tuple(mask.counts.rows for mask in masks))
+
+    @classmethod
+    def dense(cls, grids: Sequence[BlockGrid], heads: int) -> SequenceWork:
+        return cls(tuple(grids), tuple(np.full((heads, grid.nq), grid.nk, dtype=np.int64) for grid in grids))
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64[n]"""
+        return np.array([grid.tokens for grid in self.grids], dtype=np.int64)
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """int64[n]: dense blocks of all heads."""
+        return np.array([int(rows.sum()) for rows in self.row_work], dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class SequencePlanMetrics:
+    """The numbers of a plan, of one layer's forward pass.
+
+    tokens, blocks: int64[world], what each rank holds, and the dense blocks it computes
+    picoseconds:    int64[world], both together as `SequenceCost` has them
+    rho:            ρ_s of the attention of the bag where it is highest; ranks wait for each other within bags
+    rehomed_bytes:  hidden states that go from the ranks that loaded them to others, once
+    between_nodes_bytes: of them, to other nodes
+    sent_bytes:     float64[world], q, k, v and outputs that each rank sends in the bags' exchanges
+    seconds:        of the slowest bag: its slowest rank's computing, and its exchanges
+    """
+
+    tokens: np.ndarray
+    blocks: np.ndarray
+    picoseconds: np.ndarray
+    rho: float
+    rehomed_bytes: int
+    between_nodes_bytes: int
+    sent_bytes: np.ndarray
+    seconds: float
+
+    @property
+    def wir(self) -> float:
+        """Workload imbalance ratio (KnapFormer §4.2): most over least of the ranks' costs; infinite with one idle."""
+        least = int(self.picoseconds.min())
+        return int(self.picoseconds.max()) / least if least else float("inf")
+
+
+def evaluate(
+    plan: SequencePlan,
+    work: SequenceWork,
+    loader: np.ndarray,
+    cost: SequenceCost,
+    layer: LayerSize,
+    hardware: Hardware,
+    node_size: int = 8,
+) -> SequencePlanMetrics:
+    """Counts what a plan makes each rank do. Attention is shared by heads and rows within each bag (Ulysses).
+
+    Planner "dbsp" shares out rows evenly; KnapFormer's ranks have runs of whole heads.
+    loader: int64[n], the rank that loads each sequence
+    """
+    topology, token_bytes = plan.topology, layer.head_dim * layer.element_bytes
+    lengths = work.tokens
+    tokens, blocks = plan.runs.by_rank(topology.world), np.zeros(topology.world, dtype=np.int64)
+    sent_bytes, rhos, exchanges = np.zeros(topology.world), [1.0], np.zeros(len(topology.ranks))
+    for bag, (first, ranks) in enumerate(zip(topology.first_rank.tolist(), topology.ranks.tolist(), strict=True)):
+        here, own = slice(first, first + ranks), np.flatnonzero(plan.bag == bag)
+        if not len(own):
+            continue
+        rows = np.concatenate([work.row_work[one] for one in own], axis=1)
+        owner = _owners(rows, ranks, plan.balancer)
+        blocks[here] = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
+        if ranks == 1:
+            continue
+        rhos.append(imbalance_ratio(blocks[here][None]))
+        sent = _sent(owner, [work.grids[one] for one in own], bag_layout(plan, lengths, bag)) * token_bytes
+        both = sent.sum(axis=0)
+        sent_bytes[here] = both.sum(axis=1) - both.diagonal()
+        exchanges[bag] = sum(_exchange_s(matrix, first, hardware, node_size) for matrix in sent)
+    picoseconds = cost.picoseconds(tokens, blocks)
+    slowest = np.maximum.reduceat(picoseconds, topology.first_rank) / PICO + exchanges
+    moved, apart = plan.runs.moved(loader, node_size)
+    hidden = layer.width * layer.element_bytes
+    return SequencePlanMetrics(
+        tokens, blocks, picoseconds, max(rhos), moved * hidden, apart * hidden, sent_bytes, float(slowest.max())
+    )
+
+
+def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayout:
+    """Which of a bag's ranks holds which token of its sequences, packed one after another in their order.
+
+    tokens: int64[n], of all sequences
+    Raises UserError for a bag without sequences.
+    """
+    own = np.flatnonzero(plan.bag == bag)
+    if not len(own):
+        raise UserError(f"bag {bag} of {plan.topology} has no sequences, hence no layout; leave it out")
+    first, ranks = int(plan.topology.first_rank[bag]), int(plan.topology.ranks[bag])
+    runs = plan.runs.within(own, first)
+    rank, local = runs.token_homes(tokens[own])
+    return SequenceLayout(rank, local, ranks, int(local.max()) + 1)
+
+
+def _owners(rows: np.ndarray, ranks: int, balancer: str) -> np.ndarray:
+    """int64[H, nq]: the rank of a bag that computes each row. rows: int64[H, nq], dense blocks"""
+    if ranks == 1:
+        return np.zeros(rows.shape, dtype=np.int64)
+    if balancer == "knapsack":
+        return np.broadcast_to(contiguous_heads(len(rows), ranks)[:, None], rows.shape)
+    home = np.zeros(rows.shape[1], dtype=np.int64)
+    # Without a ring nothing is asked of keys.
+    return plan_rows(rows, rows, home, home, ranks, 1, lambda slots: rows[:, :, None])[0]
+
+
+def _sent(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout) -> np.ndarray:
+    """float64[2, b, b]: tokens of one head from rank (row) to rank (column), to owners and back."""
+    grid, strategy = BlockGrid.packed(grids), Strategy(layout.world, 1)
+    assignment = Assignment(strategy, grid, owner, np.zeros((len(owner), grid.nk), dtype=np.int64))
+    traffic = traffic_of(assignment, layout)
+    return np.stack([traffic.dispatch, traffic.combine])
+
+
+def _exchange_s(sent: np.ndarray, first: int, hardware: Hardware, node_size: int) -> float:
+    """Seconds of an all-to-all in a bag that begins with rank `first`. sent: float64[b, b], bytes"""
+    before, ranks = first % node_size, len(sent)
+    if before + ranks <= node_size:
+        return exchange_s(sent, hardware.constants, Topology(ranks, ranks))
+    topology = Topology(before + ranks, node_size)  # the ranks before it in its node send nothing
+    require_network(hardware, topology)
+    return exchange_s(np.pad(sent, ((before, 0), (before, 0))), hardware.constants, topology)

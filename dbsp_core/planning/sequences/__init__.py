@@ -1,0 +1,1 @@
+"""Several sequences at once: which ranks share each sequence, and how evenly. Only numpy."""

@@ -1,0 +1,125 @@
+"""Bags: groups of ranks that share their sequences, written as KnapFormer writes them (§3.2)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["BagTopology"]
+
+_TERM = re.compile(r"g(\d+)n(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class BagTopology:
+    """Ranks in bags of neighbours. A unit of bags is repeated over the cluster; sequences never leave their unit.
+
+    "g1n2+g2n1+g4n1" is a unit of two bags of one rank, one of two and one of four; "g1n1" leaves every sequence where
+    it is.
+
+    Attributes:
+        sizes: Ranks of each bag of a unit, in the order of ranks.
+        units: How often the unit is repeated.
+
+    Raises:
+        UserError: For no bags, or sizes below 1.
+    """
+
+    sizes: tuple[int, ...]
+    units: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(*self.sizes, self.units) < 1:
+            raise UserError(f"bags need at least one rank each, and one bag, got sizes {self.sizes} × {self.units}")
+
+    @classmethod
+    def parse(cls, text: str, world: int) -> BagTopology:
+        """Reads "g1n2+g2n1+g4n1" for `world` ranks.
+
+        Raises:
+            UserError: When the text is not of that form, or its unit does not divide the ranks; says what would fit.
+        """
+        terms = [_TERM.fullmatch(term.strip()) for term in text.split("+")]
+        counts = [(int(term[1]), int(term[2])) for term in terms if term is not None]
+        if len(counts) < len(terms) or any(min(pair) < 1 for pair in counts):
+            raise UserError(
+                f"bags {text!r} are not of the form gGnN, N bags of G ranks, joined by +: for example g8n4 or "
+                "g1n2+g2n1+g4n1"
+            )
+        unit = sum(size * number for size, number in counts)
+        if unit > world or world % unit:
+            fits = ", ".join(f"g{size}n{world // size}" for size in range(1, world + 1) if world % size == 0)
+            raise UserError(
+                f"bags {text!r} make units of {unit} ranks, which do not divide {world}; {world} fit {fits}"
+            )
+        return cls(tuple(size for size, number in counts for _ in range(number)), world // unit)
+
+    @classmethod
+    def nodes(cls, world: int, node_size: int = 8) -> BagTopology:
+        """One bag a node; the last node may have fewer ranks."""
+        if world < 1 or node_size < 1:
+            raise UserError(f"bags need at least one rank and one rank a node, got {world} and {node_size}")
+        return cls(tuple(min(node_size, world - first) for first in range(0, world, node_size)))
+
+    @classmethod
+    def candidates(cls, world: int, node_size: int = 8) -> Iterator[BagTopology]:
+        """Topologies of one unit to choose from: bags of one size, and nodes all cut alike into several sizes.
+
+        Sizes within nodes divide the node; those beyond are whole nodes.
+        """
+        for size in range(1, world + 1):
+            if world % size == 0 and (node_size % size == 0 or size % node_size == 0):
+                yield cls((size,) * (world // size))
+        if world % node_size == 0:
+            for parts in _partitions(node_size, [size for size in range(node_size, 0, -1) if node_size % size == 0]):
+                if len(set(parts)) > 1:
+                    yield cls(tuple(sorted(parts * (world // node_size))))
+
+    def __str__(self) -> str:
+        return "+".join(f"g{size}n{len(list(run))}" for size, run in groupby(self.sizes))
+
+    @property
+    def unit(self) -> int:
+        """Ranks of a unit."""
+        return sum(self.sizes)
+
+    @property
+    def world(self) -> int:
+        return self.unit * self.units
+
+    @cached_property
+    def ranks(self) -> np.ndarray:
+        """int64[bags]: ranks of each bag of the cluster."""
+        return np.tile(np.array(self.sizes, dtype=np.int64), self.units)
+
+    @cached_property
+    def first_rank(self) -> np.ndarray:
+        """int64[bags]: the first rank of each bag."""
+        return np.cumsum(self.ranks) - self.ranks
+
+    @cached_property
+    def bag_of_rank(self) -> np.ndarray:
+        """int64[world]"""
+        return np.repeat(np.arange(len(self.ranks)), self.ranks)
+
+    @cached_property
+    def multiple(self) -> int:
+        """The least common multiple of the bags' sizes: loads times `multiple` over size are whole numbers."""
+        return math.lcm(*self.sizes)
+
+
+def _partitions(total: int, sizes: list[int]) -> Iterator[tuple[int, ...]]:
+    """Every way to write `total` as a sum of `sizes`, which fall."""
+    if total == 0:
+        yield ()
+    for place, size in enumerate(sizes):
+        if size <= total:
+            yield from ((size, *rest) for rest in _partitions(total - size, sizes[place:]))

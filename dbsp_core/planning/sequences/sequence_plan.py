@@ -1,0 +1,122 @@
+"""Several sequences shared out over the ranks: the bag of each, and which rank holds which of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsp_core.planning.sequences.bags import BagTopology
+from dbsp_core.planning.sequences.balancing import even_bags
+from dbsp_core.planning.sequences.knapsack import greedy_bags
+from dbsp_core.planning.sequences.shards import TokenRuns, chunks, staying
+from dbsp_core.utils.errors import UserError, did_you_mean
+
+__all__ = ["BALANCERS", "SequencePlan", "plan_sequences"]
+
+BALANCERS = ("dbsp", "knapsack")
+"""Ours, and KnapFormer's (§3.3)."""
+_UNLIMITED = 1 << 61
+_BITS = 62
+
+
+@dataclass(frozen=True, eq=False)
+class SequencePlan:
+    """Where sequences are between attentions, and which ranks share each one's attention.
+
+    Attributes:
+        topology: The bags.
+        balancer: "dbsp" or "knapsack": the ranks of a bag share attention by balanced rows, or by whole heads.
+        bag: int64[n], the bag of each sequence, of all bags of the cluster.
+        runs: Which rank holds which tokens.
+    """
+
+    topology: BagTopology
+    balancer: str
+    bag: np.ndarray
+    runs: TokenRuns
+
+
+def plan_sequences(
+    cost: np.ndarray,
+    tokens: np.ndarray,
+    loader: np.ndarray,
+    topology: BagTopology,
+    balancer: str = "dbsp",
+    max_tokens: int | None = None,
+) -> SequencePlan:
+    """Shares out sequences. Deterministic, in whole numbers: equal arguments give equal plans on every rank.
+
+    The bags do not depend on the order in which sequences are listed, up to sequences that are alike.
+
+    Args:
+        cost: int64[n], what each sequence costs, as `SequenceCost.picoseconds` has it.
+        tokens: int64[n].
+        loader: int64[n], the rank that loads each sequence. It stays within that rank's unit of bags.
+        topology: The bags.
+        balancer: "dbsp": even bags, ranks with as many tokens each. "knapsack": KnapFormer's greedy, each sequence in
+            even chunks.
+        max_tokens: What a rank can hold; None: any number.
+
+    Raises:
+        UserError: For no sequences, lists of different lengths, ranks that there are not, an unknown balancer, or a
+            sequence that no bag can hold.
+    """
+    if balancer not in BALANCERS:
+        raise UserError(
+            f"unknown balancer {balancer!r}; use {' or '.join(BALANCERS)}{did_you_mean(balancer, BALANCERS)}"
+        )
+    cost, tokens, loader = (np.asarray(values, dtype=np.int64) for values in (cost, tokens, loader))
+    _check(cost, tokens, loader, topology)
+    _require_room(tokens, topology, max_tokens)
+    most_tokens = topology.ranks * max_tokens if max_tokens else np.full(len(topology.ranks), _UNLIMITED)
+    # Products of loads and numbers of ranks must stay whole numbers of 64 bits.
+    excess = (sum(cost.tolist()) * topology.world * topology.multiple).bit_length() - _BITS
+    small = cost >> max(excess, 0)
+    # In an order of their own: which bags there are does not depend on the order in which sequences are listed.
+    order = np.lexsort((loader, tokens, small))
+    choose = greedy_bags if balancer == "knapsack" else even_bags
+    bag = np.empty_like(order)
+    bag[order] = choose(small[order], tokens[order], loader[order], topology, most_tokens)
+    knapsack = balancer == "knapsack"
+    runs = chunks(tokens, bag, topology) if knapsack else staying(tokens, bag, loader, topology)
+    return SequencePlan(topology, balancer, bag, runs)
+
+
+def _check(cost: np.ndarray, tokens: np.ndarray, loader: np.ndarray, topology: BagTopology) -> None:
+    if len(tokens) == 0:
+        raise UserError("there are no sequences to share out; give at least one")
+    if not cost.shape == tokens.shape == loader.shape == (len(tokens),):
+        raise UserError(
+            f"cost, tokens and loader must have one number a sequence, got {cost.shape}, {tokens.shape} and "
+            f"{loader.shape}"
+        )
+    if int(tokens.min()) < 1 or int(cost.min()) < 0:
+        raise UserError(
+            "every sequence needs at least one token and a cost that is not negative; leave empty ones out"
+        )
+    if int(loader.min()) < 0 or int(loader.max()) >= topology.world:
+        raise UserError(
+            f"sequences are loaded by ranks {int(loader.min())} to {int(loader.max())}, but bags {topology} have "
+            f"ranks 0 to {topology.world - 1}; use bags for all ranks"
+        )
+
+
+def _require_room(tokens: np.ndarray, topology: BagTopology, max_tokens: int | None) -> None:
+    longest, largest = int(tokens.argmax()), max(topology.sizes)
+    if max_tokens is not None and max_tokens < 1:
+        raise UserError(f"max_tokens={max_tokens} must be at least 1; leave it out for no limit")
+    if max_tokens is None or tokens[longest] <= largest * max_tokens:
+        return
+    length = int(tokens[longest])
+    needed = -(-length // max_tokens)
+    fits = next((size for size in range(needed, topology.world + 1) if topology.world % size == 0), None)
+    advice = (
+        f"bags of {needed} ranks or more hold it, for example g{fits}n{topology.world // fits}"
+        if fits
+        else f"all {topology.world} ranks together hold too few; allow {-(-length // topology.world):,} tokens a rank"
+    )
+    raise UserError(
+        f"sequence {longest} of {length:,} tokens exceeds every bag of {topology}: at {max_tokens:,} tokens a rank "
+        f"the largest, of {largest}, holds {largest * max_tokens:,}; {advice}"
+    )

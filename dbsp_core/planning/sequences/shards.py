@@ -1,0 +1,134 @@
+"""Which rank holds which tokens of each sequence once bags are chosen (KnapFormer §3.3, second pass; and ours)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dbsp_core.planning.sequences.bags import BagTopology
+
+__all__ = ["TokenRuns", "chunks", "staying"]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRuns:
+    """Runs of tokens, each of one sequence and on one rank; together every token once. All int64[runs].
+
+    sequence: whose;  start: the first token's place in it;  length: tokens, at least 1;  rank: that holds them
+    Sorted by rank, and on a rank by sequence and start: the order of its tokens.
+    """
+
+    sequence: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    rank: np.ndarray
+
+    @classmethod
+    def sorted(cls, sequence: np.ndarray, start: np.ndarray, length: np.ndarray, rank: np.ndarray) -> TokenRuns:
+        """Of runs in any order, empty ones left out."""
+        some = np.flatnonzero(length)
+        some = some[np.lexsort((start[some], sequence[some], rank[some]))]
+        return cls(sequence[some], start[some], length[some], rank[some])
+
+    def by_rank(self, world: int) -> np.ndarray:
+        """int64[world]: tokens of each rank."""
+        return _summed(self.rank, self.length, world)
+
+    def moved(self, loader: np.ndarray, node_size: int) -> tuple[int, int]:
+        """Tokens that another rank has loaded, and those of them from another node. loader: int64[n], of sequences"""
+        source = loader[self.sequence]
+        apart = source // node_size != self.rank // node_size
+        return int(self.length[source != self.rank].sum()), int(self.length[apart].sum())
+
+    def within(self, sequences: np.ndarray, first_rank: int) -> TokenRuns:
+        """The runs of some sequences, numbered from 0 in their order, as are ranks from `first_rank` on.
+
+        sequences: int64[s], rising
+        """
+        own = np.flatnonzero(np.isin(self.sequence, sequences))
+        number = np.searchsorted(sequences, self.sequence[own])
+        return TokenRuns(number, self.start[own], self.length[own], self.rank[own] - first_rank)
+
+    def token_homes(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rank of each token and its place there, int64[Σ tokens] each, sequences one after another.
+
+        What `SequenceLayout` takes. tokens: int64[n]
+        """
+        first = np.cumsum(tokens) - tokens
+        place = np.cumsum(self.length) - self.length
+        rank_first = np.searchsorted(self.rank, self.rank)  # the first run of each run's rank
+        within = np.arange(int(self.length.sum())) - np.repeat(place, self.length)
+        token = np.repeat(first[self.sequence] + self.start, self.length) + within
+        rank, local = np.empty_like(token), np.empty_like(token)
+        rank[token] = np.repeat(self.rank, self.length)
+        local[token] = np.repeat(place - place[rank_first], self.length) + within
+        return rank, local
+
+
+def chunks(tokens: np.ndarray, bag: np.ndarray, topology: BagTopology) -> TokenRuns:
+    """KnapFormer's: each sequence in contiguous chunks, as even as they come, one for each rank of its bag.
+
+    Where a sequence's tokens do not divide, the ranks whose turn it is take one more.
+
+    tokens, bag: int64[n]
+    """
+    sizes = topology.ranks[bag]
+    over = tokens % sizes
+    # 1. Whose turn it is: the tokens left over by the bag's sequences before this one.
+    order = np.argsort(bag, kind="stable")
+    before = np.empty_like(over)
+    running = np.cumsum(over[order]) - over[order]
+    first_of_bag = np.searchsorted(bag[order], bag[order])
+    before[order] = running - running[first_of_bag]
+    # 2. Chunk k of every sequence.
+    sequence = np.repeat(np.arange(len(tokens)), sizes)
+    k = np.arange(len(sequence)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    turn = (k - before[sequence]) % sizes[sequence]
+    length = tokens[sequence] // sizes[sequence] + (turn < over[sequence])
+    start = np.cumsum(length) - length
+    start -= np.repeat(np.cumsum(tokens) - tokens, sizes)
+    return TokenRuns.sorted(sequence, start, length, topology.first_rank[bag[sequence]] + k)
+
+
+def staying(tokens: np.ndarray, bag: np.ndarray, loader: np.ndarray, topology: BagTopology) -> TokenRuns:
+    """Ours: every rank of a bag holds as many tokens, up to one, and as many of them as can be are those it loaded.
+
+    No layout that is as even moves fewer tokens.
+
+    tokens, bag, loader: int64[n]
+    """
+    # 1. Quotas.
+    total, bags = _summed(bag, tokens, len(topology.ranks)), topology.bag_of_rank
+    place = np.arange(topology.world) - topology.first_rank[bags]
+    quota = total[bags] // topology.ranks[bags] + (place < total[bags] % topology.ranks[bags])
+    # 2. Of what a rank loaded and its bag has, the first tokens stay, up to the quota.
+    home = np.flatnonzero(topology.bag_of_rank[loader] == bag)
+    home = home[np.argsort(loader[home], kind="stable")]
+    running = np.cumsum(tokens[home]) - tokens[home]
+    running -= running[np.searchsorted(loader[home], loader[home])]
+    kept = np.zeros_like(tokens)
+    kept[home] = np.clip(quota[loader[home]] - running, 0, tokens[home])
+    # 3. All others, bag by bag, fill the ranks that have places left, in order.
+    order = np.argsort(bag, kind="stable")
+    pool, free = (tokens - kept)[order], quota - _summed(loader, kept, topology.world)
+    ends = np.cumsum(pool), np.cumsum(free)
+    cuts = np.unique(np.concatenate([[0], *ends]))
+    begin, length = cuts[:-1], np.diff(cuts)
+    piece, rank = (np.searchsorted(end, begin, side="right") for end in ends)
+    taken = order[piece]
+    start = kept[taken] + begin - (ends[0] - pool)[piece]
+    everything = np.arange(len(tokens))
+    return TokenRuns.sorted(
+        np.concatenate([everything, taken]),
+        np.concatenate([np.zeros_like(tokens), start]),
+        np.concatenate([kept, length]),
+        np.concatenate([loader, rank]),
+    )
+
+
+def _summed(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """int64[size]: values added up by index."""
+    total = np.zeros(size, dtype=np.int64)
+    np.add.at(total, index, values)
+    return total

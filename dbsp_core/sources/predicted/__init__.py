@@ -1,0 +1,1 @@
+"""Masks predicted from queries and keys, by all ranks together."""

@@ -1,0 +1,258 @@
+"""Masks from a low-rank form of queries and keys, fitted for each layer and head (DSV)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from dbsp_core.comm.consistency import run_consistently
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.token_order import CANONICAL, require_order
+from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
+from dbsp_core.sources.predicted.distributed_pooling import assigned_heads, exchange_heads, gather_bits
+from dbsp_core.sources.predicted.sparge import SpargeThresholds
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting
+from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_kernels.packing.block_selection import select_blocks
+from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.packing.pooling import halving_sum
+
+__all__ = ["LowRankProjections", "LowRankSource", "predicted_mass"]
+
+CHUNK = 1 << 23
+"""Scores of one head that are held at a time."""
+FIT = "fit one with: dbsp masks fit RECORDING -o FILE.safetensors"
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankProjections:
+    """What was fitted: q·k is near (q·query)·(k·key). By layer, float32[H, D, rank] each.
+
+    layers: of the model, or None where the recording did not know
+    """
+
+    query: Mapping[int, torch.Tensor]
+    key: Mapping[int, torch.Tensor]
+    layers: int | None = None
+
+    @classmethod
+    def load(cls, path: str) -> LowRankProjections:
+        """Raises UserError, naming the file and the fix, for one that is not what `dbsp masks fit` writes."""
+        if not Path(path).is_file():
+            raise UserError(f"fitted file {path} does not exist; {FIT}")
+        sides: dict[str, dict[int, torch.Tensor]] = {"query": {}, "key": {}}
+        try:
+            with safe_open(path, framework="pt") as file:
+                layers = (file.metadata() or {}).get("layers", "")
+                for name in file.keys():  # noqa: SIM118  no mapping
+                    side, _, layer = name.partition(".")
+                    sides[side][int(layer)] = file.get_tensor(name).float()
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise UserError(f"{path} is no file of fitted projections ({error}); {FIT}") from error
+        query, key = sides["query"], sides["key"]
+        shapes = {tuple(one.shape) for one in (*query.values(), *key.values())}
+        finite = all(bool(one.isfinite().all()) for one in (*query.values(), *key.values()))
+        if query.keys() != key.keys() or len(shapes) != 1 or len(next(iter(shapes))) != 3 or not finite:
+            raise UserError(f"{path} is no file of fitted projections: its tensors don't go together; {FIT}")
+        return cls(query, key, int(layers) if layers.isdecimal() else None)
+
+    @property
+    def heads(self) -> int:
+        return len(next(iter(self.query.values())))
+
+    @property
+    def width(self) -> int:
+        """D"""
+        return next(iter(self.query.values())).shape[1]
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal for projections that are."""
+        numbers = [
+            (layer, self.query[layer].numpy().tobytes(), self.key[layer].numpy().tobytes()) for layer in self.query
+        ]
+        return fingerprint_of((self.layers, *numbers))
+
+
+@dataclass(frozen=True)
+class LowRankSource(BlockSizes):
+    """DSV's predictor: scores of queries and keys projected to a few dimensions, which were fitted beforehand.
+
+    path:      a file from `dbsp masks fit`
+    cdf, topk: as for `SpargeThresholds`, of each row's predicted attention; one of them is needed
+    queries:   "mean": of each query block its mean query alone is scored (DSV's proxy query); "all": every query
+    dense_text, attention_sink, token_order: as for `SpargeSource`
+
+    Every rank projects its own tokens, the projections travel to the rank that predicts their head, and the bits are
+    gathered. What is computed of a head depends on its tokens alone, in one order: as a single process would have it.
+    Tan et al., DSV: Exploiting Dynamic Sparsity to Accelerate Large-Scale Video DiT Training, 2025, which trains the
+    projections beside the model and chooses single keys; here they are fitted in closed form and blocks are chosen.
+    """
+
+    path: str = ""
+    cdf: float | None = None
+    topk: float | None = None
+    queries: Literal["mean", "all"] = "mean"
+    attention_sink: bool = False
+    dense_text: bool = True
+    token_order: str = CANONICAL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.cdf is None) == (self.topk is None):
+            raise SettingError(
+                "mask source 'lowrank' needs either cdf or topk, and not both; for example topk: 0.2", ("topk",)
+            )
+        SpargeThresholds(self.cdf, self.topk)  # raises for values out of range
+        with blame_setting("token_order"):
+            require_order(self.token_order)
+        with blame_setting("path"):
+            if not self.path:
+                raise UserError(f"mask source 'lowrank' needs the path of a fitted file; {FIT}")
+            if not (dist.is_available() and dist.is_initialized()):
+                self._fitted  # noqa: B018  refused at once; where ranks have joined, by `grid`, on all together
+
+    @cached_property
+    def _fitted(self) -> LowRankProjections:
+        return LowRankProjections.load(self.path)
+
+    @property
+    def changes(self) -> Changes:
+        return "per_call"
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        """Raises UserError where the fitted file is for another model."""
+        fitted = self._fitted
+        if fitted.heads != request.heads or (
+            None not in (fitted.layers, request.layers) and fitted.layers != request.layers
+        ):
+            raise UserError(
+                f"fitted file {self.path} is for {fitted.layers or 'unknown'} layers of {fitted.heads} heads, the "
+                f"model has {request.layers} of {request.heads}; {FIT}, from a recording of this model"
+            )
+        sizes = request.tokens, request.text_tokens, self.block_q, self.block_k
+        return BlockGrid(*sizes, request.thw, (self.token_order,))
+
+    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+        """Collective."""
+        grid, device = self.grid(request), tokens.q.device
+        self._require_fit(request.layer, tokens)
+        query, key = (side[request.layer].to(device) for side in (self._fitted.query, self._fitted.key))
+        # 1. Each rank projects its own tokens; the projections travel to the rank that predicts their head.
+        projected = torch.cat([_project(tokens.q, query), _project(tokens.k, key)], dim=-1)
+        heads = _gather_own_heads(projected, tokens, grid)
+        # 2. There each head's predicted attention is summed by blocks, and the blocks of most are chosen.
+        width = query.shape[-1]
+        chance = [
+            predicted_mass(one[:, :width], one[:, width:], grid, tokens.scale, every_query=self.queries == "all")
+            for one in heads.flatten(0, 1)
+        ]
+        empty = heads.new_empty(0, grid.nq, grid.nk, dtype=torch.float64)
+        dense = self._always_dense(grid, device).expand(len(chance), -1)
+        limits = SpargeThresholds(self.cdf, self.topk).limits(grid.nk)
+        mine = select_blocks(torch.stack(chance) if chance else empty, dense, *limits)
+        return BlockMask(gather_bits(mine, request.heads, heads.shape[1], grid.nk, tokens.group), grid)
+
+    def _require_fit(self, layer: int, tokens: LocalQK) -> None:
+        """Raises UserError, on all ranks together at the first call, for a file that cannot serve. Collective then."""
+        fitted, width = self._fitted, tokens.q.shape[-1]
+
+        def check() -> LowRankProjections:
+            if fitted.width != width or layer not in fitted.query:
+                raise UserError(
+                    f"fitted file {self.path} has heads of size {fitted.width} and layers {sorted(fitted.query)}, "
+                    f"layer {layer} of the model has size {width}; {FIT}, from a recording of this model"
+                )
+            return fitted
+
+        if "_agreed" in vars(self):
+            check()
+            return
+        run_consistently(tokens.group, check, tokens.q.device, lambda one: one.fingerprint, "the fitted file")
+        vars(self)["_agreed"] = True
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
+    def _always_dense(self, grid: BlockGrid, device: torch.device) -> torch.Tensor:
+        """bool[nq + nk]: query blocks and then key blocks that are dense whatever the tokens are."""
+        q, k = ((axis.starts < grid.text_tokens) & self.dense_text for axis in (grid.q_axis, grid.k_axis))
+        k[0] |= self.attention_sink
+        return to_device(np.concatenate([q, k]), device)
+
+
+def _project(tokens: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+    """float32[B, H, n, rank]: each token's products, added up in one fixed order. onto: float32[H, D, rank]"""
+    wide = tokens.float()
+    return torch.stack([halving_sum(wide * column[:, None]) for column in onto.unbind(-1)], dim=-1)
+
+
+def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
+    """All tokens of the heads that this rank predicts, in the order of the grid. Collective.
+
+    projected: [B, H, n_local, W];  returns: [Hs, B, tokens, W]
+    """
+    group, (batch, heads, _, width) = tokens.group, projected.shape
+    ids, places = zip(*(tokens.layout.tokens_at(rank) for rank in range(group.size)), strict=True)
+    own = projected.index_select(2, to_device(places[group.rank], projected.device)).transpose(0, 1).contiguous()
+    shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
+    counts = [len(one) for one in ids]
+    arrived = exchange_heads(own, shares, counts, group)
+    mine = shares[group.rank]
+    parts = arrived.split([mine * batch * count for count in counts])
+    whole = torch.cat([p.view(mine, batch, count, width) for p, count in zip(parts, counts, strict=True)], dim=2)
+    arrival = np.empty(grid.tokens, dtype=np.int64)
+    arrival[np.concatenate(ids)] = np.arange(grid.tokens)
+    return whole.index_select(2, to_device(arrival[grid.token_permutation(grid.orders[0])], projected.device))
+
+
+def predicted_mass(
+    query: torch.Tensor, key: torch.Tensor, grid: BlockGrid, scale: float, *, every_query: bool
+) -> torch.Tensor:
+    """The attention that scores query·key predict, summed over each key block and averaged over each query block.
+
+    query, key: [tokens, W] of one head, in the order of the grid
+    every_query: whether each query's attention is averaged, or the attention of the block's mean query is taken
+    returns: float64[nq, nk], rows add up to 1
+    """
+    (q_place, q_real), (k_place, k_real) = (_padded(grid, side, query.device) for side in (0, 1))
+    rows = query.double()[q_place] * q_real[..., None]  # [nq, Bq, W]
+    lengths = q_real.sum(dim=1)
+    if not every_query:
+        rows = rows.sum(dim=1, keepdim=True) / lengths[:, None, None]
+    keys = key.double()[k_place.flatten()].T.contiguous()
+    mass = rows.new_empty(grid.nq, grid.nk)
+    step = max(1, CHUNK // (keys.shape[1] * rows.shape[1]))
+    for first in range(0, grid.nq, step):
+        scores = torch.mm(rows[first : first + step].flatten(0, 1), keys).mul_(scale)
+        scores.masked_fill_(~k_real.flatten(), -torch.inf)
+        by_block = (
+            torch.softmax(scores, dim=-1).unflatten(1, k_place.shape).sum(dim=2).unflatten(0, (-1, rows.shape[1]))
+        )
+        if every_query:
+            real = q_real[first : first + step]
+            mass[first : first + step] = (by_block * real[..., None]).sum(dim=1) / real.sum(dim=1)[:, None]
+        else:
+            mass[first : first + step] = by_block[:, 0]
+    return mass
+
+
+@functools.lru_cache(maxsize=8)
+def _padded(grid: BlockGrid, side: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64[blocks, block], places of each block's tokens, and bool, which are real: others repeat the last one.
+
+    side: 0 for query blocks, 1 for key blocks
+    """
+    axis = (grid.q_axis, grid.k_axis)[side]
+    within = np.arange(axis.block)
+    real = within < axis.lengths[:, None]
+    place = np.minimum(axis.starts[:, None] + within, axis.starts[:, None] + axis.lengths[:, None] - 1)
+    return to_device(place, device), to_device(real, device)

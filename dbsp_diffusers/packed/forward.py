@@ -1,0 +1,174 @@
+"""A transformer called with images and videos of several sizes at once."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.architectures import Packing, architecture_of
+from dbsp_diffusers.attach import attached_to
+from dbsp_diffusers.caching import ForwardRanks
+from dbsp_diffusers.packed.samples import PackedBatch, PackedSample, check_samples
+
+__all__ = ["LocalPredictions", "packed_forward", "packed_forward_local"]
+
+_CPU = torch.device("cpu")
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def packed_forward(
+    model: Any, samples: Sequence[PackedSample], *, timestep: float | None = None
+) -> list[torch.Tensor]:
+    """One call of a transformer for images and videos of different sizes: as if each were run alone.
+
+    No sample attends to another, and each has a prompt and a timestep of its own. With db-SP enabled on the
+    transformer (`enable`) their tokens are shared by all ranks, as even as one sequence's; every rank is given all
+    samples and returns all predictions. Without, one process runs the model's own attention, sequence by sequence.
+
+    Args:
+        model: A transformer of diffusers that takes several sizes (`WanTransformer3DModel`), or a
+            DistributedDataParallel around it.
+        samples: At least one.
+        timestep: Falls from step to step of a denoising, for masks that depend on the step. Default: the largest of
+            the samples' timesteps.
+
+    Returns:
+        The model's prediction for each sample, [C, F, H, W].
+
+    Raises:
+        UserError: For samples that the model cannot be given, or a model that takes one size at a time.
+    """
+    transformer, packing = _transformer_of(model)
+    check_samples(samples, transformer.config)
+    if not samples:
+        raise UserError("packed_forward was given no samples; give it at least one")
+    times = torch.stack([sample.condition.timesteps.amax() for sample in samples])
+    sizes, step = tuple(sample.size for sample in samples), times.amax() if timestep is None else timestep
+    batch = PackedBatch(tuple(samples), sizes, samples[0].latents.device, step)
+    predictions = packing.alone(transformer, batch) if _session_of(transformer) is None else model(batch)
+    return list(predictions[:-1])
+
+
+@dataclass(frozen=True, eq=False)
+class LocalPredictions:
+    """What a rank gets for its own samples.
+
+    Attributes:
+        samples: The model's prediction for each, [C, F, H, W]; empty on a rank that was given none.
+        zero: The number 0, which depends on the whole pass. Added to the loss it lets every rank take part in
+            backward, one without samples too.
+    """
+
+    samples: list[torch.Tensor]
+    zero: torch.Tensor
+
+
+def packed_forward_local(
+    model: Any, samples: Sequence[PackedSample], *, timestep: float | None = None
+) -> LocalPredictions:
+    """As `packed_forward`, but every rank is given its own samples, as its data loader has them, maybe none.
+
+    Tokens go to the ranks that share all of them evenly, and predictions come back, in one all-to-all each
+    (KnapFormer, Zhang et al., 2025, §3). Timesteps and prompts go to the ranks that have tokens of their sequence. The
+    loss of the step is the sum of what the ranks make of their own predictions: after `backward` on all ranks,
+    `sum_gradients` gives each parameter its gradient.
+
+    Args:
+        model: A transformer on which db-SP is enabled, or a DistributedDataParallel around it.
+        samples: This rank's. At least one rank must have one. Nothing flows back into text and image embeddings.
+        timestep: As for `packed_forward`; equal on all ranks.
+
+    Returns:
+        The predictions for this rank's samples.
+
+    Raises:
+        UserError: On all ranks together, as `packed_forward` does, and where db-SP is not enabled.
+    """
+    transformer, _ = _transformer_of(model)
+    session = _session_of(transformer)
+    if session is None:
+        raise UserError("samples are local to ranks where db-SP is enabled; call dbsp_diffusers.enable first")
+    batch = _gathered(transformer, samples, session.group, timestep)
+    *predictions, zero = model(batch)
+    return LocalPredictions(predictions, zero)
+
+
+def _gathered(
+    transformer: Any, samples: Sequence[PackedSample], group: SequenceGroup, timestep: float | None
+) -> PackedBatch:
+    """This rank's samples, with the sizes of all. Collective."""
+    control, problem = group.control(), None
+    rows: list[list[int]] = []
+    try:
+        check_samples(samples, transformer.config)
+        rows = [_described(sample) for sample in samples]
+    except UserError as error:
+        problem = error
+    check_consistent(control, problem, {}, _CPU)
+    counts = [count for (count,) in control.gather_integers([len(samples)], _CPU)]
+    if not sum(counts):
+        raise UserError("no rank was given a sample; give at least one rank at least one")
+    most, width = max(counts), 8
+    numbers = [number for row in rows for number in row]
+    padded = control.gather_integers([*numbers, *[0] * (width * most - len(numbers))], _CPU)
+    everyone = [
+        one[width * n : width * (n + 1)] for one, count in zip(padded, counts, strict=True) for n in range(count)
+    ]
+    types = {kind for *_, kind, _ in everyone}
+    if len(types) > 1:
+        raise UserError(f"text embeddings are of dtypes {', '.join(str(_TYPES[kind]) for kind in types)}; give one")
+    return PackedBatch(
+        tuple(samples),
+        tuple((row[0], row[1], row[2]) for row in everyone),
+        next(transformer.parameters()).device,
+        max(struct.unpack("d", struct.pack("q", row[7]))[0] for row in everyone) if timestep is None else timestep,
+        tuple(rank for rank, count in enumerate(counts) for _ in range(count)),
+        tuple((row[3], row[4], row[5]) for row in everyone),
+        _TYPES[types.pop()],
+    )
+
+
+def _described(sample: PackedSample) -> list[int]:
+    """What other ranks must know of a sample, in 8 integers."""
+    given = sample.condition
+    if given.text.dtype not in _TYPES:
+        raise UserError(f"text must be of floating point, got {given.text.dtype}")
+    image = 0 if given.image is None else len(given.image)
+    latest = struct.unpack("q", struct.pack("d", float(given.timesteps.amax())))[0]
+    lengths = len(given.text), image, len(given.timesteps)
+    return [*sample.size, *lengths, _TYPES.index(given.text.dtype), latest]
+
+
+def _transformer_of(model: Any) -> tuple[Any, Packing]:
+    """Raises UserError for one that takes one size at a time."""
+    transformer = model.module if isinstance(model, DistributedDataParallel) else model
+    packing = architecture_of(transformer).packing
+    if packing is None:
+        raise UserError(f"{type(transformer).__name__} takes one size at a time; WanTransformer3DModel takes several")
+    if getattr(transformer, "is_cache_enabled", False):
+        raise UserError("a step cache compares one sequence with itself; call disable_cache before several are packed")
+    return transformer, packing
+
+
+def _session_of(transformer: Any) -> AttentionSession | None:
+    """db-SP's on this transformer. Raises UserError where it is enabled in a way that takes one size at a time."""
+    state = attached_to(transformer)
+    if state is None:
+        return None
+    session = next(session for own, session in state.sessions if own is transformer)
+    ranks = transformer._is_parallelized
+    if not isinstance(ranks, ForwardRanks) or session.group.size != state.everyone.size:
+        raise UserError(
+            f"several sizes at once are not shared by batch groups, nor by {state.host} in a way of its own; enable "
+            "with dbsp_diffusers.enable, without batch_group"
+        )
+    return session

@@ -1,0 +1,209 @@
+#!/usr/bin/env python
+"""Two nodes in network namespaces with a slow link between them: bytes on the wire, and time, of keys that go round
+the ring against needed keys. Measured; needs root and the commands ip and tc.
+
+    scripts/bench/keys/two_nodes.py [--rate 400mbit] [--ranks-per-node 2] [--json]
+
+Each node is a namespace; its ranks (gloo, one thread each) reach the other's only by the link. Bytes are what the
+kernel has counted on it in one direction of each node, over the same calls that are timed; those expected are counted
+on the plan. Frames carry 64 kB, so that headers are a thousandth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dbsp_core import DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
+from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.local_layout import least_keys_layout
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning.plan import Plan
+from dbsp_core.sources import MaskRequest, WindowSource
+
+NODES, HEADS, WIDTH, CALLS = 2, 8, 64, 4
+REQUEST = MaskRequest(0, HEADS, (12, 16, 24))
+SOURCE = WindowSource(window=(3, 7, 9), block_q=64, block_k=64)
+
+
+def main() -> None:
+    """Starts the nodes, and prints what they measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="400mbit", help="of the link, as tc writes it")
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--link", help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is not None:
+        return run_rank(args.rank, args.ranks_per_node, args.link, args.store)
+    found = measure(args.rate, args.ranks_per_node)
+    if args.json:
+        print(json.dumps({"rate": args.rate, "ways": found}))
+        return
+    print(f"two nodes of {args.ranks_per_node} ranks, {args.rate} between them; measured, per call")
+    for way in found:
+        counted, wire = way["counted_bytes"] / 1e6, way["wire_bytes"] / 1e6
+        print(
+            f"{way['way']:24s} {way['seconds'] * 1e3:8.1f} ms   over the link: counted {counted:7.3f} MB, "
+            f"on the wire {wire:7.3f} MB ({wire / counted - 1:+.2%})   error {way['error']:.1e}"
+        )
+
+
+def measure(rate: str, ranks_per_node: int) -> list[dict[str, Any]]:
+    """By way, what all ranks found; raises RuntimeError where a rank failed."""
+    with two_nodes(rate) as links, tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(NODES * ranks_per_node):
+            name, link = links[rank // ranks_per_node]
+            command = ["ip", "netns", "exec", name, sys.executable, __file__, "--rank", str(rank), "--link", link]
+            command += ["--ranks-per-node", str(ranks_per_node), "--store", f"{folder}/store"]
+            environment = {**os.environ, "GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1"}
+            ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        try:
+            answers = [rank.communicate(timeout=300)[0] for rank in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError("a rank failed; its error is above")
+    found: list[dict[str, Any]] = json.loads(answers[0])
+    return found
+
+
+@contextmanager
+def two_nodes(rate: str) -> Iterator[list[tuple[str, str]]]:
+    """(namespace, its end of the link) of both, gone afterwards."""
+    names = [f"dbsp{os.getpid()}n{node}" for node in range(NODES)]
+    links = [f"dbv{os.getpid() % 100000}n{node}" for node in range(NODES)]
+    try:
+        for name in names:
+            _run("ip", "netns", "add", name)
+        _run(
+            "ip",
+            "link",
+            "add",
+            links[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            links[1],
+            "netns",
+            names[1],
+        )
+        for node, (name, link) in enumerate(zip(names, links, strict=True)):
+            _run("ip", "-n", name, "addr", "add", f"10.213.78.{node + 1}/24", "dev", link)
+            _run("ip", "-n", name, "link", "set", link, "mtu", "65000", "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            shape = ("rate", rate, "burst", "256kb", "latency", "400ms")
+            _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", link, "root", "tbf", *shape)
+        yield list(zip(names, links, strict=True))
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"this machine allows no two nodes: {' '.join(command)}: {done.stderr.strip()}")
+
+
+def run_rank(rank: int, ranks_per_node: int, link: str, store: str) -> None:
+    """In a namespace: every way in turn. Rank 0 prints what was found."""
+    torch.set_num_threads(1)
+    world = NODES * ranks_per_node
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    mask, found = SOURCE.mask(REQUEST), []
+    for way, plan, layout in ways(mask, world, ranks_per_node):
+        found.append({"way": way, **_one_way(mask, plan, layout, rank, ranks_per_node, link)})
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ways(mask: BlockMask, world: int, ranks_per_node: int) -> Iterator[tuple[str, Plan, SequenceLayout]]:
+    """Keys round the ring in their own layout and needed keys in theirs: heads inside a node, and on single ranks."""
+    for strategy in dict.fromkeys((Strategy(ranks_per_node, NODES), Strategy(1, world), Strategy(world, 1))):
+        for keys in ("ring", "needed"):
+            needed = keys == "needed"
+            layout = least_keys_layout([mask], strategy) if needed else SequenceLayout.striped(mask.grid, strategy)
+            yield f"{strategy} {keys}", make_plan(mask, strategy, layout=layout, compare=False, keys=keys), layout
+
+
+def _one_way(
+    mask: BlockMask, plan: Plan, layout: SequenceLayout, rank: int, ranks_per_node: int, link: str
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    full = [torch.randn(1, HEADS, layout.tokens, WIDTH, generator=generator) for _ in range(3)]
+    token, place = (torch.from_numpy(one) for one in layout.tokens_at(rank))
+    local = [torch.zeros(1, HEADS, layout.shard, WIDTH) for _ in full]
+    for shard, whole in zip(local, full, strict=True):
+        shard[:, :, place] = whole[:, :, token]
+    attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of())
+    out = attend(*local)  # what ranks compare at their first call is over
+    dist.barrier()
+    before, start = _sent(link), time.perf_counter()
+    for _ in range(CALLS):
+        attend(*local)
+    seconds = time.perf_counter() - start
+    dist.barrier()
+    wire = torch.tensor([_sent(link) - before if rank % ranks_per_node == 0 else 0.0, 0.0], dtype=torch.float64)
+    wire[1] = seconds if rank == 0 else 0.0
+    dist.all_reduce(wire)
+    error = torch.tensor([float((out[:, :, place] - _expected(full, mask)[:, :, token]).abs().max())])
+    dist.all_reduce(error, op=dist.ReduceOp.MAX)
+    return {
+        "seconds": float(wire[1]) / CALLS,
+        "wire_bytes": float(wire[0]) / CALLS,
+        "counted_bytes": crossing_bytes(plan, layout, ranks_per_node),
+        "error": float(error),
+    }
+
+
+def _expected(full: Sequence[torch.Tensor], mask: BlockMask) -> torch.Tensor:
+    q, k, v = full
+    lengths = [torch.from_numpy(axis.lengths) for axis in (mask.grid.q_axis, mask.grid.k_axis)]
+    allowed = mask.bits.repeat_interleave(lengths[0], 1).repeat_interleave(lengths[1], 2)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, allowed)
+
+
+def crossing_bytes(plan: Plan, layout: SequenceLayout, ranks_per_node: int) -> float:
+    """What a call sends from either node to the other, both together: float32, counted on the plan."""
+    traffic, strategy = traffic_of(plan.assignment, layout), plan.strategy
+    node = torch.arange(strategy.world).numpy() // ranks_per_node
+    apart = node[:, None] != node
+    tokens = sum(float(sent[apart].sum()) for sent in (traffic.queries, traffic.combine, *traffic.key_exchanges))
+    if plan.assignment.needed is None:  # in period i, rank (r, u) hands slot (r + i) mod y to (r − 1, u)
+        for rank in range(strategy.world):
+            ring_rank, column = divmod(rank, strategy.ulysses)
+            to = (ring_rank - 1) % strategy.ring * strategy.ulysses + column
+            for period in range(strategy.ring - 1):
+                blocks = traffic.slots[(ring_rank + period) % strategy.ring, column]
+                tokens += 2.0 * apart[rank, to] * blocks * plan.grid.block_k
+    return tokens * WIDTH * 4
+
+
+def _sent(link: str) -> float:
+    return float(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+#!/usr/bin/env python
+"""Images and videos trained in one step: padding, one loader a rank, KnapFormer's bags, and rows over all ranks.
+
+Real gloo ranks with the small trained model, forward and backward of the same samples each way, in turns in one run.
+`core` is the time that a rank's own thread computes, without waiting: on a machine with fewer cores than ranks a rank
+that waits lends its core to the others, so that wall time hides imbalance; core time does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+import dbsp_diffusers
+from dbsp_cli.calibrate.timing import run_ranks
+from dbsp_core import SequenceGroup
+from dbsp_core.planning.sequences.bags import BagTopology
+from dbsp_core.planning.sequences.cost import SequenceCost
+from dbsp_core.planning.sequences.sequence_plan import plan_sequences
+from dbsp_diffusers import packed_forward_local
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "reproduce"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "training" / "video"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "training"))
+
+from clips import Clips, encode_clips
+from common import RESULTS, publish
+from flow import FewPads
+from mixed import Mix, Size, cut_item, sample_of
+from settings import SYNTHETIC, Settings
+
+MASKS: dict[str, dict[str, Any]] = {
+    "dense": {"source": "dense", "block_q": 16, "block_k": 16},
+    "sparge": {"source": "sparge", "cdf": 0.85, "similarity": -1.0, "block_q": 16, "block_k": 16},
+}
+CAPTION = 16  # tokens: the longest caption, its end, and padding
+MIX = "17x144x240,9x144x240,3*1x144x240,2*1x96x160"
+Given = Sequence[tuple[int, int, Size]]
+"""(rank, number in the run, size) of each sample of a step."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way on one kind of mask. wir, imbalance: largest core time of a rank over the least, and over the mean;
+    core_tokens_s: useful tokens over the largest core time; wall_tokens_s: over wall time; core_ratio, wall_ratio:
+    those of the last way over this one's. Medians of the rounds; ratios are of each round's own times.
+    gradients_differ: from those of one loader a rank, over the largest; padding attends, and is attended to"""
+
+    mask: str
+    way: str
+    wir: float
+    imbalance: float
+    core_tokens_s: float
+    wall_tokens_s: float
+    core_ratio: float
+    wall_ratio: float
+    gradients_differ: str
+    label: str = ""
+
+
+class Way:
+    """One way to share out a step. bags: of ranks, as KnapFormer writes them; planner: of attention within a bag;
+    padded: samples are dealt out in turn, and padded to the largest"""
+
+    def __init__(self, name: str, bags: str | None, planner: str, padded: bool = False) -> None:
+        self.name, self.bags, self.planner, self.padded = name, bags, planner, padded
+
+    def prepare(self, transformer: Any, mask: dict[str, Any], rank: int, world: int) -> None:
+        """Enables db-SP on a copy of the transformer, over the ranks of this one's bag. Collective."""
+        self.topology = BagTopology.parse(self.bags or f"g1n{world}", world)
+        groups = [dist.new_group(list(range(at, at + n))) for at, n in zip(*self._bounds(), strict=True)]
+        bag = int(self.topology.bag_of_rank[rank])
+        group = SequenceGroup.of(groups[bag]) if self.topology.ranks[bag] > 1 else SequenceGroup(0, 1)
+        self.transformer = copy.deepcopy(transformer)
+        config = {"mask": mask, "planner": {"name": self.planner}, "reuse": {"mode": "sync"}}
+        dbsp_diffusers.enable(self.transformer, config, group=group)
+
+    def _bounds(self) -> tuple[list[int], list[int]]:
+        return self.topology.first_rank.tolist(), self.topology.ranks.tolist()
+
+    def deal(self, given: Given, width: int) -> list[int]:
+        """The rank that gives each sample to its bag."""
+        loaders = np.array([rank for rank, _, _ in given])
+        if self.padded:
+            return (np.arange(len(given)) % self.topology.world).tolist()
+        if self.bags is None:
+            return loaders.tolist()
+        tokens = np.array([_tokens(size) for _, _, size in given])
+        cost = SequenceCost.gamma_corrected(width, 1.0).picoseconds(tokens * 1000, tokens**2 * 1000)
+        bag = plan_sequences(cost, tokens, loaders, self.topology, "knapsack").bag
+        stays = self.topology.bag_of_rank[loaders] == bag
+        return np.where(stays, loaders, self.topology.first_rank[bag]).tolist()
+
+    def loss(self, clips: Clips, given: Given, rank: int) -> torch.Tensor:
+        """This rank's part of the step's loss."""
+        config = self.transformer.config
+        owners = self.deal(given, config.num_attention_heads * config.attention_head_dim)
+        own = [one for one, owner in zip(given, owners, strict=True) if owner == rank]
+        items = [cut_item(clips, number, size) for _, number, size in own]
+        samples = [sample_of(item, torch.device("cpu")) for item in items]
+        wanted = [item.noise - item.latents for item in items]
+        if self.padded:
+            largest = [max(sides) for sides in zip(*(size for *_, size in given), strict=True)]
+            found, zero = self._padded(samples, largest)
+        elif samples or self.topology.ranks.max() > 1:
+            local = packed_forward_local(self.transformer, samples)
+            found, zero = local.samples, local.zero
+        else:
+            found, zero = [], torch.zeros((), requires_grad=True)
+        parts = [F.mse_loss(one, other, reduction="sum") for one, other in zip(found, wanted, strict=True)]
+        return sum(parts, zero) / sum(math.prod(size) for *_, size in given)
+
+    def _padded(self, samples: Sequence[Any], largest: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        batch = []
+        for sample in samples:
+            gaps = [whole - side for whole, side in zip(largest, sample.size, strict=True)]
+            batch.append(F.pad(sample.latents, (0, gaps[2], 0, gaps[1], 0, gaps[0])))
+        if not batch:
+            return [], torch.zeros((), requires_grad=True)
+        times, text = torch.stack([one.timestep for one in samples]), torch.stack([one.text for one in samples])
+        found = self.transformer(torch.stack(batch), times, text, return_dict=False)[0]
+        cut = [
+            one[:, : sample.size[0], : sample.size[1], : sample.size[2]]
+            for one, sample in zip(found, samples, strict=True)
+        ]
+        return cut, torch.zeros(())
+
+
+def _tokens(size: Size) -> int:
+    return size[0] * (size[1] // 2) * (size[2] // 2)
+
+
+def ways(world: int) -> list[Way]:
+    """Ours last."""
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    bags = [Way(f"KnapFormer g{size}n{world // size}", f"g{size}n{world // size}", "contiguous") for size in sizes]
+    return [
+        Way("padded to the longest", None, "contiguous", padded=True),
+        Way("one loader a rank", None, "contiguous"),
+        *bags,
+        Way("rows over all ranks", f"g{world}n1", "dbsp"),
+    ]
+
+
+def measure(rank: int, world: int, mask: str, mix: Mix, rounds: int, folder: Path) -> dict[str, Any]:
+    """By way: [(core seconds of this rank, wall seconds)] of each round, and how far its gradients are from those of
+    one loader a rank."""
+    from diffusers import WanTransformer3DModel
+
+    from dbsp_cli.tiny_models import TRAINED_WAN
+
+    shared = Clips.read(folder, no_caption=0.0, seed=0, shift=3.0)
+    clips = Clips(shared.files, shared.no_text, 0.0, 0, 3.0, text_tokens=CAPTION)
+    transformer = WanTransformer3DModel.from_pretrained(TRAINED_WAN / "transformer", torch_dtype=torch.float32).train()
+    for block in transformer.blocks:
+        block.attn2.set_processor(FewPads(block.attn2.processor))
+    every = ways(world)
+    for way in every:
+        way.prepare(transformer, MASKS[mask], rank, world)
+    laps: dict[str, list[tuple[float, float]]] = {way.name: [] for way in every}
+    gradients = {}
+    for turn in range(rounds + 1):
+        given = mix.step(turn, world)
+        for way in every[turn % len(every) :] + every[: turn % len(every)]:
+            way.transformer.zero_grad()
+            dist.barrier()
+            wall, core = time.perf_counter(), time.thread_time()
+            way.loss(clips, given, rank).backward()
+            core = time.thread_time() - core
+            dist.barrier()
+            if turn:
+                laps[way.name].append((core, time.perf_counter() - wall))
+            else:
+                gradients[way.name] = _summed(way.transformer)
+    expected = gradients["one loader a rank"]
+    differ = {name: float((grad - expected).abs().max() / expected.abs().max()) for name, grad in gradients.items()}
+    return {"laps": laps, "differ": differ}
+
+
+def _summed(transformer: Any) -> torch.Tensor:
+    """All gradients, over all ranks."""
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in transformer.parameters()]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    return flat
+
+
+def rows_of(mask: str, found: Sequence[dict[str, Any]], tokens: np.ndarray, label: str) -> list[Row]:
+    """found: by rank;  tokens: useful ones of each round"""
+    times = {name: np.array([rank["laps"][name] for rank in found]) for name in found[0]["laps"]}  # [ranks, rounds, 2]
+    slowest = {name: (laps[..., 0].max(axis=0), laps[..., 1].max(axis=0)) for name, laps in times.items()}
+    ours = slowest[list(times)[-1]]
+    rows = []
+    for name, laps in times.items():
+        core, (most, wall) = laps[..., 0], slowest[name]
+        values = (
+            most / core.min(axis=0),
+            most / core.mean(axis=0),
+            tokens / most,
+            tokens / wall,
+            most / ours[0],
+            wall / ours[1],
+        )
+        medians = [float(np.median(value)) for value in values]
+        rows.append(Row(mask, name, *medians, f"{found[0]['differ'][name]:.0e}", label))
+    return rows
+
+
+def draw(rows: list[Row]) -> Figure:
+    masks = list(dict.fromkeys(row.mask for row in rows))
+    figure, panels = pyplot.subplots(
+        1, len(masks), figsize=(6.5 * len(masks), 3.6), layout="constrained", squeeze=False
+    )
+    for axes, mask in zip(panels[0], masks, strict=True):
+        own = [row for row in rows if row.mask == mask]
+        names = [f"{row.way}\nWIR {row.wir:.2f}" for row in own]
+        axes.barh(names[::-1], [row.core_tokens_s for row in own][::-1], color=["C1", *["C0"] * (len(own) - 1)])
+        axes.set(xlabel="tokens / s of the busiest rank's core time", title=f"{mask} attention")
+    figure.suptitle(rows[0].label)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4, help="steps measured each way; medians stand")
+    parser.add_argument("--mix", default=MIX, help="as scripts/train_video's")
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
+    parser.add_argument("--work", type=Path, default=Path("out/mixed"), help="folder for clips")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
+    options = parser.parse_args()
+    mix = Mix.parse(options.mix)
+    frames, height, width = (
+        max(sides) for sides in zip(*(size for loader in mix.loaders for size in loader), strict=True)
+    )
+    sides = {"--frames": frames * 4 - 3, "--height": height * 8, "--width": width * 8, "--out": options.work}
+    given = [str(part) for pair in sides.items() for part in pair]
+    folder = encode_clips(Settings.parse(["--data", f"{SYNTHETIC}:8", *given]))
+    steps = [mix.step(turn, options.ranks) for turn in range(1, options.rounds + 1)]
+    tokens = np.array([sum(_tokens(size) for *_, size in step) for step in steps])
+    label = f"measured on a CPU, {options.ranks} gloo ranks, small trained model"
+    rows = []
+    for mask in options.masks:
+        found = run_ranks(measure, options.ranks, "cpu", mask, mix, options.rounds, folder)
+        rows += rows_of(mask, found, tokens, label)
+    publish("mixed-training", "Images and videos in one step", rows, draw(rows), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Each rank is sent the keys that its rows need, and no others: exact for every UxRy on 2 to 8 ranks."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from gradient_cases import run_gradients
+
+from cases import Case, run_case
+from dbsp_core import Strategy
+
+WORLDS = (2, 3, 4, 6, 8)
+TOLERANCE = 1e-5
+
+# Heads that x does not divide and are split, short blocks, empty rows and columns, text, batches, orders per head.
+SHAPES = (
+    Case("-", heads=3, tokens=203, density=0.15),
+    Case("-", heads=5, tokens=331, block_q=32, text_tokens=37, batch=2, density=0.1),
+    Case("-", heads=1, tokens=611, block_q=32, block_k=64, density=0.7),
+    Case("-", heads=6, tokens=19 + 5 * 8 * 9, text_tokens=19, thw=(5, 8, 9), block_q=32, block_k=32, density=0.2,
+         orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")),
+)  # fmt: skip
+SETTINGS = (
+    {"planner": "local", "layout": "local", "padded": True},
+    {"planner": "dbsp", "layout": "striped", "split_text": True, "padded": True},
+    {"planner": "contiguous"},
+    {"planner": "random", "layout": "learned"},
+)
+
+
+def cases_for(strategy: Strategy) -> list[Case]:
+    ways = enumerate(itertools.product(SHAPES, SETTINGS))
+    every = (
+        replace(shape, strategy=str(strategy), keys="needed", seed=seed, band=bool(seed % 3), **how)
+        for seed, (shape, how) in ways
+    )
+    return [case for case in every if strategy.ring <= -(-case.tokens // case.block_k)]
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
+def test_equals_dense_attention(pool, world, strategy):
+    for case in cases_for(strategy):
+        errors = pool(world).run(run_case, case)
+        assert all(error <= TOLERANCE for error in errors), (case, errors)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in (2, 4, 6) for s in Strategy.all_for(w)], ids=str)
+def test_gradients_equal_those_of_dense_attention(pool, world, strategy):
+    for case in cases_for(strategy)[world % 2 :: 2]:
+        errors = pool(world).run(run_gradients, case)
+        assert all(max(error) <= TOLERANCE for error in errors), (case, errors)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U4R1"), (6, "U2R3")])
+def test_a_needed_block_left_out_does_not_pass(pool, world, strategy):
+    case = Case(strategy, "local", heads=5, tokens=128 * world, keys="needed", layout="local", band=True)
+    assert all(e <= TOLERANCE for e in pool(world).run(run_case, case))
+    assert max(pool(world).run(run_case, replace(case, sabotage="a needed block left out"))) > 100 * TOLERANCE

@@ -1,0 +1,165 @@
+"""What plans for several sequences make ranks compute and send, against plans and routes of packed masks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
+from dbsp_core.config.models import MODEL_SPECS
+from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.latency import block_s
+from dbsp_core.cost.sequences import (
+    FLUX,
+    LayerSize,
+    SequenceWork,
+    bag_layout,
+    evaluate,
+    gamma_of,
+    sequence_cost,
+)
+from dbsp_core.planning.sequences.bags import BagTopology
+from dbsp_core.planning.sequences.cost import PICO, SequenceCost
+from dbsp_core.planning.sequences.sequence_plan import BALANCERS, plan_sequences
+from dbsp_core.planning.sequences.streams import StreamAssumptions, draw, parse_streams
+from dbsp_core.sources import MaskRequest, SyntheticSource
+from dbsp_core.utils.errors import UserError
+from generators import random_bits
+from latency_cases import machine
+
+HEADS, WORLD, NODE = 6, 9, 4
+SIZES = ((70, 11), (300, 0), (45, 45), (128, 5), (33, 0), (90, 3), (512, 20))
+"""(tokens, of them text) of sequences."""
+
+
+def small_masks():
+    grids = [BlockGrid(tokens, text, 16, 16) for tokens, text in SIZES]
+    return [BlockMask(random_bits(HEADS, grid, seed), grid) for seed, grid in enumerate(grids)]
+
+
+@pytest.mark.parametrize("bags", ["g1n1", "g3n3", "g2n2+g5n1", "g9n1"])
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_ranks_compute_and_send_what_packed_plans_say(bags, balancer):
+    masks, topology = small_masks(), BagTopology.parse(bags, WORLD)
+    work, loader = SequenceWork.of(masks), np.array([0, 0, 1, 2, 4, 6, 8])
+    layer, cost = LayerSize(3, HEADS, 16, 1e6), SequenceCost(3e-9, 2e-9)
+    picoseconds = cost.picoseconds(work.tokens, work.blocks)
+    plan = plan_sequences(picoseconds, work.tokens, loader, topology, balancer)
+    hardware = machine(exchange_bytes_per_s=1e9, network_bytes_per_s=1e8, network_latency_s=0.0)
+    found = evaluate(plan, work, loader, cost, layer, hardware, NODE)
+    rhos, planner = [1.0], "contiguous" if balancer == "knapsack" else "dbsp"
+    for bag, (first, ranks) in enumerate(zip(topology.first_rank, topology.ranks, strict=True)):
+        own, here = np.flatnonzero(plan.bag == bag), slice(first, first + ranks)
+        if not len(own):
+            assert found.tokens[here].sum() == found.blocks[here].sum() == 0
+            with pytest.raises(UserError, match="no sequences"):
+                bag_layout(plan, work.tokens, bag)
+            continue
+        mask, layout = BlockMask.packed([masks[one] for one in own]), bag_layout(plan, work.tokens, bag)
+        packed = make_plan(mask, Strategy(int(ranks), 1), planner, layout=layout)
+        assert found.blocks[here].tolist() == packed.metrics.work[0].tolist()
+        assert found.tokens[here].tolist() == np.bincount(layout.rank, minlength=ranks).tolist()
+        traffic = traffic_of(packed.assignment, layout)
+        sent = (traffic.dispatch + traffic.combine) * (layer.head_dim * layer.element_bytes)
+        assert found.sent_bytes[here] == pytest.approx(sent.sum(axis=1) - sent.diagonal())
+        rhos.append(packed.rho)
+    assert found.rho == max(rhos)
+    assert found.blocks.sum() == work.blocks.sum()
+    assert np.array_equal(found.picoseconds, cost.picoseconds(found.tokens, found.blocks))
+    assert found.rehomed_bytes == plan.runs.moved(loader, 1)[0] * HEADS * 16 * 2
+    assert found.seconds >= found.picoseconds.max() / PICO
+
+
+def test_a_bag_that_crosses_nodes_pays_for_the_network_and_others_do_not():
+    grid, layer, cost = BlockGrid(960, 0, 16, 16), LayerSize(1, HEADS, 16, 1e6), SequenceCost(1e-15, 0.0)
+    work, loader = SequenceWork.dense([grid, grid], HEADS), np.array([0, 3])
+    hardware = machine(exchange_bytes_per_s=1e9, network_bytes_per_s=1e6, network_latency_s=5.0)
+    costs = cost.picoseconds(work.tokens, work.blocks)
+    times = {
+        node: evaluate(
+            plan_sequences(costs, work.tokens, loader, BagTopology.parse("g3n2", 6)),
+            work,
+            loader,
+            cost,
+            layer,
+            hardware,
+            node,
+        ).seconds
+        for node in (3, 4, 2)
+    }
+    # Whole heads: a rank of three sends two thirds of its q, k, v and output, 320 tokens of each.
+    inside = 4 * 320 * 2 / 3 * HEADS * 16 * 2 / 1e9
+    assert times[3] == pytest.approx(inside, rel=1e-6)
+    assert times[4] > 10
+    assert times[2] > 10
+    with pytest.raises(UserError, match="network"):
+        evaluate(
+            plan_sequences(costs, work.tokens, loader, BagTopology.parse("g6n1", 6)),
+            work,
+            loader,
+            cost,
+            layer,
+            machine(),
+            4,
+        )
+
+
+def test_gamma_falls_out_of_the_constants():
+    hardware = machine(flops_per_s=2e12, linear_flops_per_s=1e12)
+    assert gamma_of(FLUX, hardware) == pytest.approx(0.5)
+    assert gamma_of(FLUX, machine(flops_per_s=2e12, linear_flops_per_s=1e12, score_s=512e-12)) == pytest.approx(1.5)
+    cost = sequence_cost(FLUX, hardware, 32, 16)
+    assert cost.block_s == block_s(32, 16, 128, hardware.constants)
+    # KnapFormer's Eq. 2, block by block.
+    pair = SequenceCost.gamma_corrected(3072, 0.5, 1e12, heads=24)
+    assert (cost.token_s, cost.block_s) == pytest.approx((pair.token_s, pair.block_s * 32 * 16))
+
+
+def test_a_layer_of_a_published_model():
+    spec = MODEL_SPECS["wan2.1-t2v-14b"]
+    layer = LayerSize.of(spec)
+    assert layer.token_flops * layer.layers * spec.tokens == pytest.approx(spec.linear_flops)
+    assert (layer.width, layer.text) == (5120, False)
+    assert LayerSize.of(MODEL_SPECS["cogvideox-5b"]).text
+
+
+def test_ranks_are_even_with_sparse_masks_inside_where_whole_heads_are_not():
+    """Goals: ρ_s ≤ 1.01 and WIR ≤ 1.005, with bags of at most a node."""
+    drawn = draw(parse_streams("g8b4i256,g4b2i512,g2b1i1024,g2b1i256f85"), 16, 0, StreamAssumptions())
+    source = SyntheticSource(density=0.3)
+    sizes = zip(drawn.text.tolist(), drawn.thw.tolist(), strict=True)
+    work = SequenceWork.of([source.mask(MaskRequest(0, FLUX.heads, tuple(thw), text)) for text, thw in sizes])
+    hardware = load_hardware("h200")
+    cost = sequence_cost(FLUX, hardware)
+    found = {}
+    for balancer in BALANCERS:
+        plan = plan_sequences(
+            cost.picoseconds(work.tokens, work.blocks), work.tokens, drawn.loader, BagTopology.nodes(16), balancer
+        )
+        found[balancer] = evaluate(plan, work, drawn.loader, cost, FLUX, hardware)
+    assert found["dbsp"].rho <= 1.01
+    assert found["dbsp"].wir <= 1.005
+    assert found["knapsack"].rho > 1.1
+    assert found["knapsack"].wir > 1.02
+
+
+def test_an_idle_rank_is_an_infinite_imbalance():
+    work = SequenceWork.dense([BlockGrid(64, 0, 16, 16)], HEADS)
+    cost, loader = SequenceCost(1e-9, 1e-9), np.array([0])
+    plan = plan_sequences(
+        cost.picoseconds(work.tokens, work.blocks), work.tokens, loader, BagTopology.parse("g1n2", 2)
+    )
+    found = evaluate(plan, work, loader, cost, LayerSize(1, HEADS, 16, 1e6), machine())
+    assert found.wir == float("inf")
+    assert found.rehomed_bytes == 0
+
+
+def test_the_layout_of_a_bag_holds_its_sequences_one_after_another():
+    tokens, loader = np.array([5, 9, 3]), np.array([1, 0, 1])
+    plan = plan_sequences(tokens, tokens, loader, BagTopology.parse("g2n1", 2))
+    layout = bag_layout(plan, tokens, 0)
+    # Nine tokens a rank, up to one: rank 0 keeps its sequence of 9, rank 1 both of its own.
+    assert isinstance(layout, SequenceLayout)
+    assert layout.rank.tolist() == [1] * 5 + [0] * 9 + [1] * 3
+    assert layout.tokens_at(1)[0].tolist() == [0, 1, 2, 3, 4, 14, 15, 16]

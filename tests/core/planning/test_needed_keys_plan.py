@@ -1,0 +1,139 @@
+"""Plans that send only needed keys: what is needed, rows cut in token order, and which layout needs least."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
+from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.local_layout import least_keys_layout
+from dbsp_core.planning.needed_keys import needed_keys
+from dbsp_core.sources import MaskRequest, SvgSource, SyntheticSource, WindowSource
+from dbsp_core.utils.errors import UserError
+from generators import SEEDS, examples, grids, random_bits
+
+REQUEST = MaskRequest(0, 12, (9, 24, 40), layers=2)
+SOURCES = {
+    "window": WindowSource(window=(3, 9, 15), block_q=32, block_k=32),
+    "tiles": WindowSource(window=(3, 3, 3), tile=(3, 4, 8), block_q=96, block_k=96),
+    "svg": SvgSource(frames=2, bandwidth=0.1, block_q=32, block_k=32),
+    "synthetic": SyntheticSource(density=0.3, block_q=32, block_k=32),
+}
+
+
+@given(grid=grids(least_key_blocks=3), heads=st.integers(1, 4), seed=SEEDS, world=st.integers(1, 6))
+@examples(30)
+def test_needed_is_what_some_row_of_the_rank_attends_to(grid, heads, seed, world):
+    mask = BlockMask(random_bits(heads, grid, seed), grid)
+    owner = np.random.default_rng(seed).integers(world, size=(heads, grid.nq))
+    needed = needed_keys(mask, owner, world)
+    for rank in range(world):
+        rows = torch.from_numpy(owner == rank)[..., None]
+        assert (needed[rank] == (mask.bits & rows).any(dim=1).numpy()).all()
+
+
+@pytest.mark.parametrize("text", ["U8R1", "U4R2", "U2R4", "U1R8", "U4R4"])
+@pytest.mark.parametrize("name", SOURCES)
+def test_rows_cut_in_token_order_are_even_in_total(name, text):
+    mask, strategy = SOURCES[name].mask(REQUEST), Strategy.parse(text)
+    layout = SequenceLayout.named("local", mask.grid, strategy)
+    plan = make_plan(mask, strategy, layout=layout, keys="needed")
+    work = plan.metrics.work
+    assert plan.planner == "local", "planner dbsp cuts so where keys are needed"
+    assert work.shape == (plan.assignment.periods, strategy.world)
+    assert work.sum() == mask.counts.rows.sum()
+    assert plan.rho == work.sum(axis=0).max() * strategy.world / work.sum(), "nobody waits between the chunks"
+    assert plan.rho_bound - 1e-12 <= plan.rho <= max(1.005, plan.rho_bound + 1e-12), "tiles are few and large"
+
+
+def test_local_rows_need_a_fraction_of_what_others_need():
+    mask, strategy = SOURCES["window"].mask(REQUEST), Strategy(1, 8)
+    striped = SequenceLayout.striped(mask.grid, strategy)
+    local = SequenceLayout.named("local", mask.grid, strategy)
+    received = {
+        "ring": traffic_of(make_plan(mask, strategy, layout=striped).assignment, striped).kv_received,
+        "needed": traffic_of(make_plan(mask, strategy, layout=local, keys="needed").assignment, local).kv_received,
+    }
+    assert received["needed"] < 0.5 * received["ring"]
+    assert received["ring"] == pytest.approx(2 * 7 * 12 * mask.grid.tokens / 8, rel=0.02)
+
+
+def test_a_mask_with_further_keys_does_not_fit():
+    mask = SOURCES["window"].mask(REQUEST)
+    plan = make_plan(mask, "U2R2", keys="needed")
+    assert plan.fits(mask)
+    fewer = mask.bits.clone()
+    fewer[:, ::2] = False
+    assert plan.fits(BlockMask(fewer, mask.grid))
+    rank, head, block = (int(index[0]) for index in np.nonzero(~plan.assignment.needed))
+    row = int(np.flatnonzero(plan.assignment.q_owner[head] == rank)[0])
+    more = mask.bits.clone()
+    more[head, row, block] = True
+    assert not plan.fits(BlockMask(more, mask.grid))
+    assert make_plan(mask, "U2R2").fits(BlockMask(more, mask.grid)), "a ring brings every key"
+
+
+def test_assignments_that_send_other_keys_differ():
+    mask = SOURCES["window"].mask(REQUEST)
+    plan = make_plan(mask, "U2R2", keys="needed").assignment
+    other = plan.needed.copy()
+    other[0, 0, 0] ^= True
+    for another in (replace(plan, needed=None), replace(plan, needed=other)):
+        assert not plan.equals(another)
+        assert not another.equals(plan)
+        assert plan.fingerprint != another.fingerprint
+    assert plan.equals(replace(plan, needed=plan.needed.copy()))
+
+
+def test_a_split_heads_keys_go_only_where_its_rows_need_them():
+    """5 heads on 4 Ulysses ranks, whose masks are bands: less than whole heads sent again."""
+    grid = BlockGrid.uniform(4096, 32)
+    distance = np.abs(np.arange(grid.nq)[:, None] - np.arange(grid.nk))
+    mask = BlockMask(np.broadcast_to(distance < 12, (5, grid.nq, grid.nk)).copy(), grid)
+    layout = SequenceLayout.contiguous(grid.tokens, 4)
+    sent = {
+        keys: traffic_of(make_plan(mask, "U4R1", layout=layout, keys=keys).assignment, layout).keys.sum()
+        for keys in ("ring", "needed")
+    }
+    assert sent["ring"] >= 5 * grid.tokens * 1.5
+    assert sent["needed"] < 5 * grid.tokens * 1.2
+
+
+class TestLayout:
+    def test_ring_rows_hold_runs_of_tokens_striped_over_their_ranks(self):
+        grid, strategy = BlockGrid.uniform(1024, 16), Strategy(2, 4)
+        layout = SequenceLayout.named("local", grid, strategy)
+        assert (layout.rank // 2 == np.arange(1024) // 256).all()
+        blocks = layout.rank.reshape(-1, 16)
+        assert (blocks == blocks[:, :1]).all()
+        assert (blocks[:, 0] % 2 == np.arange(64) % 2).all()
+
+    def test_the_order_that_needs_least_is_found(self):
+        """A window that is long in time and thin in height: strips of the picture, not frames."""
+        mask = WindowSource(window=(9, 3, 40), block_q=32, block_k=32).mask(REQUEST)
+        strategy = Strategy(1, 4)
+        best = least_keys_layout([mask], strategy)
+        assert list(best.position[:3]) == [0, 9, 18], "time runs fastest"
+        frames = SequenceLayout.named("local", mask.grid, strategy)
+
+        def received(layout):
+            plan = make_plan(mask, strategy, "local", layout=layout, keys="needed")
+            return traffic_of(plan.assignment, layout).kv_received
+
+        assert received(best) < 0.7 * received(frames)
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [("auto", "auto weighs predicted times"), ("neded", "did you mean 'needed'"), ("all", "use one of ring, needed")],
+)
+def test_a_wrong_way_of_keys(keys, complaint):
+    mask = SOURCES["window"].mask(REQUEST)
+    with pytest.raises(UserError, match=complaint):
+        make_plan(mask, "U2R2", keys=keys)

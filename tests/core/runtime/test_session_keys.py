@@ -1,0 +1,82 @@
+"""Sessions that send needed keys only: exact while masks grow, and chosen where that is predicted to be faster."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.hardware import SHIPPED
+from dbsp_core.utils.errors import SettingError
+from session_cases import needed_keys_of_growing_masks, training_with_needed_keys, way_of_keys
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("strategy", ["U1R4", "U2R2", "U4R1"])
+def test_a_mask_that_grew_beyond_what_is_sent_gets_a_new_plan(pool, strategy, mode):
+    for worst, plans, by_need in pool(4).run(needed_keys_of_growing_masks, strategy, "needed", mode, True):
+        assert worst <= 1e-5
+        assert all(by_need)
+        assert 2 < plans <= 8, "one for each mask that needs more, and no more than that"
+
+
+def test_it_is_wrong_where_that_is_not_heeded(pool):
+    for worst, _, _ in pool(4).run(needed_keys_of_growing_masks, "U1R4", "needed", "sync", False):
+        assert worst > 1e-3
+
+
+def test_rings_keep_their_plan(pool):
+    for worst, plans, by_need in pool(4).run(needed_keys_of_growing_masks, "U1R4", "ring", "sync", True):
+        assert (worst <= 1e-5, plans, by_need) == (True, 1, [False, False])
+
+
+@pytest.mark.parametrize("strategy", ["U1R4", "U2R2"])
+def test_gradients_flow(pool, strategy):
+    assert all(pool(4).run(training_with_needed_keys, strategy))
+
+
+class TestAuto:
+    def test_keys_by_need_between_nodes_and_not_where_links_are_fast(self, pool, tmp_path):
+        far, near = ({"cost_model": _machine(tmp_path, rate)} for rate in (1e7, 1e15))
+        assert pool(4).run(way_of_keys, far, 2) == [("U1R4", True)] * 4
+        assert pool(4).run(way_of_keys, near, 1) == [("U1R4", False)] * 4
+
+    def test_with_the_strategy(self, pool, tmp_path):
+        strategy = {"strategy": "auto", "cost_model": _machine(tmp_path, 1e7)}
+        answers = pool(4).run(way_of_keys, strategy, 2)
+        assert answers == [answers[0]] * 4
+        assert answers[0][1]
+
+    def test_predicted_masks_go_round_the_ring(self):
+        config = DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}, "keys": "auto"})
+        assert config.effective_keys == "ring"
+        assert DbspConfig.load({"keys": "auto"}).effective_keys == "auto"
+
+
+def _machine(folder, network) -> str:
+    """The shipped one with another network between its nodes; one node's links are as fast as the network is meant to.
+
+    Where that is very fast only packing takes time, of which needed keys ask for more.
+    """
+    text = (SHIPPED / "h200.yaml").read_text()
+    constants = {"network_bytes_per_s": network, "exchange_bytes_per_s": 1e15, "p2p_bytes_per_s": 1e15}
+    if network > 1e12:
+        latencies = ("exchange_latency_s", "p2p_latency_s", "network_latency_s", "launch_s")
+        constants |= dict.fromkeys(("flops_per_s", "merge_bytes_per_s"), 1e18) | dict.fromkeys(latencies, 0.0)
+    for name, value in constants.items():
+        text, found = re.subn(rf"^  {name}: [0-9.e+-]+$", f"  {name}: {value:.1e}", text, flags=re.MULTILINE)
+        assert found == 1
+    file = folder / f"machine-{network:g}.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+class TestBadInput:
+    def test_masks_predicted_from_queries_and_keys(self):
+        with pytest.raises(SettingError, match="keys: needed is for masks that are known beforehand"):
+            DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}, "keys": "needed"})
+
+    def test_an_unknown_way(self):
+        with pytest.raises(SettingError, match="keys"):
+            DbspConfig.load({"keys": "fetch"})

@@ -1,0 +1,291 @@
+"""What the workers of test_packed_attention and test_rehoming run: sequences from loaders, balanced, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from dbsp_core import (
+    BlockGrid,
+    BlockMask,
+    DualBalancedAttention,
+    Rehoming,
+    SequenceGroup,
+    SequenceLayout,
+    Strategy,
+    make_plan,
+)
+from dbsp_core.masks.token_order import video_order
+from dbsp_core.runtime.kernel_tables import build_tables, dense_spans_of
+from dbsp_core.sources import (
+    DenseSource,
+    LocalQK,
+    MaskRequest,
+    MaskSource,
+    RadialSource,
+    SpargeSource,
+    WindowSource,
+    packed_mask,
+)
+from dbsp_core.sources.base import BlockSizes
+from interpreter import interpreted
+from oracle import dense_attention, token_mask
+
+HEADS, WIDTH = 4, 16
+KINDS = ("dense", "window", "radial", "sparge", "random")
+
+
+@dataclass(frozen=True)
+class RandomSource(BlockSizes):
+    """Asymmetric, uneven over heads and rows, some of them empty; every head in a token order of its own."""
+
+    seed: int = 0
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        draws = np.random.default_rng(self.seed)
+        orders = tuple(draws.choice(["thw", "hwt", "wth"], request.heads).tolist())
+        grid = replace(self.grid(request), orders=orders)
+        level = draws.uniform(0.1, 0.9, (request.heads, grid.nq, 1))
+        bits = draws.random((request.heads, grid.nq, grid.nk)) < level
+        bits[draws.random((request.heads, grid.nq)) < 0.15] = False
+        return BlockMask(bits, grid)
+
+
+def source_of(kind: str, blocks: tuple[int, int], seed: int) -> MaskSource:
+    if kind == "sparge":
+        return SpargeSource(*blocks, cdf=0.7)
+    if kind == "window":
+        return WindowSource(*blocks, window=(3, 3, 5))
+    if kind == "radial":
+        return RadialSource(*blocks, width=0.4)
+    return DenseSource(*blocks) if kind == "dense" else RandomSource(*blocks, seed=seed)
+
+
+@dataclass(frozen=True)
+class PackedCase:
+    """Two to six sequences; everything random comes from `seed`.
+
+    one_long: whether one sequence is longer than all others together
+    layout:   of attention: a name, or "loaders": where the loaders left the sequences
+    dense_parts: whether dense sequences of heads go to the dense kernel, as where there is a GPU
+    sabotage: a negative control
+    """
+
+    strategy: str
+    seed: int = 0
+    layout: str = "striped"
+    one_long: bool = False
+    dtype: torch.dtype = torch.float32
+    kernel: str = "auto"
+    dense_parts: bool = False
+    sabotage: str | None = None
+
+    @property
+    def sequences(self) -> list[tuple[BlockGrid, MaskSource]]:
+        draws = np.random.default_rng(self.seed)
+        blocks = [(16, 16), (32, 16), (16, 32)][self.seed % 3]
+        found = []
+        for place in range(draws.integers(2, 7)):
+            thw = (4, 5, 8) if place == 0 else tuple(draws.integers(1, (4, 6, 7)).tolist())  # a ring of six has slots
+            thw = (8, 9, 10) if self.one_long and place == 1 else thw
+            text = int(draws.integers(1, 25)) if draws.random() < 0.5 else 0
+            source = source_of(KINDS[(self.seed + place) % len(KINDS)], blocks, self.seed + place)
+            found.append((BlockGrid(text + int(np.prod(thw)), text, *blocks, thw), source))
+        return found
+
+    def loaders(self, world: int) -> SequenceLayout:
+        """Whole sequences on some of the ranks: most often one has none."""
+        draws = np.random.default_rng(self.seed + 1)
+        lengths = [grid.tokens for grid, _ in self.sequences]
+        having = draws.permutation(world)[: max(1, world - 1)]
+        return SequenceLayout.whole_sequences(lengths, draws.choice(having, len(lengths)).tolist(), world)
+
+    def home(self, grid: BlockGrid, world: int) -> SequenceLayout:
+        if self.layout == "loaders":
+            return self.loaders(world)
+        return SequenceLayout.named(self.layout, grid, Strategy.parse(self.strategy))
+
+
+def expected_of(case: PackedCase, mask: BlockMask, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Each sequence by itself, dense with its own mask."""
+    if case.sabotage == "a token attends into another sequence":
+        heads = [torch.block_diag(*(token_mask(part)[h].float() for part in mask.parts)).bool() for h in range(HEADS)]
+        allowed = torch.stack(heads)
+        allowed[:, mask.parts[0].grid.tokens, 0] = True
+        q, k, v = tensors
+        scores = (q.double() @ k.double().transpose(-1, -2) * WIDTH**-0.5).masked_fill(~allowed, -torch.inf)
+        return scores.softmax(-1).nan_to_num(0.0) @ v.double()
+    found, first = [], 0
+    for part in mask.parts:
+        own = [t[:, :, first : first + part.grid.tokens] for t in tensors]
+        found.append(dense_attention(*own, part, queries=torch.arange(part.grid.tokens)))
+        first += part.grid.tokens
+    return torch.cat(found, dim=2)
+
+
+def run_packed(rank: int, world: int, cases: list[PackedCase]) -> list[tuple[float, float]]:
+    """By case, the largest absolute errors on this rank's tokens: of the output, and of the gradients of q, k, v."""
+    return [_run_one(rank, world, case) for case in cases]
+
+
+def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
+    sequences, loaders = case.sequences, case.loaders(world)
+    tokens, group = loaders.tokens, SequenceGroup.of()
+    generator = torch.Generator().manual_seed(case.seed)
+    full = [torch.randn(1, HEADS, tokens, WIDTH, generator=generator, dtype=case.dtype) for _ in range(4)]
+    mine, places = (torch.from_numpy(a) for a in loaders.tokens_at(rank))
+    # 1. What this rank's loader gives, without padding: nothing where it has no sequence.
+    local = [t[:, :, mine].clone().requires_grad_(place < 3) for place, t in enumerate(full)]
+    home = case.home(BlockGrid.packed([grid for grid, _ in sequences]), world)
+    rehoming = Rehoming.of(loaders, home, group, source_places=len(mine), debug=True)
+    # 2. To the balanced layout, attention there, and back.
+    q, k, v = rehoming.there(*local[:3], dim=2)
+    request = MaskRequest(0, HEADS, (1, 1, 1))
+    with torch.no_grad():
+        seen = LocalQK(q, k, home, group, WIDTH**-0.5)
+        mask = packed_mask(sequences, request, seen)
+        alone = packed_mask(sequences, request, LocalQK.alone(*full[:2]))
+    assert mask.fingerprint == alone.fingerprint
+    plan = make_plan(mask, case.strategy, layout=home)
+    executor = DualBalancedAttention.prepare(plan, mask, home, group, kernel=case.kernel, debug=True)
+    if case.dense_parts:
+        dense = dense_spans_of(mask, torch.device("cuda"))
+        executor = replace(executor, tables=build_tables(executor.part.table_layout, mask, dense))
+        assert any(table.dense for table in executor.tables) or rank > 0
+    with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
+        out = rehoming.back(executor(q, k, v), dim=2)
+        out.backward(local[3])
+    # 3. Against one process.
+    leaves = [t.double().requires_grad_(True) for t in full[:3]]
+    expected = expected_of(case, mask, leaves)
+    expected.backward(full[3].double())
+    assert torch.equal(places, torch.arange(len(mine)))
+    errors = [_difference(out, expected[:, :, mine])]
+    errors += [_difference(a.grad, b.grad[:, :, mine]) for a, b in zip(local, leaves, strict=False)]
+    return errors[0], max(errors[1:])
+
+
+def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out - expected).detach().abs().max()) if out.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class Counting(SequenceGroup):
+    """A group that notes the bytes that are handed to all-to-alls, by destination."""
+
+    bytes: list = field(default_factory=list)
+
+    def all_to_all(self, sent, receive_splits, send_splits):
+        self.bytes.append([n * sent[0:1].numel() * sent.element_size() if len(sent) else 0 for n in send_splits])
+        return super().all_to_all(sent, receive_splits, send_splits)
+
+
+def run_rehoming(rank: int, world: int, seed: int) -> dict:
+    """There and back between two random layouts. returns: what came out, to be judged"""
+    draws = np.random.default_rng(seed)
+    lengths = draws.integers(1, 60, draws.integers(1, 6)).tolist()
+    loaders = SequenceLayout.whole_sequences(lengths, draws.integers(0, world, len(lengths)).tolist(), world)
+    tokens = sum(lengths)
+    target = SequenceLayout.from_streams([draws.permutation(tokens)], world)
+    group = Counting(*(getattr(SequenceGroup.of(), name) for name in ("rank", "size", "group")))
+    rehoming = Rehoming.of(loaders, target, group, debug=bool(seed % 2))
+    generator = torch.Generator().manual_seed(seed)
+    whole = [
+        torch.randn(tokens, 3, 5, generator=generator),
+        torch.randint(-(2**60), 2**60, (tokens,), generator=generator),
+        torch.randn(tokens, 2, generator=generator).bfloat16(),
+        torch.rand(tokens, generator=generator) < 0.5,
+        torch.randn(tokens, 1, dtype=torch.complex128, generator=generator),
+        torch.randint(0, 100, (2, tokens), generator=generator, dtype=torch.int16),
+    ]
+    dims = (0, 0, 0, 0, 0, 1)
+
+    def held(layout: SequenceLayout) -> list[torch.Tensor]:
+        here, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
+        found = []
+        for tensor, dim in zip(whole, dims, strict=True):
+            shape = list(tensor.shape)
+            shape[dim] = layout.shard
+            found.append(tensor.new_zeros(shape).index_copy(dim, places, tensor.index_select(dim, here)))
+        return found
+
+    local = held(loaders)
+    there = rehoming.there(*local, dim=dims)
+    back = rehoming.back(*there, dim=dims)
+    token_bytes = sum(t.select(dim, 0).numel() * t.element_size() for t, dim in zip(whole, dims, strict=True))
+    moved = [
+        int(((one.rank == rank) & (other.rank != rank)).sum())
+        for one, other in itertools.permutations((loaders, target))
+    ]
+    # Gradients take the way back, and padding has none.
+    leaf = local[0].clone().requires_grad_(True)
+    weights = torch.randn(target.shard, 3, 5, generator=generator)
+    arrived, labels = rehoming.there(leaf, local[1])
+    (arrived * weights).sum().backward()
+    return {
+        "there": _same_bits(there, held(target)),
+        "round trip": _same_bits(back, local),
+        "bytes": group.bytes[:2],
+        "said": rehoming.bytes_sent(token_bytes),
+        "moved": [n * token_bytes for n in moved],
+        "gradient": _same_bits([leaf.grad], [rehoming.back(weights)]) and not labels.requires_grad,
+        "exchanges": len(group.bytes),
+    }
+
+
+def _same_bits(found, expected) -> bool:
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def rehome_wrongly(rank: int, world: int, fault: str, culprit: int) -> None:
+    """One rank gives something else."""
+    source = SequenceLayout.whole_sequences([7, 9], [0, 1], world)
+    target = SequenceLayout.contiguous(16, world)
+    places, dtype = 9, torch.float32
+    if rank == culprit and fault == "places":
+        places = 8
+    if rank == culprit and fault == "dtype":
+        dtype = torch.float64
+    if rank == culprit and fault == "layouts":
+        source = SequenceLayout.whole_sequences([9, 7], [0, 1], world)
+    Rehoming.of(source, target).there(torch.zeros(places, 2, dtype=dtype))
+
+
+def orders_are_what_they_say(orders: tuple, grid: BlockGrid) -> bool:
+    """Whether a packed grid's permutation is each sequence's own, moved to where the sequence is."""
+    expected, first = [], 0
+    for own, order in zip(grid.sequences, orders, strict=True):
+        video = own.text_tokens + (video_order(order, own.thw) if own.thw else np.arange(own.tokens - own.text_tokens))
+        expected.append(first + np.concatenate([np.arange(own.text_tokens), video]))
+        first += own.tokens
+    return np.array_equal(np.concatenate(expected), grid.token_permutation(orders))
+
+
+def run_page(rank: int, world: int, code: str) -> dict:
+    """The example of docs/packed-sequences.md. returns: what it says of itself"""
+    names: dict = {}
+    exec(code, names)
+    expected, first = [], 0
+    gathered = names["here"].detach()
+    tokens = SequenceGroup.of().all_gather(gathered)
+    whole = torch.empty(names["striped"].tokens, gathered.shape[1])
+    for other, held in enumerate(tokens):
+        mine, places = (torch.from_numpy(a) for a in names["striped"].tokens_at(other))
+        whole[mine] = held[places]
+    q, k, v = whole.view(1, len(whole), 3, names["heads"], names["width"]).permute(2, 0, 3, 1, 4)
+    for part in names["mask"].parts:
+        own = [t[:, :, first : first + part.grid.tokens] for t in (q, k, v)]
+        expected.append(dense_attention(*own, part, queries=torch.arange(part.grid.tokens)))
+        first += part.grid.tokens
+    mine = torch.from_numpy(names["loaded"].tokens_at(rank)[0])
+    error = _difference(names["out"], torch.cat(expected, dim=2)[:, :, mine])
+    return {
+        "error": error,
+        "rho": names["plan"].rho,
+        "before": names["plan"].rho_before,
+        "gradient": names["hidden"].grad is not None and bool(names["hidden"].grad.isfinite().all()),
+    }

@@ -1,0 +1,50 @@
+"""Several sequences in one attention: each as if it were alone, forward and backward, from loaders and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dbsp_core import Strategy
+from packed_cases import PackedCase, run_packed, run_page
+from repository import ROOT
+
+WORLDS = (2, 3, 4, 6)
+LAYOUTS = ("striped", "contiguous", "loaders")
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
+def test_every_sequence_is_as_if_alone(pool, world, strategy):
+    """Dense, window, radial, predicted and random masks; with text and without; ranks without sequences."""
+    cases = []
+    for seed in range(4):
+        dtype = torch.float64 if seed % 2 else torch.float32
+        case = PackedCase(str(strategy), 7 * world + seed, LAYOUTS[seed % 3], seed == 3, dtype)
+        cases.append(replace(case, dense_parts=seed == 2))
+    for case, *errors in zip(cases, *pool(world).run(run_packed, cases), strict=True):
+        assert max(map(max, errors)) <= (1e-5 if case.dtype == torch.float32 else 1e-12), (case, errors)
+
+
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+def test_the_triton_kernel(pool, strategy):
+    pytest.importorskip("triton")
+    errors = pool(2).run(run_packed, [PackedCase(strategy, 8, kernel="triton")])
+    assert max(max(one[0]) for one in errors) <= 1e-5
+
+
+def test_a_token_that_attends_into_another_sequence_would_be_found(pool):
+    case = PackedCase("U2R1", 4, sabotage="a token attends into another sequence")
+    assert max(max(one[0]) for one in pool(2).run(run_packed, [case])) > 1e-3
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_page_runs_as_printed(pool, world):
+    page = (ROOT / "docs" / "packed-sequences.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    for found in pool(world).run(run_page, code):
+        assert found["error"] <= 1e-5
+        assert found["gradient"]
+        if world == 4:
+            assert (round(found["rho"], 2), round(found["before"], 2)) == (1.01, 1.53), "as the page says"

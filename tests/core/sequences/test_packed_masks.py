@@ -1,0 +1,288 @@
+"""Packed grids and masks: what planners, tables, files and pictures are told of several sequences."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
+from dbsp_core.masks.block_mask import row_places
+from dbsp_core.masks.mask_file import mask_file_bytes
+from dbsp_core.planning.imbalance import imbalance_ratio
+from dbsp_core.sources import DenseSource, FileSource, LocalQK, MaskRequest, SpargeSource, WindowSource, packed_mask
+from dbsp_core.utils.errors import UserError
+from generators import SEEDS, examples, masks, random_bits
+from oracle import cell_counts
+from packed_cases import RandomSource, orders_are_what_they_say
+
+SIZES = ((4, 5, 6, 9), (1, 7, 3, 0), (3, 3, 8, 17))
+"""Frames, rows, columns, text."""
+
+
+def packed_sequences(heads: int = 3, blocks: tuple[int, int] = (16, 8)) -> list[BlockMask]:
+    return [
+        RandomSource(*blocks, seed=place).mask(MaskRequest(0, heads, (t, h, w), text))
+        for place, (t, h, w, text) in enumerate(SIZES)
+    ]
+
+
+def test_a_packed_grid_holds_its_sequences():
+    grids = [mask.grid for mask in packed_sequences()]
+    packed = BlockGrid.packed([grids[0], BlockGrid.packed(grids[1:])])
+    assert packed == BlockGrid.packed(grids)
+    assert packed.sequences == tuple(grids)
+    assert (packed.tokens, packed.text_tokens, packed.thw) == (120 + 9 + 21 + 72 + 17, 26, None)
+    assert (packed.nq, packed.nk) == (sum(g.nq for g in grids), sum(g.nk for g in grids))
+    assert packed.pairs == sum(g.nq * g.nk for g in grids)
+    assert packed.q_axis.lengths.tolist() == [n for g in grids for n in g.q_axis.lengths]
+    assert (
+        packed.k_axis.starts[packed.k_axis.bounds[:-1]].tolist() == packed.token_bounds[:-1].tolist() == [0, 129, 150]
+    )
+    assert packed.q_axis.sequence_of.tolist() == np.repeat([0, 1, 2], [g.nq for g in grids]).tolist()
+    assert packed.text_positions.tolist() == [*range(9), *range(150, 167)]
+    assert grids[0].sequences == (grids[0],)
+    assert BlockGrid.packed(grids[:1]) is grids[0]
+
+
+def test_orders_of_packed_sequences():
+    grid = BlockGrid.packed([mask.grid for mask in packed_sequences()])
+    assert sorted(head for _, heads in grid.order_groups(3) for head in heads) == [0, 1, 2]
+    for orders, heads in grid.order_groups(3):
+        assert orders_are_what_they_say(orders, grid)
+        assert all(grid.order_of(head) == orders for head in heads)
+    plain = grid.with_orders(("thw",))
+    assert (plain.orders, plain.common_order) == (("thw",), "thw")
+    assert np.array_equal(plain.token_permutation("thw"), np.arange(grid.tokens))
+    assert plain.with_orders(grid.orders) == grid
+
+
+def test_other_block_sizes_of_packed_sequences():
+    mask = BlockMask.packed(packed_sequences())
+    finer = mask.grid.resized(8, 4)
+    assert finer.subdivides(mask.grid)
+    assert not mask.grid.subdivides(finer)
+    found = mask.subdivided(finer)
+    for part, own, one in zip(mask.parts, found.parts, finer.sequences, strict=True):
+        assert torch.equal(own.bits, part.subdivided(one).bits)
+    assert found.square().sum() == found.bits.sum()
+
+
+def test_text_is_dense_with_its_own_video_only():
+    mask = BlockMask.packed(packed_sequences())
+    bits = torch.zeros_like(mask.square())
+    mask.grid.make_text_dense(bits)
+    for place, part in enumerate(mask.parts):
+        own = torch.zeros_like(part.bits)
+        part.grid.make_text_dense(own)
+        (q, k), (end_q, end_k) = (
+            tuple(axis.bounds[place + n] for axis in (mask.grid.q_axis, mask.grid.k_axis)) for n in (0, 1)
+        )
+        assert torch.equal(bits[:, q:end_q, k:end_k], own)
+        bits[:, q:end_q, k:end_k] = False
+    assert not bits.any()
+
+
+@given(mask=masks(sequences=4), ring=st.integers(1, 4), seed=SEEDS)
+@examples(40)
+def test_counts_are_those_of_the_block_diagonal(mask, ring, seed):
+    square, slots = mask.square().numpy(), np.random.default_rng(seed).integers(0, ring, (mask.heads, mask.grid.nk))
+    assert np.array_equal(mask.counts.rows, square.sum(axis=2))
+    assert np.array_equal(mask.counts.columns, square.sum(axis=1))
+    for counts in (mask.counts, replace(mask).counts):  # sums known, or to be made on the way
+        found = counts.work_by_slot(slots, ring)
+        assert all(np.array_equal(found[..., n], (square & (slots == n)[:, None]).sum(axis=2)) for n in range(ring))
+        assert np.array_equal(counts.rows, square.sum(axis=2))
+        assert np.array_equal(counts.columns, square.sum(axis=1))
+    assert mask.density == square.sum() / (mask.heads * mask.grid.pairs)
+    assert mask.bits.numel() == mask.heads * sum(grid.nq * grid.nk for grid in mask.grid.sequences)
+    head, block = (np.random.default_rng(seed).integers(0, n, 5) for n in (mask.heads, mask.grid.nq))
+    for place, one, row in zip(row_places(mask.grid, mask.heads, head, block), head, block, strict=True):
+        sequence = mask.grid.q_axis.sequence_of[row]
+        own = slice(mask.grid.k_axis.bounds[sequence], mask.grid.k_axis.bounds[sequence + 1])
+        width = own.stop - own.start
+        bits = mask.row_bits[place : place + width] if mask.grid.packed_from else mask.row_bits[place]
+        assert np.array_equal(bits.numpy(), square[one, row, own])
+
+
+def test_plans_count_what_they_own():
+    mask = BlockMask.packed(packed_sequences())
+    for strategy in map(Strategy.parse, ("U3R1", "U2R2", "U1R4")):
+        for planner in ("dbsp", "contiguous", "paper", "burst"):
+            layout = SequenceLayout.striped(mask.grid, strategy)
+            plan = make_plan(mask, strategy, planner, layout=layout)
+            square = mask.subdivided(plan.grid).square().numpy()
+            assignment = plan.assignment
+            owned = cell_counts(square, assignment.q_owner, assignment.kv_slot, strategy.world, strategy.ring)
+            assert owned.sum() == plan.metrics.work.sum() == square.sum()
+            assert plan.rho == imbalance_ratio(plan.metrics.work)
+            assert plan.density == pytest.approx(mask.subdivided(plan.grid).density)
+
+
+@pytest.mark.parametrize("strategy", ["U8R1", "U4R2", "U2R4", "U1R8"])
+def test_sparse_masks_of_many_sequences_are_even_over_a_node(strategy):
+    draws = np.random.default_rng(3)
+    found = []
+    for side in draws.choice([16, 32, 64], 16):
+        text = int(draws.integers(0, 512))
+        grid = BlockGrid(side * side + text, text, 64, 64, (1, int(side), int(side)))
+        found.append(BlockMask(random_bits(24, grid, int(side) + text, 0.5), grid))
+    mask = BlockMask.packed(found)
+    plan = make_plan(mask, strategy, layout=SequenceLayout.striped(mask.grid, Strategy.parse(strategy)))
+    assert plan.rho <= 1.01 < plan.rho_before
+
+
+def test_fingerprints_differ_by_bits_and_by_where_sequences_end():
+    first, second, third = packed_sequences()
+    other = BlockMask(second.bits ^ (torch.arange(second.grid.nk) == 0), second.grid)
+    marks = [
+        BlockMask.packed(each).fingerprint
+        for each in ([first, second, third], [second, first, third], [first, other, third])
+    ]
+    assert len(set(marks)) == 3
+    assert BlockMask.packed([first, second, third]).fingerprint == marks[0]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_mask_file_of_packed_sequences(tmp_path, packed):
+    path, mask = tmp_path / "masks.safetensors", BlockMask.packed(packed_sequences())
+    other = BlockMask(~mask.bits, mask.grid.with_orders(("thw",)))
+    for masks_, groups, places in (
+        (mask, None, {(0, 0): mask}),
+        ([mask, other], None, {(0, 0): mask, (1, 0): other}),
+        ([[other], [mask]], "0-3,4-", {(0, 0): other, (0, 1): mask}),
+    ):
+        save_mask(path, masks_, groups=groups, packed=packed)
+        file = MaskFile(path)
+        assert file.grid == mask.grid.with_orders(("thw",))
+        assert file.heads == 3
+        for (layer, group), expected in places.items():
+            found = file.layer(layer, group)
+            assert torch.equal(found.square(), expected.square())
+            for one, same in zip(found.grid.sequences, expected.grid.sequences, strict=True):
+                assert [one.order_of(head) for head in range(3)] == [same.order_of(head) for head in range(3)]
+    path.write_bytes(mask_file_bytes(mask))
+    assert torch.equal(MaskFile(path).layer(0).bits, mask.bits)
+    with pytest.raises(UserError, match="for 3 packed sequences, the model runs one"):
+        FileSource(str(path)).grid(MaskRequest(0, 3, (4, 5, 6), 9))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("sequences", "[]", "at least one sequence"),
+        ("sequences", "{", "must be a JSON list"),
+        ("sequences", '[{"tokens": 239, "text_tokens": 26, "thw": null}]', "two sequences at least"),
+        ("tokens", "238", "tokens and text_tokens must say so"),
+        ("thw", "1,1,1", "thw stands with each"),
+        ("block_q", "64", "does not fit its metadata"),
+    ],
+)
+def test_bad_files_of_packed_sequences(tmp_path, key, value, message):
+    path = tmp_path / "masks.safetensors"
+    save_mask(path, BlockMask.packed(packed_sequences()))
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    header["__metadata__"][key] = value
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    with pytest.raises(UserError, match=message):
+        MaskFile(path)
+
+
+def test_the_commands_read_packed_sequences(tmp_path, dbsp):
+    path, picture = tmp_path / "masks.safetensors", tmp_path / "masks.png"
+    mask = BlockMask.packed(packed_sequences())
+    save_mask(path, mask, packed=True)
+    code, out, _ = dbsp("plan", path, "--gpus", 2, "--json")
+    assert code == 0
+    assert json.loads(out)["density"] == pytest.approx(mask.density)
+    code, out, _ = dbsp("masks", "info", path, "--gpus", 2, "--json", "--picture", picture)
+    assert code == 0
+    assert [one["tokens"] for one in json.loads(out)["sequences"]] == [129, 21, 89]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    code, out, _ = dbsp("masks", "info", path, "--gpus", 2)
+    assert "of 3 packed sequences" in out
+    code, _, err = dbsp("masks", "info", path, "--quality")
+    assert (code, "masks of one sequence" in err) == (2, True)
+
+
+def test_layouts_of_packed_sequences():
+    grid = BlockGrid.packed([mask.grid for mask in packed_sequences()])
+    lengths = [one.tokens for one in grid.sequences]
+    loaders = SequenceLayout.whole_sequences(lengths, [2, 0, 2], 4)
+    assert loaders.shard == 129 + 89
+    assert [len(loaders.tokens_at(rank)[0]) for rank in range(4)] == [21, 0, 129 + 89, 0]
+    assert loaders.tokens_at(2)[0].tolist() == [*range(129), *range(150, 239)]
+    for name in ("contiguous", "striped"):
+        for split in (False, True):
+            layout = SequenceLayout.named(name, grid, Strategy(2, 2), split_text=split)
+            held = [len(layout.tokens_at(rank)[0]) for rank in range(4)]
+            assert sum(held) == grid.tokens
+            assert layout.shard <= -(-grid.tokens // 4) + split
+    texts = SequenceLayout.named("striped", grid, Strategy(1, 2), split_text=True)
+    assert set(np.flatnonzero(texts.local < 13)) == set(grid.text_positions)
+
+
+def test_each_sequence_asks_its_own_source():
+    request = MaskRequest(3, 2, (1, 1, 1))
+    grids = [BlockGrid(t * h * w + text, text, 1, 1, (t, h, w)) for t, h, w, text in SIZES]
+    sources = [WindowSource(16, 8, window=(3, 3, 3)), DenseSource(16, 8), SpargeSource(16, 8, cdf=0.6)]
+    pairs = list(zip(grids, sources, strict=True))
+    q, k = torch.randn(2, 1, 2, sum(grid.tokens for grid in grids), 8)
+    mask = packed_mask(pairs, request, LocalQK.alone(q, k))
+    own = [replace(request, thw=grid.thw, text_tokens=grid.text_tokens) for grid in grids]
+    assert torch.equal(mask.parts[0].bits, sources[0].mask(own[0]).bits)
+    assert mask.parts[1].bits.all()
+    last = slice(150, None)
+    assert torch.equal(mask.parts[2].bits, sources[2].mask(own[2], LocalQK.alone(q[:, :, last], k[:, :, last])).bits)
+    with pytest.raises(UserError, match="needs them; give packed_mask its tokens"):
+        packed_mask(pairs, request)
+    with pytest.raises(UserError, match="one sample with their 239 tokens"):
+        packed_mask(pairs, request, LocalQK.alone(q[:, :, 1:], k[:, :, 1:]))
+    with pytest.raises(UserError, match="has no thw"):
+        packed_mask([(BlockGrid(5, 0, 8, 8), DenseSource())], request)
+    with pytest.raises(UserError, match="needs at least one sequence"):
+        packed_mask([], request)
+
+
+def test_sequences_that_cannot_be_packed():
+    first, second, _ = packed_sequences()
+    with pytest.raises(UserError, match="at least one sequence's grid"):
+        BlockGrid.packed([])
+    with pytest.raises(UserError, match="at least one sequence's mask"):
+        BlockMask.packed([])
+    with pytest.raises(UserError, match=r"equal block sizes, got 16×8 and 16×16; give all their mask sources one"):
+        BlockMask.packed([first, BlockMask.dense(3, second.grid.resized(16, 16))])
+    with pytest.raises(UserError, match="equal numbers of heads, got masks of 3 and 4"):
+        BlockMask.packed([first, BlockMask.dense(4, BlockGrid(9, 0, 16, 8))])
+    with pytest.raises(UserError, match="token orders for 3 and 4"):
+        BlockGrid.packed([first.grid, BlockGrid(8, 0, 16, 8, (2, 2, 2), ("thw", "hwt", "wth", "thw"))])
+    packed = BlockMask.packed([first, second])
+    with pytest.raises(UserError, match=r"give their masks to BlockMask\.packed"):
+        BlockMask(packed.square(), packed.grid)
+    with pytest.raises(UserError, match="pack them again"):
+        replace(packed.grid, thw=(1, 1, 1))
+    with pytest.raises(UserError, match=r"pack sequences with BlockGrid\.packed"):
+        BlockGrid(8, 0, 16, 8, (2, 2, 2), (("thw", "hwt"),))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "message"),
+    [
+        ([], [], "a length of at least 1 and a rank for each sequence"),
+        ([3, 0], [0, 1], "a length of at least 1"),
+        ([3], [0, 1], "a rank for each sequence"),
+        ([3, 4], [0, 2], "there are ranks 0 to 1"),
+        ([3, 4], [-1, 1], "there are ranks 0 to 1"),
+    ],
+)
+def test_whole_sequences_on_ranks_that_there_are_not(lengths, ranks, message):
+    with pytest.raises(UserError, match=message):
+        SequenceLayout.whole_sequences(lengths, ranks, 2)

@@ -1,0 +1,43 @@
+"""Re-homing: there, back, bytes and gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from dbsp_core import Rehoming, SequenceGroup, SequenceLayout
+from dbsp_core.utils.errors import UserError
+from packed_cases import rehome_wrongly, run_rehoming
+from workers import assert_all_raise
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_round_trips_are_bitwise_and_nothing_that_stays_travels(pool, world, seed):
+    for rank, found in enumerate(pool(world).run(run_rehoming, seed)):
+        assert found["there"]
+        assert found["round trip"]
+        assert found["gradient"]
+        assert found["exchanges"] == 5, "one each there and back, one of gradients, and two to compare with"
+        assert [sum(one) for one in found["bytes"]] == list(found["said"]) == found["moved"]
+        assert all(one[rank] == 0 for one in found["bytes"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("places", "dimension 0"), ("dtype", "differ on rank(s) [1]"), ("layouts", "layouts to re-home between differ")],
+)
+def test_one_rank_that_differs(pool, fault, message):
+    assert_all_raise(pool, 3, message, rehome_wrongly, fault, 1)
+
+
+def test_layouts_that_do_not_fit():
+    alone = SequenceGroup(0, 1)
+    source = SequenceLayout.whole_sequences([5, 3], [0, 0], 1)
+    with pytest.raises(UserError, match="8 tokens on 1; make source and target from the same sequences"):
+        Rehoming.of(source, SequenceLayout.contiguous(9, 1), alone)
+    with pytest.raises(UserError, match="on 2 ranks does not fit 8 tokens on 1"):
+        Rehoming.of(SequenceLayout.contiguous(8, 2), SequenceLayout.contiguous(8, 2), alone)
+    with pytest.raises(UserError, match="has 7 places, expected 8 to 8"):
+        Rehoming.of(source, SequenceLayout.contiguous(8, 1), alone, source_places=7)
+    with pytest.raises(UserError, match="at least one tensor"):
+        Rehoming.of(source, SequenceLayout.contiguous(8, 1), alone).there()

@@ -1,0 +1,178 @@
+"""Low-rank prediction: fitted in closed form, the same bits on any ranks, and refused where it does not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from lowrank_cases import LowRankCase, predict_with_fitted, record_together
+from safetensors.torch import load_file, save_file
+from sparge_cases import predict_together
+
+from dbsp_cli.mask_tools.fit import fit_projections, fit_recording
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.sources import LocalQK, LowRankSource, MaskRequest, RecordQKSource
+from dbsp_core.utils.errors import UserError
+from workers import WorkerError
+
+HEADS, WIDTH, RANK = 5, 16, 6
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A file fitted to one case's tokens."""
+    folder = tmp_path_factory.mktemp("moments")
+    case = LowRankCase()
+    recorder = RecordQKSource(32, 16, path=str(folder))
+    mask = recorder.mask(replace(case.request, layers=1), LocalQK.alone(*case.tensors()))
+    assert mask.bits.all()
+    recorder.write()
+    fit_recording([folder], folder / "fitted.safetensors", RANK)
+    return str(folder / "fitted.safetensors")
+
+
+class TestFit:
+    def test_no_other_projections_of_the_rank_are_nearer(self):
+        """Against gradient descent from random starts on the same error, in float64."""
+        generator = torch.Generator().manual_seed(0)
+        mixing = torch.randn(8, 8, generator=generator, dtype=torch.float64)
+        q, k = (torch.randn(200, 8, generator=generator, dtype=torch.float64) @ mixing for _ in "qk")
+        a, b, kept = fit_projections((q.T @ q / 200)[None], (k.T @ k / 200)[None], 3)
+        exact = q @ k.T
+
+        def error(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return ((q @ left) @ (k @ right).T - exact).square().mean()
+
+        ours = error(a[0].double(), b[0].double())
+        assert ours == pytest.approx(float((1 - kept[0]) * exact.square().mean()), rel=1e-5)
+        left, right = (torch.randn(8, 3, generator=generator, dtype=torch.float64).requires_grad_() for _ in "ab")
+        optimizer = torch.optim.LBFGS([left, right], max_iter=300, line_search_fn="strong_wolfe")
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = error(left, right)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert ours <= error(left, right) * (1 + 1e-6)
+
+    def test_recordings_of_all_ranks_make_one_fit(self, pool, tmp_path):
+        case = LowRankCase(layout="shuffled")
+        pool(3).run(record_together, str(tmp_path / "three"), case)
+        pool(1).run(record_together, str(tmp_path / "one"), case)
+        files = []
+        for name in ("three", "one"):
+            assert len(list((tmp_path / name).glob("moments-*"))) == {"three": 3, "one": 1}[name]
+            fit_recording([tmp_path / name], tmp_path / f"{name}.safetensors", WIDTH)
+            files.append(load_file(tmp_path / f"{name}.safetensors"))
+        for tensors in files:  # at full rank every score is exact
+            product = tensors["query.0"] @ tensors["key.0"].transpose(1, 2)
+            assert torch.allclose(product, torch.eye(WIDTH).expand(HEADS, -1, -1), atol=1e-3)
+
+    def test_the_command_says_what_is_kept(self, dbsp, tmp_path, fitted):
+        folder = str(tmp_path.parent / "x")
+        code, _, err = dbsp("masks", "fit", folder, "-o", str(tmp_path / "f.safetensors"))
+        assert code == 2
+        assert "holds no recording of queries and keys; record one with" in err
+        given = ("masks", "fit", fitted.rpartition("/")[0], "-o", str(tmp_path / "f"))
+        code, out, _ = dbsp(*given, "--rank", "3", "--json")
+        assert code == 0
+        assert 0 < json.loads(out)["kept"]["0"] < 1
+        code, _, err = dbsp(*given, "--rank", "17")
+        assert (code, "--rank 17 must lie between 1 and 16" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"topk": 0.3}, {"cdf": 0.6, "queries": "all"}, {"cdf": 0.5, "attention_sink": True, "token_order": "tile:2x3x3"}],
+)
+@pytest.mark.parametrize("text", [0, 21])
+def test_bits_do_not_depend_on_ranks_and_layout(pool, fitted, settings, text):
+    case = LowRankCase(path=fitted, text_tokens=text, batch=2, settings=settings)
+    alone = case.source.mask(case.request, LocalQK.alone(*case.tensors()))
+    assert 0 < alone.density < 0.9
+    for world in (2, 3, 4):
+        for layout in ("contiguous", "striped", "shuffled"):
+            answers = pool(world).run(predict_together, replace(case, layout=layout), f"U1R{world}")
+            assert {fingerprint for fingerprint, _ in answers} == {alone.fingerprint}, (world, layout)
+
+
+def test_at_full_rank_it_chooses_the_blocks_of_most_attention(fitted, tmp_path):
+    """Against attention computed in full; at rank 6 of 16 it must not."""
+    case = LowRankCase(path=fitted, thw=(5, 6, 8), settings={"topk": 0.25, "queries": "all", "block_q": 16})
+    folder = tmp_path / "moments"
+    recorder = RecordQKSource(path=str(folder))
+    recorder.mask(case.request, LocalQK.alone(*case.tensors()))
+    recorder.write()
+    fit_recording([folder], tmp_path / "full.safetensors", WIDTH)
+    q, k = (t[0].double() for t in case.tensors())
+    attention = torch.softmax(q @ k.transpose(1, 2) * WIDTH**-0.5, dim=-1)
+    mass = attention.unflatten(2, (-1, 16)).sum(3).unflatten(1, (-1, 16)).mean(2)
+    best = torch.zeros_like(mass).scatter(-1, mass.topk(3).indices, 1.0).bool()
+    agreed = {}
+    for path in (str(tmp_path / "full.safetensors"), fitted):
+        bits = replace(case, path=path).source.mask(case.request, LocalQK.alone(*case.tensors())).bits
+        agreed[path] = float((bits & best).sum() / best.sum())
+    assert agreed[str(tmp_path / "full.safetensors")] > 0.995
+    assert agreed[fitted] < 0.98
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("settings", "complaint"),
+        [
+            ({"topk": 0.2}, "needs the path of a fitted file; fit one with: dbsp masks fit"),
+            ({"path": "/no/such", "topk": 0.2}, "fitted file /no/such does not exist; fit one"),
+            ({"path": "/no/such"}, "mask source 'lowrank' needs either cdf or topk"),
+            ({"path": "/no/such", "topk": 2.0}, "topk=2.0 must be above 0"),
+            ({"path": "/no/such", "topk": 0.2, "queries": "some"}, "'mean' or 'all'"),
+        ],
+    )
+    def test_a_setting_that_cannot_be_is_one_line(self, settings, complaint):
+        with pytest.raises(UserError) as raised:
+            DbspConfig.load({"mask": {"source": "lowrank", **settings}})
+        assert complaint in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+    def test_other_files_are_refused(self, fitted, tmp_path):
+        tensors = load_file(fitted)
+        for name, changed in {
+            "half": {"query.0": tensors["query.0"]},
+            "uneven": {**tensors, "key.0": tensors["key.0"][:, :, :2].contiguous()},
+            "not finite": {**tensors, "key.0": tensors["key.0"] * torch.nan},
+            "others": {"mask": torch.zeros(2, 2)},
+        }.items():
+            save_file(changed, tmp_path / name)
+            with pytest.raises(UserError, match="is no file of fitted projections"):
+                LowRankSource(path=str(tmp_path / name), topk=0.2)
+        (tmp_path / "text").write_text("hello")
+        with pytest.raises(UserError, match="is no file of fitted projections"):
+            LowRankSource(path=str(tmp_path / "text"), topk=0.2)
+
+    def test_a_file_for_another_model_is_refused_before_tokens_are(self, fitted):
+        source = LowRankSource(path=fitted, topk=0.2)
+        with pytest.raises(UserError, match="is for 1 layers of 5 heads, the model has 2 of 5"):
+            source.grid(MaskRequest(0, HEADS, (2, 2, 2), layers=2))
+        with pytest.raises(UserError, match="of 5 heads, the model has None of 4"):
+            source.grid(MaskRequest(0, 4, (2, 2, 2)))
+
+    @pytest.mark.parametrize("fault", ["width", "layer", "other file", "broken file"])
+    def test_all_ranks_refuse_together(self, pool, fitted, tmp_path, fault):
+        tensors = load_file(fitted)
+        save_file({name: one * 2 for name, one in tensors.items()}, tmp_path / "other")
+        (tmp_path / "broken").write_text("hello")
+        with pytest.raises(WorkerError) as raised:
+            pool(3).run(predict_with_fitted, LowRankCase(path=fitted), fault, str(tmp_path))
+        assert [rank for rank, *_ in raised.value.errors] == [0, 1, 2]
+        expected = {
+            "width": "has heads of size 16 and layers [0], layer 0 of the model has size 8",
+            "layer": "is for 1 layers of 5 heads, the model has 4 of 5",
+            "other file": "differs on rank(s) [1]",
+            "broken file": "rank(s) [1]: ",
+        }
+        assert all(expected[fault] in text for *_, text in raised.value.errors)
+        assert np.unique([text for *_, text in raised.value.errors]).size == 1

@@ -1,0 +1,41 @@
+"""Requests of several sizes, steps and guidance denoised together: what the pipeline makes of each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dbsp_cli.tiny_models import make_tiny
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers import denoise_packed
+from denoising_cases import denoised, own_noise
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(make_tiny("wan", tmp_path_factory.mktemp("tiny") / "wan"))
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "enabled", "output_type"),
+    [
+        (1, "a14b", False, "np"),
+        (1, "ti2v", False, "latent"),
+        (2, "a14b", True, "latent"),
+        (2, "ti2v", True, "latent"),
+        (4, "ti2v", True, "latent"),
+    ],
+)
+def test_requests_together_give_what_the_pipeline_gives_for_each(pool, folder, world, kind, enabled, output_type):
+    for difference in pool(world).run(denoised, kind, folder, enabled, output_type):
+        assert difference <= 1e-5
+
+
+def test_ranks_without_a_generator_draw_the_same_noise(pool, folder):
+    first, second = pool(2).run(own_noise, folder)
+    assert torch.equal(first, second)
+
+
+def test_other_pipelines_are_refused():
+    with pytest.raises(UserError, match="of a WanPipeline"):
+        denoise_packed(object(), [])

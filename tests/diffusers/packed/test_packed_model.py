@@ -1,0 +1,79 @@
+"""Images and videos of several sizes in one call of a transformer: exactly as one by one, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from packed_model_cases import (
+    alone_is_one_by_one,
+    bad_input,
+    kept_by_modulation,
+    packed_is_one_by_one,
+    stock_calls_still_work,
+)
+from workers import assert_all_raise
+
+CASES = [
+    # model, world, mask, strategy, layout, local, checkpointing, fsdp
+    ("wan", 1, "synthetic", "U1R1", "contiguous", False, False, False),
+    ("wan", 2, "dense", "U2R1", "contiguous", True, False, False),
+    ("wan", 2, "sparge", "U1R2", "striped", False, True, False),
+    ("wan-i2v", 2, "synthetic", "U2R1", "contiguous", True, False, False),
+    ("wan-ti2v", 2, "synthetic", "U1R2", "striped", True, False, False),
+    ("wan", 3, "synthetic", "U3R1", "striped", True, False, False),
+    ("wan", 4, "synthetic", "U2R2", "striped", True, True, False),
+    ("wan", 4, "sparge", "U4R1", "contiguous", True, False, False),
+    ("wan", 4, "dense", "U1R4", "striped", False, False, False),
+    ("wan", 4, "synthetic", "U4R1", "contiguous", True, True, True),
+]
+
+
+@pytest.mark.parametrize(("model", "world", "rest"), [(model, world, rest) for model, world, *rest in CASES])
+def test_predictions_and_gradients_are_those_of_one_by_one(pool, model, world, rest):
+    for predictions, gradients, partial in pool(world).run(packed_is_one_by_one, model, *rest):
+        assert predictions <= 1e-12
+        assert gradients <= 1e-12
+        assert partial > 1e-4 or world == 1, "without the sum over ranks they are other ones"
+
+
+def test_in_float32(pool):
+    case = ("wan", "synthetic", "U2R2", "striped", True, False, False, torch.float32)
+    for predictions, gradients, _ in pool(4).run(packed_is_one_by_one, *case):
+        assert max(predictions, gradients) <= 1e-5
+
+
+@pytest.mark.parametrize(("model", "checkpointing"), [("wan", True), ("wan-i2v", False), ("wan-ti2v", False)])
+def test_without_db_sp_a_stock_transformer_packs_on_one_process(pool, model, checkpointing):
+    (found,) = pool(1).run(alone_is_one_by_one, model, checkpointing)
+    assert max(found) <= 1e-12
+
+
+def test_packed_and_stock_calls_take_turns(pool):
+    for enabled, disabled, undone in pool(2).run(stock_calls_still_work):
+        assert max(enabled, disabled) <= 1e-5
+        assert undone
+
+
+def test_modulation_keeps_no_row_for_every_token(pool):
+    (found,) = pool(1).run(kept_by_modulation)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("channels", "latents must be [4, frames, height, width]"),
+        ("patches", "do not divide into patches"),
+        ("text", "text must be [tokens, 16]"),
+        ("timestep", "one a token"),
+        ("image", "image embeddings are not for this model"),
+        ("dtype", "text embeddings are of dtypes"),
+        ("none", "no rank was given a sample"),
+        ("empty", "given no samples"),
+        ("model", "takes one size at a time"),
+        ("not enabled", "call dbsp_diffusers.enable first"),
+    ],
+)
+def test_bad_input_is_refused_on_all_ranks(pool, kind, message):
+    assert_all_raise(pool, 2, message, bad_input, kind)
