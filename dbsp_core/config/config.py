@@ -172,6 +172,13 @@ class DbspConfig:
         return "ring" if self.keys == AUTO and self.mask.changes == "per_call" else self.keys
 
     @property
+    def effective_planning(self) -> str:
+        """ "sync" or "async": what "auto" comes to for these masks."""
+        if self.reuse.mode != "auto":
+            return self.reuse.mode
+        return "async" if self.mask.changes == "per_call" else "sync"
+
+    @property
     def fingerprint(self) -> int:
         """Equal for settings that make the same plans. A mask file may be in another folder on another node."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_COMPARED}

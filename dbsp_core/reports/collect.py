@@ -177,5 +177,5 @@ def _environment(session: AttentionSession, observer: RunObserver, hardware: lis
     settings = session.config.to_values()
     settings |= {"model": model, "layout": session.config.effective_layout, "kernel": observer.kernel}
     del settings["report"], settings["record"]  # folders may be gone by the time that this is read
-    settings["reuse"] |= {"mode": session.planning}
+    settings["reuse"] |= {"mode": session.config.effective_planning}
     return Environment(settings, software, hardware, observer.kernel, observer.dtype)

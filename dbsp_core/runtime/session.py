@@ -15,15 +15,11 @@ import torch.distributed as dist
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.hardware import Hardware
-from dbsp_core.cost.local_layout import fastest_layout
-from dbsp_core.cost.peak_memory import MemoryLimit
-from dbsp_core.layout.sequence_layout import MaskProfile, SequenceLayout
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.schedule import StepClock
-from dbsp_core.planning.plan import Plan, require_slots
+from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.attention import (
     INPUTS_DIFFER,
     DualBalancedAttention,
@@ -33,17 +29,9 @@ from dbsp_core.runtime.attention import (
 from dbsp_core.runtime.gradients.recomputation import Recomputation
 from dbsp_core.runtime.mask_provider import MaskProvider, Video
 from dbsp_core.runtime.observer import SessionObserver
-from dbsp_core.runtime.plan_maker import (
-    ConfiguredPlanMaker,
-    agree_on_memory,
-    load_constants,
-    strategies_of,
-    topology_of,
-)
-from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
-from dbsp_core.runtime.size_context import FEW_STEPS, AttentionKey, SizeContext
+from dbsp_core.runtime.plan_reuse.rule import ReuseCounters
+from dbsp_core.runtime.sizes.new_sizes import NewSizes
+from dbsp_core.runtime.sizes.size_context import FEW_STEPS, AttentionKey, SizeContext
 from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
@@ -85,11 +73,10 @@ class AttentionSession:
     clock: StepClock = field(default_factory=StepClock)
     observers: Sequence[SessionObserver] = ()
     _mask_provider: MaskProvider = field(init=False)
+    _new_sizes: NewSizes = field(init=False)
     _counters: ReuseCounters = field(default_factory=ReuseCounters)
     _sizes: OrderedDict[Hashable, SizeContext] = field(default_factory=OrderedDict)
     """By size of video, the one used last at the end."""
-    _hardware: Hardware | None = None
-    _memory: MemoryLimit | None = None
     _reached: set[int] = field(default_factory=set)
     _recomputation: Recomputation = field(default_factory=Recomputation)
     _lock: threading.Lock = field(init=False)
@@ -107,7 +94,11 @@ class AttentionSession:
             count_steps=any(observer.counts_steps for observer in self.observers),
             clock=self.clock,
         )
-        if self.planning == "async":
+        compare = any(observer.compares for observer in self.observers)
+        self._new_sizes = NewSizes(
+            self.config, self.group, self.strategy, self._mask_provider, self._counters, compare
+        )
+        if self.config.effective_planning == "async":
             self.group.beside("planning")  # while no rank can have failed yet: making a process group is a collective
 
     def _agree_on_settings(self) -> None:
@@ -180,7 +171,7 @@ class AttentionSession:
             if self.config.debug:
                 check_consistent(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
             if size not in self._sizes:
-                self._sizes[size] = self._new_size(size, place, host_layout, text_last)
+                self._sizes[size] = self._new_sizes.prepare(size, place, host_layout, text_last)
                 if len(self._sizes) > MOST_SIZES:
                     self._drop_oldest_size()
             self._sizes.move_to_end(size)
@@ -219,7 +210,7 @@ class AttentionSession:
                 self._now.plans.start()
             key, latest = self._now.plan_keys[layer], self._now.plans.latest
             for observer in self.observers:
-                observer.attention_ends(layer, key, executor, q, latest, self.planning == "async")
+                observer.attention_ends(layer, key, executor, q, latest, self.config.effective_planning == "async")
             return out
 
     def flush(self) -> None:
@@ -265,13 +256,6 @@ class AttentionSession:
     def by_step(self) -> bool:
         """Whether masks depend on the denoising step."""
         return self._mask_provider.by_step
-
-    @property
-    def planning(self) -> str:
-        """ "sync" or "async": what "auto" comes to for these masks."""
-        if self.config.reuse.mode != "auto":
-            return self.config.reuse.mode
-        return "async" if self.config.mask.changes == "per_call" else "sync"
 
     @property
     def _now(self) -> SizeContext:
@@ -330,26 +314,6 @@ class AttentionSession:
         steps = None if self.config.mask.changes == "never" else self.steps()
         return steps is not None and steps <= FEW_STEPS
 
-    def _new_size(
-        self,
-        size: tuple[Video, ...],
-        device: torch.device,
-        host_layout: Callable[[], SequenceLayout] | None,
-        text_last: bool,
-    ) -> SizeContext:
-        """Collective: all ranks must plan by the same."""
-        grid = self._mask_provider.grid(device)  # which all ranks have alike
-        if self.strategy is not None:
-            require_slots(self.strategy, grid)
-        self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
-        self._memory = self._memory or agree_on_memory(self.config, self.group, device)
-        split_text = len(size) == 1 and size[0][1] > 0
-        layout = self._layout(grid, split_text, text_last, device) if host_layout is None else host_layout()
-        maker = ConfiguredPlanMaker.of(
-            self.config, self.group, self.strategy, layout, self._hardware, grid, device, self._compare, self._memory
-        )
-        return SizeContext(self.layers, size, maker, self._plan_cache())
-
     def _drop_oldest_size(self) -> None:
         """Once what is being planned for it is done: on all ranks alike."""
         oldest = self._sizes.pop(next(iter(self._sizes)))
@@ -359,46 +323,6 @@ class AttentionSession:
         context.plans.flush()
         for observer in self.observers:
             observer.flush(context.plans.latest)
-
-    def _layout(self, grid: BlockGrid, split_text: bool, text_last: bool, device: torch.device) -> SequenceLayout:
-        profile = self._profile(device)
-
-        def named(name: str, of: BlockGrid, strategy: Strategy) -> SequenceLayout:
-            return SequenceLayout.named(
-                name, of, strategy, split_text=split_text, text_last=text_last, profile=profile
-            )
-
-        # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
-        of_rings = named(self.config.effective_layout, grid, self.strategy or Strategy(1, self.group.size))
-        if self.config.effective_keys != "ring" and self.config.layout is None and self.group.size > 1:
-            return fastest_layout(
-                self._mask_provider.masks_now(device),
-                strategies_of(self.config, self.group, self.strategy, grid),
-                lambda of, strategy: named("local", of, strategy),
-                None if self.config.effective_keys == "needed" else of_rings,
-                self.config.planner,
-                self._hardware,
-                topology_of(self.group),
-                element_bytes=2 if device.type == "cuda" else 4,
-            )
-        return of_rings
-
-    @property
-    def _compare(self) -> bool:
-        return any(observer.compares for observer in self.observers)
-
-    def _plan_cache(self) -> PlanCache:
-        rule = ReplanRule(self.config.reuse.threshold, self.config.reuse.budget)
-        if self.planning == "async":
-            return AsyncPlanCache(rule, self._counters, self._compare, group=self.group)
-        return PlanCache(rule, self._counters, self._compare)
-
-    def _profile(self, device: torch.device) -> MaskProfile | None:
-        """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""
-        if self.config.effective_layout != "learned":
-            return None
-        masks = self._mask_provider.static_masks(device)
-        return None if masks is None else MaskProfile.of(masks)
 
 
 def _attention_of(

@@ -226,4 +226,4 @@ def test_ranks_that_agree_go_on(pool):
 )
 def test_masks_from_queries_and_keys_are_planned_one_call_behind(settings, kind):
     session = AttentionSession(DbspConfig(**settings), SequenceGroup(0, 1), Strategy(1, 1), heads=2, layers=1)
-    assert type(session._plan_cache()) is kind
+    assert type(session._new_sizes.plan_cache()) is kind

@@ -7,7 +7,7 @@ import pytest
 from dbsp_cli.mask_tools.series import MaskSeries, drift_of
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.runtime.session import MOST_SIZES
-from dbsp_core.runtime.size_context import FEW_STEPS, MOST_PASSES
+from dbsp_core.runtime.sizes.size_context import FEW_STEPS, MOST_PASSES
 from session_cases import (
     PREDICTED,
     Drifting,

@@ -1,0 +1,1 @@
+"""What is made for each size of video."""
