@@ -96,7 +96,7 @@ def test_images_and_videos_in_one_step_have_the_same_losses_on_any_ranks(pool, f
 
 
 def test_the_benchmark_has_the_same_gradients_every_way_but_padding(pool, encoded):
-    """scripts/bench/mixed_training.py, with a loader that has most."""
+    """scripts/training/video/mixed_training.py, with a loader that has most."""
     mix = Mix.parse("5x48x64,2*1x48x64+1x32x48")
     found = pool(2).run(measure, "sparge", mix, 1, encoded)
     rows = rows_of("sparge", found, np.array([24 + 2 * 12 + 6]), "measured")

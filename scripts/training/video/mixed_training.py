@@ -33,9 +33,8 @@ from dbsp_core.planning.sequences.cost import SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import plan_sequences
 from dbsp_diffusers import packed_forward_local
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reproduce"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training" / "video"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "reproduce"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from clips import Clips, encode_clips
 from common import RESULTS, publish
