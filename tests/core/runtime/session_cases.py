@@ -78,7 +78,7 @@ class Session:
         if settle:
             self.inner.flush()
         layout = self.inner.begin(thw, text_tokens, timestep)
-        self.feed.begin(thw, text_tokens, timestep)
+        self.feed.begin([(thw, text_tokens)], timestep)
         token, place = (torch.from_numpy(one) for one in layout.tokens_at(dist.get_rank()))
         generator, worst = torch.Generator().manual_seed(int(timestep)), 0.0
         for layer in range(self.layers):
