@@ -14,7 +14,8 @@ from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.local_layout import least_keys_layout
 from dbsp_core.cost.selection import candidates
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, MaskProfile, SequenceLayout
+from dbsp_core.layout.learned import MaskProfile
+from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile

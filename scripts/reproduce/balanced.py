@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 
 from common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 from dbsp_core import Plan, Strategy, make_plan
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, MaskProfile, SequenceLayout
+from dbsp_core.layout.learned import MaskProfile
+from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources.synthetic.presets import PRESETS
 

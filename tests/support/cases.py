@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
-from dbsp_core.layout.sequence_layout import MaskProfile
+from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.needed_keys import needed_keys
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, MaskProfile
+from dbsp_core.layout.learned import MaskProfile
+from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 
 SEEDS = st.integers(0, 2**32 - 1)

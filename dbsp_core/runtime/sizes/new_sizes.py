@@ -12,7 +12,8 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.local_layout import fastest_layout
 from dbsp_core.cost.peak_memory import MemoryLimit
-from dbsp_core.layout.sequence_layout import MaskProfile, SequenceLayout
+from dbsp_core.layout.learned import MaskProfile
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import require_slots

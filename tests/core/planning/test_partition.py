@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import Strategy
-from dbsp_core.layout.sequence_layout import balanced_layout
+from dbsp_core.layout.learned import balanced_layout
 from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, greedy_heads, majority_rank, snake_heads
 from dbsp_core.planning.bounds import bins_bound, whole_block_bound
 from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
