@@ -103,8 +103,10 @@ def draw(rows: list[Row]) -> Figure:
     right.axhline(0, color="k", linewidth=1)
     left.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms a layer")
     right.set(xscale="log", xlabel="tokens", ylabel="predicted over measured, % off")
-    left.legend(fontsize=8)
-    right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.set_xticks(tokens, tokens, rotation=45)
+        axes.minorticks_off()
+        axes.legend(fontsize=8)
     known = [(path.stem, gamma_of(FLUX, load_hardware(path.stem))) for path in sorted(SHIPPED.glob("*.yaml"))]
     figure.suptitle(
         f"{rows[0].label}; γ from constants: {', '.join(f'{name} {gamma:.2f}' for name, gamma in known)}", fontsize=10
