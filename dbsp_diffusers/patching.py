@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -71,22 +72,28 @@ class PatchSet:
         before, replaced = getattr(place, name), True
 
         @functools.wraps(before)
-        def either(*args: Any, **kwargs: Any) -> Any:
+        def either(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return forward(before, *args, **kwargs) if replaced else before(*args, **kwargs)
+
+        own_module = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [own_module, *inspect.signature(before).parameters.values()]
+        either.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        # A method, as the module's own is: cache-dit binds to the module what it puts back.
+        bound = types.MethodType(either, module)
 
         def restore() -> None:
             nonlocal replaced
             replaced = False
-            if vars(place).get(name) is either:
+            if vars(place).get(name) is bound:
                 if own is _MISSING:
                     delattr(place, name)
                 else:
                     setattr(place, name, own)
-            elif vars(module).get("forward") is either:  # the hook that it was within has been taken off
+            elif vars(module).get("forward") is bound:  # the hook that it was within has been taken off
                 module.forward = before
 
         own = vars(place).get(name, _MISSING)
-        setattr(place, name, either)
+        setattr(place, name, bound)
         self._undo.callback(restore)
 
     def hook(self, register: Callable[..., Any], function: Callable[..., Any], **options: Any) -> None:
