@@ -71,6 +71,8 @@ def test_calibration_recovers_the_constants_that_made_the_times():
         overlap=0.4,
         linear_flops_per_s=9e10,
         serial_s=0.0,
+        network_latency_s=None,  # one node is measured
+        network_bytes_per_s=None,
     )
 
     def kernel_s(case):
