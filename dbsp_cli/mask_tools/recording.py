@@ -40,7 +40,7 @@ class Recording:
         try:
             content = json.loads((folder / INDEX).read_text())
             return cls(folder, _longest(content["passes"]), int(content["layers"]), content["stopped"])
-        except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise UserError(
                 f"{folder} is no recording of masks ({type(error).__name__}: {error}); make one with "
                 "`dbsp masks record OUT -- COMMAND`"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -82,10 +83,6 @@ class CallColumns:
         lengths = {len(getattr(self, f.name)) for f in fields(self)}
         if len(lengths) > 1:
             raise ValueError(f"its columns have different lengths, {sorted(lengths)}")
-        for f in fields(self):
-            kinds = (str,) if f.name == "strategy" else (int, float)
-            if not all(isinstance(value, kinds) for value in getattr(self, f.name)):
-                raise ValueError(f"its column {f.name!r} does not hold {'texts' if str in kinds else 'numbers'} alone")
 
     def __len__(self) -> int:
         return len(self.layer)
@@ -206,16 +203,14 @@ class RunReport:
             if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
                 raise ValueError(f"it is not of format {FORMAT!r}")
             values.pop("totals", None)  # they follow from the columns
-            return cls(
-                **{
-                    **values,
-                    "layers": tuple(LayerReport(**layer) for layer in values["layers"]),
-                    "environment": Environment(**values["environment"]),
-                    "calls": CallColumns(**values["calls"]),
-                    "ranks": RankTotals(**values["ranks"]),
-                }
-            )
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            inside = {
+                "layers": tuple(_built(LayerReport, layer) for layer in values["layers"]),
+                "environment": _built(Environment, values["environment"]),
+                "calls": _built(CallColumns, values["calls"]),
+                "ranks": _built(RankTotals, values["ranks"]),
+            }
+            return cast(RunReport, _built(cls, {**values, **inside}))
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise UserError(
                 f"{path} is not a db-SP report ({' '.join(str(error).split())}); a run leaves one in the folder of "
                 "setting `report`, or --sp-report DIR"
@@ -233,6 +228,34 @@ class RunReport:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
+
+
+def _built(cls: type, values: Any) -> Any:
+    """cls(**values). Raises ValueError for no mapping, and for a value of another type than its field's."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"it has {values!r} where {cls.__name__} belongs")
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if name in hints and not _is_a(value, hints[name]):
+            kind = str(getattr(hints[name], "__name__", hints[name])).replace("collections.abc.", "")
+            raise ValueError(f"its {name!r} is no {kind}")
+    return cls(**values)
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether JSON's value is of that type: any number is a float, and a whole one fits into 64 bits."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin is Sequence:
+        return isinstance(value, (list, tuple)) and all(_is_a(one, inside[0]) for one in value)
+    if origin is Mapping:
+        return isinstance(value, dict) and all(_is_a(one, inside[1]) for one in value.values())
+    if inside:
+        return any(_is_a(value, one) for one in inside)
+    if hint is float:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and abs(value) < 2**63
+    return hint is Any or isinstance(value, hint)
 
 
 def _refuse(constant: str) -> NoReturn:

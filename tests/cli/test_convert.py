@@ -305,6 +305,11 @@ class TestRefused:
         assert "\n" not in str(raised.value)
         assert not (tmp_path / "out.safetensors").exists()
 
+    def test_an_array_whose_header_cannot_be_parsed_is_refused(self, tmp_path):
+        (tmp_path / "in.npy").write_bytes(b"\x93NUMPY\x01\x00\x0c\x00{'descr': (\n")
+        with pytest.raises(ValueError, match="or is damaged"):
+            convert_masks(tmp_path / "in.npy", tmp_path / "out.safetensors", OPTIONS)
+
     def test_a_raw_pickle_called_pt_is_refused(self, tmp_path):
         (tmp_path / "in.pt").write_bytes(pickle.dumps({"mask": Evil()}, protocol=2))
         with pytest.raises(ValueError, match="cannot be read without unpickling"):

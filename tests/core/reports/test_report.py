@@ -224,7 +224,12 @@ def test_json_round_trip(tmp_path):
         (lambda v: json.dumps({k: o for k, o in v.items() if k != "calls"}), "calls"),
         (lambda v: json.dumps(v | {"more": 1}), "more"),
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [1.0]}}), "columns have different lengths"),
-        (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": ["a"] * 6}}), "numbers"),
+        (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": ["a"] * 6}}), "'rho' is no Sequence"),
+        (lambda v: json.dumps(v | {"seconds": "long"}), "'seconds' is no float"),
+        (lambda v: json.dumps(v | {"calls": v["calls"] | {"bytes_ring": [2**64] * 6}}), "'bytes_ring' is no Sequence"),
+        (lambda v: json.dumps(v | {"layers": [v["layers"][0] | {"rho": None}]}), "'rho' is no float"),
+        (lambda v: json.dumps(v | {"calls": 3}), "has 3 where CallColumns belongs"),
+        (lambda v: "[" * 100_000, "recursion"),
         (lambda v: json.dumps(v | {"seconds": float("nan")}), "NaN is no number"),
     ],
 )
