@@ -155,7 +155,8 @@ def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
     if case.dense_parts:
         dense = dense_spans_of(mask, torch.device("cuda"))
         executor = replace(executor, tables=build_tables(executor.part.table_layout, mask, dense))
-        assert any(table.dense for table in executor.tables) or rank > 0
+        has_some = torch.tensor([any(table.dense is not None for table in executor.tables)])
+        assert any(group.all_gather(has_some)), "some rank must have dense rows"
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
         out = rehoming.back(executor(q, k, v), dim=2)
         out.backward(local[3])
