@@ -11,7 +11,7 @@ from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
 from dbsp_core.cost.local_layout import least_keys_layout
-from dbsp_core.cost.selection import candidates, fastest_plan, in_ns
+from dbsp_core.cost.selection import candidates, fastest_plan, in_fastest_chunks, in_ns
 from dbsp_core.cost.training import predict_backward, saved_bytes, sent_backward, sent_forward
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -109,6 +109,8 @@ def simulate_layer(
         plan = fastest_plan(make, shape, hardware, topology, layout)
     else:
         plan = make(run.planner, False)
+    if run.keys == "needed":
+        plan = in_fastest_chunks(plan, mask, shape, hardware, topology, layout)
     prediction = predict(plan, shape, hardware, topology, layout)
     return LayerTime(plan, prediction, predict_as_printed(plan, mask.density, shape, hardware, topology))
 

@@ -104,7 +104,9 @@ def log_config(
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
     ranks = f"{group.size} rank{'s' if group.size > 1 else ''}"
-    layout = f"planner {config.planner.name}, layout {config.effective_layout}, kernel {kernel}"
+    chosen_later = config.effective_keys == "auto" and config.layout is None and group.size > 1
+    layout = "auto" if chosen_later else config.effective_layout
+    layout = f"planner {config.planner.name}, layout {layout}, kernel {kernel}"
     _log_once(f"{identity} on {ranks}, strategy {strategy or 'auto'}, {layout}")
     origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {config.origin}"
     _log_once(f"mask {describe_mask(config)}" + (f"; {origin}" if origin else ""))

@@ -1,7 +1,7 @@
 """The uneven all-to-all that takes (head, block) pieces from the ranks that hold them to their owners, and back.
 
 Each piece goes straight from holder to owner, q, k and v packed into one exchange (or q apart, where memory asks for
-it, see `exchange_q_separately`; or needed keys of other ring rows in a second one, that attention to the first hides);
+it, see `exchange_q_separately`; or needed keys of other ring rows in further ones, that attention to the first hides);
 what does not change rank does not travel. An exchange is tables of segments, made
 from blocks and shards: one pass over memory packs what is sent, straight from the host's own strides, and one unpacks
 what came, straight into what the kernel reads.
@@ -9,6 +9,8 @@ what came, straight into what the kernel reads.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -80,7 +82,8 @@ class Route:
     combine_exchange:   of the output, on its way back
     q_places, kv_places: Rq·Bq and Ck·Bk, tokens with the places beyond short blocks
     block_k: tokens of a KV block
-    fetch_exchange:     of k and v, where needed keys come in a second chunk; `fetched_blocks` of them
+    fetch_exchanges:    of k and v, where needed keys come in further chunks; `fetched_blocks` in each
+    one_ahead:          whether each sets off when the one before it has come, and not all at once
     """
 
     dispatch_exchanges: tuple[Exchange, ...]
@@ -88,21 +91,23 @@ class Route:
     q_places: int
     kv_places: int
     block_k: int
-    fetch_exchange: Exchange | None = None
-    fetched_blocks: int = 0
+    fetch_exchanges: tuple[Exchange, ...] = ()
+    fetched_blocks: tuple[int, ...] = ()
+    one_ahead: bool = False
 
     def to(self, device: torch.device) -> Route:
         """The same with its tables on a device."""
-        there = tuple(exchange.to(device) for exchange in self.dispatch_exchanges)
-        fetch = None if self.fetch_exchange is None else self.fetch_exchange.to(device)
+        there, fetch = (
+            tuple(exchange.to(device) for exchange in some) for some in (self.dispatch_exchanges, self.fetch_exchanges)
+        )
         return replace(
-            self, dispatch_exchanges=there, combine_exchange=self.combine_exchange.to(device), fetch_exchange=fetch
+            self, dispatch_exchanges=there, combine_exchange=self.combine_exchange.to(device), fetch_exchanges=fetch
         )
 
     @property
     def key_exchanges(self) -> tuple[Exchange, ...]:
-        """Those that take q, k and v to owners: `dispatch_exchanges`, and `fetch_exchange` where there is one."""
-        return (*self.dispatch_exchanges, *([self.fetch_exchange] if self.fetch_exchange else []))
+        """Those that take q, k and v to owners: `dispatch_exchanges` and `fetch_exchanges`."""
+        return (*self.dispatch_exchanges, *self.fetch_exchanges)
 
     def tokens_sent(self, rank: int) -> tuple[int, int]:
         """How many tokens of one head `rank`, whose route this is, sends to others: in dispatch, and in combine."""
@@ -131,13 +136,23 @@ class Route:
         copy_segments(by_batch(came), packed_kv.transpose(0, 1), self.dispatch_exchanges[-1].unpack[-1])
         return packed_q, packed_kv
 
-    def fetch(self, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup) -> PendingKeys:
-        """Starts to exchange the needed keys of the second chunk. k, v: [B, H, n_local, D], outside attention"""
-        exchange = self.fetch_exchange
-        if exchange is None:
-            raise RuntimeError("this route has no second chunk of keys")
-        transfer = group.start_all_to_all(exchange.send_buffer(k, v), exchange.received, exchange.sent)
-        return PendingKeys(transfer, exchange.unpack[0], self.fetched_blocks, self.block_k)
+    def fetch(self, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup) -> Iterator[PendingKeys]:
+        """The further chunks of needed keys, in flight: all from the first on, or each from when it is asked for.
+
+        k, v: [B, H, n_local, D], outside attention
+        """
+
+        def start(exchange: Exchange, blocks: int) -> PendingKeys:
+            transfer = group.start_all_to_all(exchange.send_buffer(k, v), exchange.received, exchange.sent)
+            return PendingKeys(transfer, exchange.unpack[0], blocks, self.block_k)
+
+        started: Iterator[PendingKeys] = map(start, self.fetch_exchanges, self.fetched_blocks)
+        if self.one_ahead:
+            yield from started
+            return
+        in_flight = deque(started)
+        while in_flight:  # what has come is not held here
+            yield in_flight.popleft()
 
     def combine(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         """The way back. out: packed [B, Rq·Bq, D]; returns: [B, H, n_local, D], strided as `like`, zero at padding."""

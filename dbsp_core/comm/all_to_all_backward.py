@@ -6,6 +6,7 @@ whose gradients add up in the order of those ranks, so that sums have the same b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,18 +53,20 @@ class BackwardRoute:
 
     combine:  the output's gradient, to owners
     dispatch: those of q, k and v, back to the layout outside attention
-    fetch:    those of the second chunk of needed keys, likewise
+    fetch:    those of the further chunks of needed keys, likewise
     """
 
     combine: _BackwardExchange
     dispatch: tuple[_BackwardExchange, ...]
     q_places: int
-    fetch: _BackwardExchange | None = None
+    fetch: tuple[_BackwardExchange, ...] = ()
 
     @classmethod
     def of(cls, route: Route) -> BackwardRoute:
-        dispatch = tuple(_BackwardExchange.of(exchange) for exchange in route.dispatch_exchanges)
-        fetch = None if route.fetch_exchange is None else _BackwardExchange.of(route.fetch_exchange)
+        dispatch, fetch = (
+            tuple(_BackwardExchange.of(exchange) for exchange in some)
+            for some in (route.dispatch_exchanges, route.fetch_exchanges)
+        )
         return cls(_BackwardExchange.of(route.combine_exchange), dispatch, route.q_places, fetch)
 
     def to_owners(self, dout: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
@@ -76,13 +79,13 @@ class BackwardRoute:
         self,
         dq: torch.Tensor,
         dkv: torch.Tensor,
-        fetched: torch.Tensor | None,
+        fetched: Sequence[torch.Tensor],
         shape: torch.Size,
         group: SequenceGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq: packed [B, Rq·Bq, D], dkv: [2, B, Ck·Bk, D]; returns: those of q, k and v, of `shape` each.
 
-        fetched: those of the second chunk, like dkv, where there is one
+        fetched: those of the further chunks, like dkv
         """
         dq_home, dk_home, dv_home = (dq.new_zeros(shape) for _ in range(3))
         packed_q, packed_kv = dq[:, None], dkv.transpose(0, 1)
@@ -92,8 +95,8 @@ class BackwardRoute:
             second[0].run((packed_kv,), (dk_home, dv_home), group)
         else:
             first.run((packed_q, packed_kv), (dq_home, dk_home, dv_home), group)
-        if self.fetch is not None and fetched is not None:
-            self.fetch.run((fetched.transpose(0, 1),), (dk_home, dv_home), group)
+        for exchange, of_chunk in zip(self.fetch, fetched, strict=True):
+            exchange.run((of_chunk.transpose(0, 1),), (dk_home, dv_home), group)
         return dq_home, dk_home, dv_home
 
 

@@ -34,16 +34,18 @@ def build_route(
     of_q, of_kv = _Travelling.of_one(q_home, q_packed), _Travelling.of_keys(kv_home, kv_packed)
     apart = exchange_q_separately(assignment)
     dispatch = [_exchange(world, part, device) for part in (([of_q], [of_kv]) if apart else ([of_q, of_kv],))]
-    # 3. Needed keys that are not in the ring row come in an exchange of their own.
-    fetch, fetched_blocks = None, 0
-    if assignment.needed is not None and later:
-        fetched_home = keys.at_home(rank, functools.partial(_holders, assignment, 1))
-        fetch = _exchange(world, [_Travelling.of_keys(fetched_home, keys.packed(*later[0]))], device)
-        fetched_blocks = len(later[0][0])
+    # 3. Needed keys that are not in the ring row come in exchanges of their own.
+    chunks = [] if assignment.needed is None else later
+    homes = (keys.at_home(rank, functools.partial(_holders, assignment, n)) for n in range(1, len(chunks) + 1))
+    fetch = tuple(
+        _exchange(world, [_Travelling.of_keys(home, keys.packed(*blocks))], device)
+        for home, blocks in zip(homes, chunks, strict=True)
+    )
+    fetched_blocks = tuple(len(head) for head, _ in chunks)
     # 4. The output goes back as queries came, and fills padding with zeros.
     combine = _exchange(world, [_Travelling.of_one(q_packed, q_home)], device, zeros=empty)
     places = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
-    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks)
+    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks, assignment.one_ahead)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,8 +23,9 @@ class Traffic:
              keys, those of the first chunk
     rows:    int64[P], rows each rank owns
     slots:   int64[y, x], KV blocks of each (slot, Ulysses column); of needed keys, of the first chunk of rank r·x + u
-    fetched: float64[P, P], needed keys of the second chunk, from home rank to reader; None: keys go round the ring
-    fetched_blocks: int64[P], KV blocks of that chunk
+    fetched: float64[chunks, P, P], needed keys of each further chunk, from home rank to reader; None: keys go round
+             the ring
+    fetched_blocks: int64[chunks, P], KV blocks of those chunks
     block_k: tokens of a whole KV block
     """
 
@@ -44,7 +45,7 @@ class Traffic:
     @property
     def key_exchanges(self) -> tuple[np.ndarray, ...]:
         """float64[P, P] by exchange, tokens of keys and values together."""
-        return (2 * self.keys, *([] if self.fetched is None else [2 * self.fetched]))
+        return (2 * self.keys, *([] if self.fetched is None else 2 * self.fetched))
 
     @property
     def kv_received(self) -> float:
@@ -70,14 +71,15 @@ def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
             f"tokens on {strategy.world}; give the one the plan was made for"
         )
     queries = np.zeros((strategy.world, strategy.world))
-    keys, fetched = np.zeros_like(queries), np.zeros_like(queries)
-    slots, fetched_blocks = np.zeros((2, strategy.world), dtype=np.int64)
+    chunks = 1 if assignment.needed is None else assignment.periods
+    keys, *fetched = np.zeros((chunks, strategy.world, strategy.world))
+    slots, *fetched_blocks = np.zeros((chunks, strategy.world), dtype=np.int64)
     for order, heads in grid.order_groups(assignment.heads):
         q_home, k_home = _tokens_at(layout, grid, order)
         queries += q_home.T @ _by_rank(assignment.q_owner[heads], strategy.world).T
         if assignment.needed is not None:
-            chunks = [chunk[:, heads].sum(axis=1) for chunk in assignment.chunks]
-            for chunk, sent, blocks in zip(chunks, (keys, fetched), (slots, fetched_blocks), strict=False):
+            many = (chunk[:, heads].sum(axis=1) for chunk in assignment.chunks)
+            for chunk, sent, blocks in zip(many, (keys, *fetched), (slots, *fetched_blocks), strict=True):
                 sent += k_home.T @ chunk.T
                 blocks += chunk.sum(axis=1)
             continue
@@ -90,7 +92,8 @@ def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
     by_slot = slots.reshape(strategy.ring, strategy.ulysses)
     if assignment.needed is None:
         return Traffic(queries, keys, rows, by_slot, block_k=grid.block_k)
-    return Traffic(queries, keys, rows, by_slot, fetched, fetched_blocks, grid.block_k)
+    sent, blocks = np.reshape(fetched, (-1, *keys.shape)), np.reshape(fetched_blocks, (-1, *slots.shape))
+    return Traffic(queries, keys, rows, by_slot, sent, blocks, grid.block_k)
 
 
 def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:

@@ -5,6 +5,7 @@ Pure arithmetic on the plan and on constants from a file: every rank that has bo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,10 +103,11 @@ class Prediction:
 
     exchange_s: to owners and back home
     periods:    (compute_s, p2p_s) of each; compute includes the kernel's launch and the merge; 0 P2P in the last.
-                Of needed keys those of the slowest rank, with the second chunk's exchange for P2P
+                Of needed keys those of the slowest rank, with the next chunk's exchange for P2P
     pack_s:     gathering into exchange buffers and placing from them
     launch_s:   launches outside the periods
     overlap:    share of the shorter of compute and P2P that hides behind the longer
+    at_once:    whether all P2P sets off before the first period; else each with its period
     """
 
     exchange_s: float
@@ -113,6 +115,7 @@ class Prediction:
     pack_s: float
     launch_s: float
     overlap: float = 1.0
+    at_once: bool = False
 
     @property
     def compute_s(self) -> float:
@@ -126,8 +129,12 @@ class Prediction:
 
     @property
     def attention_s(self) -> float:
-        """Of all periods: max(compute, P2P) in each where overlap is 1, their sum where it is 0."""
-        return sum(max(pair) + (1 - self.overlap) * min(pair) for pair in self.periods)
+        """Of all periods: max(compute, P2P) in each where overlap is 1, their sum where it is 0.
+
+        Or, where all P2P sets off at once, each period begins when the last is done and its keys have come.
+        """
+        compute, p2p = zip(*self.periods, strict=True)
+        return float(_in_turn(np.array(compute)[:, None], p2p, self.overlap, self.at_once)[0])
 
     @property
     def total_s(self) -> float:
@@ -157,12 +164,14 @@ def predict(
     if exchange_q_separately(plan.assignment):
         exchanged = [traffic.queries, 2 * traffic.keys, traffic.combine]
     periods = _periods if traffic.fetched is None else _chunks
+    at_once = traffic.fetched is not None and not plan.assignment.one_ahead
     return Prediction(
         exchange_s=sum(exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
         periods=periods(plan, traffic, shape, known, topology),
         pack_s=packed_bytes(plan, traffic, layout, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
         overlap=known.overlap,
+        at_once=at_once,
     )
 
 
@@ -215,14 +224,36 @@ def _periods(
 def _chunks(
     plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
 ) -> tuple[tuple[float, float], ...]:
-    """Of the slowest rank. Ranks wait for the second chunk, there when the busiest is done, not for one another."""
-    compute = _compute_s(plan, traffic, shape, known)
-    if traffic.fetched is None or len(compute) == 1:
-        return ((float(compute.max()), 0.0),)
-    fetch_s = exchange_s(2 * traffic.fetched * shape.token_bytes, known, topology)
-    hidden = known.overlap * np.minimum(compute[0], fetch_s)
-    slowest = int((compute.sum(axis=0) + fetch_s - hidden).argmax())
-    return (float(compute[0, slowest]), fetch_s), (float(compute[1, slowest]), 0.0)
+    """Of the slowest rank. Ranks wait for further chunks, there when the busiest is done, not for one another."""
+    at_once = not plan.assignment.one_ahead
+    return chunk_periods(_compute_s(plan, traffic, shape, known), traffic, shape, known, topology, at_once)
+
+
+def chunk_periods(
+    compute: np.ndarray, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology, at_once: bool
+) -> tuple[tuple[float, float], ...]:
+    """Of the slowest rank, for a `Prediction` of chunks of needed keys. compute: float64[chunks, P], seconds"""
+    fetched = traffic.key_exchanges[1:]
+    fetch_s = [*(exchange_s(sent * shape.token_bytes, known, topology) for sent in fetched), 0.0]
+    slowest = int(_in_turn(compute, fetch_s, known.overlap, at_once).argmax())
+    return tuple((float(c), p) for c, p in zip(compute[:, slowest], fetch_s, strict=True))
+
+
+def _in_turn(compute: np.ndarray, p2p: Sequence[float], overlap: float, at_once: bool) -> np.ndarray:
+    """float64[P]: when each rank is done with all periods.
+
+    compute: float64[periods, P];  p2p: by period, the transfer of what the next one needs
+    It sets off with its period; or, at once, all follow one another from the first period on.
+    """
+    done, came = np.zeros(compute.shape[1]), 0.0
+    for period_s, transfer_s in zip(compute, p2p, strict=True):
+        if at_once:
+            done, came = np.maximum(done, came) + period_s, came + transfer_s
+        else:
+            done = done + np.maximum(period_s, transfer_s)
+    hidden = compute.sum(axis=0) + sum(p2p) - done
+    exposed: np.ndarray = done + (1 - overlap) * hidden
+    return exposed
 
 
 def _compute_s(plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants) -> np.ndarray:
@@ -267,7 +298,7 @@ def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: At
     packed = 2 * traffic.rows * plan.grid.block_q + 2 * traffic.slots.ravel() * plan.grid.block_k
     if traffic.fetched_blocks is not None:
         at_home = 2 * shape.heads * layout.shard + np.sum([sent.sum(axis=1) for sent in traffic.key_exchanges], axis=0)
-        packed = packed + 2 * traffic.fetched_blocks * plan.grid.block_k
+        packed = packed + 2 * traffic.fetched_blocks.sum(axis=0) * plan.grid.block_k
     return float((at_home + packed).max()) * shape.token_bytes
 
 

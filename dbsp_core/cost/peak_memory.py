@@ -7,7 +7,7 @@ kernels' index tables and what the allocator rounds up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["MemoryLimit", "chunks_for", "peak_bytes", "within_limit"]
+__all__ = ["MemoryLimit", "head_caps", "peak_bytes", "within_limit"]
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,12 @@ def peak_bytes(
     lse = traffic.rows * grid.block_q * float(shape.batch * max(4, shape.element_bytes))
     if traffic.fetched is None or traffic.fetched_blocks is None:
         slots = np.stack([np.roll(traffic.slots, -period, axis=0).ravel() for period in range(periods)])
-        buffers = np.zeros_like(rows)
-    else:  # the second chunk's buffers, sent and received, stand beside what is unpacked from them
-        slots = np.stack([traffic.slots.ravel(), traffic.fetched_blocks])[:periods]
-        buffers = 2 * (traffic.fetched.sum(axis=0) + traffic.fetched.sum(axis=1)) * token
+        buffers = np.zeros((periods - 1, len(rows)))
+    else:  # buffers of chunks in flight, sent and received, stand beside what is unpacked from the first to come
+        slots = np.stack([traffic.slots.ravel(), *traffic.fetched_blocks])
+        buffers = 2 * (traffic.fetched.sum(axis=1) + traffic.fetched.sum(axis=2)) * token
+        if not assignment.one_ahead:
+            buffers = buffers[::-1].cumsum(axis=0)[::-1]
     slots = slots * (2 * grid.block_k * token)  # by period, what a rank computes with
     sent_q, came_q = traffic.queries.sum(axis=1) * token, traffic.queries.sum(axis=0) * token
     sent_kv, came_kv = 2 * traffic.keys.sum(axis=1) * token, 2 * traffic.keys.sum(axis=0) * token
@@ -74,7 +76,7 @@ def peak_bytes(
     # 2. The ring: packed q, the slot in use, the next one, the running output, and in the end the output beside it.
     for period in range(periods):
         first, last = period == 0, period + 1 == periods
-        coming = 0.0 if last else slots[period + 1] + buffers
+        coming = 0.0 if last else slots[period + 1] + buffers[period]
         running = 0.0 if first else rows * wide + lse
         made = rows * (1.0 if last else wide) + lse
         out = made if first else running + made if last and wide > 1 else running
@@ -88,45 +90,28 @@ def peak_bytes(
     return peak
 
 
-def within_limit(plan: Plan, capped: Callable[[int], Plan], peak_of: Callable[[Plan], float], limit: float) -> Plan:
-    """The plan where its peak is within the limit; else one whose Ulysses ranks have rows of fewer heads.
+def within_limit(plans: Iterable[Plan], excess: Callable[[Plan], float]) -> Plan:
+    """The first of some plans that fits, or the one with the least peak.
 
-    Where heads are few, the rank that owns most rows, those of sparse heads, holds most: with every head of which it
-    has a row, that head's keys and values. So the number of such heads on a Ulysses rank is lowered, one at a time,
-    until the peak fits, down to equal shares, which cap its rows too. returns: the first plan that fits, or the one
-    with the least peak
-    capped: plans with at most so many heads on each Ulysses rank;  limit: on what `peak_of` says
+    excess: bytes by which a plan's peak is above a limit
     """
-    best, least = plan, peak_of(plan)
-    if least <= limit:
-        return plan
-    for most in _caps(plan):
-        made = capped(most)
-        peak = peak_of(made)
-        if peak < least:
-            best, least = made, peak
-        if least <= limit:
+    best, least = None, float("inf")
+    for plan in plans:
+        above = excess(plan)
+        if best is None or above < least:
+            best, least = plan, above
+        if least <= 0:
             break
+    if best is None:
+        raise ValueError("within_limit needs at least one plan")
     return best
 
 
-def _caps(plan: Plan) -> Iterator[int]:
-    most = int(plan.assignment.head_ulysses_ranks.sum(axis=0).max())
-    return iter(range(most - 1, -(-plan.heads // plan.strategy.ulysses) - 1, -1))
+def head_caps(plan: Plan) -> range:
+    """Numbers of heads to cap a Ulysses rank's rows at, one less each time, down to equal shares.
 
-
-def chunks_for(limit: float | None, beside: np.ndarray, sent: np.ndarray, fetched: np.ndarray, most: int) -> int:
-    """In how many parts keys and values that a rank needs of others are to be fetched: the fewest that fit the limit.
-
-    One part arrives beside the kernel on what is there already, and is unpacked; of several, each also while the part
-    before it is in use. returns: at least 1, and `most` where even that many don't fit
-    limit:   bytes on any rank, or None
-    beside:  float64[P], bytes that a rank holds all the while: packed q, the output, what is there already
-    sent, fetched: float64[P], bytes of keys and values that it sends and gets in all parts together
+    Where heads are few, the rank that owns most rows, those of sparse heads, holds most: with every head of which it
+    has a row, that head's keys and values. A cap on such heads caps its rows too.
     """
-    for parts in range(1, most):
-        before = 0.0 if parts == 1 else fetched
-        held = beside + (np.maximum(before + sent + fetched, before + 2 * fetched)) / parts
-        if limit is None or held.max() <= limit:
-            return parts
-    return most
+    most = int(plan.assignment.head_ulysses_ranks.sum(axis=0).max())
+    return range(most - 1, -(-plan.heads // plan.strategy.ulysses) - 1, -1)

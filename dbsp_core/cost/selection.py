@@ -10,15 +10,20 @@ from dataclasses import dataclass, field
 
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, predict
+from dbsp_core.cost.peak_memory import within_limit
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.assignment import KEY_CHUNKS
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan", "in_ns"]
+__all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan", "in_fastest_chunks", "in_ns"]
 
 WORTH_A_LOOK = 0.005
 """Share of the predicted time that other plans must be able to save before they are made."""
+MORE_CHUNKS = (3, 5, 9, 17)
+"""Numbers of chunks of needed keys, fetched one ahead, that are tried where a memory limit asks for it."""
 AUTO = "auto"
 """Stands where a strategy would, to leave the choice to `StrategySelector`."""
 
@@ -60,6 +65,34 @@ def fastest_plan(
         return plan
     others = [make("paper", True), *(make(planner, False) for planner in ("paper", "snake", "contiguous"))]
     return min([plan, *filter(fits, others)], key=lambda one: in_ns(predict(one, shape, hardware, topology, layout)))
+
+
+def in_fastest_chunks(
+    plan: Plan,
+    mask: BlockMask,
+    shape: AttentionShape,
+    hardware: Hardware | None,
+    topology: Topology,
+    layout: SequenceLayout,
+    excess: Callable[[Plan], float] = lambda _: 0.0,
+) -> Plan:
+    """A plan of needed keys in the number of chunks that is predicted to be fastest, or that a memory limit asks for.
+
+    Of two to five chunks that are all fetched at once, those within the limit. Where none is, each is fetched beside
+    the kernel on the one before it, in as few as fit, or where none does, in that number that is least above it.
+    hardware: whose constants predict times; None: the fewest chunks that fit
+    excess: bytes by which a plan's peak is above a limit
+    """
+    if plan.assignment.periods == 1:
+        return plan
+    at_once = [plan.in_chunks(mask, chunks) for chunks in KEY_CHUNKS]
+    fitting = [one for one in at_once if excess(one) <= 0]
+    if fitting and hardware is not None and (topology.one_node or hardware.constants.network_bytes_per_s is not None):
+        return min(fitting, key=lambda one: in_ns(predict(one, shape, hardware, topology, layout)))
+    if fitting:
+        return fitting[0]
+    ways = [(KEY_CHUNKS[0], False), *((chunks, True) for chunks in MORE_CHUNKS)]
+    return within_limit((plan.in_chunks(mask, *way) for way in ways), excess)
 
 
 @dataclass

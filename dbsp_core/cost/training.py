@@ -18,6 +18,7 @@ from dbsp_core.cost.latency import (
     AttentionShape,
     Prediction,
     Topology,
+    chunk_periods,
     exchange_s,
     hand_overs_s,
     require_fit,
@@ -61,12 +62,12 @@ def sent_forward(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> S
 def sent_backward(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> SentBytes:
     """The output's gradient to owners, those of q, k and v back; keys and values y − 1 times, their gradients y times.
 
-    Gradients of q, k and v travel in float32 at least, in which they were summed. Needed keys of the second chunk are
+    Gradients of q, k and v travel in float32 at least, in which they were summed. Needed keys of further chunks are
     fetched once more.
     """
     traffic, sums = traffic_of(plan.assignment, layout), _gradient_token_bytes(shape)
     if traffic.fetched is not None:
-        there = (traffic.queries + 2 * traffic.fetched) * shape.token_bytes
+        there = (traffic.queries + 2 * traffic.fetched.sum(axis=0)) * shape.token_bytes
         back = (traffic.queries + sum(traffic.key_exchanges)).T * sums
         return SentBytes(_to_others(there + back), np.zeros(len(back)))
     exchanged = traffic.queries * shape.token_bytes + traffic.dispatch.T * sums
@@ -81,7 +82,7 @@ def saved_bytes(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> np
     """float64[P]: what each rank keeps of one attention from forward to backward, at the owner.
 
     Packed q and out, rows·Bq·D numbers each; k and v of the first slot, blocks·Bk·D each; the log-sum-exp, rows·Bq.
-    Where needed keys come in a second chunk, also k and v outside attention.
+    Where needed keys come in further chunks, also k and v outside attention.
     With activation checkpointing nothing of it is kept; one layer's is made again in backward.
     """
     traffic, grid = traffic_of(plan.assignment, layout), plan.grid
@@ -115,7 +116,7 @@ def predict_backward(
         home = [traffic.queries.T * sums, 2 * traffic.keys.T * sums]
     exchanged = [traffic.queries * shape.token_bytes, *home]
     if traffic.fetched is not None:
-        exchanged.append(2 * traffic.fetched.T * sums)
+        exchanged += [2 * sent.T * sums for sent in traffic.fetched]
         return _predict_chunks(plan, traffic, shape, hardware, topology, layout, exchanged)
     # 1. Compute: products and scores of dense blocks, rows, adding up dQ in each period, dK and dV from the second.
     rank_s = plan.metrics.work * (shape.batch * _block_s(plan, shape, known))
@@ -153,7 +154,7 @@ def _predict_chunks(
     layout: SequenceLayout,
     exchanged: list[np.ndarray],
 ) -> Prediction:
-    """Of needed keys: the second chunk is fetched again beside the first one's kernel; gradients go home at the end.
+    """Of needed keys: further chunks are fetched again beside kernels; gradients go home at the end.
 
     exchanged: float64[P, P] each, bytes beside no kernel
     """
@@ -161,19 +162,18 @@ def _predict_chunks(
     rank_s = plan.metrics.work * (shape.batch * _block_s(plan, shape, known)) + known.launch_s
     rank_s += traffic.rows * (shape.batch * known.row_s)
     rank_s += traffic.rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
-    fetched = np.zeros_like(traffic.keys) if traffic.fetched is None else 2 * traffic.fetched * shape.token_bytes
-    fetch_s = exchange_s(fetched, known, topology) if len(rank_s) > 1 else 0.0
-    slowest = int((np.maximum(rank_s[0], fetch_s) + rank_s[1:].sum(axis=0)).argmax())
-    periods = tuple((float(s), fetch_s if n == 0 else 0.0) for n, s in enumerate(rank_s[:, slowest]))
+    at_once = not plan.assignment.one_ahead
     keys = np.sum([sent.sum(axis=0) + sent.sum(axis=1) for sent in traffic.key_exchanges], axis=0)
+    fetched = np.sum([sent.sum(axis=1) for sent in traffic.key_exchanges[1:]], axis=0) * shape.token_bytes
     rows = shape.heads * layout.shard + traffic.rows * grid.block_q
-    packed = float((rows * (shape.token_bytes + sums) + keys * sums + fetched.sum(axis=1)).max())
+    packed = float((rows * (shape.token_bytes + sums) + keys * sums + fetched).max())
     return Prediction(
         exchange_s=sum(exchange_s(tokens, known, topology) for tokens in exchanged),
-        periods=periods,
+        periods=chunk_periods(rank_s, traffic, shape, known, topology, at_once),
         pack_s=packed / known.pack_bytes_per_s,
         launch_s=known.call_s,
         overlap=known.overlap,
+        at_once=at_once,
     )
 
 

@@ -13,20 +13,26 @@ from dbsp_core.masks.block_mask import MaskCounts
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.imbalance import owned_work
 
-__all__ = ["Assignment"]
+__all__ = ["KEY_CHUNKS", "Assignment"]
+
+KEY_CHUNKS = (2, 3, 5)
+"""Numbers of chunks of needed keys to choose among: parts of each are whole parts of the next, counted at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
     """Which rank computes each row, and in which ring slot each KV block travels; for any mask of its grid.
 
-    Or, with `needed`, which KV blocks each rank is sent: no others travel, none in a ring. They come in two chunks,
-    first those whose slot is the rank's ring rank, which are in its ring row already, then all others. Such an
+    Or, with `needed`, which KV blocks each rank is sent: no others travel, none in a ring. They come in chunks, first
+    those whose slot is the rank's ring rank, which are in its ring row already, then parts of all others. Such an
     assignment serves masks that need no further keys.
 
     q_owner: int64[H, nq], rank of each (head, query block)
     kv_slot: int64[H, nk], ring slot of each (head, KV block)
     needed:  bool[P, H, nk], the (head, KV block) pairs that each rank's rows need; None: keys travel round the ring
+    key_chunks: how many chunks they come in, at least 2; without a ring there is one
+    one_ahead:  whether each chunk is fetched beside the kernel on the one before it, which takes least memory; else
+                all set off before the first kernel
     """
 
     strategy: Strategy
@@ -34,6 +40,8 @@ class Assignment:
     q_owner: np.ndarray
     kv_slot: np.ndarray
     needed: np.ndarray | None = None
+    key_chunks: int = KEY_CHUNKS[0]
+    one_ahead: bool = False
 
     @property
     def heads(self) -> int:
@@ -42,7 +50,16 @@ class Assignment:
     @property
     def periods(self) -> int:
         """How often a rank's kernel runs: once for each ring slot, or each chunk of needed keys."""
-        return self.strategy.ring if self.needed is None else min(2, self.strategy.ring)
+        return self.strategy.ring if self.needed is None or self.strategy.ring == 1 else self.key_chunks
+
+    def _key_parts(self, parts: int) -> np.ndarray:
+        """int64[H, nk]: the part of each KV block where those of other ring rows are cut into so many.
+
+        Runs of x blocks in turn, which are striped over the ranks of a ring row, from head to head one run later: so
+        that every rank gets and sends about as much of each part.
+        """
+        block, head = np.arange(self.kv_slot.shape[1]), np.arange(self.heads)[:, None]
+        return (block // self.strategy.ulysses + head) % parts
 
     @cached_property
     def chunks(self) -> tuple[np.ndarray, ...]:
@@ -51,7 +68,8 @@ class Assignment:
             return () if self.needed is None else (self.needed,)
         ring_rank = np.arange(self.strategy.world)[:, None, None] // self.strategy.ulysses
         in_its_row = self.kv_slot == ring_rank
-        return self.needed & in_its_row, self.needed & ~in_its_row
+        others, part = self.needed & ~in_its_row, self._key_parts(self.periods - 1)
+        return self.needed & in_its_row, *(others & (part == n) for n in range(self.periods - 1))
 
     @cached_property
     def head_ulysses_ranks(self) -> np.ndarray:
@@ -85,12 +103,14 @@ class Assignment:
         digest.update(self.kv_slot.astype(np.uint16).tobytes())
         if self.needed is not None:
             digest.update(np.packbits(self.needed).tobytes())
+            digest.update(f"{self.periods} {self.one_ahead}".encode())
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def equals(self, other: Assignment) -> bool:
         """Whether both send the same pieces to the same ranks."""
         return self is other or (
-            (self.strategy, self.grid) == (other.strategy, other.grid)
+            (self.strategy, self.grid, self.periods) == (other.strategy, other.grid, other.periods)
+            and self.one_ahead == other.one_ahead
             and np.array_equal(self.q_owner, other.q_owner)
             and np.array_equal(self.kv_slot, other.kv_slot)
             and (self.needed is None) == (other.needed is None)
@@ -102,9 +122,19 @@ class Assignment:
 
         counts: of a mask of this grid
         """
-        by_slot = counts.work_by_slot(self.kv_slot, self.strategy.ring)
-        work = owned_work(self.q_owner, by_slot, self.strategy.ulysses)
-        return work if self.periods == len(work) else np.stack([work[0], work[1:].sum(axis=0)])
+        ring, ulysses, parts = self.strategy.ring, self.strategy.ulysses, self.periods - 1
+        if self.needed is None or ring == 1:
+            return owned_work(self.q_owner, counts.work_by_slot(self.kv_slot, ring), ulysses)
+        # Counted by slot and part, as finely for all numbers of chunks to choose among.
+        finest = KEY_CHUNKS[-1] - 1
+        fine = finest if finest % parts == 0 else parts
+        slots = self.kv_slot + ring * self._key_parts(fine)
+        by_slot = counts.work_by_slot(slots, ring * fine)
+        by_part = np.stack(
+            [owned_work(self.q_owner, by_slot[..., n * ring : (n + 1) * ring], ulysses) for n in range(fine)]
+        )
+        later = by_part[:, 1:].sum(axis=1).reshape(-1, parts, self.strategy.world).sum(axis=0)
+        return np.concatenate([by_part[:, :1].sum(axis=0), later])
 
     def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(head, query block) of the rows that `rank` computes, int64[Rq] each, in packing order."""

@@ -141,6 +141,12 @@ class Plan:
         wanted = needed_keys(mask.subdivided(self.grid), self.assignment.q_owner, self.strategy.world)
         return not (wanted & ~needed).any()
 
+    def in_chunks(self, mask: BlockMask, chunks: int, one_ahead: bool = False) -> Plan:
+        """The same, with needed keys that come in so many chunks. mask: that its numbers are for"""
+        assignment = replace(self.assignment, key_chunks=chunks, one_ahead=one_ahead)
+        work = assignment.work(mask.subdivided(self.grid).counts)
+        return replace(self, assignment=assignment, metrics=replace(self.metrics, work=work))
+
     def evaluate(self, mask: BlockMask, *, compare: bool = True) -> Plan:
         """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0.
 

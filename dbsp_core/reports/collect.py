@@ -175,7 +175,8 @@ def _environment(session: AttentionSession, observer: RunObserver, hardware: lis
         except PackageNotFoundError:
             continue
     settings = session.config.to_values()
-    settings |= {"model": model, "layout": session.config.effective_layout, "kernel": observer.kernel}
+    layout = session.config.effective_layout if session.layout.position is None else "local"
+    settings |= {"model": model, "layout": layout, "kernel": observer.kernel}
     del settings["report"], settings["record"]  # folders may be gone by the time that this is read
     settings["reuse"] |= {"mode": session.config.effective_planning}
     return Environment(settings, software, hardware, observer.kernel, observer.dtype)

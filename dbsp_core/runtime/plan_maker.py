@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass, field, replace
 
@@ -13,8 +14,8 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
-from dbsp_core.cost.peak_memory import MemoryLimit, peak_bytes, within_limit
-from dbsp_core.cost.selection import AUTO, StrategySelector, candidates, fastest_plan, in_ns
+from dbsp_core.cost.peak_memory import MemoryLimit, head_caps, peak_bytes, within_limit
+from dbsp_core.cost.selection import AUTO, StrategySelector, candidates, fastest_plan, in_fastest_chunks, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -111,8 +112,7 @@ class ConfiguredPlanMaker:
         if keys != "needed":
             plans.append(self._ring_plan(strategy, mask, mask))
         if keys != "ring":
-            planner = self.config.planner
-            plans.append(make_plan(mask, strategy, planner, layout=self.layout, compare=self.compare, keys="needed"))
+            plans.append(self._plan_of_needed_keys(strategy, mask))
         if len(plans) == 1 or self.hardware is None:
             return plans[0]
         hardware, topology = self.hardware, topology_of(self.group)
@@ -121,6 +121,11 @@ class ConfiguredPlanMaker:
             return max(0.0, self._excess(plan)), in_ns(predict(plan, self._shape, hardware, topology, self.layout))
 
         return min(plans, key=cost)
+
+    def _plan_of_needed_keys(self, strategy: Strategy, mask: BlockMask) -> Plan:
+        plan = make_plan(mask, strategy, self.config.planner, layout=self.layout, compare=self.compare, keys="needed")
+        topology = topology_of(self.group)
+        return in_fastest_chunks(plan, mask, self._shape, self.hardware, topology, self.layout, self._excess)
 
     def _ring_plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
         """real: the mask at hand, where `mask` is a predicted one"""
@@ -143,7 +148,7 @@ class ConfiguredPlanMaker:
             config = replace(planner, most_heads=heads)
             return make_plan(mask, strategy, config, layout=self.layout, compare=self.compare and mask is real)
 
-        return within_limit(plan, capped, self._excess, 0)
+        return within_limit(itertools.chain([plan], map(capped, head_caps(plan))), self._excess)
 
     def _fits(self, plan: Plan) -> bool:
         return self.memory is None or self._excess(plan) <= 0

@@ -1,6 +1,6 @@
 """The ring: KV slots rotate, each period's kernel runs beside the rotation, partial results merge by log-sum-exp.
 
-Needed keys come in two periods' chunks instead, the second fetched from where it is beside the first period's kernel.
+Needed keys come in chunks instead, one a period, fetched from where they are beside the kernels of earlier periods.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def keys_to_come(
 
     k, v: [B, H, n_local, D], outside attention
     """
-    if route.fetch_exchange is not None:
-        return lambda kv, next_blocks: route.fetch(k, v, group)
+    if route.fetch_exchanges:
+        fetched = route.fetch(k, v, group)
+        return lambda kv, next_blocks: next(fetched)
     return lambda kv, next_blocks: hand_over(kv, next_blocks, strategy, group)
 
 

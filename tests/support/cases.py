@@ -24,6 +24,7 @@ class Case:
     """One attention. Everything random comes from `seed`; `sabotage` names a negative control.
 
     planner: a planner's name, or "random" for any owner and any slot, per head
+    chunks, one_ahead: of needed keys, see `Assignment`
     band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
     """
 
@@ -50,6 +51,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     keys: str = "ring"
     band: bool = False
+    chunks: int = 2
+    one_ahead: bool = False
 
     @property
     def grid(self) -> BlockGrid:
@@ -137,6 +140,8 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         slots = rng.integers(strategy.ring, size=plan.assignment.kv_slot.shape)
         needed = needed_keys(mask, owners, strategy.world) if case.keys == "needed" else None
         plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, kv_slot=slots, needed=needed))
+    if case.keys == "needed":
+        plan = plan.in_chunks(mask, case.chunks, case.one_ahead)
     if case.sabotage == "a needed block left out":
         plan = replace(plan, assignment=without_a_block(plan.assignment))
         mask = BlockMask(mask.bits & _sent(plan.assignment), mask.grid)

@@ -1,7 +1,7 @@
 """Dual-balanced attention with gradients: the executor's forward, and its backward along the same route and ring.
 
 What is kept is at the owners: packed q, the first slot of k and v, out and its log-sum-exp. Later slots travel again.
-So do needed keys of a second chunk, from k and v outside attention, which are kept for it.
+So do needed keys of further chunks, from k and v outside attention, which are kept for it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Attention(torch.autograd.Function):
             lse=True,
         )
         ctx.executor, ctx.scale, ctx.shape = executor, scale, q.shape
-        ctx.save_for_backward(rows, slot, out, lse, *((k, v) if route.fetch_exchange is not None else ()))
+        ctx.save_for_backward(rows, slot, out, lse, *((k, v) if route.fetch_exchanges else ()))
         return route.combine(out.view(batch, -1, width), q, group)
 
     @staticmethod
@@ -84,17 +84,12 @@ class _Attention(torch.autograd.Function):
         batch, width = ctx.shape[0], ctx.shape[3]
         # 1. dOut to the owners of rows, as queries came to them.
         dout_rows = route.to_owners(dout, group).view(rows.shape)
-        # 2. The ring again, or both chunks: dQ stays, dK and dV travel with their slot.
+        # 2. The ring again, or all chunks: dQ stays, dK and dV travel with their slot.
         call = _Call(executor, rows, out, lse, dout_rows, ctx.scale)
-        fetched: torch.Tensor | None = None
-        if at_home:
-            dq, dkv, fetched = _chunks_backward(call, slot, *at_home)
-            fetched = fetched.reshape(2, batch, -1, width)
-        else:
-            dq, dkv = _ring_backward(call, slot)
+        dq, *dkv = _chunks_backward(call, slot, *at_home) if at_home else _ring_backward(call, slot)
         # 3. Back to the layout outside attention, summed over the readers of each key.
-        dq, dkv = dq.view(batch, -1, width), dkv.reshape(2, batch, -1, width)
-        grads = route.from_owners(dq, dkv, fetched, ctx.shape, group)
+        first, *fetched = (one.reshape(2, batch, -1, width) for one in dkv)
+        grads = route.from_owners(dq.view(batch, -1, width), first, fetched, ctx.shape, group)
         return (*(grad.to(rows.dtype) if wide != rows.dtype else grad for grad in grads), None, None)
 
 
@@ -166,16 +161,20 @@ def _ring_backward(call: _Call, slot: torch.Tensor) -> tuple[torch.Tensor, torch
     return dq, sums if coming_sums is None else coming_sums.wait()
 
 
-def _chunks_backward(
-    call: _Call, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both chunks of needed keys; the second is fetched again beside the first one's kernel.
+def _chunks_backward(call: _Call, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """All chunks of needed keys; further ones are fetched again beside the kernels of those before them.
 
     first: [2, B, Ck, Bk, D], the first chunk;  k, v: [B, H, n_local, D], outside attention
-    returns: dq [B·Rq, Bq, D] and dk, dv of either chunk, [2, B, Ck, Bk, D], of lse's dtype
+    returns: dq [B·Rq, Bq, D] and by chunk dk, dv, [2, B, Ck, Bk, D], of lse's dtype
     """
-    coming = call.executor.part.route.fetch(k, v, call.executor.group)
-    dq, of_first = call.period(0, first)
-    second = coming.wait()
-    dq_second, of_second = call.period(1, second)
-    return dq.to(call.lse.dtype) + dq_second, of_first, of_second
+    fetched = call.executor.part.route.fetch(k, v, call.executor.group)
+    dq = torch.zeros_like(call.rows, dtype=call.lse.dtype)
+    chunk, dkv = first, []
+    for period in range(len(call.executor.tables)):
+        coming = next(fetched, None)
+        dq_part, here = call.period(period, chunk)
+        dq += dq_part
+        dkv.append(here)
+        if coming is not None:
+            chunk = coming.wait()
+    return dq, *dkv

@@ -12,6 +12,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.local_layout import fastest_layout
 from dbsp_core.cost.peak_memory import MemoryLimit
+from dbsp_core.cost.selection import AUTO
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -29,6 +30,7 @@ from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
 from dbsp_core.runtime.sizes.size_context import SizeContext
+from dbsp_core.utils.log import log
 
 __all__ = ["NewSizes"]
 
@@ -88,7 +90,7 @@ class NewSizes:
         # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
         of_rings = named(self.config.effective_layout, grid, self.strategy or Strategy(1, self.group.size))
         if self.config.effective_keys != "ring" and self.config.layout is None and self.group.size > 1:
-            return fastest_layout(
+            fastest = fastest_layout(
                 self.masks.masks_now(device),
                 strategies_of(self.config, self.group, self.strategy, grid),
                 lambda of, strategy: named("local", of, strategy),
@@ -98,6 +100,10 @@ class NewSizes:
                 topology_of(self.group),
                 element_bytes=2 if device.type == "cuda" else 4,
             )
+            if self.config.effective_keys == AUTO and self.group.rank == 0:
+                name = self.config.effective_layout if fastest is of_rings else "local"
+                log.info("layout %s, predicted to be fastest with keys: auto", name)
+            return fastest
         return of_rings
 
     def plan_cache(self) -> PlanCache:

@@ -24,7 +24,7 @@ from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
 from dbsp_core.cost.local_layout import least_keys_layout
-from dbsp_core.cost.selection import fastest_plan
+from dbsp_core.cost.selection import fastest_plan, in_fastest_chunks
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -83,6 +83,7 @@ def main() -> None:
                     f"{label}_kv_received": f"{one.kv_received:.2f}",
                     f"{label}_rho": f"{one.plan.rho:.4f}",
                 }
+            row |= {"needed_chunks": needed.plan.assignment.periods}
             local = min(one.total_s for one in rings if one.layout == "local")
             row |= {"ring_local_ms": f"{local * 1e3:.3f}"}
             row |= {"needed_speedup": f"{ring.total_s / needed.total_s:.3f}"}
@@ -125,6 +126,7 @@ def _needed(mask: BlockMask, hardware: Hardware, topology: Topology) -> Iterator
         chosen = SequenceLayout.named("striped", mask.grid, strategy)
         for name, layout in (("local", least_keys_layout([mask], strategy)), ("striped", chosen)):
             plan = make_plan(mask, strategy, "local", layout=layout, compare=False, keys="needed")
+            plan = in_fastest_chunks(plan, mask, _shape(mask), hardware, topology, layout)
             yield _timed(plan, name, layout, hardware, topology)
 
 

@@ -28,12 +28,21 @@ SETTINGS = (
     {"planner": "contiguous"},
     {"planner": "random", "layout": "learned"},
 )
+CHUNKS = (
+    {"chunks": 2},
+    {"chunks": 3},
+    {"chunks": 5},
+    {"chunks": 3, "one_ahead": True},
+    {"chunks": 5, "one_ahead": True},
+)
 
 
 def cases_for(strategy: Strategy) -> list[Case]:
     ways = enumerate(itertools.product(SHAPES, SETTINGS))
     every = (
-        replace(shape, strategy=str(strategy), keys="needed", seed=seed, band=bool(seed % 3), **how)
+        replace(
+            shape, strategy=str(strategy), keys="needed", seed=seed, band=bool(seed % 3), **how, **CHUNKS[seed % 5]
+        )
         for seed, (shape, how) in ways
     )
     return [case for case in every if strategy.ring <= -(-case.tokens // case.block_k)]
@@ -53,8 +62,10 @@ def test_gradients_equal_those_of_dense_attention(pool, world, strategy):
         assert all(max(error) <= TOLERANCE for error in errors), (case, errors)
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U4R1"), (6, "U2R3")])
-def test_a_needed_block_left_out_does_not_pass(pool, world, strategy):
-    case = Case(strategy, "local", heads=5, tokens=128 * world, keys="needed", layout="local", band=True)
+@pytest.mark.parametrize(("world", "strategy", "chunks"), [(2, "U1R2", 2), (4, "U4R1", 2), (6, "U2R3", 5)])
+def test_a_needed_block_left_out_does_not_pass(pool, world, strategy, chunks):
+    case = Case(
+        strategy, "local", heads=5, tokens=128 * world, keys="needed", layout="local", band=True, chunks=chunks
+    )
     assert all(e <= TOLERANCE for e in pool(world).run(run_case, case))
     assert max(pool(world).run(run_case, replace(case, sabotage="a needed block left out"))) > 100 * TOLERANCE

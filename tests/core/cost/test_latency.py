@@ -71,10 +71,10 @@ class TestBytes:
             assert route.q_places == traffic.rows[rank] * 16
             assert route.kv_places == traffic.slots.ravel()[rank] * 16
 
-    @pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
-    def test_traffic_of_needed_keys_is_what_the_routes_send(self, strategy):
+    @pytest.mark.parametrize(("strategy", "chunks"), [("U4R1", 2), ("U2R2", 2), ("U1R4", 3), ("U2R2", 5)])
+    def test_traffic_of_needed_keys_is_what_the_routes_send(self, strategy, chunks):
         mask, layout = a_plan(strategy, heads=3, tokens=500, layout_name="striped")[1:]
-        plan = make_plan(mask, strategy, layout=layout, keys="needed")
+        plan = make_plan(mask, strategy, layout=layout, keys="needed").in_chunks(mask, chunks)
         traffic = traffic_of(plan.assignment, layout)
         received = 0
         for rank in range(4):
@@ -82,7 +82,7 @@ class TestBytes:
             sent = np.sum([exchange.sent for exchange in route.key_exchanges], axis=0)
             assert sent.tolist() == (traffic.queries[rank] + sum(traffic.key_exchanges)[rank]).tolist()
             assert route.kv_places == traffic.slots.ravel()[rank] * 16
-            assert route.fetched_blocks == traffic.fetched_blocks[rank]
+            assert list(route.fetched_blocks) == traffic.fetched_blocks[:, rank].tolist()
             came = np.sum([exchange.received for exchange in route.key_exchanges], axis=0)
             received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]
         assert traffic.kv_received == received / 4
@@ -95,7 +95,7 @@ class TestBytes:
         assert len(hidden.periods) == 2
         assert hidden.periods[1][1] == 0
         known = machine.constants
-        fetched = 2 * traffic_of(plan.assignment, layout).fetched * shape.token_bytes
+        (fetched,) = 2 * traffic_of(plan.assignment, layout).fetched * shape.token_bytes
         np.fill_diagonal(fetched, 0)
         busiest = max(fetched.sum(axis=0).max(), fetched.sum(axis=1).max())
         assert hidden.periods[0][1] == pytest.approx(known.exchange_latency_s + busiest / known.exchange_bytes_per_s)
@@ -104,6 +104,17 @@ class TestBytes:
         assert slowest.exposed_s == pytest.approx(0, abs=1e-9)
         total = plan.metrics.work.sum(axis=0).max() * 16 * 16 * 4 * 8 / 1e6
         assert slowest.compute_s == pytest.approx(total, rel=1e-3)
+
+    def test_chunks_that_set_off_together_are_computed_as_they_come(self):
+        """By hand: kernels of 1, 2, 1 and 1 s; transfers of 3, 1 and 1 s."""
+        periods = ((1.0, 3.0), (2.0, 1.0), (1.0, 1.0), (1.0, 0.0))
+        at_once, in_turn = (Prediction(0.0, periods, 0.0, 0.0, at_once=way) for way in (True, False))
+        assert at_once.attention_s == 3 + 2 + 1 + 1, "the last two came beside the second kernel"
+        assert in_turn.attention_s == 3 + 2 + 1 + 1
+        waiting = ((1.0, 1.0), (4.0, 1.0), (1.0, 3.0), (1.0, 0.0))
+        at_once, in_turn = (Prediction(0.0, waiting, 0.0, 0.0, at_once=way) for way in (True, False))
+        assert (at_once.attention_s, in_turn.attention_s) == (7.0, 1 + 4 + 3 + 1)
+        assert replace(at_once, overlap=0.0).attention_s == 7 + 5, "where nothing hides, all is added up"
 
     def test_traffic_with_token_orders_per_head(self):
         grid = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.cost.latency import AttentionShape
-from dbsp_core.cost.peak_memory import chunks_for, peak_bytes
+from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.latency import AttentionShape, Topology, predict
+from dbsp_core.cost.peak_memory import peak_bytes
+from dbsp_core.cost.selection import MORE_CHUNKS, in_fastest_chunks
+from dbsp_core.planning.assignment import KEY_CHUNKS
 from generators import random_bits
 from peak_memory import peak_of_attention
 from selection_cases import plans_within
@@ -46,9 +48,11 @@ def test_every_ranks_peak_is_the_counted_one(heads, dtype, gradients):
 @pytest.mark.parametrize("gradients", [False, True])
 def test_every_ranks_peak_with_needed_keys(gradients):
     mask = a_mask(12)
-    for strategy in (Strategy(8, 1), Strategy(2, 4), Strategy(1, 6)):
+    ways = [(Strategy(8, 1), 2, False), (Strategy(1, 6), 2, False)]
+    ways += [(Strategy(2, 4), chunks, ahead) for chunks in (2, 3, 5, 9) for ahead in (False, True)]
+    for strategy, *chunks in ways:
         layout = SequenceLayout.named("local", mask.grid, strategy)
-        plan = make_plan(mask, strategy, layout=layout, keys="needed")
+        plan = make_plan(mask, strategy, layout=layout, keys="needed").in_chunks(mask, *chunks)
         shape = AttentionShape(1, 12, mask.grid.tokens, D, 4)
         unit = 12 * layout.shard * D * 4
         counted = [
@@ -57,6 +61,37 @@ def test_every_ranks_peak_with_needed_keys(gradients):
         ]
         formula = peak_bytes(plan.assignment, shape, layout, gradients=gradients)
         assert (formula / unit).tolist() == pytest.approx(counted, abs=1e-9), str(strategy)
+
+
+def test_the_number_of_chunks_follows_from_the_limit():
+    mask, strategy = a_mask(12), Strategy(2, 4)
+    layout, shape = SequenceLayout.named("local", mask.grid, strategy), AttentionShape(1, 12, mask.grid.tokens, D, 4)
+    plan = make_plan(mask, strategy, layout=layout, keys="needed")
+
+    def peak(one):
+        return float(peak_bytes(one.assignment, shape, layout).max())
+
+    def chosen(limit, hardware=None):
+        topology = Topology(8, 2)
+        found = in_fastest_chunks(plan, mask, shape, hardware, topology, layout, lambda one: peak(one) - limit)
+        return found.assignment.key_chunks, found.assignment.one_ahead
+
+    at_once = {chunks: plan.in_chunks(mask, chunks) for chunks in KEY_CHUNKS}
+    one_ahead = {chunks: plan.in_chunks(mask, chunks, one_ahead=True) for chunks in MORE_CHUNKS}
+    # 1. Without a limit, what is predicted fastest; with no machine's constants, the fewest.
+    machine = load_hardware("h200")
+    seconds = {n: predict(one, shape, machine, Topology(8, 2), layout).total_s for n, one in at_once.items()}
+    assert chosen(float("inf"), machine) == (min(seconds, key=seconds.__getitem__), False)
+    assert chosen(float("inf")) == (2, False)
+    # 2. Below what chunks in flight at once hold, the fewest that fit, one ahead.
+    peaks = {chunks: peak(one) for chunks, one in one_ahead.items()}
+    assert list(peaks.values()) == sorted(peaks.values(), reverse=True)
+    assert len(set(peaks.values())) > 2
+    for limit in peaks.values():
+        assert limit < min(map(peak, at_once.values()))
+        assert chosen(limit, machine) == (next(n for n, one in peaks.items() if one <= limit), True)
+    # 3. Where nothing fits, the least.
+    assert chosen(0.0, machine) == (min(peaks, key=peaks.__getitem__), True)
 
 
 class TestLimit:
@@ -99,12 +134,3 @@ class TestLimit:
             pool(4).run(plans_within, {"strategy": "auto", "planner": {"memory_limit": "auto"}}, {1: None})
         assert [rank for rank, *_ in raised.value.errors] == [0, 1, 2, 3]
         assert all("write an amount" in text for *_, text in raised.value.errors)
-
-
-def test_keys_come_in_as_few_parts_as_fit():
-    beside, sent, fetched = np.array([10.0, 20.0]), np.array([30.0, 5.0]), np.array([40.0, 50.0])
-    assert chunks_for(None, beside, sent, fetched, 8) == 1
-    assert chunks_for(120, beside, sent, fetched, 8) == 1  # 20 + 2 · 50
-    assert chunks_for(119, beside, sent, fetched, 8) == 2  # 20 + 3 · 50 / 2, and 10 + (2 · 40 + 30) / 2
-    assert chunks_for(94.9, beside, sent, fetched, 8) == 3
-    assert chunks_for(1, beside, sent, fetched, 8) == 8

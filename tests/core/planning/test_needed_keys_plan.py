@@ -64,6 +64,25 @@ def test_local_rows_need_a_fraction_of_what_others_need():
     assert received["ring"] == pytest.approx(2 * 7 * 12 * mask.grid.tokens / 8, rel=0.02)
 
 
+@pytest.mark.parametrize("chunks", [2, 3, 4, 5, 9])
+def test_chunks_are_even_and_their_work_is_that_of_their_keys(chunks):
+    mask, strategy = SOURCES["window"].mask(REQUEST), Strategy(2, 4)
+    layout = SequenceLayout.named("local", mask.grid, strategy)
+    plan = make_plan(mask, strategy, layout=layout, keys="needed").in_chunks(mask, chunks)
+    needed, every = plan.assignment.needed, plan.assignment.chunks
+    assert len(every) == chunks
+    assert (np.sum(every, axis=0) == needed).all(), "every key once"
+    for rank in range(strategy.world):
+        rows = mask.bits.numpy() & (plan.assignment.q_owner == rank)[..., None]
+        assert [(rows & chunk[rank][:, None]).sum() for chunk in every] == plan.metrics.work[:, rank].tolist()
+    traffic = traffic_of(plan.assignment, layout)
+    for fetched in (traffic.fetched.sum(axis=1), traffic.fetched.sum(axis=2)):
+        assert (fetched.max(axis=0) <= 1.15 * fetched.mean(axis=0)).all(), "of what each rank gets, and sends"
+    for other in (plan.in_chunks(mask, chunks + 1), plan.in_chunks(mask, chunks, one_ahead=True)):
+        assert not plan.assignment.equals(other.assignment)
+        assert plan.assignment.fingerprint != other.assignment.fingerprint
+
+
 def test_a_mask_with_further_keys_does_not_fit():
     mask = SOURCES["window"].mask(REQUEST)
     plan = make_plan(mask, "U2R2", keys="needed")

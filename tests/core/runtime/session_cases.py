@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -268,14 +269,19 @@ def training_with_needed_keys(rank: int, world: int, strategy: str) -> bool:
     return q.grad is not None
 
 
-def way_of_keys(rank: int, world: int, settings: dict[str, Any], nodes: int) -> tuple[str, bool]:
-    """A session with `keys: auto` on so many nodes. returns: its strategy, and whether keys are sent by need"""
+def way_of_keys(rank: int, world: int, settings: dict[str, Any], nodes: int) -> tuple[str, bool, list[str]]:
+    """A session with `keys: auto` on so many nodes. returns: its strategy, whether keys go by need, and the log"""
     mask = {"source": "window", "window": [3, 3, 3], "block_q": 24, "block_k": 24}
     config = DbspConfig.load({"mask": mask, "keys": "auto", **settings})
     session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(Strategy(1, world)), HEADS, 1)
+    told: list[str] = []
+    logger, handler = logging.getLogger("dbsp"), logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
     with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": str(world // nodes)}):
+        logger.addHandler(handler)
         layout = session.begin((24, 12, 16))
+        logger.removeHandler(handler)
         q = torch.ones(1, HEADS, layout.shard, WIDTH)
         session.attend(0, q, q, q)
     (plan,) = session.records.values()
-    return str(plan.strategy), plan.assignment.needed is not None
+    return str(plan.strategy), plan.assignment.needed is not None, told
