@@ -43,7 +43,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, device_class, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, packed_bytes, predict
-from dbsp_core.masks.block_mask import MaskCounts
+from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.plan_reuse.forecast import DensityTrend, choose_longest_lived
 from dbsp_core.runtime.rank_plan import RankPlan

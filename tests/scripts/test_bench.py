@@ -17,7 +17,7 @@ SMALL = ("--tokens", "512", "--heads", "2", "--head-dim", "16", "--repeats", "1"
 
 def test_prediction_is_timed_part_by_part(tmp_path):
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    script = ROOT / "scripts" / "trained_model" / "prediction.py"
+    script = ROOT / "scripts" / "training" / "trained_model" / "prediction.py"
     options = ("--part", "speed", "--tokens", "128", "256", "--repeats", "1", "--out", str(tmp_path))
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, env=environment)

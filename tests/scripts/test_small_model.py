@@ -1,4 +1,4 @@
-"""scripts/trained_model/quality.py: its measures are right, and it runs on the shipped weights."""
+"""scripts/training/trained_model/quality.py: its measures are right, and it runs on the shipped weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from repository import ROOT
 
 pytest.importorskip("diffusers")
 pytest.importorskip("skimage")
-SCRIPTS = ROOT / "scripts" / "trained_model"
+SCRIPTS = ROOT / "scripts" / "training" / "trained_model"
 
 MEASURES = """
 import json

@@ -17,7 +17,7 @@ pytest.importorskip("diffusers")
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    return json.loads(run(ROOT / "tests" / "scripts" / "training_cases.py").splitlines()[-1])
+    return json.loads(run(Path(__file__).with_name("training_cases.py")).splitlines()[-1])
 
 
 def run(script: Path, *arguments: object) -> str:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 PARTS = ("tests", "sanitizer", "measures")
 SANITIZED = "test_every_mix_of_blocks and 128 and bfloat16 and triton or test_odd_shapes or partial or twin"
 

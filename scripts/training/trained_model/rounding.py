@@ -16,7 +16,7 @@ from rich.progress import Progress
 from demo import FIXED, PREDICTED, Settings, run_demo
 from small_model import MEASURED_HERE
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
 
 from common import RESULTS, publish
 

@@ -21,7 +21,7 @@ from rich.progress import track
 
 from small_model import MEASURED_HERE, PROMPTS, Video, generate, load_pipeline, psnr, relative_l1, ssim
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
 
 from common import RESULTS, publish
 

@@ -26,11 +26,11 @@ from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from demo import PREDICTED
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
 
 from common import RESULTS, STRATEGIES, publish
 
-FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "learned-masks.safetensors"
+FILE = Path(__file__).resolve().parents[3] / "tests" / "data" / "learned-masks.safetensors"
 LABEL = "measured on masks of the small trained model"
 WAYS = (("contiguous", "contiguous"), ("snake", "contiguous"), ("paper", "contiguous"), ("dbsp", "striped"))
 REWARDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)

@@ -24,7 +24,7 @@ from dbsp_core.layout.strategy import Strategy
 from demo import PREDICTED
 from small_model import PROMPTS, generate, load_pipeline
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
 
 from common import RESULTS, publish
 

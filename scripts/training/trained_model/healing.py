@@ -27,15 +27,15 @@ from matplotlib.figure import Figure
 from dbsp_diffusers.reference import attach_single_process
 from small_model import MEASURED_HERE, PROMPTS, Video, generate, load_pipeline, psnr, ssim
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "training" / "video"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "video"))
 
 from clips import Clips, encode_clips
 from common import RESULTS, publish
 from fine_tuning import flow_loss
 from settings import SYNTHETIC, Settings
 
-TRAIN = Path(__file__).resolve().parents[1] / "training" / "video" / "main.py"
+TRAIN = Path(__file__).resolve().parents[1] / "video" / "main.py"
 WATCHED = 12  # clips that validation sees, each at one noise level
 UNSEEN = 1000  # added to the seed of the training clips
 

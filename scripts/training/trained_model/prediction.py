@@ -30,7 +30,7 @@ from dbsp_core.sources.predicted.lowrank import LowRankProjections, predicted_ma
 from dbsp_diffusers.reference import attach_single_process
 from small_model import FRAMES, HEIGHT, MEASURED_HERE, PROMPTS, WIDTH, load_pipeline
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
 
 from common import RESULTS, publish
 
