@@ -10,9 +10,12 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["check_consistent", "gather_texts", "run_consistently"]
+__all__ = ["DEBUG_DIFFERS", "check_consistent", "gather_texts", "run_consistently"]
 
 Result = TypeVar("Result")
+
+DEBUG_DIFFERS = "debug differs on rank(s) {}; set it on all ranks or on none"
+"""A complaint for `check_consistent`: ranks with debug compare more often, and the others would not come."""
 
 
 def run_consistently(

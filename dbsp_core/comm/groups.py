@@ -15,7 +15,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["PendingTransfer", "SequenceGroup", "aux_group", "barrier", "report_group", "timeout_of"]
+__all__ = [
+    "PendingTransfer",
+    "SequenceGroup",
+    "aux_group",
+    "barrier",
+    "report_group",
+    "timeout_of",
+    "told_if_it_breaks_off",
+]
 
 # Its name before torch 2.13 is the longer one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,7 +42,8 @@ def aux_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     if known is None:
         ranks = dist.get_process_group_ranks(group)
         timeout = timeout_of(group)
-        known = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        with told_if_it_breaks_off():
+            known = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
         beside[purpose] = weakref.ref(known)  # torch itself holds it until the groups are destroyed
     return known
 
@@ -50,7 +59,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 @contextmanager
-def _told_if_it_breaks_off() -> Iterator[None]:
+def told_if_it_breaks_off() -> Iterator[None]:
     """Says in plain words what a broken connection means; the process group's own words stand behind."""
     try:
         yield
@@ -70,7 +79,7 @@ class PendingTransfer:
     works: tuple[dist.Work, ...]
 
     def wait(self) -> torch.Tensor:
-        with _told_if_it_breaks_off():
+        with told_if_it_breaks_off():
             for work in self.works:
                 work.wait()
         return self.received
@@ -134,7 +143,7 @@ class SequenceGroup:
             return PendingTransfer(sent, sent, ())
         received = sent.new_empty(sum(receive_splits), *sent.shape[1:])
         splits = list(receive_splits), list(send_splits)
-        with _told_if_it_breaks_off():
+        with told_if_it_breaks_off():
             work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=asynchronous)
         return PendingTransfer(received, sent, (work,) if asynchronous else ())
 
@@ -149,7 +158,7 @@ class SequenceGroup:
             operations.append(dist.P2POp(dist.isend, sent, dist.get_global_rank(group, to), group))
         if received.numel():
             operations.append(dist.P2POp(dist.irecv, received, dist.get_global_rank(group, source), group))
-        with _told_if_it_breaks_off():
+        with told_if_it_breaks_off():
             works = dist.batch_isend_irecv(operations) if operations else []
         return PendingTransfer(received, sent, tuple(works))
 
@@ -159,7 +168,7 @@ class SequenceGroup:
             return [mine]
         mine = mine.contiguous()
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        with _told_if_it_breaks_off():
+        with told_if_it_breaks_off():
             dist.all_gather(everyone, mine, group=self.group)
         return everyone
 
@@ -168,7 +177,7 @@ class SequenceGroup:
         if self.size == 1:
             return mine
         everyone = mine.new_empty(self.size * len(mine), *mine.shape[1:])
-        with _told_if_it_breaks_off():
+        with told_if_it_breaks_off():
             _all_gather_single(everyone, mine, group=self.group)
         return everyone
 

@@ -8,7 +8,6 @@ Transformers Training, 2025.)
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.consistency import DEBUG_DIFFERS, check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.utils.errors import UserError
@@ -210,7 +209,9 @@ class Rehoming:
         problem = self._problem(tensors, dims, back)
         error = None if problem is None else UserError(problem)
         if self.debug or back not in self._agreed:
-            marks = {LAYOUTS_DIFFER: self._fingerprint(), TENSORS_DIFFER: 0 if error else _fingerprint(tensors, dims)}
+            layouts = fingerprint_of((self.source.fingerprint, self.target.fingerprint))
+            of_tensors = 0 if error else _fingerprint(tensors, dims)
+            marks = {DEBUG_DIFFERS: int(self.debug), LAYOUTS_DIFFER: layouts, TENSORS_DIFFER: of_tensors}
             device = tensors[0].device if tensors else torch.device("cpu")
             check_consistent(self.group, error, marks, device)
             self._agreed.add(back)
@@ -233,12 +234,6 @@ class Rehoming:
                     f"re-homing with {layout}_places"
                 )
         return None
-
-    def _fingerprint(self) -> int:
-        digest = hashlib.blake2b(digest_size=8)
-        for layout in (self.source, self.target):
-            digest.update(layout.rank.astype(np.uint16).tobytes() + layout.local.astype(np.int64).tobytes())
-        return int.from_bytes(digest.digest(), "big") >> 1
 
 
 def _places(layout: SequenceLayout, rank: int, places: int | None) -> int:

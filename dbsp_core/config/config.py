@@ -101,7 +101,8 @@ class DbspConfig:
     kernel:         "auto" or a kernel's name
     report:         folder for the report (see docs/report.md), or None: nothing is observed
     record:         folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set
-    debug:          all ranks check before each attention that inputs are finite and plans equal
+    debug:          all ranks check before each attention that inputs are finite, and that inputs, masks, plans and
+                    kernels fit together: see docs/configuration.md
     transformer_2:  what is otherwise for a pipeline's second transformer (Wan2.2's for little noise), a mapping of
                     settings such as {mask: {source: file, path: …}}
     generate:       no setting of attention: what else the same file says, see `GenerateSettings`

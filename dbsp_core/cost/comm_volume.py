@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -47,6 +48,17 @@ class Traffic:
         """float64[P, P] by exchange, tokens of keys and values together."""
         return (2 * self.keys, *([] if self.fetched is None else 2 * self.fetched))
 
+    def in_chunks(self, shares: Sequence[int]) -> Traffic:
+        """About the same where needed keys come in these further chunks: as if the keys of all were alike.
+
+        shares: see `Assignment.chunk_shares`
+        """
+        if self.fetched is None or self.fetched_blocks is None:
+            raise ValueError("keys that go round the ring do not come in chunks")
+        part = np.array(shares) / sum(shares)
+        fetched = part[:, None, None] * self.fetched.sum(axis=0)
+        return replace(self, fetched=fetched, fetched_blocks=part[:, None] * self.fetched_blocks.sum(axis=0))
+
     @property
     def kv_received(self) -> float:
         """Tokens of K and V that a rank receives from others, mean over ranks: exchanged, and round the ring."""
@@ -78,10 +90,11 @@ def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
         q_home, k_home = _tokens_at(layout, grid, order)
         queries += q_home.T @ _by_rank(assignment.q_owner[heads], strategy.world).T
         if assignment.needed is not None:
-            many = (chunk[:, heads].sum(axis=1) for chunk in assignment.chunks)
+            narrow = np.uint8 if len(heads) < 256 else np.uint16  # the narrower, the faster
+            many = (np.add.reduce(chunk[:, heads], axis=1, dtype=narrow) for chunk in assignment.chunks)
             for chunk, sent, blocks in zip(many, (keys, *fetched), (slots, *fetched_blocks), strict=True):
                 sent += k_home.T @ chunk.T
-                blocks += chunk.sum(axis=1)
+                blocks += chunk.sum(axis=1, dtype=np.int64)
             continue
         head, column = np.nonzero(assignment.head_ulysses_ranks[heads])
         holder = assignment.kv_slot[heads][head] * strategy.ulysses + column[:, None]

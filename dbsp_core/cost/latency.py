@@ -147,11 +147,13 @@ def predict(
     hardware: Hardware,
     topology: Topology | None = None,
     layout: SequenceLayout | None = None,
+    traffic: Traffic | None = None,
 ) -> Prediction:
     """The corrected form of Eq. 4: the slowest rank's real work in each period, real bytes, real packing.
 
     topology: default one node
     layout:   the layout the plan was made for, which decides what travels; default contiguous
+    traffic:  what travels, where it is known already
     Raises ValueError when plan, shape, layout and topology don't fit, or network constants are needed but not known.
     """
     strategy, known = plan.strategy, hardware.constants
@@ -159,7 +161,7 @@ def predict(
     layout = layout or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     require_fit(plan, shape, topology)
     require_network(hardware, topology)
-    traffic = traffic_of(plan.assignment, layout)
+    traffic = traffic or traffic_of(plan.assignment, layout)
     exchanged = [traffic.dispatch, traffic.combine]
     if exchange_q_separately(plan.assignment):
         exchanged = [traffic.queries, 2 * traffic.keys, traffic.combine]

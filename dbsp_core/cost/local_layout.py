@@ -14,7 +14,7 @@ import numpy as np
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
-from dbsp_core.cost.selection import in_ns
+from dbsp_core.cost.selection import in_fastest_chunks, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -92,14 +92,18 @@ def fastest_layout(
         element_bytes: Of q, k and v, assumed.
     """
 
+    def shape(plan: Plan) -> AttentionShape:
+        return AttentionShape(1, plan.heads, plan.grid.tokens, HEAD_DIM, element_bytes)
+
     def predicted_ns(plan: Plan, layout: SequenceLayout) -> int:
         if hardware is None:
             raise RuntimeError("layouts are chosen by a machine's constants, and none were loaded")
-        shape = AttentionShape(1, plan.heads, plan.grid.tokens, HEAD_DIM, element_bytes)
-        return in_ns(predict(plan, shape, hardware, topology, layout))
+        return in_ns(predict(plan, shape(plan), hardware, topology, layout))
 
     def least_ns(mask: BlockMask, layout: SequenceLayout, ways: Sequence[Strategy], keys: str) -> int:
         plans = (make_plan(mask, way, planner, layout=layout, compare=False, keys=keys) for way in ways)
+        if keys == "needed":
+            plans = (in_fastest_chunks(plan, mask, shape(plan), hardware, topology, layout) for plan in plans)
         return min(predicted_ns(plan, layout) for plan in plans)
 
     cost = None if hardware is None else predicted_ns

@@ -5,9 +5,12 @@ Every rank predicts for itself, from the mask's bits and the constants of one fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, predict
 from dbsp_core.cost.peak_memory import within_limit
@@ -15,15 +18,16 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.assignment import KEY_CHUNKS
 from dbsp_core.planning.plan import Plan
 
 __all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan", "in_fastest_chunks", "in_ns"]
 
 WORTH_A_LOOK = 0.005
 """Share of the predicted time that other plans must be able to save before they are made."""
-MORE_CHUNKS = (3, 5, 9, 17)
-"""Numbers of chunks of needed keys, fetched one ahead, that are tried where a memory limit asks for it."""
+SHARES = ((1,), (1, 1), (2, 1), (1, 1, 1), (3, 2, 1), (1, 1, 1, 1))
+"""Further chunks of needed keys that are tried, all fetched at once: see `Assignment.chunk_shares`."""
+ONE_AHEAD = tuple((1,) * chunks for chunks in (2, 4, 8, 16))
+"""Those, fetched one ahead, that are tried where a memory limit asks for it."""
 AUTO = "auto"
 """Stands where a strategy would, to leave the choice to `StrategySelector`."""
 
@@ -76,23 +80,34 @@ def in_fastest_chunks(
     layout: SequenceLayout,
     excess: Callable[[Plan], float] = lambda _: 0.0,
 ) -> Plan:
-    """A plan of needed keys in the number of chunks that is predicted to be fastest, or that a memory limit asks for.
+    """A plan of needed keys in the chunks that are predicted to be fastest, or that a memory limit asks for.
 
-    Of two to five chunks that are all fetched at once, those within the limit. Where none is, each is fetched beside
-    the kernel on the one before it, in as few as fit, or where none does, in that number that is least above it.
+    Of `SHARES`, all fetched at once, the fastest within the limit. Where none is, each is fetched beside the kernel on
+    the one before it, in as few as fit, or where none does, in that number that is least above it.
     hardware: whose constants predict times; None: the fewest chunks that fit
     excess: bytes by which a plan's peak is above a limit
     """
     if plan.assignment.periods == 1:
         return plan
-    at_once = [plan.in_chunks(mask, chunks) for chunks in KEY_CHUNKS]
-    fitting = [one for one in at_once if excess(one) <= 0]
-    if fitting and hardware is not None and (topology.one_node or hardware.constants.network_bytes_per_s is not None):
-        return min(fitting, key=lambda one: in_ns(predict(one, shape, hardware, topology, layout)))
-    if fitting:
-        return fitting[0]
-    ways = [(KEY_CHUNKS[0], False), *((chunks, True) for chunks in MORE_CHUNKS)]
+    at_once: Sequence[tuple[int, ...]] = SHARES
+    if hardware is not None and (topology.one_node or hardware.constants.network_bytes_per_s is not None):
+        traffic = traffic_of(plan.assignment, layout)
+
+        def about_ns(shares: tuple[int, ...]) -> int:
+            about = _about(plan, shares)
+            return in_ns(predict(about, shape, hardware, topology, layout, traffic.in_chunks(shares)))
+
+        at_once = sorted(SHARES, key=about_ns)
+    ways = [*((shares, False) for shares in at_once), *((shares, True) for shares in ONE_AHEAD)]
     return within_limit((plan.in_chunks(mask, *way) for way in ways), excess)
+
+
+def _about(plan: Plan, shares: tuple[int, ...]) -> Plan:
+    """Nearly `Plan.in_chunks`, in microseconds: as if the work with all keys of other ring rows were alike."""
+    first, *further = plan.metrics.work
+    part = np.array(shares)[:, None] / sum(shares)
+    metrics = replace(plan.metrics, work=np.concatenate([first[None], part * sum(further)]))
+    return replace(plan, assignment=replace(plan.assignment, chunk_shares=shares), metrics=metrics)
 
 
 @dataclass

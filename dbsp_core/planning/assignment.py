@@ -9,14 +9,11 @@ from functools import cached_property
 import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.block_mask import MaskCounts
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.planning.imbalance import owned_work
 
-__all__ = ["KEY_CHUNKS", "Assignment"]
-
-KEY_CHUNKS = (2, 3, 5)
-"""Numbers of chunks of needed keys to choose among: parts of each are whole parts of the next, counted at once."""
+__all__ = ["Assignment"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +27,8 @@ class Assignment:
     q_owner: int64[H, nq], rank of each (head, query block)
     kv_slot: int64[H, nk], ring slot of each (head, KV block)
     needed:  bool[P, H, nk], the (head, KV block) pairs that each rank's rows need; None: keys travel round the ring
-    key_chunks: how many chunks they come in, at least 2; without a ring there is one
+    chunk_shares: of the needed keys that are in other ring rows, how much comes in each further chunk, in relation to
+                one another: (4, 3, 1) are three, the first with half of them. Without a ring there are none
     one_ahead:  whether each chunk is fetched beside the kernel on the one before it, which takes least memory; else
                 all set off before the first kernel
     """
@@ -40,7 +38,7 @@ class Assignment:
     q_owner: np.ndarray
     kv_slot: np.ndarray
     needed: np.ndarray | None = None
-    key_chunks: int = KEY_CHUNKS[0]
+    chunk_shares: tuple[int, ...] = (1,)
     one_ahead: bool = False
 
     @property
@@ -50,16 +48,20 @@ class Assignment:
     @property
     def periods(self) -> int:
         """How often a rank's kernel runs: once for each ring slot, or each chunk of needed keys."""
-        return self.strategy.ring if self.needed is None or self.strategy.ring == 1 else self.key_chunks
+        return self.strategy.ring if self.needed is None or self.strategy.ring == 1 else 1 + len(self.chunk_shares)
 
-    def _key_parts(self, parts: int) -> np.ndarray:
-        """int64[H, nk]: the part of each KV block where those of other ring rows are cut into so many.
+    @property
+    def _further_chunk(self) -> np.ndarray:
+        """int64[H, nk]: in which of the further chunks each KV block comes to other ring rows, from 0 on.
 
         Runs of x blocks in turn, which are striped over the ranks of a ring row, from head to head one run later: so
-        that every rank gets and sends about as much of each part.
+        that every rank gets and sends about as much of a chunk as any other.
         """
         block, head = np.arange(self.kv_slot.shape[1]), np.arange(self.heads)[:, None]
-        return (block // self.strategy.ulysses + head) % parts
+        chunks = np.repeat(np.arange(len(self.chunk_shares)), self.chunk_shares)
+        place = np.concatenate([(np.arange(share) + 0.5) / share for share in self.chunk_shares])
+        in_turn = chunks[np.argsort(place, kind="stable")]  # (3, 1): 0, 0, 1, 0
+        return in_turn[(block // self.strategy.ulysses + head) % len(in_turn)]
 
     @cached_property
     def chunks(self) -> tuple[np.ndarray, ...]:
@@ -68,8 +70,8 @@ class Assignment:
             return () if self.needed is None else (self.needed,)
         ring_rank = np.arange(self.strategy.world)[:, None, None] // self.strategy.ulysses
         in_its_row = self.kv_slot == ring_rank
-        others, part = self.needed & ~in_its_row, self._key_parts(self.periods - 1)
-        return self.needed & in_its_row, *(others & (part == n) for n in range(self.periods - 1))
+        others, chunk = self.needed & ~in_its_row, self._further_chunk
+        return self.needed & in_its_row, *(others & (chunk == n) for n in range(self.periods - 1))
 
     @cached_property
     def head_ulysses_ranks(self) -> np.ndarray:
@@ -103,14 +105,14 @@ class Assignment:
         digest.update(self.kv_slot.astype(np.uint16).tobytes())
         if self.needed is not None:
             digest.update(np.packbits(self.needed).tobytes())
-            digest.update(f"{self.periods} {self.one_ahead}".encode())
+            digest.update(f"{self.chunk_shares} {self.one_ahead}".encode())
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def equals(self, other: Assignment) -> bool:
         """Whether both send the same pieces to the same ranks."""
         return self is other or (
-            (self.strategy, self.grid, self.periods) == (other.strategy, other.grid, other.periods)
-            and self.one_ahead == other.one_ahead
+            (self.strategy, self.grid) == (other.strategy, other.grid)
+            and (self.chunk_shares, self.one_ahead) == (other.chunk_shares, other.one_ahead)
             and np.array_equal(self.q_owner, other.q_owner)
             and np.array_equal(self.kv_slot, other.kv_slot)
             and (self.needed is None) == (other.needed is None)
@@ -122,19 +124,11 @@ class Assignment:
 
         counts: of a mask of this grid
         """
-        ring, ulysses, parts = self.strategy.ring, self.strategy.ulysses, self.periods - 1
-        if self.needed is None or ring == 1:
+        if self.needed is None:
+            ring, ulysses = self.strategy.ring, self.strategy.ulysses
             return owned_work(self.q_owner, counts.work_by_slot(self.kv_slot, ring), ulysses)
-        # Counted by slot and part, as finely for all numbers of chunks to choose among.
-        finest = KEY_CHUNKS[-1] - 1
-        fine = finest if finest % parts == 0 else parts
-        slots = self.kv_slot + ring * self._key_parts(fine)
-        by_slot = counts.work_by_slot(slots, ring * fine)
-        by_part = np.stack(
-            [owned_work(self.q_owner, by_slot[..., n * ring : (n + 1) * ring], ulysses) for n in range(fine)]
-        )
-        later = by_part[:, 1:].sum(axis=1).reshape(-1, parts, self.strategy.world).sum(axis=0)
-        return np.concatenate([by_part[:, :1].sum(axis=0), later])
+        of_key = counts.columns_by_rank(self.q_owner, self.strategy.world)
+        return np.stack([np.where(chunk, of_key, 0).sum(axis=(1, 2), dtype=np.int64) for chunk in self.chunks])
 
     def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(head, query block) of the rows that `rank` computes, int64[Rq] each, in packing order."""

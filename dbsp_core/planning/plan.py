@@ -141,9 +141,12 @@ class Plan:
         wanted = needed_keys(mask.subdivided(self.grid), self.assignment.q_owner, self.strategy.world)
         return not (wanted & ~needed).any()
 
-    def in_chunks(self, mask: BlockMask, chunks: int, one_ahead: bool = False) -> Plan:
-        """The same, with needed keys that come in so many chunks. mask: that its numbers are for"""
-        assignment = replace(self.assignment, key_chunks=chunks, one_ahead=one_ahead)
+    def in_chunks(self, mask: BlockMask, shares: tuple[int, ...], one_ahead: bool = False) -> Plan:
+        """The same, with needed keys of other ring rows in these chunks: see `Assignment.chunk_shares`.
+
+        mask: that its numbers are for
+        """
+        assignment = replace(self.assignment, chunk_shares=shares, one_ahead=one_ahead)
         work = assignment.work(mask.subdivided(self.grid).counts)
         return replace(self, assignment=assignment, metrics=replace(self.metrics, work=work))
 
@@ -283,9 +286,11 @@ def _moved(assignment: Assignment, layout: SequenceLayout) -> float:
     strategy, grid, q_owner, kv_slot = assignment.strategy, assignment.grid, assignment.q_owner, assignment.kv_slot
     if strategy.ring == 1:
         return 0.0
-    x, moved = strategy.ulysses, 0
+    ring, stays = strategy.ring, 0
     for order, heads in grid.order_groups(len(q_owner)):
-        q, k = layout.block_segments(grid, order)
-        moved += int(((q_owner[heads][:, q.block] // x != q.rank // x) * q.length).sum())
-        moved += 2 * int(((kv_slot[heads][:, k.block] != k.rank // x) * k.length).sum())
-    return moved / (3 * len(q_owner) * grid.tokens)
+        rows, keys = q_owner[heads] // strategy.ulysses, kv_slot[heads]
+        for held, ring_rank, tensors in zip(layout.block_segments(grid, order), (rows, keys), (1, 2), strict=True):
+            place = held.block * ring + held.rank // strategy.ulysses
+            tokens = np.bincount(place, held.length, ring_rank.shape[1] * ring)  # by block and ring rank
+            stays += tensors * int(tokens[np.arange(ring_rank.shape[1]) * ring + ring_rank].sum())
+    return 1 - stays / (3 * len(q_owner) * grid.tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,14 +24,13 @@ from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, 
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_core.utils.packages import package_versions
 
 if TYPE_CHECKING:
     from dbsp_core.planning.plan import Plan
     from dbsp_core.runtime.session import AttentionSession
 
 __all__ = ["is_writer", "make_report", "write_report_files"]
-
-_LIBRARIES = ("numpy", "triton", "diffusers", "transformers", "xfuser", "para-attn")
 
 
 def is_writer(group: SequenceGroup) -> bool:
@@ -169,11 +167,7 @@ def _environment(session: AttentionSession, observer: RunObserver, hardware: lis
     software.pop("kernel")
     if torch.version.cuda:
         software["cuda"] = torch.version.cuda
-    for name in _LIBRARIES:
-        try:
-            software[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    software |= {name: own for name, own in package_versions().items() if name not in software}
     settings = session.config.to_values()
     layout = session.config.effective_layout if session.layout.position is None else "local"
     settings |= {"model": model, "layout": layout, "kernel": observer.kernel}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dbsp_core.comm.all_to_all import Route
-from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.consistency import DEBUG_DIFFERS, check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -24,10 +24,13 @@ from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.ring import keys_to_come, ring_attention
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_core.utils.packages import version_marks
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel, require_supported
 
 __all__ = [
     "INPUTS_DIFFER",
+    "LAYOUTS_DIFFER",
+    "SCALES_DIFFER",
     "DualBalancedAttention",
     "dual_balanced_attention",
     "inputs_fingerprint",
@@ -39,6 +42,10 @@ INPUTS_DIFFER = (
     "batch, head size or dtype of q, k and v, or whether they need gradients, differ on rank(s) {}; "
     "give all ranks the same"
 )
+LAYOUTS_DIFFER = "the sequence layout differs on rank(s) {}; give all ranks one layout"
+SCALES_DIFFER = "the scale of the scores differs on rank(s) {}; give all ranks one"
+MASKS_DIFFER = "the mask differs on rank(s) {}; give all ranks one mask"
+KERNELS_DIFFER = "another kernel serves on rank(s) {}; install the same there, or set kernel on all ranks"
 KEYS_LEFT_OUT = "the mask needs keys that the plan does not send; make a plan for this mask"
 INFERENCE_TENSORS = (
     "q, k or v was made under torch.inference_mode(), so that gradients cannot flow through it; make it under "
@@ -69,6 +76,11 @@ class _Calls:
         self.pending = pending
         self.chosen: tuple[Hashable, Kernel] | None = None
 
+    @property
+    def name(self) -> str | None:
+        """Of the kernel that serves."""
+        return None if self.chosen is None else self.chosen[1].name
+
 
 @dataclass(frozen=True, eq=False)
 class DualBalancedAttention:
@@ -80,7 +92,8 @@ class DualBalancedAttention:
         tables: By period, those of the mask.
         group: The ranks that share the sequence.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
-        debug: Whether all ranks compare inputs and plans before every call.
+        debug: Whether all ranks compare inputs, masks, plans and kernels before every call.
+        mask_mark: Under debug, what tells the mask from others.
     """
 
     part: RankPlan
@@ -89,6 +102,7 @@ class DualBalancedAttention:
     group: SequenceGroup
     kernel: str = "auto"
     debug: bool = False
+    mask_mark: int = 0
     _calls: _Calls = field(default_factory=lambda: _Calls(pending=False))
 
     @classmethod
@@ -114,8 +128,9 @@ class DualBalancedAttention:
             n_local: Places this rank has, with or without the padding at the end. Default: with.
             device: Where q, k and v will be.
             kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
-            debug: Whether before every call all ranks agree that inputs are finite and plans equal, or raise together.
-                Without it they agree at the first call only that shapes fit.
+            debug: Whether before every call all ranks agree that inputs are finite, and that masks, plans, kernels and
+                scales are equal, or raise together; and now that package versions are. Without it they agree at the
+                first call only that shapes, plans and scales fit.
 
         Raises:
             UserError: On all ranks alike, when plan, mask, layout and group don't fit each other, plans differ, or the
@@ -132,7 +147,14 @@ class DualBalancedAttention:
                 raise UserError(KEYS_LEFT_OUT)
         except UserError as error:
             problem = error
-        check_consistent(group, problem, {PLANS_DIFFER: plan.assignment.fingerprint}, device)
+        marks = {
+            DEBUG_DIFFERS: int(debug),
+            **version_marks(debug),
+            LAYOUTS_DIFFER: layout.fingerprint,
+            MASKS_DIFFER: _mark_of(mask, debug),
+            PLANS_DIFFER: plan.assignment.fingerprint,
+        }
+        check_consistent(group, problem, marks, device)
         part = RankPlan.of(plan.assignment, layout, group.rank, n_local).to(device)
         return cls.of_part(part, plan, mask, group, kernel=kernel, debug=debug, calls=_Calls(pending=True))
 
@@ -156,14 +178,15 @@ class DualBalancedAttention:
             raise UserError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
         if not plan.assignment.equals(part.assignment):
             raise ValueError("this part of a plan was made for another plan")
-        return cls(part, plan, _tables(part, plan, mask), group, kernel, debug, calls or _Calls(pending=False))
+        tables, calls = _tables(part, plan, mask), calls or _Calls(pending=False)
+        return cls(part, plan, tables, group, kernel, debug, _mark_of(mask, debug), calls)
 
     def for_mask(self, plan: Plan, mask: BlockMask) -> DualBalancedAttention:
         """The same part in a plan with another mask's tables.
 
         plan: with the same owners and slots as this one's;  mask: one that it fits
         """
-        return replace(self, plan=plan, tables=_tables(self.part, plan, mask))
+        return replace(self, plan=plan, tables=_tables(self.part, plan, mask), mask_mark=_mark_of(mask, self.debug))
 
     @property
     def route(self) -> Route:
@@ -191,7 +214,7 @@ class DualBalancedAttention:
         Raises:
             UserError: Before any collective, where shapes, dtypes or the kernel don't fit.
         """
-        self._check(q, k, v)
+        self._check(q, k, v, scale)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if needs_gradients(q, k, v):
             return attention_with_gradients(self, q, k, v, scale)
@@ -231,14 +254,20 @@ class DualBalancedAttention:
             finite = bool(dout.isfinite().all())
             check_consistent(self.group, None if finite else UserError(GRADIENTS_NOT_FINITE), {}, dout.device)
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> None:
         """Raises UserError for inputs that don't fit: on all ranks together at the first call, and under debug."""
         problem = self._problem(q, k, v)
         if self.debug or self._calls.pending:
             if self.debug and problem is None and not all(bool(t.isfinite().all()) for t in (q, k, v)):
                 problem = "q, k or v has values that are not finite"
             error = None if problem is None else UserError(problem)
-            marks = {PLANS_DIFFER: self.plan.assignment.fingerprint, INPUTS_DIFFER: inputs_fingerprint(q, k, v)}
+            marks = {
+                INPUTS_DIFFER: inputs_fingerprint(q, k, v),
+                SCALES_DIFFER: fingerprint_of(scale or (None if problem else q.shape[-1] ** -0.5)),
+                MASKS_DIFFER: self.mask_mark,
+                PLANS_DIFFER: self.plan.assignment.fingerprint,
+                KERNELS_DIFFER: fingerprint_of(self._calls.name) if self.debug else 0,
+            }
             check_consistent(self.group, error, marks, q.device)
             self._calls.pending = False
         if problem is not None:
@@ -262,6 +291,11 @@ class DualBalancedAttention:
         except UserError as error:
             return str(error)
         return None
+
+
+def _mark_of(mask: BlockMask, debug: bool) -> int:
+    """What ranks compare masks by, under debug alone: its bits are read back for it."""
+    return mask.fingerprint if debug else 0
 
 
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:
@@ -314,7 +348,7 @@ def dual_balanced_attention(
         group: Default: all ranks of torch.distributed.
         scale: Of the scores; default D^−1/2.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
-        debug: Whether all ranks agree before the call that inputs are finite and plans equal.
+        debug: See `DualBalancedAttention.prepare`.
         keys: "ring", or "needed": each rank is sent only the keys that its rows need; see `make_plan`.
 
     Returns:

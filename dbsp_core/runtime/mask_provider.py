@@ -51,8 +51,8 @@ class MaskProvider:
     """Of the current forward pass: several are packed, in this order, and none attends to another."""
     _keys: OrderedDict[Hashable, dict[int, Hashable]] = field(default_factory=OrderedDict)
     """Cache keys by layer, for the videos and moments that they were asked for last."""
-    _numbers: dict[Hashable, int] = field(default_factory=dict)
-    """By cache key, in the order in which it was first given."""
+    _numbers: dict[tuple[Video, ...], dict[Hashable, int]] = field(default_factory=dict)
+    """By videos and cache key, in the order in which it was first given for them."""
 
     @property
     def _dynamic(self) -> DynamicMaskSource | None:
@@ -101,11 +101,16 @@ class MaskProvider:
 
         def in_numbers(keys: dict[int, Hashable]) -> int:
             """Equal on ranks that have seen the same keys, of any kind, in the same order."""
-            return fingerprint_of([self._numbers.setdefault(key, len(self._numbers)) for key in keys.values()])
+            known = self._numbers.setdefault(self._videos, {})
+            return fingerprint_of([known.setdefault(key, len(known)) for key in keys.values()])
 
         self._keys[self._now] = run_consistently(self.group, ask, device, in_numbers, "which masks are new")
         if len(self._keys) > _MOST_KEYED:
             self._keys.popitem(last=False)
+
+    def forget(self, videos: tuple[Video, ...]) -> None:
+        """Drops what is known of a size, once no executor for its masks is kept."""
+        self._numbers.pop(videos, None)
 
     def changes(self, layer: int) -> bool:
         """Whether this layer will have other masks, in other denoising steps."""

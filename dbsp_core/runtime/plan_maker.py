@@ -22,6 +22,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.utils.byte_sizes import in_bytes
 from dbsp_core.utils.errors import UserError
@@ -131,24 +132,21 @@ class ConfiguredPlanMaker:
         """real: the mask at hand, where `mask` is a predicted one"""
         planner = replace(self.config.planner, exchange_cost=self._exchange_cost(strategy, real))
 
-        def make(name: str, equal_heads: bool) -> Plan:
-            config = replace(planner, name=name, paper=replace(planner.paper, equal_heads=equal_heads))
+        def make_by(config: PlannerConfig) -> Plan:
             return make_plan(mask, strategy, config, layout=self.layout, compare=self.compare and mask is real)
 
-        weighs = planner.name == "dbsp" and self.config.planner.exchange_cost is None and self.group.size > 1
-        if not weighs or self.hardware is None:
-            plan = make(planner.name, planner.paper.equal_heads)
+        def make(name: str, equal_heads: bool) -> Plan:
+            return make_by(replace(planner, name=name, paper=replace(planner.paper, equal_heads=equal_heads)))
+
+        if self.hardware is None or not _weighs_exchanges(self.config, self.group):
+            plan = make_by(planner)
         else:
             topology = topology_of(self.group)
             plan = fastest_plan(make, self._shape, self.hardware, topology, self.layout, self._fits)
         if self._fits(plan) or planner.name != "dbsp":
             return plan
-
-        def capped(heads: int) -> Plan:
-            config = replace(planner, most_heads=heads)
-            return make_plan(mask, strategy, config, layout=self.layout, compare=self.compare and mask is real)
-
-        return within_limit(itertools.chain([plan], map(capped, head_caps(plan))), self._excess)
+        capped = (make_by(replace(planner, most_heads=heads)) for heads in head_caps(plan))
+        return within_limit(itertools.chain([plan], capped), self._excess)
 
     def _fits(self, plan: Plan) -> bool:
         return self.memory is None or self._excess(plan) <= 0
@@ -207,7 +205,7 @@ def load_constants(
     config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
 ) -> Hardware | None:
     """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
-    weighs = config.planner.name == "dbsp" and config.planner.exchange_cost is None and group.size > 1
+    weighs = _weighs_exchanges(config, group)
     if strategy is not None and not weighs and (config.effective_keys != AUTO or group.size == 1):
         return None
     return run_consistently(
@@ -217,6 +215,11 @@ def load_constants(
         lambda hardware: hardware.fingerprint,
         "the hardware file",
     )
+
+
+def _weighs_exchanges(config: DbspConfig, group: SequenceGroup) -> bool:
+    """Whether plans depend on what the machine's constants say of exchanges."""
+    return config.planner.name == "dbsp" and config.planner.exchange_cost is None and group.size > 1
 
 
 def _selector(

@@ -22,6 +22,8 @@ from dbsp_core.masks.schedule import StepClock
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.attention import (
     INPUTS_DIFFER,
+    LAYOUTS_DIFFER,
+    SCALES_DIFFER,
     DualBalancedAttention,
     inputs_fingerprint,
     needs_gradients,
@@ -35,6 +37,7 @@ from dbsp_core.runtime.sizes.size_context import FEW_STEPS, AttentionKey, SizeCo
 from dbsp_core.sources import LocalQK
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_core.utils.packages import version_marks
 from dbsp_kernels import KernelRequirements, require_supported
 
 __all__ = ["MOST_SIZES", "AttentionSession"]
@@ -45,6 +48,8 @@ MOST_SIZES = 4
 _CPU = torch.device("cpu")
 _SETTINGS_DIFFER = "the settings differ on rank(s) {}; give all ranks the same configuration, heads and layers"
 _SIZES_DIFFER = "the size of the video differs on rank(s) {}; give all ranks the same input"
+_STEPS_DIFFER = "the denoising step or guidance pass differs on rank(s) {}; give all ranks the same timesteps"
+_LAYERS_DIFFER = "another layer's attention is reached on rank(s) {}; all ranks must run the same layers in one order"
 _TWO_THREADS = (
     "two threads use db-SP on the same ranks at once, which would answer each other's calls; let one run at a time, "
     "or give each a process group of its own"
@@ -75,7 +80,7 @@ class AttentionSession:
     _mask_provider: MaskProvider = field(init=False)
     _new_sizes: NewSizes = field(init=False)
     _counters: ReuseCounters = field(default_factory=ReuseCounters)
-    _sizes: OrderedDict[Hashable, SizeContext] = field(default_factory=OrderedDict)
+    _sizes: OrderedDict[tuple[Video, ...], SizeContext] = field(default_factory=OrderedDict)
     """By size of video, the one used last at the end."""
     _reached: set[int] = field(default_factory=set)
     _recomputation: Recomputation = field(default_factory=Recomputation)
@@ -111,7 +116,8 @@ class AttentionSession:
         except UserError as error:
             problem = error
         shared = fingerprint_of((replace(self.config, strategy=self.strategy).fingerprint, self.heads, self.layers))
-        check_consistent(self.group.control(), problem, {_SETTINGS_DIFFER: shared}, _CPU)
+        marks = {_SETTINGS_DIFFER: shared, **version_marks(self.config.debug)}
+        check_consistent(self.group.control(), problem, marks, _CPU)
 
     @torch.compiler.disable
     def begin(
@@ -169,7 +175,9 @@ class AttentionSession:
                 observer.begin(self._mask_provider.moment, timestep, cfg_branch)
             size, place = videos, torch.device(device)
             if self.config.debug:
-                check_consistent(self.group, None, {_SIZES_DIFFER: fingerprint_of(size)}, place)
+                step = fingerprint_of((self._mask_provider.moment, cfg_branch))
+                marks = {_SIZES_DIFFER: fingerprint_of((size, text_last)), _STEPS_DIFFER: step}
+                check_consistent(self.group, None, marks, place)
             if size not in self._sizes:
                 self._sizes[size] = self._new_sizes.prepare(size, place, host_layout, text_last)
                 if len(self._sizes) > MOST_SIZES:
@@ -196,7 +204,7 @@ class AttentionSession:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
                 return _attention_of(self._recomputation.take(layer), q, k, v, scale)
-            self._check(q, k, v)
+            self._check(layer, q, k, v, scale)
             for observer in self.observers:
                 observer.attention_begins(q.device)
             with torch.no_grad():  # to backward, predicted masks are constants
@@ -274,15 +282,21 @@ class AttentionSession:
         finally:
             self._lock.release()
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Before any collective of a call. All ranks compare shapes at the first call of a size, and under debug."""
+    def _check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        """Before any collective of a call. All ranks compare them at the first call of a size, and under debug."""
         now, problem = self._now, None
         if not (q.ndim == 4 and q.shape == k.shape == v.shape and q.shape[1:3] == (self.heads, now.layout.shard)):
             shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
             wanted = f"[batch, {self.heads}, {now.layout.shard}, head size]"
             problem = UserError(f"q, k, v must be {wanted} of one shape, as the layout shards them, got {shapes}")
         if self.config.debug or not now.inputs_agreed:
-            check_consistent(self.group, problem, {INPUTS_DIFFER: inputs_fingerprint(q, k, v)}, q.device)
+            marks = {
+                INPUTS_DIFFER: inputs_fingerprint(q, k, v),
+                SCALES_DIFFER: fingerprint_of(scale),
+                LAYOUTS_DIFFER: now.layout.fingerprint,
+                _LAYERS_DIFFER: layer,
+            }
+            check_consistent(self.group, problem, marks, q.device)
             now.inputs_agreed = True
         elif problem is not None:
             raise problem
@@ -316,8 +330,9 @@ class AttentionSession:
 
     def _drop_oldest_size(self) -> None:
         """Once what is being planned for it is done: on all ranks alike."""
-        oldest = self._sizes.pop(next(iter(self._sizes)))
+        size, oldest = self._sizes.popitem(last=False)
         self._flush(oldest)
+        self._mask_provider.forget(size)
 
     def _flush(self, context: SizeContext) -> None:
         context.plans.flush()

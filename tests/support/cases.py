@@ -24,7 +24,7 @@ class Case:
     """One attention. Everything random comes from `seed`; `sabotage` names a negative control.
 
     planner: a planner's name, or "random" for any owner and any slot, per head
-    chunks, one_ahead: of needed keys, see `Assignment`
+    chunk_shares, one_ahead: of needed keys, see `Assignment`
     band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
     """
 
@@ -51,7 +51,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     keys: str = "ring"
     band: bool = False
-    chunks: int = 2
+    chunk_shares: tuple[int, ...] = (1,)
     one_ahead: bool = False
 
     @property
@@ -141,7 +141,7 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         needed = needed_keys(mask, owners, strategy.world) if case.keys == "needed" else None
         plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, kv_slot=slots, needed=needed))
     if case.keys == "needed":
-        plan = plan.in_chunks(mask, case.chunks, case.one_ahead)
+        plan = plan.in_chunks(mask, case.chunk_shares, case.one_ahead)
     if case.sabotage == "a needed block left out":
         plan = replace(plan, assignment=without_a_block(plan.assignment))
         mask = BlockMask(mask.bits & _sent(plan.assignment), mask.grid)

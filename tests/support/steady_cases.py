@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,11 +11,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dbsp_core.runtime.ring
 from dbsp_core import SequenceGroup
+from dbsp_core.comm import groups
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.observed import observed_session
@@ -94,6 +97,37 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Collectives:
+    """Counts what this thread starts to send and receive, by torch.distributed's name of it."""
+
+    NAMES = ("all_to_all_single", "all_gather", "batch_isend_irecv", "barrier", "broadcast", "all_reduce")
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Collectives:
+        for owner, name in [*((dist, name) for name in self.NAMES), (groups, "_all_gather_single")]:
+            self._patches.enter_context(mock.patch.object(owner, name, self._counted(name, getattr(owner, name))))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patches.close()
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                self.seen[name] += 1
+            return function(*args, **options)
+
+        return run
+
+
+def collectives_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> dict[str, int]:
+    """Of the third step of one layer, by name."""
+    return _in_a_steady_step(settings, strategy, 4, Collectives())
+
+
 def launches_of_a_steady_step(
     rank: int, world: int, settings: dict[str, Any], strategy: str, heads: int
 ) -> dict[str, int]:
@@ -106,7 +140,9 @@ def waits_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], stra
     return _in_a_steady_step(settings, strategy, 4, Watch())
 
 
-def _in_a_steady_step(settings: dict[str, Any], strategy: str, heads: int, watch: Watch | Launches) -> dict[str, int]:
+def _in_a_steady_step(
+    settings: dict[str, Any], strategy: str, heads: int, watch: Watch | Launches | Collectives
+) -> dict[str, int]:
     """What is seen of it. The kernel is left out: the CPU's own reads its tables, a GPU's does not."""
     config = DbspConfig.load(settings)
     session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), heads=heads, layers=1)

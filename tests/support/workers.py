@@ -31,12 +31,16 @@ class WorkerError(AssertionError):
 
 
 class WorkerPool:
-    """`world` processes in one gloo group."""
+    """`world` processes in one gloo group.
 
-    def __init__(self, world: int) -> None:
+    preloaded: modules that every worker has from its birth;  patience_s: after which no answer is a hang
+    """
+
+    def __init__(self, world: int, preloaded: tuple[str, ...] = PRELOADED, patience_s: float = SAFETY_NET_S) -> None:
         self.world = world
+        self._patience_s = patience_s
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context.set_forkserver_preload(list(preloaded))
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._pipes: list[Connection] = []
@@ -55,7 +59,7 @@ class WorkerPool:
             pipe.send((function, args))
         answers = []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(SAFETY_NET_S):
+            if not pipe.poll(self._patience_s):
                 self.close()
                 raise WorkerError([(rank, "Hang", f"no answer from rank {rank}")], "")
             answers.append(pipe.recv())

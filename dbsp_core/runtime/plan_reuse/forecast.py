@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.block_mask import BlockMask, MaskCounts
+from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.planning.imbalance import work_by_ring_step
 from dbsp_core.planning.plan import Plan
 
@@ -75,6 +76,9 @@ class _ForecastCounts(MaskCounts):
     @property
     def columns(self) -> np.ndarray:
         return self._base.columns * self._growth[:, None]
+
+    def columns_by_rank(self, q_owner: np.ndarray, world: int) -> np.ndarray:
+        return self._base.columns_by_rank(q_owner, world) * self._growth[:, None]
 
     def work_by_slot(self, slots: np.ndarray, ring: int) -> np.ndarray:
         return self._base.work_by_slot(slots, ring) * self._growth[:, None, None]

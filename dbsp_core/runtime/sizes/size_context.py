@@ -81,6 +81,7 @@ class SizeContext:
         self, attention: AttentionKey, new_mask: Callable[[Hashable], BlockMask], tokens: LocalQK
     ) -> tuple[Hashable, DualBalancedAttention]:
         """The executor of an attention whose mask is computed from its queries and keys, and what it is kept by."""
+        attention = self._judged_alike(attention, tokens)
         executor = self._make(attention, attention, new_mask(attention), tokens)
         self._keep(attention, attention, attention, executor)
         return attention, executor
@@ -98,13 +99,20 @@ class SizeContext:
         returns: it, after what it is kept by
         changes: whether the attention will have other masks: then its plan is kept from one to the next
         """
-        key = self.size, name, tokens.q.device
+        attention = self._judged_alike(attention, tokens)
+        key = attention.size, name, tokens.q.device
         plan_key: Hashable = attention if changes else key
         executor = self._executors.get(key)
         if executor is None or not self.plans.count_reuse(plan_key, executor.plan):
             executor = self._make(attention, plan_key, new_mask(key), tokens)
         self._keep(attention, key, plan_key, executor)
         return key, executor
+
+    def _judged_alike(self, attention: AttentionKey, tokens: LocalQK) -> AttentionKey:
+        """The same; under a memory limit one for each batch size, with gradients or without: their plans differ."""
+        if self.maker.memory is None:
+            return attention
+        return attention._replace(size=(attention.size, len(tokens.q), _keeps_gradients(tokens)))
 
     def _keep(
         self, attention: AttentionKey, key: Hashable, plan_key: Hashable, executor: DualBalancedAttention
@@ -126,7 +134,7 @@ class SizeContext:
         self, attention: AttentionKey, plan_key: Hashable, mask: BlockMask, tokens: LocalQK
     ) -> DualBalancedAttention:
         shape = AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)
-        maker = self.maker.for_shape(shape, tokens.q.requires_grad or tokens.k.requires_grad)
+        maker = self.maker.for_shape(shape, _keeps_gradients(tokens))
         if plan_key == attention and attention.one_before is not None:
             self.plans.begin_with(attention, attention.one_before)
         planned = self.plans.plan_for(plan_key, mask, maker)
@@ -139,3 +147,7 @@ class SizeContext:
         return DualBalancedAttention.of_part(
             part, plan, mask, maker.group, kernel=maker.config.kernel, debug=maker.config.debug
         )
+
+
+def _keeps_gradients(tokens: LocalQK) -> bool:
+    return tokens.q.requires_grad or tokens.k.requires_grad

@@ -20,7 +20,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.predicted.distributed_pooling import assigned_heads, exchange_heads, gather_bits
-from dbsp_core.sources.predicted.sparge import SpargeThresholds
+from dbsp_core.sources.predicted.sparge import SpargeThresholds, always_dense
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_kernels.packing.block_selection import select_blocks
@@ -158,7 +158,7 @@ class LowRankSource(BlockSizes):
             for one in heads.flatten(0, 1)
         ]
         empty = heads.new_empty(0, grid.nq, grid.nk, dtype=torch.float64)
-        dense = self._always_dense(grid, device).expand(len(chance), -1)
+        dense = always_dense(grid, self.dense_text, self.attention_sink, device).expand(len(chance), -1)
         limits = SpargeThresholds(self.cdf, self.topk).limits(grid.nk)
         mine = select_blocks(torch.stack(chance) if chance else empty, dense, *limits)
         return BlockMask(gather_bits(mine, request.heads, heads.shape[1], grid.nk, tokens.group), grid)
@@ -180,13 +180,6 @@ class LowRankSource(BlockSizes):
             return
         run_consistently(tokens.group, check, tokens.q.device, lambda one: one.fingerprint, "the fitted file")
         vars(self)["_agreed"] = True
-
-    @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
-    def _always_dense(self, grid: BlockGrid, device: torch.device) -> torch.Tensor:
-        """bool[nq + nk]: query blocks and then key blocks that are dense whatever the tokens are."""
-        q, k = ((axis.starts < grid.text_tokens) & self.dense_text for axis in (grid.q_axis, grid.k_axis))
-        k[0] |= self.attention_sink
-        return to_device(np.concatenate([q, k]), device)
 
 
 def _project(tokens: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from dbsp_core.utils.errors import SettingError, blame_setting, require_value
 from dbsp_kernels.packing.block_selection import pooled_scores, select_blocks
 from dbsp_kernels.packing.h2d import to_device
 
-__all__ = ["SpargeSource", "SpargeThresholds"]
+__all__ = ["SpargeSource", "SpargeThresholds", "always_dense"]
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,19 @@ class SpargeSource(BlockSizes):
         # In float64, by operations on each head alone: which others a rank predicts cannot change a bit of it.
         scores = pooled_scores(rows, grid.nq, tokens.scale, how.similarity)
         chance = torch.softmax(scores, dim=-1)  # NaN where every key block is dissimilar, hence dense
-        dense = (rows[..., -1] <= how.similarity) | self._always_dense(grid, rows.device)
+        dense = (rows[..., -1] <= how.similarity) | always_dense(
+            grid, self.dense_text, self.attention_sink, rows.device
+        )
         mine = select_blocks(chance, dense, *how.limits(grid.nk))
         return BlockMask(gather_bits(mine, request.heads, samples, grid.nk, tokens.group), grid)
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
-    def _always_dense(self, grid: BlockGrid, device: torch.device) -> torch.Tensor:
-        """bool[nq + nk]: query blocks and then key blocks that are dense whatever the tokens are."""
-        q, k = ((axis.starts < grid.text_tokens) & self.dense_text for axis in (grid.q_axis, grid.k_axis))
-        k[0] |= self.attention_sink
-        return to_device(np.concatenate([q, k]), device)
+
+@functools.lru_cache(maxsize=8)
+def always_dense(grid: BlockGrid, text: bool, attention_sink: bool, device: torch.device) -> torch.Tensor:
+    """bool[nq + nk]: query blocks and then key blocks that are dense whatever the tokens are.
+
+    text: whether blocks of text are;  attention_sink: whether the first key block is
+    """
+    q, k = ((axis.starts < grid.text_tokens) & text for axis in (grid.q_axis, grid.k_axis))
+    k[0] |= attention_sink
+    return to_device(np.concatenate([q, k]), device)

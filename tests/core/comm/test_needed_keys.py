@@ -29,11 +29,11 @@ SETTINGS = (
     {"planner": "random", "layout": "learned"},
 )
 CHUNKS = (
-    {"chunks": 2},
-    {"chunks": 3},
-    {"chunks": 5},
-    {"chunks": 3, "one_ahead": True},
-    {"chunks": 5, "one_ahead": True},
+    {"chunk_shares": (1,)},
+    {"chunk_shares": (3, 2, 1)},
+    {"chunk_shares": (1, 1, 1, 1)},
+    {"chunk_shares": (2, 1), "one_ahead": True},
+    {"chunk_shares": (1, 1, 1, 1), "one_ahead": True},
 )
 
 
@@ -62,10 +62,12 @@ def test_gradients_equal_those_of_dense_attention(pool, world, strategy):
         assert all(max(error) <= TOLERANCE for error in errors), (case, errors)
 
 
-@pytest.mark.parametrize(("world", "strategy", "chunks"), [(2, "U1R2", 2), (4, "U4R1", 2), (6, "U2R3", 5)])
-def test_a_needed_block_left_out_does_not_pass(pool, world, strategy, chunks):
+@pytest.mark.parametrize(
+    ("world", "strategy", "shares"), [(2, "U1R2", (1,)), (4, "U4R1", (1,)), (6, "U2R3", (3, 2, 1))]
+)
+def test_a_needed_block_left_out_does_not_pass(pool, world, strategy, shares):
     case = Case(
-        strategy, "local", heads=5, tokens=128 * world, keys="needed", layout="local", band=True, chunks=chunks
+        strategy, "local", heads=5, tokens=128 * world, keys="needed", layout="local", band=True, chunk_shares=shares
     )
     assert all(e <= TOLERANCE for e in pool(world).run(run_case, case))
     assert max(pool(world).run(run_case, replace(case, sabotage="a needed block left out"))) > 100 * TOLERANCE

@@ -70,6 +70,18 @@ def test_every_group_of_a_rank_has_the_timeout(tmp_path, host, script, needs):
     assert set(timeouts.values()) == {float(SECONDS)}, timeouts
 
 
+def test_a_rank_that_never_comes_is_told_of_in_plain_words(tmp_path):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, dbsp_para.generate as host; host.main(sys.argv[1:])", "x", "y", "1"],
+        env=os.environ | place | {"MASTER_PORT": str(free_port())},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "one of the other ranks may have died, or was too late" in done.stderr.splitlines()[-1], done.stderr
+
+
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan"])
 def test_a_timeout_that_is_none_is_refused(dbsp, timeout):
     code, _, err = dbsp("generate", "--config", "tiny-wan", "--prompt", "x", "--timeout", timeout)

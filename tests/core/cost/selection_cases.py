@@ -40,11 +40,18 @@ def choose_together(
 
 
 def plans_within(
-    rank: int, world: int, settings: dict[str, Any], free: dict[int, int], heads: int = 5
+    rank: int,
+    world: int,
+    settings: dict[str, Any],
+    free: dict[int, int],
+    heads: int = 5,
+    batches: tuple[int, ...] = (1,),
 ) -> tuple[list[tuple[str, float, int]], list[str]]:
-    """Two layers of synthetic masks under a memory limit. free: bytes that "auto" finds, by rank
+    """Two layers of synthetic masks under a memory limit, in batches of these sizes one after another.
 
-    returns: of each layer the strategy, the largest peak in bytes, and the most heads of a Ulysses rank; and warnings
+    free: bytes that "auto" finds, by rank
+    returns: of each layer in the last batch the strategy, the largest peak in bytes, and the most heads of a Ulysses
+             rank; and warnings
     """
     mask = {"source": "synthetic", "density": 0.4, "spread": 0.9, "block_q": 8, "block_k": 8}
     config = DbspConfig.load({"mask": mask, "cost_model": "a800", **settings})
@@ -55,14 +62,15 @@ def plans_within(
     logger.addHandler(handler)
     try:
         with mock.patch.object(plan_maker, "free_memory", return_value=free.get(rank, 2**40)):
-            layout = session.begin((3, 8, 8))
-        q = torch.ones(1, heads, layout.shard, 16)
-        for layer in range(2):
-            session.attend(layer, q, q, q)
+            for batch in batches:
+                layout = session.begin((3, 8, 8))
+                q = torch.ones(batch, heads, layout.shard, 16)
+                for layer in range(2):
+                    session.attend(layer, q, q, q)
     finally:
         logger.removeHandler(handler)
         dist.barrier()
-    shape = AttentionShape(1, heads, layout.tokens, 16, 4)
+    shape = AttentionShape(batches[-1], heads, layout.tokens, 16, 4)
     plans = [plan.assignment for plan in session.records.values()]
     peaks = [float(peak_bytes(plan, shape, layout).max()) for plan in plans]
     most = [int(plan.head_ulysses_ranks.sum(axis=0).max()) for plan in plans]

@@ -71,10 +71,12 @@ class TestBytes:
             assert route.q_places == traffic.rows[rank] * 16
             assert route.kv_places == traffic.slots.ravel()[rank] * 16
 
-    @pytest.mark.parametrize(("strategy", "chunks"), [("U4R1", 2), ("U2R2", 2), ("U1R4", 3), ("U2R2", 5)])
-    def test_traffic_of_needed_keys_is_what_the_routes_send(self, strategy, chunks):
+    @pytest.mark.parametrize(
+        ("strategy", "shares"), [("U4R1", (1,)), ("U2R2", (1,)), ("U1R4", (2, 1)), ("U2R2", (1,) * 4)]
+    )
+    def test_traffic_of_needed_keys_is_what_the_routes_send(self, strategy, shares):
         mask, layout = a_plan(strategy, heads=3, tokens=500, layout_name="striped")[1:]
-        plan = make_plan(mask, strategy, layout=layout, keys="needed").in_chunks(mask, chunks)
+        plan = make_plan(mask, strategy, layout=layout, keys="needed").in_chunks(mask, shares)
         traffic = traffic_of(plan.assignment, layout)
         received = 0
         for rank in range(4):

@@ -64,21 +64,25 @@ def test_local_rows_need_a_fraction_of_what_others_need():
     assert received["ring"] == pytest.approx(2 * 7 * 12 * mask.grid.tokens / 8, rel=0.02)
 
 
-@pytest.mark.parametrize("chunks", [2, 3, 4, 5, 9])
-def test_chunks_are_even_and_their_work_is_that_of_their_keys(chunks):
+@pytest.mark.parametrize("shares", [(1,), (1, 1), (2, 1), (3, 2, 1), (1,) * 8], ids=str)
+def test_chunks_are_even_and_their_work_is_that_of_their_keys(shares):
     mask, strategy = SOURCES["window"].mask(REQUEST), Strategy(2, 4)
     layout = SequenceLayout.named("local", mask.grid, strategy)
-    plan = make_plan(mask, strategy, layout=layout, keys="needed").in_chunks(mask, chunks)
+    plan = make_plan(mask, strategy, layout=layout, keys="needed").in_chunks(mask, shares)
     needed, every = plan.assignment.needed, plan.assignment.chunks
-    assert len(every) == chunks
+    assert len(every) == 1 + len(shares)
     assert (np.sum(every, axis=0) == needed).all(), "every key once"
     for rank in range(strategy.world):
         rows = mask.bits.numpy() & (plan.assignment.q_owner == rank)[..., None]
         assert [(rows & chunk[rank][:, None]).sum() for chunk in every] == plan.metrics.work[:, rank].tolist()
     traffic = traffic_of(plan.assignment, layout)
     for fetched in (traffic.fetched.sum(axis=1), traffic.fetched.sum(axis=2)):
-        assert (fetched.max(axis=0) <= 1.15 * fetched.mean(axis=0)).all(), "of what each rank gets, and sends"
-    for other in (plan.in_chunks(mask, chunks + 1), plan.in_chunks(mask, chunks, one_ahead=True)):
+        part = fetched / np.array(shares)[:, None]
+        assert (part.max(axis=0) <= 1.15 * part.mean(axis=0)).all(), "of what each rank gets, and sends"
+    about = traffic.in_chunks((1,)).in_chunks(shares)
+    assert about.fetched.sum(axis=0) == pytest.approx(traffic.fetched.sum(axis=0))
+    assert about.fetched.sum(axis=1) == pytest.approx(traffic.fetched.sum(axis=1), rel=0.3), "as if all were alike"
+    for other in (plan.in_chunks(mask, (*shares, 1)), plan.in_chunks(mask, shares, one_ahead=True)):
         assert not plan.assignment.equals(other.assignment)
         assert plan.assignment.fingerprint != other.assignment.fingerprint
 

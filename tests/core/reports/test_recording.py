@@ -184,6 +184,7 @@ class TestReading:
             {"passes": 3},
             {"passes": [{"step": 0, "branch": 0, "generation": 0}]},
             {"layers": None},
+            {"layers": 0},
             {"layers": float("inf")},
             {"passes": [{"step": 0}]},
         ],

@@ -24,6 +24,8 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest
 from dbsp_core.sources.base import BlockSizes
+from dbsp_core.sources.predicted.distributed_pooling import gather_bits
+from dbsp_core.utils.packages import package_versions
 from dbsp_diffusers.reference import masked_attention
 
 HEADS, WIDTH, THW = 5, 16, (3, 6, 10)
@@ -155,6 +157,14 @@ def changing_sizes(rank: int, world: int, settings: dict[str, Any], texts: list[
     return worst, session.inner.reuse.replans
 
 
+def keys_known(rank: int, world: int, settings: dict[str, Any], texts: list[int]) -> int:
+    """Passes of many text lengths, one after the other. returns: sizes of which cache keys are known"""
+    session = Session(settings, f"U{world}R1")
+    for text in texts:
+        session.attend(900.0, text_tokens=text)
+    return len(session.inner._mask_provider._numbers)
+
+
 def settings_on_one_rank(rank: int, world: int, odd: int, settings: dict[str, Any], others: dict[str, Any]) -> Any:
     """A session whose settings are other ones on one rank, and a forward pass. returns: its report's folder"""
     session = Session(settings if rank == odd else others, f"U{world}R1")
@@ -165,14 +175,33 @@ def settings_on_one_rank(rank: int, world: int, odd: int, settings: dict[str, An
 
 
 def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> None:
-    """A forward pass in which one rank's input is of another batch, dtype or size."""
-    session = Session(PREDICTED | {"debug": debug}, f"U{world}R1").inner
+    """A forward pass in which something of one rank's is otherwise."""
+    changed = {
+        "size": {"thw": (3, 6, 8)},
+        "pass": {"cfg_branch": 1},
+        "layer": {"layer": 1},
+        "scale": {"scale": 2.0},
+        "mask": {"flipped": True},
+        "version": {"version": {"torch": "1.0"}},
+    }.get(fault, {})
+    given = {"thw": THW, "cfg_branch": 0, "layer": 0, "scale": 1.0, "flipped": False, "version": {}}
+    given |= changed if rank == odd else {}
+    versions = package_versions() | given["version"]
+
+    def gathered(*arguments: Any) -> torch.Tensor:
+        return gather_bits(*arguments) ^ given["flipped"]
+
     try:
-        layout = session.begin((3, 6, 8) if (rank, fault) == (odd, "size") else THW)
-        q = torch.zeros(1, HEADS, layout.shard, WIDTH)
-        if rank == odd:
-            q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
-        session.attend(0, q, q, q)
+        with (
+            mock.patch("dbsp_core.utils.packages.package_versions", return_value=versions),
+            mock.patch("dbsp_core.sources.predicted.sparge.gather_bits", gathered),
+        ):
+            session = Session(PREDICTED | {"debug": debug}, f"U{world}R1", layers=2).inner
+            layout = session.begin(given["thw"], 0, 900.0, cfg_branch=given["cfg_branch"])
+            q = torch.zeros(1, HEADS, layout.shard, WIDTH)
+            if rank == odd:
+                q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
+            session.attend(given["layer"], q, q, q, scale=given["scale"])
     finally:
         dist.barrier()
 

@@ -18,6 +18,7 @@ from session_cases import (
     changing_sizes,
     from_two_threads,
     gradients,
+    keys_known,
     one_step_after_another,
     recorded_masks,
     settings_on_one_rank,
@@ -118,6 +119,10 @@ class TestSizes:
         for worst, plans in pool(2).run(changing_sizes, PREDICTED | {"planner": {"exchange_cost": 0.0}}, texts, 2):
             assert (worst <= 1e-5, plans) == (True, 2 * len(texts))
 
+    def test_cache_keys_of_sizes_that_went_are_forgotten(self, pool):
+        settings = {"mask": {"source": "callable", "function": "user_masks:band", "depends_on": "step"}}
+        assert pool(2).run(keys_known, settings, list(range(3 * MOST_SIZES))) == [MOST_SIZES] * 2
+
 
 class TestSettings:
     @pytest.mark.parametrize("odd", [0, 1])
@@ -147,10 +152,23 @@ class TestInputs:
             ("dtype", "or whether they need gradients, differ on rank(s) [{}]"),
             ("shard", "rank(s) [{}]: q, k, v must be [batch, 5, 60, head size] of one shape"),
             ("size", "differs on rank(s) [{}]"),
+            ("scale", "the scale of the scores differs on rank(s) [{}]"),
+            ("layer", "another layer's attention is reached on rank(s) [{}]"),
         ],
     )
     def test_what_differs_on_one_rank_stops_all(self, pool, fault, message, odd, debug):
         assert_all_raise(pool, 3, message.format(odd), a_wrong_input, odd, fault, debug)
+
+    @pytest.mark.parametrize(
+        ("fault", "message"),
+        [
+            ("pass", "the denoising step or guidance pass differs on rank(s) [1]"),
+            ("mask", "the mask differs on rank(s) [1]"),
+            ("version", "the version of torch differs on rank(s) [1]"),
+        ],
+    )
+    def test_what_only_debug_looks_for_is_named_by_rank_at_the_first_attention(self, pool, fault, message):
+        assert_all_raise(pool, 3, message, a_wrong_input, 1, fault, True)
 
     @pytest.mark.parametrize(
         ("when", "message"),

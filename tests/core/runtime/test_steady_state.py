@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_core import Strategy
-from steady_cases import launches_of_a_steady_step, waits_of_a_steady_step
+from steady_cases import collectives_of_a_steady_step, launches_of_a_steady_step, waits_of_a_steady_step
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
@@ -22,6 +22,19 @@ def test_nothing_waits_for_the_device(pool, world, mask):
 def test_planning_at_once_would_be_seen(pool):
     for waits in pool(2).run(waits_of_a_steady_step, {"mask": SPARGE, "reuse": {"mode": "sync"}}, "U1R2"):
         assert waits.get("cpu", 0) > 0
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
+def test_what_debug_compares_costs_no_collective_without_it(pool, world, mask):
+    """Comparing is `all_gather`: with it, of inputs before the mask, and then of masks and plans."""
+    settings, strategy = {"mask": mask, "reuse": {"threshold": 100.0}}, f"U1R{world}"
+    without = pool(world).run(collectives_of_a_steady_step, settings, strategy)
+    if mask is WINDOW:
+        assert without == [{"all_to_all_single": 2, "batch_isend_irecv": world - 1}] * world
+    assert all("all_gather" not in seen for seen in without)
+    compared = pool(world).run(collectives_of_a_steady_step, settings | {"debug": True}, strategy)
+    assert compared == [seen | {"all_gather": 2} for seen in without]
 
 
 @pytest.mark.parametrize("heads", [8, 20])

@@ -253,7 +253,8 @@ def rehome_wrongly(rank: int, world: int, fault: str, culprit: int) -> None:
         dtype = torch.float64
     if rank == culprit and fault == "layouts":
         source = SequenceLayout.whole_sequences([9, 7], [0, 1], world)
-    Rehoming.of(source, target).there(torch.zeros(places, 2, dtype=dtype))
+    debug = fault == "debug" and rank == culprit
+    Rehoming.of(source, target, debug=debug).there(torch.zeros(places, 2, dtype=dtype))
 
 
 def orders_are_what_they_say(orders: tuple, grid: BlockGrid) -> bool:

@@ -24,7 +24,12 @@ def test_round_trips_are_bitwise_and_nothing_that_stays_travels(pool, world, see
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("places", "dimension 0"), ("dtype", "differ on rank(s) [1]"), ("layouts", "layouts to re-home between differ")],
+    [
+        ("places", "dimension 0"),
+        ("dtype", "differ on rank(s) [1]"),
+        ("layouts", "layouts to re-home between differ"),
+        ("debug", "debug differs on rank(s) [1]"),
+    ],
 )
 def test_one_rank_that_differs(pool, fault, message):
     assert_all_raise(pool, 3, message, rehome_wrongly, fault, 1)

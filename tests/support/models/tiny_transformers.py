@@ -148,6 +148,14 @@ def _flux2(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
     return inputs | ids | {"guidance": torch.full((batch,), 3.5)}
 
 
+def _flux_reference(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    """With an image of another size beside the generated one, which is a grid of its own."""
+    inputs, (_, h, w) = _flux(noise, thw, batch), thw
+    ids = _flux(noise, (1, h - 2, w + 1), batch)["img_ids"] + torch.tensor([1, 0, 0])
+    tokens = noise(batch, h * w + len(ids), 4)
+    return inputs | {"hidden_states": tokens, "img_ids": torch.cat([inputs["img_ids"], ids])}
+
+
 def _qwen(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
     _, h, w = thw
     return {
@@ -236,6 +244,7 @@ TINY = {
     "ltx": Tiny("LTXVideoTransformer3DModel", _LTX_SIZES, _ltx),
     "ltx-i2v": Tiny("LTXVideoTransformer3DModel", _LTX_SIZES, _ltx_image),
     "flux": Tiny("FluxTransformer2DModel", _SIZES | _IMAGE | _FLUX_SIZES, _flux),
+    "flux-reference": Tiny("FluxTransformer2DModel", _SIZES | _IMAGE | _FLUX_SIZES, _flux_reference),
     "flux2": Tiny(
         "Flux2Transformer2DModel",
         _SIZES
