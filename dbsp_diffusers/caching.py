@@ -144,7 +144,7 @@ class StepCaches:
         if name not in (DECIDING, *BY_STEP, *WHOLE_BATCH):
             raise UserError(
                 f"db-SP does not know whether a {name} skips the same layers on all ranks, and without that they wait "
-                "for each other for ever; take it off (transformer.disable_cache())"
+                "for each other forever; take it off (transformer.disable_cache())"
             )
 
     def _cache_dit(self) -> Any:

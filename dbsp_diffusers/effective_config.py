@@ -134,6 +134,6 @@ def _describe_changed(settings: Any, default: Any) -> str:
     return ", ".join(shown)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _log_once(text: str) -> None:
     log.info(text)

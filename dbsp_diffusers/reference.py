@@ -56,6 +56,7 @@ def attach_single_process(
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal sequence
         sequence = architecture.sequence(module, signature_of(module).bind(*args, **kwargs).arguments)
+        sequence.require_grid(config.mask)
         provider.begin([(sequence.thw, sequence.text)], sequence.timestep, branch())
         cache.clear()
 

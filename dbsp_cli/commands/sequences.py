@@ -33,9 +33,9 @@ from dbsp_core.planning.sequences.streams import (
     draw,
     parse_streams,
 )
-from dbsp_core.reports.summary import in_bytes
 from dbsp_core.reports.tables import TextTable
 from dbsp_core.sources import MaskRequest, StaticMaskSource
+from dbsp_core.utils.byte_sizes import in_bytes
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["ALL_BAGS", "FLUX_NAME", "SequenceRequest", "print_sequence_plans"]

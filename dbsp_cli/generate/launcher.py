@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dbsp_cli.generate.joined import Joined
-from dbsp_cli.generate.orphans import RUN, kill_orphans
+from dbsp_cli.generate.orphans import RUN, kill_orphans, signal_of_run
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import ERROR, NOTICE
 from dbsp_start.held import held
@@ -24,6 +25,7 @@ __all__ = ["STARTING", "Launch", "LogFollower", "RunFailed", "run_watched"]
 _TAG = re.compile(r"\(rank (\d+)\) ")
 _STEPS_DONE = re.compile(r"(\d+)/(\d+) \[")
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL)
+_TELLS_TO_END = re.compile(r"Sending process (\d+) closing signal")
 _TOLD_TO_END = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _TAIL = 30
 STARTING = "starting ranks"
@@ -193,7 +195,7 @@ def run_watched(
         )
         try:
             follower.stage(STARTING)
-            _follow(process, file.write, follower)
+            _follow(process, file.write, follower, str(ranks_folder))
             code = process.wait()
         finally:
             try:
@@ -204,7 +206,9 @@ def run_watched(
         raise _failure(code, log, follower)
 
 
-def _follow(process: subprocess.Popen[bytes], keep: Callable[[bytes], object], follower: LogFollower) -> None:
+def _follow(
+    process: subprocess.Popen[bytes], keep: Callable[[bytes], object], follower: LogFollower, run: str
+) -> None:
     if process.stdout is None:
         raise RuntimeError("the ranks' output could not be read")
     begun = ""
@@ -213,6 +217,11 @@ def _follow(process: subprocess.Popen[bytes], keep: Callable[[bytes], object], f
         *lines, begun = re.split(r"[\r\n]+", begun + chunk.decode(errors="replace"))
         for line in lines:
             follower.line(line)
+            for told in map(int, _TELLS_TO_END.findall(line)):  # torchrun waits 30 s for one that stands still
+                signal_of_run(told, run, signal.SIGCONT)
+                later = threading.Timer(_GRACE_S, signal_of_run, [told, run, signal.SIGKILL])
+                later.daemon = True
+                later.start()
         if follower.rank == "0" or begun.startswith("(rank 0) "):  # a progress bar's line ends when it is drawn again
             follower.progress(begun)
     follower.line(begun)
@@ -246,7 +255,9 @@ def _failure(code: int, log: Path, follower: LogFollower) -> Exception:
             + ("; the system does so when memory runs out" if by == "SIGKILL" else "")
             + f"; all ranks' output is in {log}"
         )
-    rank = cause[1] if cause and cause[1] in follower.last_lines else next((r for r in follower.last_lines if r), "")
+    rank = cause[1] if cause else next((r for r in follower.last_lines if r), "")
     first = f"rank {rank} failed (exit code {cause[2] if cause else code})" if rank else f"failed (exit code {code})"
+    if not follower.last_lines[rank]:
+        return RunFailed(f"{first} and said nothing; all output is in {log}")
     lines = [f"{first}; the end of its output:", *follower.last_lines[rank], f"all of it is in {log}"]
     return RunFailed("\n".join(lines))

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["RUN", "kill_orphans"]
+__all__ = ["RUN", "kill_orphans", "signal_of_run"]
 
 RUN = "DBSP_RUN"
 """Environment variable of everything that one run starts: the run's name, like no other's."""
@@ -21,14 +21,17 @@ def kill_orphans(run: str) -> None:
 
     A rank that its torchrun has left is in a session of its own: nothing else leads to it.
     """
-    mark = f"{RUN}={run}".encode()
     for _ in range(_TRIES):
-        left = False
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended meanwhile, or is another user's; a zombie has none
-                if mark in path.read_bytes().split(b"\0"):
-                    left = True
-                    os.kill(int(path.parent.name), signal.SIGKILL)
-        if not left:
+        processes = (int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ"))
+        if not sum(signal_of_run(process, run, signal.SIGKILL) for process in processes):
             return
         time.sleep(_PAUSE_S)
+
+
+def signal_of_run(process: int, run: str, number: int) -> bool:
+    """Sends a process a signal if it is of this run. returns: whether it is"""
+    with suppress(OSError):  # it has ended meanwhile, or is another user's; a zombie has none
+        if f"{RUN}={run}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            os.kill(process, number)
+            return True
+    return False

@@ -39,7 +39,9 @@ class Recording:
         folder = Path(folder)
         try:
             content = json.loads((folder / INDEX).read_text())
-            return cls(folder, _longest(content["passes"]), int(content["layers"]), content["stopped"])
+            if (layers := int(content["layers"])) < 1:
+                raise ValueError(f"of a model with {layers} layers")
+            return cls(folder, _longest(content["passes"]), layers, content["stopped"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise UserError(
                 f"{folder} is no recording of masks ({type(error).__name__}: {error}); make one with "

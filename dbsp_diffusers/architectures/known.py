@@ -14,8 +14,10 @@ from dbsp_diffusers.architectures.architecture import Architecture, Packing
 from dbsp_diffusers.architectures.cuts import Cut, Cuts, DerivedCuts
 from dbsp_diffusers.architectures.token_sequence import (
     TokenSequence,
+    no_grid,
     position_grid,
     read_once,
+    require_position_grid,
     sample_grid,
     valid_tokens,
 )
@@ -82,7 +84,7 @@ def _ltx(transformer: Any, inputs: Inputs) -> TokenSequence:
     tokens = inputs["hidden_states"].shape[1]
     coordinates = inputs.get("video_coords")
     if coordinates is not None:
-        thw = read_once(coordinates, lambda rows: position_grid(rows[0].T, tokens, "video_coords"))
+        thw = read_once(coordinates, lambda rows: require_position_grid(rows[0].T, tokens, "video_coords"))
     else:
         frames, height, width = (int(inputs.get(name) or 0) for name in ("num_frames", "height", "width"))
         thw = (frames, height, width)
@@ -94,8 +96,10 @@ def _ltx(transformer: Any, inputs: Inputs) -> TokenSequence:
 def _flux(transformer: Any, inputs: Inputs) -> TokenSequence:
     _refuse(inputs, "controlnet_block_samples", "controlnet_single_block_samples", "kv_cache_mode")
     ids, tokens = inputs["img_ids"], inputs["hidden_states"].shape[1]
-    thw = read_once(ids, lambda rows: position_grid(rows[0] if rows.ndim == 3 else rows, tokens, "img_ids"))
-    return TokenSequence(thw, inputs["encoder_hidden_states"].shape[1], _timestep(inputs))
+    thw = read_once(ids, lambda rows: position_grid(rows[0] if rows.ndim == 3 else rows, tokens))
+    problem = no_grid("img_ids") if thw is None else None
+    text = inputs["encoder_hidden_states"].shape[1]
+    return TokenSequence(thw or (1, 1, tokens), text, _timestep(inputs), no_grid=problem)
 
 
 def _qwen(transformer: Any, inputs: Inputs) -> TokenSequence:
@@ -125,7 +129,9 @@ def _minimax_h3(transformer: Any, inputs: Inputs) -> TokenSequence:
 
     packed, tokens = read_once(video, order)
     text = len(packed) - tokens
-    thw = read_once(positions, lambda rows: position_grid(rows[packed[text:].to(rows.device)], tokens, "position_ids"))
+    thw = read_once(
+        positions, lambda rows: require_position_grid(rows[packed[text:].to(rows.device)], tokens, "position_ids")
+    )
     timestep = inputs["timestep"][inputs["timestep_indices"][video[-1]]]
     return TokenSequence(thw, text, (1 - timestep).reshape(1), packed)
 

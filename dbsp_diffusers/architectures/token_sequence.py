@@ -9,11 +9,23 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dbsp_core.masks.token_order import CANONICAL
+from dbsp_core.sources import DenseSource, LowRankSource, MaskSource, RecordQKSource, SpargeSource
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["TokenSequence", "position_grid", "read_once", "sample_grid", "valid_tokens"]
+__all__ = [
+    "TokenSequence",
+    "no_grid",
+    "position_grid",
+    "read_once",
+    "require_position_grid",
+    "sample_grid",
+    "valid_tokens",
+]
 
 Value = TypeVar("Value")
+_PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SpargeSource)
+"""Sources that do not ask where tokens are, unless they are given a token order that does."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +37,20 @@ class TokenSequence:
     timestep: of the denoising, one number that falls from step to step; None where nothing tells steps apart
     packed:   int64[tokens], where each token stands in a model's packed sequence, those of text (whatever is no
               video) first; None: text and video are streams of their own
+    no_grid:  why tokens make no grid: thw is then (1, 1, tokens), for masks that don't ask where tokens are
     """
 
     thw: tuple[int, int, int]
     text: int = 0
     timestep: torch.Tensor | float | None = None
     packed: torch.Tensor | None = None
+    no_grid: str | None = None
+
+    def require_grid(self, source: MaskSource) -> None:
+        """Raises UserError where a source's masks depend on where tokens are, and they make no grid."""
+        placeless = isinstance(source, _PLACELESS) and getattr(source, "token_order", CANONICAL) == CANONICAL
+        if self.no_grid is not None and not placeless:
+            raise UserError(f"{self.no_grid}; choose masks that need none: dense, or sparge or lowrank in order thw")
 
     @property
     def video(self) -> int:
@@ -78,10 +98,10 @@ def valid_tokens(mask: torch.Tensor) -> int:
     return read_once(mask, count)
 
 
-def position_grid(positions: torch.Tensor, tokens: int, what: str) -> tuple[int, int, int]:
+def position_grid(positions: torch.Tensor, tokens: int) -> tuple[int, int, int] | None:
     """(t, h, w) of tokens at positions [tokens, 3 or more], whose first columns are theirs in t, h and w.
 
-    what: the model's input that is described, in words. Raises UserError where they do not make one grid.
+    None where they do not make one grid.
     """
 
     rows = positions[:, :3].cpu()
@@ -92,9 +112,19 @@ def position_grid(positions: torch.Tensor, tokens: int, what: str) -> tuple[int,
         times = (frames[:, :, 0] == frames[:, :1, 0]).all() and (frames[:, :, 1:] == frames[:1, :, 1:]).all()
         if times and (by_row[:, :, 1] == by_row[:, :1, 1]).all() and (by_row[:, :, 2] == by_row[:1, :, 2]).all():
             return len(frames), frame // width, width
-    raise UserError(
-        f"{what} is not one grid of tokens: db-SP does not know images beside the generated one (references, edits)"
-    )
+    return None
+
+
+def require_position_grid(positions: torch.Tensor, tokens: int, what: str) -> tuple[int, int, int]:
+    """The same; raises UserError, which names the model's input `what`, where there is none."""
+    thw = position_grid(positions, tokens)
+    if thw is None:
+        raise UserError(no_grid(what))
+    return thw
+
+
+def no_grid(what: str) -> str:
+    return f"{what} is not one grid of tokens: there are others beside the generated ones (references, edits)"
 
 
 def _run(values: torch.Tensor) -> int:

@@ -113,6 +113,7 @@ class _SequenceSharding:
             return args, kwargs
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
+        sequence.require_grid(self._session.config.mask)
         device = inputs["hidden_states"].device
         layout = self._session.begin(
             sequence.thw,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import types
 from collections.abc import Callable
@@ -169,6 +170,9 @@ class Denoising:
         handles = [
             (block.ffn if hasattr(block, "ffn") else block.ff).register_forward_hook(computed) for block in blocks
         ]
+        takes_places = (
+            "kwargs" in inspect.signature(type(self.transformer).cache_context).parameters
+        )  # newer diffusers
         with torch.no_grad():
             for step in range(self.case.steps):
                 passes.append(0)
@@ -178,7 +182,7 @@ class Denoising:
                     "hidden_states": sample,
                     "timestep": torch.full((self.case.batch,), self.timestep),
                 }
-                with self.transformer.cache_context("cond", **place):
+                with self.transformer.cache_context("cond", **(place if takes_places else {})):
                     sample = sample - 0.5**step * self.transformer(**arguments)[0]
         for handle in handles:
             handle.remove()

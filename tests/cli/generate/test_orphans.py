@@ -92,6 +92,45 @@ def test_a_killed_command_takes_torchrun_and_ranks_along_and_the_next_one_cleans
     assert names(folder) == ["ball.log", "ball.mp4"]
 
 
+def test_a_rank_that_stands_still_is_not_waited_for_once_another_has_failed(tmp_path, monkeypatch):
+    """torchrun alone would wait for half a minute, and say then that it could not end it."""
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        "import os, signal, time\n"
+        f"sign = {str(tmp_path / 'stands')!r}\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    open(sign, 'w').close()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "while not os.path.exists(sign):\n    time.sleep(0.05)\n"
+        "raise IndexError('of rank 0')\n"
+    )
+    command = Launch(2).command("any", [])
+    command[command.index("-m", 2) :] = [str(rank)]
+    with pytest.raises(RunFailed, match=r"(?s)rank 0 failed .*IndexError: of rank 0"):
+        run_watched(command, tmp_path / "log", tmp_path / "ranks", LogFollower(1))
+    log = (tmp_path / "log").read_text()
+    assert "closing signal SIGTERM" in log
+    assert "Unable to shutdown process" not in log
+
+
+def test_a_rank_that_was_killed_before_it_said_anything_is_the_one_that_is_blamed(tmp_path):
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        "import os, signal, time\n"
+        f"sign = {str(tmp_path / 'said')!r}\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    print('all is well')\n"
+        "    open(sign, 'w').close()\n"
+        "    time.sleep(600)\n"
+        "while not os.path.exists(sign):\n    time.sleep(0.05)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = Launch(2).command("any", [])
+    command[command.index("-m", 2) :] = [str(rank)]
+    with pytest.raises(RunFailed, match=r"^rank 1 failed \(exit code -9\) and said nothing; all output is in .*log$"):
+        run_watched(command, tmp_path / "log", tmp_path / "ranks", LogFollower(1))
+
+
 def test_a_killed_torchrun_takes_along_ranks_that_know_nothing_of_db_sp_and_no_rank_is_blamed(tmp_path, monkeypatch):
     rank = tmp_path / "rank.py"
     rank.write_text("import cheap_ranks\ncheap_ranks._be_a_rank(None)")

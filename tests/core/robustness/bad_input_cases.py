@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -12,9 +13,11 @@ from dbsp_core import (
     DualBalancedAttention,
     SequenceGroup,
     SequenceLayout,
+    Strategy,
     dual_balanced_attention,
     make_plan,
 )
+from dbsp_core.utils.packages import package_versions
 
 TOKENS, HEADS, WIDTH = 200, 3, 8
 
@@ -43,15 +46,21 @@ def call_with_wrong_shapes(rank: int, world: int) -> None:
 def call_where_one_rank_differs(rank: int, world: int, culprit: int, fault: str) -> None:
     """Under debug, what only one rank can see must stop all of them."""
     q, k, v = local_inputs(rank, world)
-    mask = a_mask()
+    mask, home, scale, options, versions = a_mask(), "contiguous", 0.5, {"debug": True}, {}
     if rank == culprit:
+        home = "striped" if fault == "other layout" else home
+        scale = 0.6 if fault == "other scale" else scale
+        options |= {"other kernel": {"kernel": "reference"}, "no debug": {"debug": False}}.get(fault, {})
+        versions = {"triton": "0.0"} if fault == "other version" else {}
         if fault == "not finite":
             k[0, 1, 2, 3] = torch.nan
         if fault == "other mask":
             mask = a_mask(seed=1)
         if fault == "other shape":
             q = q[:, :2]
-    layout = SequenceLayout.contiguous(TOKENS, world)
-    plan = make_plan(mask, f"U1R{world}", layout=layout)
-    attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of(), n_local=k.shape[2], debug=True)
-    attend(q, k, v)
+    strategy = Strategy(1, world)
+    layout = SequenceLayout.named(home, mask.grid, strategy)
+    plan = make_plan(mask, strategy, layout=SequenceLayout.contiguous(TOKENS, world))
+    with mock.patch("dbsp_core.utils.packages.package_versions", return_value=package_versions() | versions):
+        attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of(), n_local=k.shape[2], **options)
+    attend(q, k, v, scale=scale)

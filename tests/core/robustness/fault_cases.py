@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 import dbsp_core.runtime.ring
 from dbsp_core import SequenceGroup
@@ -30,6 +32,19 @@ def die_in_the_middle(rank: int, world: int, settings: dict[str, Any], strategy:
             os._exit(1)
         session.attend(0, q, q, q)
     session.reuse  # noqa: B018  waits for what is being planned
+
+
+def make_a_group_that_one_rank_does_not_come_to(rank: int, world: int) -> str:
+    """returns: what the others are told"""
+    group = SequenceGroup.of(dist.new_group(timeout=timedelta(seconds=1)))
+    told = ""
+    try:
+        if rank != 0:
+            group.control()
+    except RuntimeError as error:
+        told = str(error)
+    dist.barrier()
+    return told
 
 
 def arrivals_during_kernels(rank: int, world: int) -> list[bool]:

@@ -49,7 +49,12 @@ def test_shapes_that_do_not_fit_the_mask(pool):
     ("fault", "message"),
     [
         ("not finite", "rank(s) [{}]: q, k or v has values that are not finite"),
-        ("other mask", "the plan differs on rank(s) [{}]"),
+        ("other mask", "the mask differs on rank(s) [{}]"),
+        ("other layout", "the sequence layout differs on rank(s) [{}]"),
+        ("other scale", "the scale of the scores differs on rank(s) [{}]"),
+        ("other kernel", "another kernel serves on rank(s) [{}]"),
+        ("other version", "the version of triton differs on rank(s) [{}]; install the same for all ranks"),
+        ("no debug", "debug differs on rank(s) [{}]"),
         ("other shape", "rank(s) [{}]: q, k, v must be [batch, heads, n_local, D] of one shape"),
     ],
 )

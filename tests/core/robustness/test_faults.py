@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fault_cases import arrivals_during_kernels, die_in_the_middle
+from fault_cases import (
+    arrivals_during_kernels,
+    die_in_the_middle,
+    make_a_group_that_one_rank_does_not_come_to,
+)
 from workers import SAFETY_NET_S, WorkerPool
 
 MASKS = {
@@ -26,6 +30,16 @@ def test_ranks_that_live_on_end_with_a_clear_error(mask, strategy):
             assert not fine
             assert kind == "RuntimeError"
             assert "one of the other ranks may have died" in message, message
+    finally:
+        workers.close()
+
+
+def test_a_rank_that_does_not_come_where_a_group_is_made_is_told_of_clearly():
+    workers = WorkerPool(2)
+    try:
+        alone, told = workers.run(make_a_group_that_one_rank_does_not_come_to)
+        assert alone == ""
+        assert "one of the other ranks may have died, or was too late" in told
     finally:
         workers.close()
 
