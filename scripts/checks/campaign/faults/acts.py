@@ -1,0 +1,116 @@
+"""What goes wrong, and where: a function of the phase is wrapped in the rank that is to fail."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pkgutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SLOW_S = 1.5
+"""Stands for 10 s: so much longer than a phase takes, and so much shorter than the group's timeout, are both."""
+THREAD = "dbsp-planning"
+RESULTS, CHECKPOINT, FILLER = "DBSP_FAULT_RESULTS", "DBSP_FAULT_CHECKPOINT", ".filler"
+"""Environment variables of `dbsp generate`: folders of results and of a checkpoint; and what a disk is filled with."""
+
+
+@dataclass(frozen=True)
+class Injection:
+    """An act in the nth call of a function, in one thread of one rank. thread: "" for the main one"""
+
+    act: str
+    rank: int
+    target: str
+    nth: int = 1
+    thread: str = ""
+
+    def arm(self, rank: int, folder: Path) -> None:
+        """In each rank, before the phase. folder: gets the file "fired", with the time, when it happens"""
+        if rank != self.rank:
+            return
+        owner, _, name = self.target.rpartition(".")
+        place = pkgutil.resolve_name(owner)
+        raw = vars(place)[name]
+        function, calls = getattr(place, name), 0
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            if (threading.current_thread().name == THREAD) == bool(self.thread):
+                calls += 1
+                if calls == self.nth:
+                    fire(self.act, folder)
+            return function(*args, **options)
+
+        setattr(place, name, staticmethod(wrapped) if isinstance(raw, (staticmethod, classmethod)) else wrapped)
+
+
+def fire(act: str, folder: Path) -> None:
+    sign = folder / "fired"
+    sign.with_suffix(".new").write_text(repr(time.monotonic()))
+    sign.with_suffix(".new").replace(sign)
+    ACTS[act]()
+
+
+def _raise(make: Callable[[], BaseException]) -> Callable[[], None]:
+    def act() -> None:
+        raise make()
+
+    return act
+
+
+def _out_of_memory() -> BaseException:
+    import torch
+
+    return torch.OutOfMemoryError("injected: CUDA out of memory")
+
+
+def _fill_the_disk() -> None:
+    """Of the case's results, which are on a disk of their own; where that could not be had, what a full one raises."""
+    results = Path(os.environ[RESULTS])
+    if not os.path.ismount(results):
+        raise OSError(28, "No space left on device", "injected")
+    with suppress(OSError), (results / FILLER).open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+
+
+def _damage(how: Callable[[Path], None]) -> Callable[[], None]:
+    def act() -> None:
+        for path in (Path(os.environ[CHECKPOINT]) / "transformer").glob("*.safetensors"):
+            how(path)
+
+    return act
+
+
+def _signal(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+ACTS: dict[str, Callable[[], None]] = {
+    "kill": _signal(signal.SIGKILL),
+    "stop": _signal(signal.SIGSTOP),
+    "raise": _raise(lambda: RuntimeError("injected: a fault")),
+    "out of memory": _raise(_out_of_memory),
+    "out of host memory": _raise(lambda: MemoryError("injected: no memory")),
+    "slow": lambda: time.sleep(SLOW_S),
+    "interrupt": _signal(signal.SIGINT),
+    "terminate": _signal(signal.SIGTERM),
+    "stand still": lambda: time.sleep(3600),
+    "go on": lambda: None,
+    "kill torchrun": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "disk fills": _fill_the_disk,
+    "weights vanish": _damage(lambda path: path.unlink()),
+    "weights are truncated": _damage(lambda path: os.truncate(path, path.stat().st_size // 2)),
+    "disk full": _raise(lambda: OSError(28, "No space left on device", "injected")),
+    "read-only": _raise(lambda: OSError(30, "Read-only file system", "injected")),
+}

@@ -1,0 +1,94 @@
+"""Phases of an attention and of a run: which program has each, and the function that stands for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from faults.acts import THREAD
+
+SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 16}
+WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
+ALWAYS_ANEW = {"reuse": {"threshold": 1.0, "budget": None}, "planner": {"exchange_cost": 0.0}}
+RUNTIME, COMM, REPORTS = "dbsp_core.runtime", "dbsp_core.comm", "dbsp_core.reports"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """program: of `faults.programs`;  target, nth, thread: see `Injection`
+
+    settings: that the program needs for it
+    harmless: whether what goes wrong there must not end a run that has succeeded: one line says what is lacking
+    """
+
+    program: str
+    target: str
+    nth: int = 1
+    thread: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    harmless: bool = False
+
+
+def _session(target: str, nth: int = 1, thread: str = "", **settings: Any) -> Phase:
+    return Phase("session", target, nth, thread, {"mask": SPARGE, **settings})
+
+
+def _report(target: str, **more: Any) -> Phase:
+    return Phase("session", target, settings={"mask": SPARGE, "report": "report"}, harmless=True, **more)
+
+
+def _transformer(target: str, nth: int = 1) -> Phase:
+    return Phase("transformer", target, nth)
+
+
+DEBUG, NEEDED, BACKWARD = {"debug": True}, {"keys": "needed"}, {"backward": True}
+_THREAD = {"thread": THREAD, **ALWAYS_ANEW}
+PHASES: dict[str, Phase] = {
+    "settings": _session(f"{RUNTIME}.session.AttentionSession._agree_on_settings"),
+    "new size": _session(f"{RUNTIME}.sizes.new_sizes.NewSizes.prepare"),
+    "agreement on static masks": _session(f"{RUNTIME}.mask_provider.MaskProvider._agreed", mask=WINDOW),
+    "agreement on shapes": _session(f"{RUNTIME}.session.check_consistent", 2),
+    "mask exchange: pooling": _session("dbsp_core.sources.predicted.sparge.pool_own_heads", 2),
+    "mask exchange: travel": _session("dbsp_core.sources.predicted.distributed_pooling.exchange_heads", 4),
+    "mask exchange: bits": _session("dbsp_core.sources.predicted.sparge.gather_bits", 2),
+    "planning": _session(f"{RUNTIME}.plan_maker.ConfiguredPlanMaker.make"),
+    "planning thread": _session(f"{RUNTIME}.plan_reuse.async_plan_cache.AsyncPlanCache._evaluate", **_THREAD),
+    "planning thread: a new plan": _session(f"{RUNTIME}.plan_maker.make_plan", **_THREAD),
+    "planning thread: agreement": _session(f"{RUNTIME}.plan_reuse.async_plan_cache.check_consistent", **_THREAD),
+    "planning thread: the last": _session(f"{RUNTIME}.plan_reuse.async_plan_cache.AsyncPlanCache._run", 3, **_THREAD),
+    "recomputed plan adopted": _session(f"{RUNTIME}.plan_reuse.async_plan_cache.AsyncPlanCache._adopt", 3),
+    "agreement under debug": _session(f"{RUNTIME}.attention.check_consistent", 2, **DEBUG),
+    "prepare": Phase("attention", f"{RUNTIME}.attention.check_consistent"),
+    "first call's agreement": Phase("attention", f"{RUNTIME}.attention.check_consistent", 2),
+    "dispatch": Phase("attention", f"{COMM}.all_to_all.Route.dispatch", 2),
+    "dispatch: travel": Phase("attention", f"{COMM}.groups.SequenceGroup.all_to_all", 3),
+    "ring: first period": Phase("attention", f"{RUNTIME}.ring.block_attention", 4),
+    "ring: second period": Phase("attention", f"{RUNTIME}.ring.block_attention", 5),
+    "ring: last period": Phase("attention", f"{RUNTIME}.ring.block_attention", 6),
+    "ring: hand-over": Phase("attention", f"{RUNTIME}.ring.hand_over", 4),
+    "ring: arrival": Phase("attention", f"{COMM}.groups.PendingTransfer.wait", 6),
+    "combine": Phase("attention", f"{COMM}.all_to_all.Route.combine", 2),
+    "combine: travel": Phase("attention", f"{COMM}.groups.SequenceGroup.all_to_all", 4),
+    "fetch": Phase("attention", f"{COMM}.groups.SequenceGroup.start_all_to_all", 2, settings=NEEDED),
+    "fetch: arrival": Phase("attention", f"{COMM}.all_to_all.PendingKeys.wait", settings=NEEDED),
+    "backward: dispatch": Phase("attention", f"{COMM}.all_to_all_backward.BackwardRoute.to_owners", settings=BACKWARD),
+    "backward: ring": Phase("attention", f"{RUNTIME}.gradients.backward.block_attention_backward", 2, "", BACKWARD),
+    "backward: hand-over": Phase("attention", f"{RUNTIME}.gradients.backward.hand_over", 3, settings=BACKWARD),
+    "backward: home": Phase("attention", f"{COMM}.all_to_all_backward.BackwardRoute.from_owners", settings=BACKWARD),
+    "re-homing": Phase("re-homing", f"{COMM}.rehoming.Rehoming._check", 2),
+    "re-homing: travel": Phase("re-homing", f"{COMM}.groups.SequenceGroup.all_to_all", 3),
+    "attaching: configuration": _transformer("dbsp_diffusers.effective_config.run_consistently"),
+    "attaching: session": _transformer("dbsp_diffusers.attach.observed_session"),
+    "sharding": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.take", 2),
+    "gathering the output": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.gather"),
+    "report: meeting": _report(f"{REPORTS}.collect.barrier"),
+    "report: gathering": _report(f"{REPORTS}.collect.gather_texts"),
+    "report: writing": _report(f"{REPORTS}.collect.report_page"),
+    "recording": Phase(
+        "session", f"{REPORTS}.mask_recorder.write_atomically", 1, "", {"mask": SPARGE, "record": "masks"}, True
+    ),
+}
+WRITERS = ("report: writing", "recording")
+"""Phases of rank 0 alone."""
+MAKES_A_GROUP = ("attaching: configuration",)
+"""Phases that begin with making a process group."""

@@ -1,0 +1,184 @@
+"""Inputs of every kind, each drawn from a random generator: what is tried, and how."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dbsp_cli.commands.masks import parse_thw
+from dbsp_core import Strategy
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.masks.mask_file import MaskFile
+from dbsp_core.masks.step_groups import StepGroups
+from dbsp_core.planning.sequences.bags import BagTopology
+from dbsp_core.planning.sequences.streams import parse_streams
+from dbsp_core.reports.mask_recorder import parse_layers
+from dbsp_core.sources.spec import mask_settings
+from dbsp_core.utils.byte_sizes import parse_size
+from fuzz.mutations import (
+    WORDS,
+    mutated_bytes,
+    mutated_json,
+    mutated_safetensors,
+    mutated_text,
+    mutated_tree,
+    mutated_words,
+)
+from fuzz.originals import Originals
+
+SIZES = "--thw 3,4,8 --block-q 16 --block-k 16"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One input. what: in words;  call: a function to call, or the words after `dbsp`"""
+
+    what: str
+    call: Callable[[], object] | list[str]
+
+
+def draw_trial(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    """Writes what it needs to `folder`, which is the working directory. Readers are called for themselves more often
+    than commands, which take longer."""
+    kind = rng.choices([*KINDS], [weight for weight, _ in KINDS.values()])[0]
+    return KINDS[kind][1](rng, originals, folder)
+
+
+def _yaml(rng: random.Random, text: str) -> str:
+    import yaml
+
+    if rng.random() < 0.5:
+        return mutated_text(rng, text)
+    return str(yaml.safe_dump(mutated_tree(rng, yaml.safe_load(text))))
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
+
+
+def _config(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    _write(folder / "config.yaml", text := _yaml(rng, rng.choice(originals.configs)))
+    return Trial(f"configuration {text!r}", lambda: DbspConfig.load("config.yaml"))
+
+
+def _hardware(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    _write(folder / "hardware.yaml", text := _yaml(rng, rng.choice(originals.hardware)))
+    return Trial(f"hardware {text!r}", lambda: load_hardware("hardware.yaml"))
+
+
+STRINGS: tuple[tuple[Callable[[str], object], str], ...] = (
+    (parse_size, "8GiB"),
+    (parse_thw, "21,45,80"),
+    (parse_layers, "0,5,10-12"),
+    (StepGroups.parse, "5-9,10-24,25-49"),
+    (StepGroups.parse, "0-9,10-"),
+    (Strategy.parse, "U4R2"),
+    (lambda text: BagTopology.parse(text, 8), "g1n2+g2n1+g4n1"),
+    (parse_streams, "g24b4i512,g8b1i512f85s1"),
+    (mask_settings, "window:window=[5,9,9],block_q=32"),
+    (DbspConfig.load, "sparge:cdf=0.92"),
+    (DbspConfig.load, "window:tile=[3,5,8],window=[3,3,3]"),
+    (DbspConfig.load, "synthetic:preset=wan2.1-t2v-14b,density=0.2"),
+    (DbspConfig.load, "radial:width=0.5,decay=0.5"),
+    (DbspConfig.load, "svg:frames=7,temporal_heads=[1,2]"),
+)
+
+
+def _string(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    read, text = rng.choice(STRINGS)
+    text = rng.choice(WORDS) if rng.random() < 0.1 else mutated_text(rng, text)
+    return Trial(f"{text!r} for {read.__qualname__}", lambda: read(text))
+
+
+def _mask_file(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    _write(folder / "masks.safetensors", mutated_safetensors(rng, rng.choice(originals.masks)))
+
+    def read() -> None:
+        file = MaskFile("masks.safetensors")
+        for layer in range(min(file.layers, 3)):
+            file.layer(layer).density  # noqa: B018
+
+    return Trial("a mask file", read)
+
+
+def _mask_command(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    _write(folder / "masks.safetensors", mutated_safetensors(rng, rng.choice(originals.masks)))
+    command = rng.choice(["plan masks.safetensors --gpus 4", "masks info masks.safetensors --gpus 2 --json"])
+    return Trial(f"a mask file for dbsp {command}", command.split())
+
+
+def _recording(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    (folder / "recording").mkdir(exist_ok=True)
+    broken = "index.json" if rng.random() < 0.7 else rng.choice(list(originals.recording))
+    for name, content in originals.recording.items():
+        if name == broken:
+            json = name.endswith(".json")
+            content = mutated_json(rng, content.decode()) if json else mutated_safetensors(rng, content)
+        _write(folder / "recording" / name, content)
+    command = rng.choice(["masks info recording --gpus 2", "masks convert recording out.safetensors --step 1"])
+    return Trial(f"a recording with another {broken} for dbsp {command}", command.split())
+
+
+def _foreign(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    suffix, content = rng.choice(originals.foreign)
+    _write(folder / f"foreign{suffix}", mutated_bytes(rng, content))
+    more = rng.choice(["", "--lut absolute", "--lut delta --counts counts", "--crop", "--steps 20", "--key mask"])
+    command = f"masks convert foreign{suffix} out.safetensors {SIZES} {more}"
+    return Trial(f"a foreign file for dbsp {command}", command.split())
+
+
+def _report(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    _write(folder / "report.json", text := mutated_json(rng, originals.report))
+    _write(folder / "sound.json", originals.report)
+    command = rng.choice(
+        ["report.json", "report.json --json", "sound.json report.json", "report.json --html out.html"]
+    )
+    return Trial(f"{command} with {text[:1500]!r}", ["report", *command.split()])
+
+
+COMMANDS = (
+    "plan masks.safetensors --gpus 4 --strategy U2R2 --planner dbsp --layout striped --keys needed --target-rho 1.01",
+    "plan masks.safetensors --gpus 4 --strategy all --planner all --json",
+    "plan --sequences g2b2i256,g2b1i256f9 --bags g2n2 --mask window:window=[5,9,9] --node-size 4 --max-tokens 9000",
+    "masks info masks.safetensors --gpus 2 --planner dbsp,snake --threshold 1.1 --budget 0.3 --sample 1 --thw 3,4,8",
+    "masks info masks.safetensors --gpus 2 --quality --thw 3,4,8 --json",
+    f"masks convert foreign.pt out.safetensors --key sparse {SIZES} --orders hwt,thw --text-tokens 0 --groups 0-4",
+    f"masks convert foreign.npz out.safetensors --key mask {SIZES} --tail-dense --joined-text --crop",
+    "masks convert recording out.safetensors --step 1 --branch 0",
+    "masks fit recording -o out.safetensors --rank 4",
+    "report report.json report.json --json --html out.html",
+    "simulate --model wan2.1-t2v-1.3b --gpus 2,4 --hardware a800 --mask 0.3 --planner dbsp,paper --strategy U2R1 "
+    "--coarsen 8 --layers 1 --json",
+    "simulate --model wan2.1-t2v-1.3b --nodes 2 --bandwidth 25 --keys ring,needed --coarsen 16 --out a.csv",
+    "simulate --model wan2.1-t2v-1.3b --gpus 4 --training --strategy U2R2 --mask window:window=[5,9,9] --coarsen 16",
+    "doctor --help",
+)
+
+
+def _command(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    _write(folder / "masks.safetensors", originals.masks[0])
+    for suffix, content in originals.foreign:
+        _write(folder / f"foreign{suffix}", content)
+    (folder / "recording").mkdir(exist_ok=True)
+    for name, content in originals.recording.items():
+        _write(folder / "recording" / name, content)
+    _write(folder / "report.json", originals.report)
+    words = mutated_words(rng, rng.choice(COMMANDS).split())
+    return Trial(f"dbsp {words}"[:1500], words)
+
+
+KINDS: dict[str, tuple[float, Callable[[random.Random, Originals, Path], Trial]]] = {
+    "string": (30, _string),
+    "configuration": (20, _config),
+    "hardware": (5, _hardware),
+    "mask file": (15, _mask_file),
+    "mask file to a command": (3, _mask_command),
+    "recording": (6, _recording),
+    "foreign file": (8, _foreign),
+    "report": (8, _report),
+    "command": (5, _command),
+}
+"""By name, how often, and how one is drawn."""

@@ -1,0 +1,109 @@
+"""Sound inputs of every kind, small, from which the damaged ones are made."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dbsp_core import BlockGrid, BlockMask, save_mask
+from dbsp_core.masks.schedule import DenoisingStep
+from dbsp_core.reports.mask_recorder import MaskRecorder, RecordSettings
+from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
+from dbsp_core.sources import MaskRequest, SyntheticSource
+
+REPO = Path(__file__).resolve().parents[4]
+THW = (3, 4, 8)
+
+
+@dataclass(frozen=True)
+class Originals:
+    """configs, hardware: YAML;  masks: of mask files;  foreign: by suffix, files of other projects;
+    recording: content by name;  report: JSON"""
+
+    configs: list[str]
+    hardware: list[str]
+    masks: list[bytes]
+    foreign: list[tuple[str, bytes]]
+    recording: dict[str, bytes]
+    report: str
+
+
+def make_originals(folder: Path) -> Originals:
+    """folder: an empty one to work in"""
+    configs = [path.read_text() for path in sorted((REPO / "configs").glob("*.yaml"))]
+    hardware = [path.read_text() for path in sorted((REPO / "configs" / "hardware").glob("*.yaml"))]
+    return Originals(configs, hardware, _mask_files(folder), _foreign(), _recording(folder), _report().to_json())
+
+
+def _mask(layer: int, step: int = 0) -> BlockMask:
+    return SyntheticSource(16, 16, density=0.3, drift=0.2).mask(MaskRequest(layer, 2, THW, step=step))
+
+
+def _mask_files(folder: Path) -> list[bytes]:
+    ordered = BlockMask(np.ones((2, 6, 6), dtype=bool), BlockGrid(96, 0, 16, 16, THW, ("hwt", "tile:1x2x4")))
+    layered = [[_mask(layer, step) for layer in range(3)] for step in (0, 3)]
+    found = []
+    for packed in (False, True):
+        save_mask(folder / "one", _mask(0), packed=packed)
+        save_mask(folder / "ordered", ordered, packed=packed)
+        save_mask(folder / "grouped", layered, groups="5-9,10-", packed=packed)
+        found += [(folder / name).read_bytes() for name in ("one", "ordered", "grouped")]
+    return found
+
+
+def _foreign() -> list[tuple[str, bytes]]:
+    bits = _mask(0).bits
+    lut = torch.arange(6).repeat(2, 6, 1)
+    found = []
+    for content in ({"sparse": bits[None]}, {"masks": [bits, bits]}, {"lut": lut, "counts": torch.full((2, 6), 3)}):
+        saved = io.BytesIO()
+        torch.save(content, saved)
+        found.append((".pt", saved.getvalue()))
+    old = io.BytesIO()
+    torch.save({"mask": bits}, old, _use_new_zipfile_serialization=False)
+    arrays, array = io.BytesIO(), io.BytesIO()
+    np.savez_compressed(arrays, mask=bits.numpy(), other=np.arange(3))
+    np.save(array, bits.numpy())
+    return [*found, (".pth", old.getvalue()), (".npz", arrays.getvalue()), (".npy", array.getvalue())]
+
+
+def _recording(folder: Path) -> dict[str, bytes]:
+    recorder = MaskRecorder(RecordSettings(str(folder / "recording")), 2)
+    for step in range(3):
+        recorder.begin(DenoisingStep(step))
+        for layer in range(2):
+            recorder.mask_made(layer, layer, _mask(layer, step), False)
+            recorder.mask_used(layer, layer)
+    return {path.name: path.read_bytes() for path in (folder / "recording").iterdir()}
+
+
+def _report() -> RunReport:
+    floats = ("plan_ms", "density", "rho_before", "rho", "rho_bound", "seconds", "seconds_mean")
+    counts = ("bytes_to_owners", "bytes_ring", "bytes_to_homes", "bytes_busiest", "bytes_usp")
+    calls = CallColumns(
+        layer=[0, 1],
+        step=[0, 0],
+        branch=[0, 0],
+        strategy=["U2R1", "U1R2"],
+        replanned=[1, 0],
+        **{name: [1.0, 1.5] for name in floats},
+        **{name: [100, 200] for name in counts},
+    )
+    environment = Environment({"planner": "dbsp"}, {"torch": "2.13.0"}, ["a GPU", "a GPU"], "cpu", "float32")
+    return RunReport(
+        model="a/model",
+        host="para",
+        world_size=2,
+        strategy="auto",
+        planner="dbsp",
+        max_abs_diff=None,
+        layers=(LayerReport(0, 0.5, 1.25, 1.0, 1.0, 0.0), LayerReport(1, 0.5, 1.5, 1.125, 1.0, 0.01)),
+        seconds=6.0,
+        environment=environment,
+        calls=calls,
+        ranks=RankTotals([2.0, 2.5], [3900, 3900], {"0": [100, 100]}, {"0": [125, 75]}),
+    )

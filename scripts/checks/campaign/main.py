@@ -1,0 +1,64 @@
+"""See scripts/campaign."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pkgutil
+from pathlib import Path
+
+import interpreter  # noqa: F401  before anything else imports triton
+from frame import Part, State, run_part
+
+PARTS = {
+    "oracle": "oracle_part.part:Oracle",
+    "faults": "faults.part:Faults",
+    "fuzz": "fuzz.part:Fuzz",
+    "soak": "soak.part:Soak",
+}
+"""Each is imported when it runs: that takes seconds."""
+SHARES = {"oracle": 0.5, "faults": 0.25, "fuzz": 0.15, "soak": 0.1}
+"""Of the time, where all parts run."""
+REPO = Path(__file__).resolve().parents[3]
+
+
+def part_named(name: str) -> Part:
+    part: Part = pkgutil.resolve_name(PARTS[name])()
+    return part
+
+
+def main() -> int:
+    """returns: the exit code, 1 where a case failed."""
+    parser = argparse.ArgumentParser(prog="scripts/campaign", description="Tries to break db-SP: see docs/campaign.md")
+    parser.add_argument("--minutes", type=float, default=3.0, help="for all parts together")
+    parser.add_argument("--seed", type=int, help="of all cases; default: that of the state file, else 0")
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
+    parser.add_argument("--state", type=Path, default=REPO / "out" / "campaign.json", help="says how far it has come")
+    parser.add_argument("--case", metavar="PART:SEED:NUMBER", help="repeat one case, and say what it is")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    options = parser.parse_args()
+    if options.case:
+        name, seed, number = options.case.split(":")
+        part = part_named(name)
+        outcome = part.repeat(int(seed), int(number))
+        print(f"{outcome.failure or 'passed'} {dict(outcome.measure)}\n{part.explain(int(seed), int(number))}")
+        return int(outcome.failure is not None)
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # xfuser logs to standard output
+    state = State.read(options.state, options.seed)
+    for name, share in SHARES.items() if options.part == "all" else [(options.part, 1.0)]:
+        run_part(part_named(name), state, options.state, options.minutes * 60 * share)
+    found = state.summary()
+    if options.json:
+        print(json.dumps(found), file=told)
+    else:
+        for name, one in found["parts"].items():
+            print(f"{name}: {one['cases']} cases, {one['failures']} failures, worst {one['worst']}", file=told)
+        print("\n".join(found["failures"]), file=told)
+    told.close()
+    return int(bool(found["failures"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,176 @@
+"""What the worker processes run: cases against dense attention in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dbsp_core import (
+    BlockGrid,
+    BlockMask,
+    DualBalancedAttention,
+    Plan,
+    SequenceGroup,
+    SequenceLayout,
+    Strategy,
+    make_plan,
+)
+from dbsp_core.cost.local_layout import least_keys_layout
+from dbsp_core.layout.sequence_layout import MaskProfile
+from dbsp_core.planning.needed_keys import needed_keys
+from dbsp_core.planning.planners import PaperConfig, PlannerConfig
+from dbsp_core.sources import LocalQK
+from interpreter import interpreted
+from oracle import dense_attention
+from oracle_part.draw import Draw
+from oracle_part.masks import mask_of, sources_of
+
+RUBBISH = 1e4  # fills padding, which must not be seen
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rank's. failure: what was raised;  errors: by "output" and "gradients", the largest, as a share of the
+    largest number expected where that is above 1"""
+
+    errors: dict[str, float]
+    failure: str | None = None
+
+
+def run_cases(rank: int, world: int, cases: Sequence[Draw], scale: float = 1.0) -> list[Answer]:
+    """In order, up to the first that raises: ranks may be out of step then. scale: 1, but for a negative control"""
+    answers = []
+    for case in cases:
+        try:
+            answers.append(Answer(_run(rank, world, case, scale)))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            answers.append(Answer({}, f"{text} ({where.filename.rpartition('/')[2]}:{where.lineno})"))
+            break
+    return answers
+
+
+def _run(rank: int, world: int, case: Draw, scale: float) -> dict[str, float]:
+    group, strategy = SequenceGroup.of(), Strategy.parse(case.strategy)
+    sources, dtype = sources_of(case), getattr(torch, case.dtype)
+    tokens = sum(one.tokens for one in case.sequences)
+    generator = torch.Generator().manual_seed(case.seed)
+    shape = (case.batch, case.heads, tokens, case.width)
+    full = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
+    # 1. The layout, and this rank's tokens in it.
+    layout = _layout_of(case, sources, strategy)
+    mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
+    n_local = layout.shard if case.padded else int(places.max() if len(places) else -1) + 1
+    local = [torch.full((*shape[:2], n_local, case.width), RUBBISH, dtype=dtype) for _ in range(3)]
+    for here, everywhere in zip(local, full, strict=False):
+        here[:, :, places] = everywhere[:, :, mine]
+    # 2. The mask: a predicted one is that of a single process.
+    mask = mask_of(case, sources, LocalQK(local[0], local[1], layout, group, case.width**-0.5))
+    if case.predicted and rank == 0:
+        alone = mask_of(case, sources, LocalQK.alone(full[0], full[1], case.width**-0.5))
+        assert torch.equal(alone.bits, mask.bits), "the predicted mask is not that of a single process"
+    if mask.heads != case.heads:
+        local = [t.flatten(0, 1).unsqueeze(0) for t in local]
+        full = [t.flatten(0, 1).unsqueeze(0) for t in full]
+    # 3. The attention, distributed and not.
+    local = [t.requires_grad_(case.backward) for t in local]
+    with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
+        out = _attend(case, strategy, mask, layout, group, local, scale)
+        if case.backward:
+            (out[:, :, places] * full[3][:, :, mine]).sum().backward()
+    leaves = [t.double().requires_grad_(case.backward) for t in full[:3]]
+    asked = torch.arange(tokens) if case.backward else mine
+    expected = _expected(mask, leaves, asked)
+    errors = {"output": _error(out[:, :, places], expected[:, :, mine] if case.backward else expected)}
+    padding = torch.ones(n_local, dtype=torch.bool)
+    padding[places] = False
+    assert out.dtype == dtype, "the output has another dtype than q"
+    assert not out[:, :, padding].any(), "padding must come back as zeros"
+    if case.backward:
+        (expected * full[3]).sum().backward()
+        found = [(here.grad, leaf.grad) for here, leaf in zip(local, leaves, strict=True)]
+        assert not any(here[:, :, padding].any() for here, _ in found if here is not None), "padding has a gradient"
+        errors["gradients"] = max(_error(here[:, :, places], leaf[:, :, mine]) for here, leaf in found)
+    return errors
+
+
+def _layout_of(case: Draw, sources: Sequence[tuple[BlockGrid, object]], strategy: Strategy) -> SequenceLayout:
+    grid = BlockGrid.packed([grid for grid, _ in sources])
+    rng = np.random.default_rng(case.seed)
+    if case.layout == "shuffled":
+        return SequenceLayout.from_streams([rng.permutation(grid.tokens)], strategy.world)
+    if case.layout == "least":
+        bits = rng.random((case.heads, grid.nq, grid.nk)) < case.density
+        return least_keys_layout([BlockMask.packed(_parts(bits, grid))], strategy)
+    profile = MaskProfile(*rng.random((2, grid.tokens)))
+    return SequenceLayout.named(case.layout, grid, strategy, split_text=case.split_text, profile=profile)
+
+
+def _parts(bits: np.ndarray, grid: BlockGrid) -> list[BlockMask]:
+    q, k = grid.q_axis.bounds, grid.k_axis.bounds
+    return [
+        BlockMask(bits[:, q[place] : q[place + 1], k[place] : k[place + 1]], own)
+        for place, own in enumerate(grid.sequences)
+    ]
+
+
+def _attend(
+    case: Draw,
+    strategy: Strategy,
+    mask: BlockMask,
+    layout: SequenceLayout,
+    group: SequenceGroup,
+    local: list[torch.Tensor],
+    scale: float,
+) -> torch.Tensor:
+    plan = _plan_of(case, strategy, mask, layout)
+    attend = DualBalancedAttention.prepare(
+        plan, mask, layout, group, n_local=local[0].shape[2], kernel=case.kernel, debug=case.debug
+    )
+    return attend(*local, scale=scale * case.width**-0.5)
+
+
+def _plan_of(case: Draw, strategy: Strategy, mask: BlockMask, layout: SequenceLayout) -> Plan:
+    name = "contiguous" if case.planner == "random" else case.planner
+    config = PlannerConfig(name, paper=PaperConfig(case.reward, case.equal_heads))
+    plan = make_plan(mask, strategy, config, layout=layout, keys=case.keys)
+    if case.planner != "random":
+        return _in_chunks(plan, mask, case)
+    rng = np.random.default_rng(case.seed)
+    owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)
+    slots = rng.integers(strategy.ring, size=plan.assignment.kv_slot.shape)
+    needed = needed_keys(mask, owners, strategy.world) if case.keys == "needed" else None
+    assignment = replace(plan.assignment, q_owner=owners, kv_slot=slots, needed=needed)
+    return _in_chunks(replace(plan, assignment=assignment), mask, case)
+
+
+def _in_chunks(plan: Plan, mask: BlockMask, case: Draw) -> Plan:
+    if case.keys == "ring" or Strategy.parse(case.strategy).ring == 1:
+        return plan
+    return plan.in_chunks(mask, case.chunk_shares, case.one_ahead)
+
+
+def _expected(mask: BlockMask, tensors: list[torch.Tensor], queries: torch.Tensor) -> torch.Tensor:
+    """Of these tokens, in their order: each sequence by itself, dense with its own mask."""
+    found, places, first = [], [], 0
+    for part in mask.parts:
+        q, k, v = (t[:, :, first : first + part.grid.tokens] for t in tensors)
+        (here,) = torch.nonzero((queries >= first) & (queries < first + part.grid.tokens), as_tuple=True)
+        own = queries[here] - first
+        found.append(dense_attention(q[:, :, own], k, v, part, queries=own))
+        places.append(here)
+        first += part.grid.tokens
+    return torch.cat(found, dim=2)[:, :, torch.cat(places).argsort()]
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if not found.numel():
+        return 0.0
+    error = float((found.double() - expected).detach().abs().max()) / max(1.0, float(expected.detach().abs().max()))
+    return error if error == error else float("inf")

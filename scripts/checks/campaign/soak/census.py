@@ -1,0 +1,96 @@
+"""What a process holds: memory, descriptors, threads, process groups, and entries of db-SP's own caches."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import torch
+from torch.distributed import distributed_c10d
+
+__all__ = ["MEMORY", "census", "freeze"]
+
+MEMORY = "MB"
+_CONTAINERS = (Mapping, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSet)
+
+
+def freeze() -> None:
+    """Before anything is counted: what is there stays, and need not be looked through again."""
+    gc.collect()
+    gc.freeze()
+
+
+def census() -> dict[str, float]:
+    """Of this process, once garbage has been collected and free memory given back to the system.
+
+    MB: anonymous memory that is resident: pages of libraries, which the system maps in and drops, are not in it
+    objects: of db-SP's classes;  entries: of containers in them and in db-SP's modules, and of its `lru_cache`s
+    tensors, tensor MB: alive;  everything: objects that Python's garbage collector knows
+    What was there at `freeze` is not counted among objects and tensors.
+    """
+    gc.collect()
+    gc.collect()  # what finalizers of the first made free
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    alive = gc.get_objects()
+    ours = [one for one in alive if _is_ours(type(one).__module__)]
+    tensors = [one for one in alive if issubclass(type(one), torch.Tensor)]
+    modules = [vars(module) for name, module in list(sys.modules.items()) if _is_ours(name)]
+    held = [value for holder in (*modules, *map(_attributes, ours)) for value in holder.values()]
+    classes = [value for holder in modules for value in holder.values() if isinstance(value, type)]
+    caches = {one for holder in (*modules, *map(vars, classes)) for one in map(_cache, holder.values()) if one}
+    return {
+        MEMORY: _anonymous_bytes() / 2**20,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "groups": len(distributed_c10d._world.pg_map),
+        "objects": len(ours),
+        "entries": sum(map(len, _containers(held))) + sum(one.cache_info().currsize for one in caches),
+        "tensors": len(tensors),
+        "tensor MB": sum(_storages(tensors).values()) / 2**20,
+        "everything": len(alive),
+    }
+
+
+def _is_ours(module: Any) -> bool:
+    return isinstance(module, str) and module.startswith("dbsp_")
+
+
+def _attributes(one: Any) -> Mapping[str, Any]:
+    return one.__dict__ if not isinstance(one, type) and hasattr(one, "__dict__") else {}
+
+
+def _cache(value: Any) -> Any:
+    """A function's `lru_cache`, also a static or class method's; None where it has none."""
+    function = getattr(value, "__func__", value)
+    return function if isinstance(function, functools._lru_cache_wrapper) else None
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """Each once."""
+    return list({id(value): value for value in values if isinstance(value, _CONTAINERS)}.values())
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes by address: several tensors may share a storage."""
+    found = {}
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # of tensors that have none
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kilobytes,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
+    return int(kilobytes) * 1024

@@ -1,0 +1,60 @@
+"""Denoising steps by the thousand in one process group, and pipelines by the hundred in another: nothing may grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from frame import Outcome
+from soak.draw import STEPS, Block, Cycle, draw_block, draw_cycle
+from soak.track import Track
+from soak.worker import run_block, run_cycle
+
+__all__ = ["Soak"]
+
+ENOUGH = 160
+"""Cases of a kind after which growth is known well enough: 4,000 steps, 160 pipelines."""
+TIMES = ENOUGH
+"""That a case is repeated by itself: what leaks in it does so again."""
+
+
+class Soak:
+    """Even cases are blocks of steps, odd ones pipelines. A campaign that goes on has new processes, whose warm-up
+    begins; the most that any has grown by stays."""
+
+    name = "soak"
+
+    def run(self, seed: int, first: int) -> Iterator[Outcome]:
+        steps, pipelines = _tracks()
+        try:
+            while True:
+                yield (pipelines if first % 2 else steps).take(first, _case(seed, first))
+                first += 1
+        finally:
+            steps.close()
+            pipelines.close()
+
+    def repeat(self, seed: int, number: int) -> Outcome:
+        track = _tracks()[number % 2]
+        try:
+            for _ in range(TIMES):
+                outcome = track.take(number, _case(seed, number))
+                if outcome.failure:
+                    break
+            return outcome
+        finally:
+            track.close()
+
+    def explain(self, seed: int, number: int) -> str:
+        """The latest case; growth is that of all before it."""
+        return repr(_case(seed, number))
+
+
+def _tracks() -> tuple[Track, Track]:
+    return (
+        Track(run_block, "100 steps", 100 / STEPS, ENOUGH),
+        Track(run_cycle, "20 pipelines", 20, ENOUGH),
+    )
+
+
+def _case(seed: int, number: int) -> Block | Cycle:
+    return draw_cycle(seed, number // 2) if number % 2 else draw_block(seed, number // 2)

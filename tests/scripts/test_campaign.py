@@ -1,0 +1,155 @@
+"""scripts/campaign: a few cases of each part, and what must be found is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fault_controls import HOW, misbehave
+from faults.cases import case_of, grid
+from faults.judging import Expected, complaint_about
+from faults.nursery import Nursery, Task
+from frame import State
+from oracle_part.draw import draw_case
+from oracle_part.part import BOUNDS
+from oracle_part.shrinking import variants
+from oracle_part.worker import run_cases
+from repository import ROOT
+from soak.draw import Block
+from soak.growth import counts_that_grow
+from soak.track import Track
+from soak.worker import run_block
+
+CAMPAIGN = ROOT / "scripts" / "checks" / "campaign"
+
+
+def python(*arguments):
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(CAMPAIGN), str(ROOT), str(ROOT / "kernels")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_few_seconds_of_a_part_and_then_some_more(tmp_path):
+    state = tmp_path / "state.json"
+    cases = []
+    for _ in range(2):
+        done = python(
+            CAMPAIGN / "main.py", "--part", "fuzz", "--minutes", "0.05", "--seed", "1", "--state", state, "--json"
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["failures"] == []
+        assert found["parts"]["fuzz"]["failures"] == 0
+        cases.append(found["parts"]["fuzz"]["cases"])
+    assert 0 < cases[0] < cases[1] == State.read(state, None).parts["fuzz"].next
+    assert State.read(state, 2).parts == {}
+
+
+def test_a_wrong_scale_is_found(pool):
+    cases = [draw_case(0, number) for number in range(4)]
+    right, wrong = (
+        [max(a.errors["output"] for a in by_rank) for by_rank in answers_of(pool(2), cases, scale)]
+        for scale in (1.0, 1.2)
+    )
+    for case, fine, worse in zip(cases, right, wrong, strict=True):
+        assert fine <= BOUNDS[case.dtype, "output"]
+        assert worse > fine
+    assert max(wrong) > 1e-2
+
+
+def answers_of(workers, cases, scale):
+    """By case and rank."""
+    return zip(*workers.run(run_cases, cases, scale), strict=True)
+
+
+def test_a_case_is_drawn_from_its_numbers_alone_and_has_smaller_variants():
+    for number in range(0, 800, 37):
+        case = draw_case(3, number)
+        assert case == draw_case(3, number)
+        assert case.possible
+        assert all(smaller != case and smaller.possible for smaller in variants(case))
+
+
+BAD = {
+    "lambda: 1 / 0": "ZeroDivisionError",
+    "lambda: exec('while True: pass')": "takes more than",
+    "lambda: bytearray(3 << 30)": "MemoryError",
+    "lambda: open('../elsewhere', 'w')": "it writes to",
+    "lambda: os.system('true')": "it runs",
+    "lambda: fail('two\\nlines')": "several lines",
+    "lambda: fail('one line')": "None",
+    "['report', 'nothing']": "None",
+}
+"""Inputs, and what is found wrong with them."""
+
+
+def test_what_an_input_may_not_do_is_found(tmp_path):
+    (tmp_path / "inside").mkdir()
+    script = (
+        "import interpreter, os, pathlib\nfrom dbsp_core.utils.errors import UserError\n"
+        "from fuzz import guard\nfrom fuzz.inputs import Trial\nguard.MOST_CPU_S = 0.5\n"
+        "def fail(text): raise UserError(text)\n"
+        f"folder = pathlib.Path({str(tmp_path / 'inside')!r})\nos.chdir(folder)\nwatch = guard.Guard(folder)\n"
+        f"for call in [{', '.join(BAD)}]: print(watch.try_out(Trial('', call))[0])"
+    )
+    done = python("-c", script)
+    found = done.stdout.splitlines()
+    assert len(found) == len(BAD), done.stderr
+    for complaint, line in zip(BAD.values(), found, strict=True):
+        assert complaint in line
+
+
+def test_a_planted_leak_is_found_and_nothing_else(pool):
+    block, workers = Block(0, (2, 3, 4), batch=1, text=1, passes=1, seed=1, steps=1), pool(2)
+    clean, leaking = (Track(run_block, "12 blocks", 12, enough, pool=workers) for enough in (99, 12))
+    assert [clean.take(number, block).failure for number in range(14)] == [None] * 14
+    assert [counts_that_grow(series[2:]) for series in clean.series] == [[], []]
+    found = [leaking.take(number, block, leak=True).failure for number in range(12)]
+    assert found[:-1] == [None] * 11
+    assert all(name in found[-1] for name in ("descriptors", "objects", "tensors", "memory grows"))
+
+
+FOUND = {
+    "nothing": None,
+    "a file": "left behind: tmp/",
+    "shared memory": "left behind: /dev/shm/left",
+    "an orphan": "an orphan: ",
+    "a hang": "process 0 hangs",
+    "too late": "late: process 0 ended after ",
+    "an abort": "rank 0 ends with -6",
+    "a success": "rank 0 ends with 0",
+    "other words": "rank 0 says 'RuntimeError: Connection closed by peer'",
+}
+"""What is found wrong with processes that end otherwise than they must."""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="watches processes as Linux shows them")
+def test_what_a_fault_may_not_leave_behind_is_found(tmp_path):
+    nursery = Nursery("gc:collect")
+    try:
+        for how in HOW:
+            task = Task(misbehave, how, 2, 1.0, after_s=1.5)
+            nursery.start(task, tmp_path / how.replace(" ", "-"))
+        for how, complaint in FOUND.items():
+            ended = nursery.wait(tmp_path / how.replace(" ", "-"))
+            found = complaint_about(ended, Expected("failure", 1, "raise"), 1.0)
+            if how == "shared memory" and os.path.exists("/dev/shm/left"):  # it could not have one of its own
+                os.unlink("/dev/shm/left")
+                continue
+            assert (found is None) == (complaint is None), (how, found, ended)
+            assert complaint is None or complaint in found, (how, found)
+    finally:
+        nursery.close()
+
+
+def test_the_grid_of_faults_is_large_and_the_same_for_every_seed():
+    titles = [case_of(3, number).title for number in range(len(grid()))]
+    assert titles == [case.title for case in grid()]
+    assert len(set(titles)) == len(titles) >= 150
+    further = [case_of(3, len(grid()) + number).title for number in range(20)]
+    assert further == [case_of(3, len(grid()) + number).title for number in range(20)]
+    assert further != [case_of(4, len(grid()) + number).title for number in range(20)]
