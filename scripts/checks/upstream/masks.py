@@ -1,0 +1,57 @@
+"""Masks of other projects' own code against ours: run as a yardstick from checkouts of theirs, nothing of it kept.
+
+    python scripts/checks/upstream/masks.py --radial FOLDER --svg FOLDER [--out FILE.csv]
+
+    --radial  a checkout of https://github.com/mit-han-lab/radial-attention
+    --svg     of https://github.com/svg-project/Sparse-VideoGen
+
+Their packages for GPUs are stood in for by mocks; what is compared needs none. Each runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+from yardsticks.finding import Finding
+
+YARDSTICKS = {"radial": "radial_attention", "svg": "sparse_videogen"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in YARDSTICKS:
+        parser.add_argument(f"--{name}", type=Path, metavar="FOLDER")
+    parser.add_argument("--out", type=Path, metavar="FILE.csv")
+    options = parser.parse_args()
+    found: list[Finding] = []
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for name, module in YARDSTICKS.items():
+            if getattr(options, name) is not None:
+                found += pool.apply(_findings, (module, getattr(options, name)))
+    for one in found:
+        apart = "equal" if one.equal else f"theirs only {one.theirs_only}, ours only {one.ours_only}; {one.note}"
+        print(f"{one.project}: {one.what}: {one.compared} {one.unit}: {apart}")
+    if options.out is not None:
+        with options.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(Finding.__dataclass_fields__))
+            writer.writeheader()
+            writer.writerows(_printable(one) for one in found)
+
+
+def _printable(one: Finding) -> dict[str, object]:
+    return asdict(one) | {name: f"{getattr(one, name):.4f}" for name in ("density_theirs", "density_ours")}
+
+
+def _findings(module: str, folder: Path) -> list[Finding]:
+    findings: Callable[[Path], object] = import_module(f"yardsticks.{module}").findings
+    return list(findings(folder.resolve()))  # type: ignore[call-overload]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Other projects' own test suites, unchanged, stock and with db-SP: what ran, what passed, what could not and why.
+
+    python scripts/checks/upstream/run.py [--only NAME …] [--work FOLDER] [--diffusers CHECKOUT] [--out FILE.csv]
+
+Each suite runs twice, from the same seeds. A test that passes stock and fails with db-SP, unless it is refused in one
+line, and a model's output that differs by more than 1e-5 of its largest value (2e-2 in 16 bits), is a failure of ours:
+the exit code is then 1. Nothing is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from outcomes import compare_outputs, outcomes_of
+from suites import SUITES, Suite, sources_of
+
+ROOT = Path(__file__).resolve().parents[3]
+BOUND, BOUND_HALF = 1e-5, 2e-2
+REFUSALS = ("UserError", "db-SP does not", "the texts of one batch differ in length")
+"""What a failure's reason says where db-SP said in one line that it does not run this."""
+PYTEST = ["-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "suite_plugin", "--tb=short"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One suite.
+
+    ran:      tests that were not skipped
+    refused:  passed stock, and db-SP said in one line that it does not run this;  failed_with_dbsp: any other way
+    compared, worst, worst_half: see `Comparison`
+    """
+
+    suite: str
+    what: str
+    version: str
+    ran: int
+    passed_stock: int
+    passed_dbsp: int
+    refused: int
+    failed_with_dbsp: int
+    attentions_by_dbsp: int
+    compared: int
+    worst: float
+    worst_half: float
+    why_refused: str
+    why_failed_with_dbsp: str
+    why_failed_stock: str
+    skipped: int
+    why_skipped: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[suite.name for suite in SUITES], metavar="NAME")
+    parser.add_argument("--work", type=Path, default=ROOT / "out" / "upstream", help="where sources are unpacked")
+    parser.add_argument("--diffusers", type=Path, help="a checkout of diffusers (default: its tag is cloned)")
+    parser.add_argument("--out", type=Path, help="a CSV file, in which rows of other suites stay as they are")
+    parser.add_argument("--minutes", type=float, default=20, help="limit of each run")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for suite in SUITES:
+        if options.only is None or suite.name in options.only:
+            folder, version = sources_of(suite.package, options.work, options.diffusers)
+            rows.append(_row(suite, folder, version, options.work, options.minutes))
+            print(*(f"{name}: {value}" for name, value in asdict(rows[-1]).items()), sep="\n", end="\n\n", flush=True)
+            if options.out is not None:
+                _write(options.out, rows)
+    sys.exit(any(row.failed_with_dbsp or row.worst > BOUND or row.worst_half > BOUND_HALF for row in rows))
+
+
+def _row(suite: Suite, folder: Path, version: str, work: Path, minutes: float) -> Row:
+    stock, dbsp = (_run(suite, folder, work, mode, minutes) for mode in ("stock", "dbsp"))
+    found = compare_outputs(*(work / f"{suite.name}.{mode}.pt" for mode in ("stock", "dbsp")))
+    ran = {test for test, (outcome, _) in stock.items() if outcome != "skipped"}
+    passed = {test for test in ran if stock[test][0] == "passed"}
+    lost = {test: dbsp.get(test, ("", "not reached")) for test in sorted(passed)}
+    lost = {test: why for test, (outcome, why) in lost.items() if outcome != "passed"}
+    refused = {test for test, why in lost.items() if any(words in why for words in REFUSALS)}
+    return Row(
+        suite.name,
+        suite.what,
+        version,
+        len(ran),
+        len(passed),
+        len(passed) - len(lost),
+        len(refused),
+        len(lost) - len(refused),
+        found.attentions,
+        found.compared,
+        found.worst,
+        found.worst_half,
+        _counted(lost[test] for test in refused),
+        "; ".join(f"{test}: {why}" for test, why in lost.items() if test not in refused),
+        _counted(stock[test][1] for test in ran - passed),
+        len(stock) - len(ran),
+        _counted(why for outcome, why in stock.values() if outcome == "skipped"),
+    )
+
+
+def _counted(reasons: Iterable[str]) -> str:
+    """The five most frequent."""
+    return "; ".join(f"{count} × {why}" for why, count in Counter(reasons).most_common(5))
+
+
+def _run(suite: Suite, folder: Path, work: Path, mode: str, minutes: float) -> dict[str, tuple[str, str]]:
+    """By test: "passed", "skipped" or "failed", and why."""
+    report = (work / f"{suite.name}.{mode}.xml").resolve()
+    here = Path(__file__).parent
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", here))),
+        "DBSP_UPSTREAM": mode,
+        "DBSP_UPSTREAM_SUITE": suite.package,
+        "DBSP_UPSTREAM_OUTPUTS": str(report.with_suffix(".pt")),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    if suite.strategy is not None:
+        environment["DBSP_UPSTREAM_STRATEGY"] = suite.strategy
+    launch = [*(TORCHRUN if suite.strategy is not None and mode == "dbsp" else []), *PYTEST]
+    report.unlink(missing_ok=True)
+    report.with_suffix(".pt").unlink(missing_ok=True)
+    command = [sys.executable, *launch, f"--junitxml={report}", *suite.options, *suite.tests]
+    with (work / f"{suite.name}.{mode}.log").open("w") as log:
+        try:
+            subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, timeout=minutes * 60)
+        except subprocess.TimeoutExpired:
+            print(f"{suite.name} ({mode}): not done in {minutes} minutes", file=sys.stderr)
+    return outcomes_of(report) if report.exists() else {}
+
+
+def _printable(row: Row) -> dict[str, object]:
+    return asdict(row) | {name: f"{getattr(row, name):.1e}" for name in ("worst", "worst_half")}
+
+
+def _write(path: Path, rows: list[Row]) -> None:
+    """Rows of suites that did not run now stay, in the order of `SUITES`."""
+    table = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            table = {row["suite"]: row for row in csv.DictReader(file)}
+    table |= {row.suite: _printable(row) for row in rows}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(Row.__dataclass_fields__))
+        writer.writeheader()
+        writer.writerows(table[suite.name] for suite in SUITES if suite.name in table)
+
+
+if __name__ == "__main__":
+    main()

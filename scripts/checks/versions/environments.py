@@ -1,0 +1,83 @@
+"""Scratch environments: what is installed here with one package of another version on top, or another Python."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+__all__ = ["Environment", "claimed_requirements", "layered", "offered", "whole"]
+
+REPO = Path(__file__).resolve().parents[3]
+_WITH_DEPENDENCIES = {"torch", "diffusers", "transformers"}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """python: its interpreter"""
+
+    python: Path
+
+
+def claimed_requirements() -> dict[str, Requirement]:
+    """What pyproject.toml admits, by package: dependencies and all extras."""
+    import tomllib
+
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    texts = [
+        *project["dependencies"],
+        *(text for extra in project["optional-dependencies"].values() for text in extra),
+    ]
+    requirements = [Requirement(text) for text in texts]
+    return {one.name: one for one in requirements if one.name != project["name"] and one.specifier}
+
+
+def offered(requirement: Requirement) -> list[Version]:
+    """Releases that the registry offers this Python and that pyproject.toml admits, oldest first."""
+    done = _pip(sys.executable, "index", "versions", requirement.name)
+    listed = re.search(r"Available versions: (.*)", done)
+    found = {Version(Version(text).public) for text in listed[1].split(", ")} if listed else set()
+    return sorted(one for one in found if one in requirement.specifier)
+
+
+def layered(folder: Path, *pinned: str) -> Environment:
+    """Packages ("NAME==VERSION") on top of what is installed here; dependencies too, unless they'd bring a torch."""
+    _run(sys.executable, "-m", "venv", "--without-pip", folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    alone = not {text.partition("==")[0] for text in pinned} <= _WITH_DEPENDENCIES
+    _pip(sys.executable, "install", "--quiet", "--no-compile", "--target", site, *["--no-deps"] * alone, *pinned)
+    (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return Environment(folder / "bin" / "python")
+
+
+def whole(folder: Path, python: str) -> Environment:
+    """Everything as constraints.txt has it, in another Python; triton as its torch wants it."""
+    _run(python, "-m", "venv", folder)
+    environment = Environment(folder / "bin" / "python")
+    lines = [line for line in (REPO / "constraints.txt").read_text().splitlines() if not line.startswith("triton")]
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join(lines))
+    (torch,) = (line for line in lines if line.startswith("torch=="))
+    for what in (torch, f"{REPO}[xdit,para,dev]"):
+        _pip(environment.python, "install", "--quiet", "--no-compile", "--constraint", constraints, what)
+    return environment
+
+
+def _pip(python: str | Path, *arguments: str | Path) -> str:
+    return _run(python, "-m", "pip", "--disable-pip-version-check", *arguments)
+
+
+def _run(*command: str | Path) -> str:
+    """Standard output. Raises RuntimeError with the last line of what it said."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said: Sequence[str] = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise RuntimeError((said or done.stderr.strip().splitlines() or ["no reason was given"])[-1])
+    return done.stdout

@@ -1,0 +1,125 @@
+"""See scripts/versions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from importlib import metadata
+from pathlib import Path
+
+from environments import REPO, Environment, claimed_requirements, layered, offered, whole
+from rows import Row, summed_up, write
+
+PACKAGES = (
+    *("torch", "diffusers", "xfuser", "para-attn", "cache-dit", "transformers", "accelerate", "numpy", "safetensors"),
+    *("pyyaml", "typer", "rich", "jinja2", "triton"),
+)
+"""Whose versions are tried: their oldest and newest."""
+BESIDE = {"transformers": ("diffusers",)}
+"""Packages whose oldest goes with others' oldest alone."""
+LIMIT_S = 600
+
+
+def main() -> int:
+    """returns: the exit code, 1 where something that pyproject.toml admits does not run."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/versions", description="Oldest and newest versions that are claimed."
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="PACKAGE[==VERSION[,OTHER==VERSION]]",
+        help="instead of all; may be repeated",
+    )
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="PATH", help="also this one; downloads it all"
+    )
+    parser.add_argument("--out", type=Path, help="write the table, as CSV; rows of versions not tried now stay")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    options = parser.parse_args()
+    rows = []
+    for row in tried(options.only, options.python):
+        rows.append(row)
+        if not options.json:
+            print("  ".join(map(str, filter(None, asdict(row).values()))), flush=True)
+        if options.out:
+            write(options.out, rows)
+    if options.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows]}))
+    return int(any(row.complaints for row in rows))
+
+
+def tried(only: Sequence[str] | None, pythons: Sequence[str]) -> Iterator[Row]:
+    """One environment at a time, each removed before the next."""
+    wanted, oldest = PACKAGES if only is None else only, {}
+    here = Row("all", "constraints.txt", "installed")
+    if not all("==" in text for text in wanted):
+        here = judged(here, Environment(Path(sys.executable)))
+        yield here
+    for text in wanted:
+        package, _, asked = text.partition("==")
+        if asked:
+            yield in_scratch(
+                Row(package, asked, "asked for"), lambda folder, text=text: layered(folder, *text.split(","))
+            )
+            continue
+        versions = offered(claimed_requirements()[package])
+        oldest[package] = f"{package}=={versions[0]}"
+        for which, one in {"newest": versions[-1], "oldest": versions[0]}.items():
+            row = Row(package, str(one), which if len(versions) > 1 else "only")
+            beside = [oldest[other] for other in BESIDE.get(package, ()) if which == "oldest"]
+            if str(one) == metadata.version(package).partition("+")[0]:
+                yield replace(here, package=row.package, version=row.version, which=row.which)
+            elif which == "newest" or len(versions) > 1:
+                pinned = [f"{package}=={one}", *beside]
+                yield in_scratch(row, lambda folder, pinned=pinned: layered(folder, *pinned))
+            if len(versions) == 1:
+                break
+    for python in pythons:
+        yield in_scratch(
+            Row("python", Path(python).name, "asked for"),
+            lambda folder, python=python: whole(folder, python),
+        )
+
+
+def in_scratch(row: Row, make: Callable[[Path], Environment]) -> Row:
+    folder = Path(tempfile.mkdtemp(prefix="dbsp-versions-"))
+    try:
+        return judged(row, make(folder))
+    except RuntimeError as error:
+        return replace(row, complaints=f"cannot be installed: {error}")
+    finally:
+        shutil.rmtree(folder)
+
+
+def judged(row: Row, environment: Environment) -> Row:
+    """With what `probe.py` finds there."""
+    command = [str(environment.python), str(Path(__file__).with_name("probe.py"))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=_variables())
+    except subprocess.TimeoutExpired:
+        return Row(row.package, row.version, row.which, complaints=f"no answer in {LIMIT_S} s")
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        return Row(row.package, row.version, row.which, complaints=f"cannot be run: {said}")
+    return summed_up(row, json.loads(done.stdout.splitlines()[-1]))
+
+
+def _variables() -> dict[str, str]:
+    helpers = sorted(
+        {str(path.parent) for path in (REPO / "tests").rglob("*.py") if not path.name.startswith("test_")}
+    )
+    paths = [str(REPO), str(REPO / "kernels"), *helpers, str(Path(__file__).parent)]
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return kept | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,191 @@
+"""What db-SP imports, patches or reads of its hosts that they do not document. tests/scripts/test_versions.py holds
+each against what is installed; scripts/versions against the oldest and newest that pyproject.toml admits."""
+
+from __future__ import annotations
+
+from looking_up import PrivateName
+from xfuser_names import XFUSER
+
+__all__ = ["PRIVATE_NAMES"]
+
+_HOOKS = "diffusers.hooks"
+_WAN = ("patch_embedding", "rope", "condition_embedder", "scale_shift_table", "norm_out", "proj_out", "blocks")
+_CLASSES = {
+    "WanTransformer3DModel": ("hidden_states", "timestep", "encoder_hidden_states"),
+    "WanVACETransformer3DModel": ("hidden_states", "timestep", "control_hidden_states"),
+    "SkyReelsV2Transformer3DModel": ("hidden_states", "timestep", "enable_diffusion_forcing"),
+    "ChronoEditTransformer3DModel": ("hidden_states", "timestep"),
+    "CogVideoXTransformer3DModel": ("hidden_states", "encoder_hidden_states", "timestep", "image_rotary_emb"),
+    "HunyuanVideoTransformer3DModel": ("hidden_states", "timestep", "encoder_attention_mask"),
+    "HunyuanVideo15Transformer3DModel": (
+        *("hidden_states", "timestep", "encoder_attention_mask", "encoder_attention_mask_2", "image_embeds"),
+    ),
+    "LTXVideoTransformer3DModel": ("hidden_states", "timestep", "num_frames", "height", "width", "video_coords"),
+    "FluxTransformer2DModel": ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids"),
+    "Flux2Transformer2DModel": ("hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids"),
+    "QwenImageTransformer2DModel": ("hidden_states", "encoder_hidden_states_mask", "timestep", "img_shapes"),
+    "MiniMaxH3Transformer3DModel": (
+        *("hidden_states", "video_indices", "position_ids", "timestep", "timestep_indices"),
+    ),
+}
+"""Arguments of each transformer's forward that tell its tokens."""
+_PLANNED = (
+    *("LTXVideoTransformer3DModel", "FluxTransformer2DModel", "Flux2Transformer2DModel"),
+    *("QwenImageTransformer2DModel", "MiniMaxH3Transformer3DModel"),
+)
+_SINCE = {"MiniMaxH3Transformer3DModel": "0.40"}
+_DIFFUSERS = (
+    *(
+        PrivateName(
+            f"diffusers:{cls}.forward",
+            "dbsp_diffusers.architectures.known",
+            ("self", *arguments),
+            since=_SINCE.get(cls, ""),
+        )
+        for cls, arguments in _CLASSES.items()
+    ),
+    *(
+        PrivateName(f"diffusers:{cls}._cp_plan", "dbsp_diffusers.architectures.cuts", since=_SINCE.get(cls, ""))
+        for cls in _PLANNED
+    ),
+    PrivateName(
+        "diffusers:WanTransformer3DModel.__init__",
+        "dbsp_diffusers.packed.wan",
+        says=tuple(f"self.{name} =" for name in _WAN),
+    ),
+    PrivateName("diffusers:WanTransformer3DModel.cache_context", "dbsp_diffusers.patching", ("name",)),
+    PrivateName(
+        "diffusers:ModelMixin.__init__", "dbsp_diffusers.packed.wan", says=("self._gradient_checkpointing_func =",)
+    ),
+    PrivateName("diffusers:ModelMixin._parallel_config", "dbsp_diffusers.sharding.takeover"),
+    PrivateName("diffusers:ContextParallelConfig._mesh", "dbsp_diffusers.sharding.takeover"),
+    PrivateName(
+        "diffusers.models._modeling_parallel:ParallelConfig",
+        "dbsp_diffusers.sharding.takeover",
+        ("context_parallel_config",),
+    ),
+    PrivateName(
+        "diffusers.models.attention_dispatch:AttentionBackendName.NATIVE", "dbsp_diffusers.attention.backends"
+    ),
+    *(
+        PrivateName(f"diffusers.models.transformers.transformer_wan:WanAttnProcessor.{name}", user)
+        for name, user in (
+            ("_attention_backend", "dbsp_diffusers.attention.backends"),
+            ("_parallel_config", "dbsp_diffusers.sharding.takeover"),
+        )
+    ),
+    PrivateName("diffusers.models.attention_processor:CogVideoXAttnProcessor2_0", "dbsp_xdit.cogvideox"),
+    PrivateName(
+        f"{_HOOKS}.hooks:HookRegistry.__init__", "dbsp_diffusers.patching", says=("self.hooks", "self._fn_refs")
+    ),
+    PrivateName(
+        f"{_HOOKS}.hooks:HookRegistry.check_if_exists_or_initialize",
+        "dbsp_diffusers.patching",
+        says=("_diffusers_hook",),
+    ),
+    PrivateName(
+        f"{_HOOKS}.hooks:HookRegistry.register_hook",
+        "dbsp_diffusers.sharding.takeover",
+        says=('hasattr(hook, "new_forward")', "fn_ref.pre_forward", "fn_ref.post_forward", "fn_ref.original_forward"),
+    ),
+    PrivateName(
+        f"{_HOOKS}.context_parallel", "dbsp_diffusers.sharding.takeover", says=("cp_input---", "cp_output---")
+    ),
+    PrivateName(
+        f"{_HOOKS}.first_block_cache:FBCHeadBlockHook.__init__",
+        "dbsp_diffusers.caching",
+        says=("self.state_manager =", "self.threshold ="),
+    ),
+    PrivateName(
+        f"{_HOOKS}.first_block_cache:FBCHeadBlockHook._should_compute_remaining_blocks",
+        "dbsp_diffusers.caching",
+        ("hidden_states_residual",),
+    ),
+    PrivateName(f"{_HOOKS}.first_block_cache", "dbsp_diffusers.caching", says=("head_block_residual",)),
+    *(
+        PrivateName(f"diffusers:WanPipeline.{name}", "dbsp_diffusers.packed.denoising", arguments)
+        for name, arguments in (
+            ("check_inputs", ("guidance_scale_2",)),
+            ("encode_prompt", ("prompt_embeds", "max_sequence_length")),
+            ("prepare_latents", ("num_channels_latents", "generator")),
+            ("_execution_device", ()),
+            ("maybe_free_model_hooks", ()),
+        )
+    ),
+    PrivateName(
+        "diffusers:WanPipeline.__init__",
+        "dbsp_diffusers.packed.denoising",
+        says=("self.video_processor =", "self.vae_scale_factor_temporal ="),
+    ),
+)
+_ADAPTERS = "para_attn.context_parallel.diffusers_adapters"
+_PARA_ATTN = (
+    *(
+        PrivateName(f"{_ADAPTERS}.{name}:{function}", "dbsp_para.patches", takes)
+        for name in ("wan", "cogvideox", "flux", "hunyuan_video", "mochi")
+        for function, takes in (("parallelize_pipe", ("pipe",)), ("parallelize_transformer", ("mesh",)))
+    ),
+    PrivateName(
+        "para_attn.first_block_cache.utils:are_two_tensors_similar",
+        "dbsp_para.first_block_cache",
+        ("t1", "t2", "threshold", "parallelized"),
+    ),
+    PrivateName(
+        "para_attn.first_block_cache.utils",
+        "dbsp_para.first_block_cache",
+        says=('getattr(self.transformer, "_is_parallelized", False)',),
+    ),
+    PrivateName(
+        "para_attn.context_parallel:init_context_parallel_mesh",
+        "dbsp_para.mesh",
+        ("max_batch_dim_size", "max_ring_dim_size"),
+    ),
+)
+_CONTEXTS = "cache_dit.caching.cache_contexts.cache_manager"
+_CACHE_DIT = (
+    PrivateName(
+        f"{_CONTEXTS}:CachedContextManager.similarity",
+        "dbsp_diffusers.caching",
+        ("t1", "t2", "threshold", "parallelized"),
+    ),
+    PrivateName(f"{_CONTEXTS}:CachedContextManager.get_important_condition_threshold", "dbsp_diffusers.caching"),
+    PrivateName(f"{_CONTEXTS}:CachedContextManager.can_cache", "dbsp_diffusers.caching", says=("self.similarity(",)),
+    PrivateName(
+        "cache_dit.caching.cache_adapters.cache_adapter",
+        "dbsp_diffusers.caching",
+        says=("transformer._context_manager =", "_is_cached = True"),
+    ),
+)
+_TORCH = (
+    PrivateName("torch:_import_device_backends", "dbsp_xdit.autoload", says=("torch.backends",)),
+    PrivateName("torch._utils:_flatten_dense_tensors", "dbsp_diffusers.sharding.sum_gradients"),
+    PrivateName("torch._utils:_unflatten_dense_tensors", "dbsp_diffusers.sharding.sum_gradients"),
+    PrivateName("torch.distributed:ProcessGroup._device_types", "dbsp_core.comm.groups"),
+    PrivateName("torch.distributed:ProcessGroup._get_backend", "dbsp_core.comm.groups"),
+    PrivateName("torch.distributed:ProcessGroupGloo._Options._timeout", "dbsp_core.comm.groups"),
+    PrivateName("torch.distributed.distributed_c10d:init_process_group", "dbsp_core.comm.timeouts", ("timeout",)),
+    PrivateName(
+        "torch.distributed.distributed_c10d:new_group",
+        "dbsp_core.comm.groups",
+        ("timeout", "backend", "use_local_synchronization"),
+    ),
+    PrivateName("torch.distributed.device_mesh:new_group", "dbsp_core.comm.timeouts"),
+    PrivateName("torch.distributed.device_mesh:DeviceMesh._flatten", "dbsp_para.mesh"),
+    PrivateName("torch.accelerator:is_available", "dbsp_xdit.cpu_shim"),
+    PrivateName("torch._dynamo:config", "dbsp_kernels.backends.flex"),
+    PrivateName("torch._dynamo:exc", "dbsp_kernels.backends.flex"),
+    PrivateName("torch._dynamo.eval_frame:OptimizedModule", "dbsp_diffusers.attention.checks", says=("_orig_mod",)),
+    *(
+        PrivateName(f"torch.ops:aten._scaled_dot_product_flash_attention_for_cpu{suffix}", "dbsp_kernels.backends.cpu")
+        for suffix in ("", "_backward")
+    ),
+    PrivateName("torch.distributed.run", "dbsp_cli.generate.launcher"),
+)
+PRIVATE_NAMES = {
+    "xfuser": XFUSER,
+    "diffusers": _DIFFUSERS,
+    "para-attn": _PARA_ATTN,
+    "cache-dit": _CACHE_DIT,
+    "torch": _TORCH,
+}
+"""By the package that has them."""

@@ -1,0 +1,71 @@
+"""The table of versions: what was tried, and what came of it."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BOUND", "Row", "summed_up", "write"]
+
+BOUND = 1e-5
+MOST_SAID = 110
+"""Characters of what went wrong."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was tried, and what came of it.
+
+    names: private names that hold, of how many;  runs: tiny models that are exact, of how many
+    worst: the largest error;  complaints: of the others
+    """
+
+    package: str
+    version: str
+    which: str
+    python: str = ""
+    torch: str = ""
+    names: str = ""
+    runs: str = ""
+    worst: str = ""
+    complaints: str = ""
+
+
+def summed_up(row: Row, found: dict[str, Any]) -> Row:
+    names, runs, versions = found["names"], found["runs"], found["versions"]
+    complaints = []
+    if isinstance(names, str):
+        complaints.append(names)
+        names = {}
+    complaints += [one for package in names.values() for one in package["complaints"]]
+    errors = {name: error for name, error in runs.items() if isinstance(error, float)}
+    complaints += [f"{name}: {said[:MOST_SAID]}" for name, said in runs.items() if name not in errors]
+    complaints += [f"{name}: wrong by {error:.2g}" for name, error in errors.items() if not error <= BOUND]
+    of = sum(one["of"] for one in names.values())
+    held = of - sum(len(one["complaints"]) for one in names.values())
+    exact = sum(error <= BOUND for error in errors.values())
+    return Row(
+        row.package,
+        row.version,
+        row.which,
+        versions["python"],
+        versions["torch"],
+        f"{held} of {of}",
+        f"{exact} of {len(runs)}",
+        f"{max(errors.values(), default=0):.1e}",
+        "; ".join(complaints),
+    )
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    now = {(row.package, row.version): asdict(row) for row in rows}
+    if path.is_file():
+        with path.open(newline="") as file:
+            now = {(row["package"], row["version"]): row for row in csv.DictReader(file)} | now
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(now.values())

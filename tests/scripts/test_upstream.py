@@ -1,0 +1,86 @@
+"""scripts/checks/upstream: what runs other projects' tests with db-SP does so, and sees what differs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dbsp_diffusers
+from outcomes import Comparison, compare_outputs, outcomes_of, relative_difference
+from suites import SUITES
+from switch import Outputs, install, known_classes
+from tiny_transformers import make_tiny_transformer, tiny_inputs
+from yardsticks.finding import compared
+
+
+def call(enabled, model="wan"):
+    """(output, what was kept): a test that makes a model and calls it."""
+    kept = Outputs()
+    kept.test = "a test"
+    undo = install(known_classes(), enabled, kept)
+    try:
+        transformer = make_tiny_transformer(model)
+        with torch.no_grad():
+            out = transformer(**tiny_inputs(model))[0]
+        assert (dbsp_diffusers.session_of(transformer) is not None) == enabled
+    finally:
+        undo()
+    return out, kept
+
+
+def test_a_model_that_a_test_makes_runs_with_dbsp_and_equals_stock(tmp_path):
+    classes = [dict(vars(cls)) for cls in known_classes()]
+    compile_before = torch.compile
+    stock, without = call(enabled=False)
+    ours, kept = call(enabled=True)
+    assert (without.attentions, kept.attentions) == (0, 2)
+    assert relative_difference(stock, ours) <= 1e-5
+    for mode, one in (("stock", without), ("dbsp", kept)):
+        torch.save({"values": one.values, "attentions": one.attentions}, tmp_path / mode)
+    worst = relative_difference(stock, ours)
+    assert compare_outputs(tmp_path / "stock", tmp_path / "dbsp") == Comparison(2, 1, worst)
+    assert [dict(vars(cls)) for cls in known_classes()] == classes
+    assert torch.compile is compile_before
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (torch.tensor([1.0, 2.0]), 0.0),
+        (torch.tensor([1.0, 2.1]), 0.05),
+        (torch.tensor([1.0]), float("inf")),
+        (torch.tensor([1.0, float("nan")]), float("inf")),
+    ],
+)
+def test_differences_are_seen(other, expected):
+    assert relative_difference(torch.tensor([1.0, 2.0]), other) == pytest.approx(expected)
+
+
+def test_outcomes_are_read_from_the_report(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        "<testsuites><testsuite>"
+        '<testcase classname="a" name="fine"/>'
+        '<testcase classname="a" name="left"><skipped message="needs   a GPU"/></testcase>'
+        '<testcase classname="a" name="wrong"><failure message="1 is not 2"/></testcase>'
+        '<testcase classname="a" name="ended badly"/>'
+        '<testcase classname="a" name="ended badly"><error message="teardown"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert outcomes_of(report) == {
+        "a::fine": ("passed", ""),
+        "a::left": ("skipped", "needs a GPU"),
+        "a::wrong": ("failed", "1 is not 2"),
+        "a::ended badly": ("failed", "teardown"),
+    }
+
+
+def test_names_of_suites_differ():
+    assert len({suite.name for suite in SUITES}) == len(SUITES)
+
+
+def test_a_yardstick_counts_both_ways(tmp_path):
+    found = compared("project", tmp_path, "masks", [[1, 1], [0, 0]], [[1, 0], [1, 1]])
+    assert (found.compared, found.theirs_only, found.ours_only, found.equal) == (4, 1, 2, False)
+    assert (found.density_theirs, found.density_ours) == (0.5, 0.75)
+    assert compared("project", tmp_path, "masks", [True], [True]).equal

@@ -1,0 +1,77 @@
+"""scripts/versions: private names of the hosts that are installed, and what is said where versions differ."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from environments import claimed_requirements
+from looking_up import PrivateName, belongs, complaint
+from private_names import PRIVATE_NAMES
+from repository import ROOT, python_path
+from rows import Row, summed_up, write
+
+
+def test_what_is_installed_has_every_private_name():
+    """When this fails, a host has changed: look at the modules of ours that it names in private_names.py."""
+    folder = ROOT / "scripts" / "checks" / "versions"
+    environment = {"PYTHONPATH": python_path(ROOT, ROOT / "kernels", folder)}
+    command = [sys.executable, folder / "probe.py", "--names"]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])["names"]
+    assert {package: one["complaints"] for package, one in found.items()} == {package: [] for package in PRIVATE_NAMES}
+    assert all(one["of"] == len(PRIVATE_NAMES[package]) > 0 for package, one in found.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (PrivateName("json:JSONDecoder.__init__", "x", ("self", "strict"), ("self.strict =",)), None),
+        (PrivateName("json.tool", "x"), None),
+        (PrivateName("no_such_package:f", "x"), "No module named"),
+        (PrivateName("json:JSONDecoder.gone", "x"), "has no attribute 'gone'"),
+        (PrivateName("json:JSONDecoder.__init__", "x", ("self", "gone")), "takes no gone"),
+        (PrivateName("json:JSONDecoder.__init__", "x", says=("self.gone =",)), "does not have self.gone ="),
+    ],
+)
+def test_what_a_version_lacks_is_said(name, said):
+    found = complaint(name)
+    assert found is None if said is None else said in found
+
+
+def test_a_newer_name_is_not_asked_of_an_older_version():
+    asked = [belongs(PrivateName("torch:no", "x", since=since), "torch") for since in ("", "2.0", "99.0")]
+    assert asked == [True, True, False]
+
+
+def test_every_private_name_names_a_module_of_ours():
+    for names in PRIVATE_NAMES.values():
+        for one in names:
+            path = one.user.replace(".", "/") + ".py"
+            assert (ROOT / path).is_file() or (ROOT / "kernels" / path).is_file(), one
+
+
+def test_claims_are_read_from_pyproject():
+    claims = claimed_requirements()
+    assert {"torch", "diffusers", "xfuser", "para-attn", "cache-dit"} <= set(claims)
+
+
+def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
+    found = {
+        "names": {"torch": {"of": 3, "complaints": ["torch:gone"]}},
+        "runs": {"attention": 1e-7, "xfuser": "ImportError: no", "diffusers": 0.5},
+        "versions": {"python": "3.11.7", "torch": "2.13.0"},
+    }
+    row = summed_up(Row("torch", "2.6.0", "oldest"), found)
+    assert (row.names, row.runs) == ("2 of 3", "1 of 3")
+    assert row.complaints == "torch:gone; xfuser: ImportError: no; diffusers: wrong by 0.5"
+    write(tmp_path / "table.csv", [row])
+    write(tmp_path / "table.csv", [Row("numpy", "1.26.4", "oldest")])
+    with (tmp_path / "table.csv").open() as file:
+        assert [one["package"] for one in csv.DictReader(file)] == ["torch", "numpy"]
