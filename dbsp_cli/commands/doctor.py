@@ -8,7 +8,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from dbsp_cli.output import JsonFlag, print_json, print_tables, working
 from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.packages import installed_version
 from dbsp_kernels import KERNELS, available, explain_auto
 
 __all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
@@ -140,10 +140,7 @@ def own_version() -> str:
 
 
 def _version(name: str) -> str:
-    try:
-        return version(name.replace("_", "-"))
-    except PackageNotFoundError:
-        return "of unknown version: not installed by pip"
+    return installed_version(name.replace("_", "-")) or "of unknown version: not installed by pip"
 
 
 def _device() -> Check:

@@ -9,7 +9,6 @@ import platform
 import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import yaml
 
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
+from dbsp_core.utils.packages import installed_version
 from dbsp_core.utils.yaml_file import read_settings, require_known, shipped_configs
 
 __all__ = [
@@ -243,10 +243,7 @@ def device_class(device: str) -> str:
 
 def software_versions(kernel: str) -> dict[str, str]:
     """What a measurement depends on: db-SP, torch and the kernel."""
-    try:
-        own = version("dbsp-attention")
-    except PackageNotFoundError:
-        own = "not installed"
+    own = installed_version("dbsp-attention") or "not installed"
     return {"dbsp-attention": own, "torch": str(torch.__version__), "kernel": kernel}
 
 

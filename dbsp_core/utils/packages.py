@@ -8,21 +8,24 @@ from importlib.metadata import PackageNotFoundError, version
 
 from dbsp_core.utils.fingerprint import fingerprint_of
 
-__all__ = ["package_versions", "version_marks"]
+__all__ = ["installed_version", "package_versions", "version_marks"]
 
 _PACKAGES = ("dbsp-attention", "torch", "numpy", "triton", "diffusers", "transformers", "xfuser", "para-attn")
+
+
+def installed_version(name: str) -> str | None:
+    """Of a package as pip knows it; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 @functools.cache
 def package_versions() -> dict[str, str]:
     """Of Python and of those packages that are installed, by name."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    found = {name: installed_version(name) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {name: one for name, one in found.items() if one is not None}
 
 
 def version_marks(compare: bool) -> dict[str, int]:

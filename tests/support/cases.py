@@ -14,7 +14,7 @@ from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.needed_keys import needed_keys
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from interpreter import interpreted
-from oracle import dense_attention
+from oracle import dense_attention, largest_difference
 
 RUBBISH = 1e4  # fills padding, which must not be seen
 
@@ -110,18 +110,14 @@ def run_case(rank: int, world: int, case: Case) -> float:
     expected = dense_attention(full[0][:, :, mine], full[1], full[2], mask, queries=mine)
     if case.sabotage == "local tokens only":
         keys, values = (t[:, :, mine] for t in full[1:])
-        return _difference(dense_attention(full[0][:, :, mine], keys, values, mask, mine, keys=mine), expected)
+        return largest_difference(dense_attention(full[0][:, :, mine], keys, values, mask, mine, keys=mine), expected)
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
         out = attend(case, mask, given.layout, local)
     assert out.shape == local[0].shape
     padding = torch.ones(out.shape[2], dtype=torch.bool)
     padding[places] = False
     assert not out[:, :, padding].any(), "padding must come back as zeros"
-    return _difference(out[:, :, places], expected)
-
-
-def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out - expected).abs().max()) if out.numel() else 0.0
+    return largest_difference(out[:, :, places], expected)
 
 
 def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torch.Tensor]) -> torch.Tensor:

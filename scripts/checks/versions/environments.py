@@ -1,4 +1,5 @@
-"""Scratch environments: what is installed here with one package of another version on top, or another Python."""
+"""Scratch environments: what is installed here with one package of another version on top, or another Python. Each is
+given as its interpreter."""
 
 from __future__ import annotations
 
@@ -7,23 +8,15 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-__all__ = ["Environment", "claimed_requirements", "layered", "offered", "whole"]
+__all__ = ["claimed_requirements", "layered", "offered", "whole"]
 
 REPO = Path(__file__).resolve().parents[3]
 _WITH_DEPENDENCIES = {"torch", "diffusers", "transformers"}
-
-
-@dataclass(frozen=True)
-class Environment:
-    """python: its interpreter"""
-
-    python: Path
 
 
 def claimed_requirements() -> dict[str, Requirement]:
@@ -47,27 +40,27 @@ def offered(requirement: Requirement) -> list[Version]:
     return sorted(one for one in found if one in requirement.specifier)
 
 
-def layered(folder: Path, *pinned: str) -> Environment:
+def layered(folder: Path, *pinned: str) -> Path:
     """Packages ("NAME==VERSION") on top of what is installed here; dependencies too, unless they'd bring a torch."""
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
     (site,) = folder.glob("lib/python*/site-packages")
     alone = not {text.partition("==")[0] for text in pinned} <= _WITH_DEPENDENCIES
     _pip(sys.executable, "install", "--quiet", "--no-compile", "--target", site, *["--no-deps"] * alone, *pinned)
     (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return Environment(folder / "bin" / "python")
+    return folder / "bin" / "python"
 
 
-def whole(folder: Path, python: str) -> Environment:
+def whole(folder: Path, python: str) -> Path:
     """Everything as constraints.txt has it, in another Python; triton as its torch wants it."""
     _run(python, "-m", "venv", folder)
-    environment = Environment(folder / "bin" / "python")
+    interpreter = folder / "bin" / "python"
     lines = [line for line in (REPO / "constraints.txt").read_text().splitlines() if not line.startswith("triton")]
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(lines))
     (torch,) = (line for line in lines if line.startswith("torch=="))
     for what in (torch, f"{REPO}[xdit,para,dev]"):
-        _pip(environment.python, "install", "--quiet", "--no-compile", "--constraint", constraints, what)
-    return environment
+        _pip(interpreter, "install", "--quiet", "--no-compile", "--constraint", constraints, what)
+    return interpreter
 
 
 def _pip(python: str | Path, *arguments: str | Path) -> str:

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
-from environments import REPO, Environment, claimed_requirements, layered, offered, whole
+from environments import REPO, claimed_requirements, layered, offered, whole
 from rows import Row, summed_up, write
 
 PACKAGES = (
@@ -61,7 +61,7 @@ def tried(only: Sequence[str] | None, pythons: Sequence[str]) -> Iterator[Row]:
     wanted, oldest = PACKAGES if only is None else only, {}
     here = Row("all", "constraints.txt", "installed")
     if not all("==" in text for text in wanted):
-        here = judged(here, Environment(Path(sys.executable)))
+        here = judged(here, Path(sys.executable))
         yield here
     for text in wanted:
         package, _, asked = text.partition("==")
@@ -89,7 +89,7 @@ def tried(only: Sequence[str] | None, pythons: Sequence[str]) -> Iterator[Row]:
         )
 
 
-def in_scratch(row: Row, make: Callable[[Path], Environment]) -> Row:
+def in_scratch(row: Row, make: Callable[[Path], Path]) -> Row:
     folder = Path(tempfile.mkdtemp(prefix="dbsp-versions-"))
     try:
         return judged(row, make(folder))
@@ -99,16 +99,16 @@ def in_scratch(row: Row, make: Callable[[Path], Environment]) -> Row:
         shutil.rmtree(folder)
 
 
-def judged(row: Row, environment: Environment) -> Row:
+def judged(row: Row, python: Path) -> Row:
     """With what `probe.py` finds there."""
-    command = [str(environment.python), str(Path(__file__).with_name("probe.py"))]
+    command = [str(python), str(Path(__file__).with_name("probe.py"))]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=_variables())
     except subprocess.TimeoutExpired:
-        return Row(row.package, row.version, row.which, complaints=f"no answer in {LIMIT_S} s")
+        return replace(row, complaints=f"no answer in {LIMIT_S} s")
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        return Row(row.package, row.version, row.which, complaints=f"cannot be run: {said}")
+        return replace(row, complaints=f"cannot be run: {said}")
     return summed_up(row, json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -12,11 +12,11 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import interpreter  # noqa: F401  before anything else imports triton
+from dbsp_core.utils.packages import installed_version
 from workers import WorkerError, WorkerPool
 
 os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "ERROR")
@@ -128,16 +128,9 @@ def attempt(run: Callable[[], Any]) -> Any:
         return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def main() -> None:
     found = {
-        "versions": {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES},
         "names": attempt(private_names),
         "runs": {},
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,14 @@ def summed_up(row: Row, found: dict[str, Any]) -> Row:
     of = sum(one["of"] for one in names.values())
     held = of - sum(len(one["complaints"]) for one in names.values())
     exact = sum(error <= BOUND for error in errors.values())
-    return Row(
-        row.package,
-        row.version,
-        row.which,
-        versions["python"],
-        versions["torch"],
-        f"{held} of {of}",
-        f"{exact} of {len(runs)}",
-        f"{max(errors.values(), default=0):.1e}",
-        "; ".join(complaints),
+    return replace(
+        row,
+        python=versions["python"],
+        torch=versions["torch"],
+        names=f"{held} of {of}",
+        runs=f"{exact} of {len(runs)}",
+        worst=f"{max(errors.values(), default=0):.1e}",
+        complaints="; ".join(complaints),
     )
 
 

@@ -92,7 +92,14 @@ def test_a_killed_command_takes_torchrun_and_ranks_along_and_the_next_one_cleans
     assert names(folder) == ["ball.log", "ball.mp4"]
 
 
-def test_a_rank_that_stands_still_is_not_waited_for_once_another_has_failed(tmp_path, monkeypatch):
+def run_two_of(rank: Path, folder: Path) -> None:
+    """`dbsp generate`'s torchrun with two ranks of the program `rank` instead of its own."""
+    command = Launch(2).command("any", [])
+    command[command.index("-m", 2) :] = [str(rank)]
+    run_watched(command, folder / "log", folder / "ranks", LogFollower(1))
+
+
+def test_a_rank_that_stands_still_is_not_waited_for_once_another_has_failed(tmp_path):
     """torchrun alone would wait for half a minute, and say then that it could not end it."""
     rank = tmp_path / "rank.py"
     rank.write_text(
@@ -104,10 +111,8 @@ def test_a_rank_that_stands_still_is_not_waited_for_once_another_has_failed(tmp_
         "while not os.path.exists(sign):\n    time.sleep(0.05)\n"
         "raise IndexError('of rank 0')\n"
     )
-    command = Launch(2).command("any", [])
-    command[command.index("-m", 2) :] = [str(rank)]
     with pytest.raises(RunFailed, match=r"(?s)rank 0 failed .*IndexError: of rank 0"):
-        run_watched(command, tmp_path / "log", tmp_path / "ranks", LogFollower(1))
+        run_two_of(rank, tmp_path)
     log = (tmp_path / "log").read_text()
     assert "closing signal SIGTERM" in log
     assert "Unable to shutdown process" not in log
@@ -125,10 +130,8 @@ def test_a_rank_that_was_killed_before_it_said_anything_is_the_one_that_is_blame
         "while not os.path.exists(sign):\n    time.sleep(0.05)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    command = Launch(2).command("any", [])
-    command[command.index("-m", 2) :] = [str(rank)]
     with pytest.raises(RunFailed, match=r"^rank 1 failed \(exit code -9\) and said nothing; all output is in .*log$"):
-        run_watched(command, tmp_path / "log", tmp_path / "ranks", LogFollower(1))
+        run_two_of(rank, tmp_path)
 
 
 def test_a_killed_torchrun_takes_along_ranks_that_know_nothing_of_db_sp_and_no_rank_is_blamed(tmp_path, monkeypatch):
@@ -136,8 +139,6 @@ def test_a_killed_torchrun_takes_along_ranks_that_know_nothing_of_db_sp_and_no_r
     rank.write_text("import cheap_ranks\ncheap_ranks._be_a_rank(None)")
     monkeypatch.setenv("CHEAP_RANKS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", python_path())
-    command = Launch(2).command("any", [])
-    command[command.index("-m", 2) :] = [str(rank)]
     found: list[Ranks] = []
 
     def kill() -> None:
@@ -147,7 +148,7 @@ def test_a_killed_torchrun_takes_along_ranks_that_know_nothing_of_db_sp_and_no_r
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(RunFailed, match="torchrun, which runs the ranks, was ended from outside by SIGKILL"):
-        run_watched(command, tmp_path / "log", tmp_path / "ranks", LogFollower(1))
+        run_two_of(rank, tmp_path)
     killer.join()
     assert found[0].left() == []
 

@@ -33,7 +33,7 @@ from dbsp_core.sources import (
 )
 from dbsp_core.sources.base import BlockSizes
 from interpreter import interpreted
-from oracle import dense_attention, token_mask
+from oracle import dense_attention, largest_difference, token_mask
 
 HEADS, WIDTH = 4, 16
 KINDS = ("dense", "window", "radial", "sparge", "random")
@@ -165,13 +165,9 @@ def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
     expected = expected_of(case, mask, leaves)
     expected.backward(full[3].double())
     assert torch.equal(places, torch.arange(len(mine)))
-    errors = [_difference(out, expected[:, :, mine])]
-    errors += [_difference(a.grad, b.grad[:, :, mine]) for a, b in zip(local, leaves, strict=False)]
+    errors = [largest_difference(out, expected[:, :, mine])]
+    errors += [largest_difference(a.grad, b.grad[:, :, mine]) for a, b in zip(local, leaves, strict=False)]
     return errors[0], max(errors[1:])
-
-
-def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out - expected).detach().abs().max()) if out.numel() else 0.0
 
 
 @dataclass(frozen=True)
@@ -284,7 +280,7 @@ def run_page(rank: int, world: int, code: str) -> dict:
         expected.append(dense_attention(*own, part, queries=torch.arange(part.grid.tokens)))
         first += part.grid.tokens
     mine = torch.from_numpy(names["loaded"].tokens_at(rank)[0])
-    error = _difference(names["out"], torch.cat(expected, dim=2)[:, :, mine])
+    error = largest_difference(names["out"], torch.cat(expected, dim=2)[:, :, mine])
     return {
         "error": error,
         "rho": names["plan"].rho,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from faults.acts import Injection
 from faults.divergences import DIVERGENCES
-from faults.generating import GENERATIONS
+from faults.generating import GENERATIONS, SPARE_S
 from faults.judging import ENDS, Expected
 from faults.library import TIMEOUT_S, Ranks, be_a_rank
 from faults.nursery import Task
@@ -27,8 +27,6 @@ SOMEWHERE = {
 """Phases that further acts happen in."""
 CONNECTS_S = 5 * TIMEOUT_S
 """After which gloo gives up making a group with ranks that have gone: a rank that was stopped comes to that."""
-SPARE_S = 5.0
-"""Within the group's timeout and these seconds all must have ended."""
 
 
 @dataclass(frozen=True)

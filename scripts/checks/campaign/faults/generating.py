@@ -17,6 +17,7 @@ from faults.rank import variables
 TIMEOUT_S = 25.0
 """That ranks wait for one another: more than the time between the first and the last of them to have started."""
 SPARE_S = 5.0
+"""Within the group's timeout and these seconds all must have ended."""
 REST_S = 60.0
 """Of a run that goes on to its end."""
 OLDER = {"ball.mp4": b"an older video", "report/report.json": b'"an older report"'}

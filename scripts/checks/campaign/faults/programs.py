@@ -21,7 +21,7 @@ from dbsp_diffusers.enabling import disable, enable
 from dbsp_diffusers.reference import attach_single_process, masked_attention
 from dbsp_diffusers.report_hook import report_or_say_why_not
 from faults.phases import WINDOW
-from oracle import dense_attention
+from oracle import dense_attention, largest_difference
 
 HEADS, WIDTH, TOKENS, CALLS = 4, 16, 200, 3
 THW = (4, 6, 8)
@@ -91,9 +91,9 @@ def attention(values: Values) -> float:
             whole = [one.double().requires_grad_() for one in full]
             dense_attention(*whole, mask, torch.arange(TOKENS)).sum().backward()
             for one, of_all in zip(local, whole, strict=True):
-                worst = max(worst, _difference(one.grad[:, :, places], of_all.grad[:, :, mine]))
+                worst = max(worst, largest_difference(one.grad[:, :, places], of_all.grad[:, :, mine]))
         expected = dense_attention(full[0][:, :, mine], full[1], full[2], mask, queries=mine)
-        worst = max(worst, _difference(out.detach()[:, :, places], expected))
+        worst = max(worst, largest_difference(out.detach()[:, :, places], expected))
     return worst
 
 
@@ -121,7 +121,7 @@ def session(values: Values) -> float:
         out = inner.attend(values.layer, *local, scale=values.scale)
         print(DONE, step, flush=True)
         expected = masked_attention(*full, alone.mask(values.layer, LocalQK.alone(full[0], full[1])))
-        worst = max(worst, _difference(out[:, :, places], expected[:, :, mine]))
+        worst = max(worst, largest_difference(out[:, :, places], expected[:, :, mine]))
     inner.flush()
     if config.report:
         report_or_say_why_not([inner], "tiny", "campaign")
@@ -142,10 +142,10 @@ def transformer(values: Values) -> float:
         enable(model, {"mask": WINDOW, **values.settings}, strategy=values.strategy)
         worst = 0.0
         for call in range(2):
-            worst = max(worst, _difference(model(**inputs)[0], expected))
+            worst = max(worst, largest_difference(model(**inputs)[0], expected))
             print(DONE, call, flush=True)
         disable(model)
-        return max(worst, _difference(model(**inputs)[0], stock))
+        return max(worst, largest_difference(model(**inputs)[0], stock))
 
 
 def rehoming(values: Values) -> float:
@@ -157,7 +157,7 @@ def rehoming(values: Values) -> float:
     tokens = torch.randn(source.shard, values.width, dtype=getattr(torch, values.dtype))
     worst, (_, places) = 0.0, source.tokens_at(group.rank)
     for call in range(CALLS):
-        worst = max(worst, _difference(way.back(way.there(tokens))[places], tokens[places]))
+        worst = max(worst, largest_difference(way.back(way.there(tokens))[places], tokens[places]))
         print(DONE, call, flush=True)
     return worst
 
@@ -197,7 +197,3 @@ def _shard(full: torch.Tensor, mine: torch.Tensor, places: torch.Tensor, shard: 
     local = full.new_zeros(*full.shape[:2], shard, full.shape[3])
     local[:, :, places] = full[:, :, mine]
     return local
-
-
-def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out - expected).abs().max()) if out.numel() else 0.0

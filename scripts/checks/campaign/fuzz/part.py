@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -15,7 +16,6 @@ from frame import Outcome
 
 PATIENCE_S = 120.0
 """Ends what even the alarm cannot."""
-TOGETHER = 100
 
 
 class Fuzz:
@@ -28,10 +28,8 @@ class Fuzz:
 
     def run(self, seed: int, first: int) -> Iterator[Outcome]:
         try:
-            while True:
-                for number in range(first, first + TOGETHER):
-                    yield self._one(seed, number)
-                first += TOGETHER
+            for number in itertools.count(first):
+                yield self._one(seed, number)
         finally:
             self._close()
 

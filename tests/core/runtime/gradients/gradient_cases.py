@@ -13,7 +13,7 @@ from cases import Case, Inputs, attend
 from dbsp_core.comm import all_to_all_backward
 from dbsp_core.runtime.gradients import backward
 from interpreter import interpreted
-from oracle import dense_attention
+from oracle import dense_attention, largest_difference
 
 
 def run_gradients(rank: int, world: int, case: Case, sabotage: str | None = None) -> tuple[float, float]:
@@ -32,11 +32,11 @@ def run_gradients(rank: int, world: int, case: Case, sabotage: str | None = None
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext(), _sabotaged(sabotage):
         out = attend(case, given.mask, given.layout, local)
         (out[:, :, places] * weights[:, :, mine]).sum().backward()
-    errors = [_difference(out[:, :, places], expected[:, :, mine])]
+    errors = [largest_difference(out[:, :, places], expected[:, :, mine])]
     for here, everywhere in zip(local, leaves, strict=True):
         assert here.grad is not None
         assert everywhere.grad is not None
-        errors.append(_difference(here.grad[:, :, places], everywhere.grad[:, :, mine]))
+        errors.append(largest_difference(here.grad[:, :, places], everywhere.grad[:, :, mine]))
         padding = torch.ones(here.shape[2], dtype=torch.bool)
         padding[places] = False
         assert not here.grad[:, :, padding].any(), "padding must have no gradient"
@@ -76,10 +76,6 @@ def inference_tensors(rank: int, world: int) -> None:
     with torch.inference_mode():
         k = given.local[1].clone()
     attend(case, given.mask, given.layout, [given.local[0].requires_grad_(True), k, given.local[2]])
-
-
-def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out - expected).detach().abs().max()) if out.numel() else 0.0
 
 
 @dataclass(frozen=True)
