@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -173,7 +174,7 @@ def parse_thw(text: str | None) -> tuple[int, int, int] | None:
     if text is None:
         return None
     parts = text.replace("x", ",").split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+    if len(parts) != 3 or not all(re.fullmatch(r"\s*\d{1,9}\s*", part) and int(part) > 0 for part in parts):
         raise UserError(f"--thw {text!r} is not of the form T,H,W, such as 21,45,80")
     frames, rows, columns = map(int, parts)
     return frames, rows, columns

@@ -9,7 +9,7 @@ from dbsp_core.utils.errors import UserError
 
 __all__ = ["Strategy"]
 
-_PATTERN = re.compile(r"U(\d+)R(\d+)", re.IGNORECASE)
+_PATTERN = re.compile(r"U(\d{1,9})R(\d{1,9})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, order=True)

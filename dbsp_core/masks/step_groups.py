@@ -11,7 +11,7 @@ from dbsp_core.utils.errors import UserError
 
 __all__ = ["StepGroups"]
 
-_RANGE = re.compile(r"\s*(\d+)(?:(-)(\d*))?\s*")
+_RANGE = re.compile(r"\s*(\d{1,9})(?:(-)(\d{0,9}))?\s*")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ CANONICAL = "thw"
 AXIS_ORDERS = tuple("".join(axes) for axes in itertools.permutations(CANONICAL))
 """The six orders of frames, rows and columns, slowest first (PAROAttention, §3.2): in "hwt" time runs fastest."""
 
-_TILES = re.compile(r"tile:([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")
+_TILES = re.compile(r"tile:([1-9]\d{0,8})x([1-9]\d{0,8})x([1-9]\d{0,8})")
 
 
 def require_order(order: str) -> None:

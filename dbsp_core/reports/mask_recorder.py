@@ -58,7 +58,7 @@ class RecordSettings:
 
 
 def _every(text: str) -> int:
-    if not text.strip().isdecimal():
+    if not re.fullmatch(r"\s*\d{1,9}\s*", text):
         raise UserError(f"{env.RECORD_EVERY}={text!r} is no whole number; 1 keeps every step")
     return max(1, int(text))
 
@@ -67,7 +67,7 @@ def parse_layers(text: str) -> frozenset[int]:
     """From "0,5,10-12". Raises ValueError for anything else."""
     layers: set[int] = set()
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        found = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
         if found is None:
             raise UserError(f"layers {text!r} are not of the form '0,5,10-12'")
         first, last = int(found[1]), int(found[2] or found[1])

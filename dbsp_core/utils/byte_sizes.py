@@ -15,7 +15,7 @@ _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT"
 
 def parse_size(text: str) -> int:
     """Bytes, from "2GiB", "500 MB" or a plain number. Raises UserError for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2] not in _UNITS:
         raise UserError(f"size {text!r} is not of the form '2GiB'; units are {', '.join(u for u in _UNITS if u)}")
     return int(float(found[1]) * _UNITS[found[2]])

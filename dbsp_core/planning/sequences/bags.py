@@ -15,7 +15,7 @@ from dbsp_core.utils.errors import UserError
 
 __all__ = ["BagTopology"]
 
-_TERM = re.compile(r"g(\d+)n(\d+)", re.IGNORECASE)
+_TERM = re.compile(r"g(\d{1,9})n(\d{1,9})", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

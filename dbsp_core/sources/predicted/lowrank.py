@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,7 +65,7 @@ class LowRankProjections:
         finite = all(bool(one.isfinite().all()) for one in (*query.values(), *key.values()))
         if query.keys() != key.keys() or len(shapes) != 1 or len(next(iter(shapes))) != 3 or not finite:
             raise UserError(f"{path} is no file of fitted projections: its tensors don't go together; {FIT}")
-        return cls(query, key, int(layers) if layers.isdecimal() else None)
+        return cls(query, key, int(layers) if re.fullmatch(r"\d{1,9}", layers) else None)
 
     @property
     def heads(self) -> int:
