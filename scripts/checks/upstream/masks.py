@@ -1,9 +1,10 @@
 """Masks of other projects' own code against ours: run as a yardstick from checkouts of theirs, nothing of it kept.
 
-    python scripts/checks/upstream/masks.py --radial FOLDER --svg FOLDER [--out FILE.csv]
+    python scripts/checks/upstream/masks.py --radial FOLDER --svg FOLDER --paro FOLDER [--out FILE.csv]
 
     --radial  a checkout of https://github.com/mit-han-lab/radial-attention
     --svg     of https://github.com/svg-project/Sparse-VideoGen
+    --paro    of https://github.com/jamescsq47/PAROAtten
 
 Their packages for GPUs are stood in for by mocks; what is compared needs none. Each runs in a process of its own.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from yardsticks.finding import Finding
 
-YARDSTICKS = {"radial": "radial_attention", "svg": "sparse_videogen"}
+YARDSTICKS = {"radial": "radial_attention", "svg": "sparse_videogen", "paro": "paroattention"}
 
 
 def main() -> None:

@@ -26,7 +26,19 @@ ROOT = Path(__file__).resolve().parents[3]
 BOUND, BOUND_HALF = 1e-5, 2e-2
 REFUSALS = ("UserError", "db-SP does not", "the texts of one batch differ in length")
 """What a failure's reason says where db-SP said in one line that it does not run this."""
-PYTEST = ["-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "suite_plugin", "--tb=short"]
+PYTEST = [
+    "-m",
+    "pytest",
+    "-q",
+    "--runxfail",
+    "-p",
+    "no:xdist",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "suite_plugin",
+    "--tb=short",
+]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 

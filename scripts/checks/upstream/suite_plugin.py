@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,9 @@ import torch.distributed as dist
 from switch import Outputs, install, known_classes
 
 PATIENCE = datetime.timedelta(seconds=60)
+if os.environ.get("DBSP_UPSTREAM_SUITE") == "diffusers":
+    import diffusers  # noqa: F401  the one that is installed: the suite's conftest.py puts its own sources first
+
 enabled = os.environ.get("DBSP_UPSTREAM") == "dbsp"
 outputs = Outputs()
 
@@ -48,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(dist.destroy_process_group)
     match os.environ["DBSP_UPSTREAM_SUITE"]:
         case "diffusers":
+            sys.path[:] = [path for path in sys.path if path != str(config.rootpath / "src")]  # ranks inherit it
             on_cpu.prepare_suite(in_rank)
             config.add_cleanup(install(known_classes(), enabled, outputs))
         case "xfuser":
