@@ -226,7 +226,7 @@ def _settings(request: GenerateRequest) -> Settings:
             raise UserError(f"--set {change} is no KEY=VALUE; write for example --set mask.cdf=0.9")
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise UserError(f"--set {key}: {text!r} is not YAML; close its brackets and quotes") from error
         settings = settings.changed(key.split("."), value, f"--set {key}")
     for name in ("prompt", "seed", "image", "last_image"):

@@ -41,7 +41,7 @@ def mask_settings(text: str) -> dict[str, Any]:
             raise UserError(f"{key!r} is given twice in {text!r}; give it once")
         try:
             settings[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise UserError(
                 f"the value of {key!r} in {text!r} is not YAML ({' '.join(str(error).split())}); close its brackets "
                 "and quotes"

@@ -80,7 +80,9 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
         mark = error.problem_mark or error.context_mark
         place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise UserError(f"{place}: this is not YAML: {error.problem}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UserError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: of text, numbers and dates that Python cannot read
         raise UserError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from error
     if content is not None and not isinstance(content, Mapping):
         raise UserError(f"{what} {path} must be a mapping, not a {type(content).__name__}")

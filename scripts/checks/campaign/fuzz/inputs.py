@@ -154,7 +154,7 @@ COMMANDS = (
     "--coarsen 8 --layers 1 --json",
     "simulate --model wan2.1-t2v-1.3b --nodes 2 --bandwidth 25 --keys ring,needed --coarsen 16 --out a.csv",
     "simulate --model wan2.1-t2v-1.3b --gpus 4 --training --strategy U2R2 --mask window:window=[5,9,9] --coarsen 16",
-    "doctor --help",
+    "masks --help",
 )
 
 

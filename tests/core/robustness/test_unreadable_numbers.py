@@ -1,4 +1,4 @@
-"""Numbers in text that are longer than any that is meant: Python reads at most 4,300 digits, and a range must end."""
+"""Numbers and dates in text that Python cannot read: it takes at most 4,300 digits. And ranges that never end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from dbsp_core.masks.token_order import require_order
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.streams import parse_streams
 from dbsp_core.reports.mask_recorder import parse_layers
+from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.yaml_file import read_settings
 
 LONG = "9" * 5000
 
@@ -29,6 +31,8 @@ LONG = "9" * 5000
         (parse_layers, "0-999999999"),
         (parse_thw, f"{LONG},45,80"),
         (parse_size, f"{LONG}GiB"),
+        (mask_settings, f"sparge:cdf={LONG}"),
+        (mask_settings, "sparge:cdf=2026-99-99"),
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else "",
 )
@@ -36,3 +40,11 @@ def test_it_is_refused_in_one_line(read, text):
     with pytest.raises(UserError) as refused:
         read(text)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [LONG, "2026-99-99"])
+def test_a_file_with_it_is_refused_in_one_line(tmp_path, value):
+    file = tmp_path / "my.yaml"
+    file.write_text(f"debug: {value}\n")
+    with pytest.raises(UserError, match=r"^configuration file .*my\.yaml is not YAML: [^\n]*$"):
+        read_settings(file, "configuration file")
