@@ -101,6 +101,11 @@ class RankTotals:
     work: Mapping[str, Sequence[int]]
     work_before: Mapping[str, Sequence[int]]
 
+    def __post_init__(self) -> None:
+        by_rank = (self.attention_s, self.bytes_sent, *self.work.values(), *self.work_before.values())
+        if len(set(map(len, by_rank))) > 1:
+            raise ValueError("its sums by rank are of different numbers of ranks")
+
 
 @dataclass(frozen=True)
 class Totals:

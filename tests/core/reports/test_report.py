@@ -224,6 +224,7 @@ def test_json_round_trip(tmp_path):
         (lambda v: json.dumps({k: o for k, o in v.items() if k != "calls"}), "calls"),
         (lambda v: json.dumps(v | {"more": 1}), "more"),
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [1.0]}}), "columns have different lengths"),
+        (lambda v: json.dumps(v | {"ranks": v["ranks"] | {"attention_s": [1.0] * 9}}), "different numbers of ranks"),
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": ["a"] * 6}}), "'rho' is no Sequence"),
         (lambda v: json.dumps(v | {"seconds": "long"}), "'seconds' is no float"),
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"bytes_ring": [2**64] * 6}}), "'bytes_ring' is no Sequence"),
