@@ -81,7 +81,8 @@ def _failure(ended: Ended, expected: Expected) -> list[str]:
     for rank, code in enumerate(ended.codes):
         last, odd = _last(ended, rank), rank == expected.odd
         if code == 0:
-            found.append(f"rank {rank} ends with 0")
+            end = f"{ended.codes[expected.odd]}: {_last(ended, expected.odd)}"
+            found.append(f"rank {rank} ends with 0, the odd one with {end}")
         elif odd and expected.act in ENDS:
             if code not in ENDS[expected.act]:
                 found.append(f"rank {rank} ends with {code}")
