@@ -124,8 +124,6 @@ def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
     ranks = ["--host", generation.host, "--nproc", str(generation.nproc), "--timeout", f"{TIMEOUT_S:g}"]
     sys.argv = ["dbsp", "generate", *model, "--prompt", "x", *ranks, *sizes, "--set", f"mask={MASK}", *places]
     os.chdir(folder)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a shell SIGINT in the background: that would
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # be inherited, and respected
     dbsp()
 
 

@@ -115,6 +115,9 @@ def serve(pipe: Connection, preload: Callable[[], None]) -> tuple[Task, int, Pat
             return None
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # Where nohup or a shell's background has them ignored, cases would inherit that, and dbsp respects it.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             pipe.close()
             return _keep(task, folder)
 
