@@ -48,8 +48,10 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, s
 
 
 class SdpaOverride(TorchFunctionMode):
-    """Within it, torch's scaled_dot_product_attention is answered by another function.
+    """Within it, torch's scaled_dot_product_attention of a sequence with itself is answered by another function.
 
+    Attention to other keys, whose number is another, stays torch's: to those of an
+    IP-Adapter's image, which every rank has.
     number:   of the function in `_attends`
     any_mask: whether a mask is ignored, rather than refused
     """
@@ -68,6 +70,8 @@ class SdpaOverride(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         call = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        if call["query"].shape[-2] != call["key"].shape[-2]:
+            return func(*args, **kwargs)
         if (call.get("attn_mask") is not None and not self._any_mask) or call.get("is_causal"):
             raise UserError("db-SP replaces self-attention without a mask of its own; this model passes one")
         self.calls += 1

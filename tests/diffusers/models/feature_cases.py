@@ -127,6 +127,43 @@ def run_feature(rank: int, world: int, name: str, first: bool) -> tuple[float, f
     return max(apart(one, expected) for one in out), apart(expected, without), apart(after, dense)
 
 
+def run_ip_adapter(rank: int, world: int) -> tuple[float, float]:
+    """Flux with an image prompt: (difference from one process, from another image)."""
+    transformer = make_tiny_transformer("flux")
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(5)
+        transformer._load_ip_adapter_weights([_ip_adapter_weights(transformer.config)])
+        images = torch.randn(2, 1, 1, transformer.config.pooled_projection_dim)
+        found = []
+        for put_on in (attach_single_process, dbsp_diffusers.enable):
+            attached = put_on(transformer, CONFIG)
+            for image in images:
+                kwargs = {"joint_attention_kwargs": {"ip_adapter_image_embeds": image}}
+                found.append(outputs(transformer, tiny_inputs("flux") | kwargs))
+            if put_on is attach_single_process:
+                attached.detach()
+        dbsp_diffusers.disable(transformer)
+    return apart(found[3], found[1]), apart(found[3], found[2])
+
+
+def _ip_adapter_weights(config: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Random ones for every block of two streams, as the file of an adapter has them."""
+    text, hidden = config.joint_attention_dim, config.num_attention_heads * config.attention_head_dim
+    weights = {}
+    for block in range(config.num_layers):
+        for name in ("to_k_ip", "to_v_ip"):
+            weights[f"{block}.{name}.weight"] = torch.randn(hidden, text)
+            weights[f"{block}.{name}.bias"] = torch.randn(hidden)
+    tokens = 4
+    projection = {
+        "proj.weight": torch.randn(tokens * text, config.pooled_projection_dim),
+        "proj.bias": torch.randn(tokens * text),
+        "norm.weight": torch.ones(text),
+        "norm.bias": torch.zeros(text),
+    }
+    return {"image_proj": projection, "ip_adapter": weights}
+
+
 def _backend(processor: Any) -> str:
     return str(getattr(processor._attention_backend, "value", processor._attention_backend))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from feature_cases import FEATURES, run_backends, run_feature
+from feature_cases import FEATURES, run_backends, run_feature, run_ip_adapter
 
 TOLERANCE = 1e-5
 WITH_AN_EFFECT = {"LoRA", "fused LoRA", "layerwise casting", "torchao int8 weights"}
@@ -19,6 +19,12 @@ def test_goes_together_with_db_sp(pool, name, first):
         assert from_one_process <= TOLERANCE
         assert left <= TOLERANCE
         assert effect > 100 * TOLERANCE or name not in WITH_AN_EFFECT, "the feature must matter"
+
+
+def test_an_image_prompt_of_an_ip_adapter(pool):
+    for from_one_process, effect in pool(2).run(run_ip_adapter):
+        assert from_one_process <= TOLERANCE
+        assert effect > 1000 * TOLERANCE
 
 
 def test_self_attention_is_native_and_cross_attention_the_user_s(pool):
