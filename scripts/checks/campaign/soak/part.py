@@ -11,9 +11,9 @@ from soak.worker import run_block, run_cycle
 
 __all__ = ["Soak"]
 
-ENOUGH = 300
-"""Cases of a kind after which growth is known well enough: 7,500 steps, 300 pipelines. Sizes are ever new, so that it
-takes some 150 until caches of bounded size are full and freed memory has found its place."""
+ENOUGH = 400
+"""Cases of a kind after which growth is known well enough: 10,000 steps, 400 pipelines. Sizes are ever new, so that it
+takes some 200 until caches of bounded size are full and freed memory has found its place."""
 TIMES = ENOUGH
 """That a case is repeated by itself: what leaks in it does so again."""
 
