@@ -41,7 +41,7 @@ HOW = {
     "shared memory": _leave_shared_memory,
     "an orphan": _leave_an_orphan,
     "a hang": lambda: time.sleep(600),
-    "too late": lambda: time.sleep(1.5),
+    "too late": lambda: time.sleep(4),
     "an abort": os.abort,
     "a success": lambda: os._exit(0),
     "other words": _say_something_else,

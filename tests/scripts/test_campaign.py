@@ -132,11 +132,11 @@ def test_what_a_fault_may_not_leave_behind_is_found(tmp_path):
     nursery = Nursery("gc:collect")
     try:
         for how in HOW:
-            task = Task(misbehave, how, 2, 1.0, after_s=1.5)
+            task = Task(misbehave, how, 2, 3.0, after_s=4.0)
             nursery.start(task, tmp_path / how.replace(" ", "-"))
         for how, complaint in FOUND.items():
             ended = nursery.wait(tmp_path / how.replace(" ", "-"))
-            found = complaint_about(ended, Expected("failure", 1, "raise"), 1.0)
+            found = complaint_about(ended, Expected("failure", 1, "raise"), 3.0)
             if how == "shared memory" and os.path.exists("/dev/shm/left"):  # it could not have one of its own
                 os.unlink("/dev/shm/left")
                 continue

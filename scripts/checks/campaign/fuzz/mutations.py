@@ -127,11 +127,11 @@ def mutated_tree(rng: random.Random, tree: Any) -> Any:
             if how == 0:
                 del node[key]
             elif how == 1 and isinstance(node, dict):
-                node[rng.choice([*map(str, WORDS[:20]), f"{key}x"])] = below
+                node[rng.choice([*map(str, WORDS[:20]), f"{key}x"])] = copy.deepcopy(below)
             elif how == 2 and isinstance(node, list):
-                node.append(below)
+                node.append(copy.deepcopy(below))
             else:
-                node[key] = rng.choice([*VALUES, rng.choice(WORDS)])
+                node[key] = copy.deepcopy(rng.choice([*VALUES, rng.choice(WORDS)]))
             break
     return tree
 
