@@ -165,11 +165,15 @@ def predict(
     exchanged = [traffic.dispatch, traffic.combine]
     if exchange_q_separately(plan.assignment):
         exchanged = [traffic.queries, 2 * traffic.keys, traffic.combine]
-    periods = _periods if traffic.fetched is None else _chunks
-    at_once = traffic.fetched is not None and not plan.assignment.one_ahead
+    compute, at_once = _compute_s(plan, traffic, shape, known), False
+    if traffic.fetched is None:
+        periods = _periods(compute, plan, traffic, shape, known, topology)
+    else:
+        at_once = not plan.assignment.one_ahead
+        periods = chunk_periods(compute, traffic, shape, known, topology, at_once)
     return Prediction(
         exchange_s=sum(exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
-        periods=periods(plan, traffic, shape, known, topology),
+        periods=periods,
         pack_s=packed_bytes(plan, traffic, layout, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
         overlap=known.overlap,
@@ -215,26 +219,21 @@ def _busiest(sent: np.ndarray) -> float:
 
 
 def _periods(
-    plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
+    compute: np.ndarray, plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
 ) -> tuple[tuple[float, float], ...]:
-    compute = _compute_s(plan, traffic, shape, known).max(axis=1)
+    """Of a ring. compute: float64[periods, P], seconds"""
     slot_bytes = traffic.slots * (2 * plan.grid.block_k * shape.token_bytes)
     p2p = [*hand_overs_s(plan.strategy, slot_bytes, plan.strategy.ring - 1, known, topology), 0.0]
-    return tuple((float(c), float(p)) for c, p in zip(compute, p2p, strict=True))
-
-
-def _chunks(
-    plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
-) -> tuple[tuple[float, float], ...]:
-    """Of the slowest rank. Ranks wait for further chunks, there when the busiest is done, not for one another."""
-    at_once = not plan.assignment.one_ahead
-    return chunk_periods(_compute_s(plan, traffic, shape, known), traffic, shape, known, topology, at_once)
+    return tuple((float(c), float(p)) for c, p in zip(compute.max(axis=1), p2p, strict=True))
 
 
 def chunk_periods(
     compute: np.ndarray, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology, at_once: bool
 ) -> tuple[tuple[float, float], ...]:
-    """Of the slowest rank, for a `Prediction` of chunks of needed keys. compute: float64[chunks, P], seconds"""
+    """Of the slowest rank, for a `Prediction` of chunks of needed keys. compute: float64[chunks, P], seconds
+
+    Ranks wait for further chunks, there when the busiest is done, not for one another.
+    """
     fetched = traffic.key_exchanges[1:]
     fetch_s = [*(exchange_s(sent * shape.token_bytes, known, topology) for sent in fetched), 0.0]
     slowest = int(_in_turn(compute, fetch_s, known.overlap, at_once).argmax())
