@@ -217,14 +217,19 @@ def _follow(
         *lines, begun = re.split(r"[\r\n]+", begun + chunk.decode(errors="replace"))
         for line in lines:
             follower.line(line)
-            for told in map(int, _TELLS_TO_END.findall(line)):  # torchrun waits 30 s for one that stands still
-                signal_of_run(told, run, signal.SIGCONT)
-                later = threading.Timer(_GRACE_S, signal_of_run, [told, run, signal.SIGKILL])
-                later.daemon = True
-                later.start()
+            for told in map(int, _TELLS_TO_END.findall(line)):
+                _end_soon(told, run)
         if follower.rank == "0" or begun.startswith("(rank 0) "):  # a progress bar's line ends when it is drawn again
             follower.progress(begun)
     follower.line(begun)
+
+
+def _end_soon(rank: int, run: str) -> None:
+    """A process that torchrun has told to end: it would wait 30 s for one that stands still."""
+    signal_of_run(rank, run, signal.SIGCONT)
+    later = threading.Timer(_GRACE_S, signal_of_run, [rank, run, signal.SIGKILL])
+    later.daemon = True
+    later.start()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
