@@ -50,8 +50,9 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, s
 class SdpaOverride(TorchFunctionMode):
     """Within it, torch's scaled_dot_product_attention of a sequence with itself is answered by another function.
 
-    Attention to other keys, whose number is another, stays torch's: to those of an
-    IP-Adapter's image, which every rank has.
+    Attention to other keys, whose number is another, stays torch's: to those of an IP-Adapter's
+    image, which every rank has.
+
     number:   of the function in `_attends`
     any_mask: whether a mask is ignored, rather than refused
     """

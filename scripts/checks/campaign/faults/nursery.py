@@ -124,7 +124,7 @@ def serve(pipe: Connection, preload: Callable[[], None]) -> tuple[Task, int, Pat
 
 def _keep(task: Task, folder: Path) -> tuple[Task, int, Path]:
     """In a keeper, which ends here. returns: in one of its processes, what that is to do"""
-    ended, code = Ended(), 0
+    ended = Ended()
     try:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the case become its own children
         private = _private_shm()
@@ -145,7 +145,7 @@ def _keep(task: Task, folder: Path) -> tuple[Task, int, Path]:
         ended.trouble = traceback.format_exc()
     (folder / "ended.new").write_text(json.dumps(asdict(ended)))
     (folder / "ended.new").replace(folder / "ended.json")
-    os._exit(code)
+    os._exit(0)
 
 
 def _become(number: int, folder: Path) -> None:

@@ -15,6 +15,7 @@ from cache_cases import CACHES
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.reference import attach_single_process
+from oracle import largest_difference
 from soak.census import census, freeze
 from soak.draw import STANDS, Block, Cycle, Stand
 from soak.hosts import attach_pipe, attach_transformer, transformer_of
@@ -73,7 +74,7 @@ def run_block(rank: int, world: int, block: Block, leak: bool = False) -> Told:
                 before = arguments["hidden_states"]
                 arguments["hidden_states"] = before - 0.1 * out
         if one.alone is not None and rank == 0:
-            error = float((one.alone(**inputs[-1] | {"hidden_states": before})[0] - out).abs().max())
+            error = largest_difference(one.alone(**inputs[-1] | {"hidden_states": before})[0], out)
         if one.stand.cache:
             one.transformer._reset_stateful_cache()
         result = float(out.double().sum())
