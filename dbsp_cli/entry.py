@@ -7,10 +7,17 @@ import signal
 import sys
 from typing import NoReturn
 
+from dbsp_start.quick_end import quick_end
+
 __all__ = ["dbsp", "dbsp_xdit"]
 
 
 def dbsp() -> None:
+    with quick_end():
+        _dbsp()
+
+
+def _dbsp() -> None:
     before = _end_when_interrupted()
     passing = sys.stderr.isatty()
     if passing or sys.argv[1:2] == ["generate"]:  # a log is told only of what takes long anyway

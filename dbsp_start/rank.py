@@ -7,8 +7,10 @@ import runpy
 import sys
 
 from dbsp_start.parents import LAUNCHER, end_with_parent
+from dbsp_start.quick_end import quick_end
 
 if __name__ == "__main__":
     end_with_parent(int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None)
     del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    with quick_end():
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

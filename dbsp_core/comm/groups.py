@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "CommunicationError",
     "PendingTransfer",
     "SequenceGroup",
     "aux_group",
@@ -58,13 +59,17 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+class CommunicationError(RuntimeError):
+    """Another rank has gone, or was too late. Nothing more can be sent between the ranks of the group."""
+
+
 @contextmanager
 def told_if_it_breaks_off() -> Iterator[None]:
     """Says in plain words what a broken connection means; the process group's own words stand behind."""
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(
+        raise CommunicationError(
             "communication between the ranks of the sequence broke off: one of the other ranks may have died, or was "
             f"too late; look for the first error in its output ({' '.join(str(error).split())})"
         ) from error

@@ -212,10 +212,8 @@ class AttentionSession:
             self._reached.add(layer)
             if needs_gradients(q, k, v) or not torch.is_grad_enabled():  # the latter within a checkpoint's forward
                 self._recomputation.keep(layer, executor)
-            try:
-                out = _attention_of(executor, q, k, v, scale)
-            finally:
-                self._now.plans.start()
+            out = _attention_of(executor, q, k, v, scale)
+            self._now.plans.start()
             key, latest = self._now.plan_keys[layer], self._now.plans.latest
             for observer in self.observers:
                 observer.attention_ends(layer, key, executor, q, latest, self.config.effective_planning == "async")

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from dbsp_core.comm.groups import CommunicationError
+
 __all__ = ["PlanningThread"]
 
 LAST_JOBS_S = 3.0
@@ -23,7 +25,8 @@ _Jobs = queue.SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
 class PlanningThread:
     """Runs jobs one after the other in a thread, which ends with this object or with the program.
 
-    The order matters: jobs may hold collectives, which every rank must enter in the same order.
+    The order matters: jobs may hold collectives, which every rank must enter in the same order. Once communication
+    has broken off in one, later ones are not begun, and raise the same: each would wait for the others' timeout anew.
     """
 
     def __init__(self) -> None:
@@ -51,10 +54,16 @@ _RUNNING: weakref.WeakKeyDictionary[threading.Thread, _Jobs] = weakref.WeakKeyDi
 
 
 def _work(jobs: _Jobs) -> None:
+    broken: CommunicationError | None = None
     while (job := jobs.get()) is not None:
         future, do = job
         try:
+            if broken is not None:
+                raise broken
             future.set_result(do())
+        except CommunicationError as error:
+            broken = error
+            future.set_exception(error)
         except BaseException as error:  # to be raised where the result is asked for
             future.set_exception(error)
         del job, future, do  # or the last job's tensors would be held until the next one comes

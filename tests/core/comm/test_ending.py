@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.runtime.plan_reuse.planning_thread import PlanningThread
 
 SINGLE_RANK = """
@@ -85,3 +86,21 @@ class TestBackground:
         gc.collect()
         thread.join(30)
         assert not thread.is_alive()
+
+    def test_once_communication_has_broken_off_no_job_is_begun(self):
+        def break_off():
+            raise CommunicationError("a rank has gone")
+
+        background, done = PlanningThread(), []
+        first, second = background.submit(break_off), background.submit(lambda: done.append(1))
+        for future in (first, second):
+            with pytest.raises(CommunicationError, match="a rank has gone"):
+                future.result()
+        assert not done
+
+    def test_any_other_fault_of_a_job_is_its_own(self):
+        background = PlanningThread()
+        first, second = background.submit(lambda: 1 // 0), background.submit(lambda: 2)
+        with pytest.raises(ZeroDivisionError):
+            first.result()
+        assert second.result() == 2

@@ -11,16 +11,20 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
+from dbsp_core.comm.all_to_all import Route
+from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.plan_reuse.planning_thread import PlanningThread
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest
 from dbsp_core.sources.base import BlockSizes
@@ -226,6 +230,26 @@ def gradients(rank: int, world: int, wanted: bool) -> bool:
     layout = session.begin(THW)
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=wanted)
     return session.attend(0, q, q, q).requires_grad
+
+
+def an_attention_that_breaks_off(rank: int, world: int, breaks: bool) -> tuple[int, float]:
+    """In its exchange of outputs. returns: jobs it has left for the planning thread, and the next attention's error"""
+    session, jobs, submit = Session(PREDICTED, f"U{world}R1"), [], PlanningThread.submit
+    session.attend(900.0)
+
+    def counted(thread: PlanningThread, job: Any) -> Any:
+        jobs.append(job)
+        return submit(thread, job)
+
+    with mock.patch.object(PlanningThread, "submit", counted):
+        if breaks:
+            broken = mock.patch.object(Route, "combine", side_effect=CommunicationError("a rank has gone"))
+            with broken, pytest.raises(CommunicationError):
+                session.attend(890.0)
+        else:
+            session.attend(890.0)
+        left = len(jobs)
+    return left, session.attend(880.0)
 
 
 def from_two_threads(rank: int, world: int) -> str:

@@ -13,6 +13,7 @@ from session_cases import (
     Drifting,
     a_shard_that_does_not_fit,
     a_wrong_input,
+    an_attention_that_breaks_off,
     change_of_batch,
     changing_masks,
     changing_sizes,
@@ -184,3 +185,11 @@ class TestInputs:
 
     def test_two_threads_at_once_are_told_of_each_other(self, pool):
         assert all("UserError: two threads use db-SP" in told for told in pool(2).run(from_two_threads))
+
+
+@pytest.mark.parametrize(("breaks", "jobs"), [(True, 0), (False, 1)])
+def test_an_attention_that_breaks_off_leaves_nothing_to_plan(pool, breaks, jobs):
+    """Or the program's end would wait for a thread that waits for the rank that has gone."""
+    for left, error in pool(2).run(an_attention_that_breaks_off, breaks):
+        assert left == jobs
+        assert error <= 1e-5
