@@ -155,7 +155,10 @@ def _patch_base_model(module: ModuleType, patches: PatchSet) -> None:
     def run_then_report(self: Any, input_args: dict[str, Any]) -> Any:
         from dbsp_xdit.attachment import recorded
 
-        with exit_on_user_error(), recorded(self.pipe, model=str(self.config.model)):
+        pipe = getattr(self, "pipe", None)
+        if pipe is None:  # a runner that loads none
+            return run(self, input_args)
+        with exit_on_user_error(), recorded(pipe, model=str(self.config.model)):
             return run(self, input_args)
 
     patches.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
@@ -170,7 +173,9 @@ def _patch_runtime_state(module: ModuleType, patches: PatchSet) -> None:
 
     @functools.wraps(check_backend)
     def check_as_if_without_ring(self: Any, attention_backend: Any) -> None:
-        parallel_config = self.parallel_config
+        parallel_config = getattr(self, "parallel_config", None)
+        if parallel_config is None:
+            return check_backend(self, attention_backend)
         self.parallel_config = copy.copy(parallel_config)
         self.parallel_config.ring_degree = 1
         try:

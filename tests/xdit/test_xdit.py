@@ -6,15 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from dbsp_core import Strategy
 from dbsp_core.config.models import find_model_spec
 from dbsp_core.sources import RadialSource, WindowSource
+from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.autoload import dbsp_requested, is_xfuser_run, is_xfusers_torchrun
 from dbsp_xdit.flags import config_from, parse_known
 from dbsp_xdit.models import find_model, preflight, settings_of
+from dbsp_xdit.patches import _patch_base_model, _patch_runtime_state
 from xdit_cases import XditCase, registered_model, run_xdit_case, start_xfuser
 
 TOLERANCE = 1e-5
@@ -24,6 +27,37 @@ MASKS = (
     {"source": "svg", "frames": 1, "bandwidth": 0.2, "block_q": 16, "block_k": 8},
     {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8, "token_order": "tile:2x3x2"},
 )
+
+
+class TestWhatXfuserHasNotInitialised:
+    """As its own tests have it, on stand-ins of its classes: it runs as without db-SP."""
+
+    class Model:
+        def _post_load_and_state_initialization(self, input_args): ...
+        def initialize(self, input_args): ...
+        def run(self, input_args):
+            return "ran", input_args
+
+    class State:
+        def _check_if_backend_compatible_with_current_configuration(self, backend):
+            raise ValueError(f"no {backend}")
+
+    def test_a_runner_without_a_pipeline(self):
+        patches = PatchSet()
+        _patch_base_model(SimpleNamespace(xFuserModel=self.Model), patches)
+        try:
+            assert self.Model().run({}) == ("ran", {})
+        finally:
+            patches.detach()
+
+    def test_a_state_without_parallelism(self):
+        patches, dit = PatchSet(), type("DiTRuntimeState", (), {"_check_model_and_parallel_config": None})
+        _patch_runtime_state(SimpleNamespace(RuntimeState=self.State, DiTRuntimeState=dit), patches)
+        try:
+            with pytest.raises(ValueError, match="no VSA"):
+                self.State()._check_if_backend_compatible_with_current_configuration("VSA")
+        finally:
+            patches.detach()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

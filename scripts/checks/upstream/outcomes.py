@@ -13,11 +13,10 @@ __all__ = ["Comparison", "compare_outputs", "outcomes_of", "relative_difference"
 
 @dataclass(frozen=True)
 class Comparison:
-    """attentions: that db-SP computed;  compared: outputs of both runs;  worst: the largest relative difference of
-    those in float32 or float64;  worst_half: of those in 16 bits
+    """compared: outputs of both runs;  worst: the largest relative difference of those in float32 or float64
+    worst_half: of those in 16 bits
     """
 
-    attentions: int = 0
     compared: int = 0
     worst: float = 0.0
     worst_half: float = 0.0
@@ -43,14 +42,14 @@ def compare_outputs(stock: Path, dbsp: Path) -> Comparison:
     first, second = torch.load(stock, weights_only=True), torch.load(dbsp, weights_only=True)
     pairs = [
         (left, right)
-        for test, outputs in first["values"].items()
-        for left, right in zip(outputs, second["values"].get(test, ()), strict=False)
+        for test, outputs in first.items()
+        for left, right in zip(outputs, second.get(test, ()), strict=False)
     ]
     full, half = (
         [relative_difference(left, right) for left, right in pairs if (left.element_size() < 4) == short]
         for short in (False, True)
     )
-    return Comparison(second["attentions"], len(pairs), max(full, default=0.0), max(half, default=0.0))
+    return Comparison(len(pairs), max(full, default=0.0), max(half, default=0.0))
 
 
 def relative_difference(left: torch.Tensor, right: torch.Tensor) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from counting import count_attention
 from dbsp_core import BlockGrid, BlockMask, dual_balanced_attention
 from dbsp_core.utils.errors import UserError
 
@@ -32,6 +33,7 @@ def _attention(strategy: str) -> Any:
         world = dist.get_world_size()
         grid = BlockGrid.uniform(query.shape[-2] * world, BLOCK)
         mask = BlockMask(torch.ones(query.shape[1], grid.nq, grid.nk, dtype=torch.bool), grid)
+        count_attention()
         return dual_balanced_attention(query, key, value, mask, strategy.format(world))
 
     return attention

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from counting import COUNTED, attentions_counted
 from outcomes import compare_outputs, outcomes_of
 from suites import SUITES, Suite, sources_of
 
@@ -107,7 +108,7 @@ def _row(suite: Suite, folder: Path, version: str, work: Path, minutes: float) -
         len(passed) - len(lost),
         len(refused),
         len(lost) - len(refused),
-        found.attentions,
+        attentions_counted(work / f"{suite.name}.dbsp.attentions"),
         found.compared,
         found.worst,
         found.worst_half,
@@ -133,14 +134,15 @@ def _run(suite: Suite, folder: Path, work: Path, mode: str, minutes: float) -> d
         "DBSP_UPSTREAM": mode,
         "DBSP_UPSTREAM_SUITE": suite.package,
         "DBSP_UPSTREAM_OUTPUTS": str(report.with_suffix(".pt")),
+        COUNTED: str(report.with_suffix(".attentions")),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
     if suite.strategy is not None:
         environment["DBSP_UPSTREAM_STRATEGY"] = suite.strategy
     launch = [*(TORCHRUN if suite.strategy is not None and mode == "dbsp" else []), *PYTEST]
-    report.unlink(missing_ok=True)
-    report.with_suffix(".pt").unlink(missing_ok=True)
+    for suffix in (".xml", ".pt", ".attentions"):
+        report.with_suffix(suffix).unlink(missing_ok=True)
     command = [sys.executable, *launch, f"--junitxml={report}", *suite.options, *suite.tests]
     with (work / f"{suite.name}.{mode}.log").open("w") as log:
         try:

@@ -4,6 +4,7 @@ Read from the environment, since suites start processes of their own:
     DBSP_UPSTREAM           "dbsp" or "stock"
     DBSP_UPSTREAM_SUITE     whose tests they are: "diffusers", "para-attn" or "xfuser"
     DBSP_UPSTREAM_OUTPUTS   a file for what models returned, to compare two runs
+    DBSP_UPSTREAM_COUNTED   see `counting`
     DBSP_UPSTREAM_STRATEGY  see `switch`
 Each test starts from the same seed. Under torchrun all ranks run the suite together, and each model over all of them.
 """
@@ -79,4 +80,4 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_sessionfinish() -> None:
     file = os.environ.get("DBSP_UPSTREAM_OUTPUTS")
     if file and os.environ.get("RANK", "0") == "0":
-        torch.save({"values": outputs.values, "attentions": outputs.attentions}, file)
+        torch.save(outputs.values, file)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from counting import count_attention
 from dbsp_core.runtime.session import AttentionSession
 
 __all__ = ["Outputs", "enable_dense", "install", "known_classes"]
@@ -23,15 +24,11 @@ ENTRIES = ("__call__", "compile", "compile_repeated_blocks")
 
 
 class Outputs:
-    """What models returned, by test: `values[test]` is a list of tensors.
-
-    attentions: how many db-SP computed
-    """
+    """What models returned, by test: `values[test]` is a list of tensors."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[torch.Tensor]] = {}
         self.test = ""
-        self.attentions = 0
 
     def add(self, returned: Any) -> None:
         tensor = returned[0] if isinstance(returned, (tuple, list)) else getattr(returned, "sample", returned)
@@ -57,7 +54,7 @@ def install(classes: list[type[nn.Module]], enabled: bool, outputs: Outputs) -> 
 
     def counted(self: AttentionSession, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not torch.compiler.is_compiling():
-            outputs.attentions += 1
+            count_attention()
         return attend(self, *args, **kwargs)
 
     def compile_after(model: Any = None, *args: Any, **kwargs: Any) -> Any:
