@@ -5,6 +5,7 @@ accelerator, this answers the questions that xfuser puts to CUDA; attention itse
 for is listed here in full:
 - xfuser.envs: no CUDA, and no CUDA version; gloo as the backend; yunchang counts as installed, which it is
 - placement of the pipeline: nothing to move
+- torch.backends.cudnn: not there, as torch's build for CUDA says it is also where no GPU is, and xfuser then takes it
 - torch.cuda.Event and torch.cuda.synchronize: the host's clock, and nothing to wait for
 """
 
@@ -28,6 +29,7 @@ def cpu_patches(patches: PatchSet) -> dict[str, Callable[[ModuleType, PatchSet],
     if torch.accelerator.is_available():
         return {}
     log.info("no accelerator found: running xfuser on the CPU with gloo")
+    patches.set_attribute(torch.backends.cudnn, "is_available", lambda: False)
     patches.set_attribute(torch.cuda, "Event", HostEvent)
     patches.set_attribute(torch.cuda, "synchronize", lambda *_: None)
     return {

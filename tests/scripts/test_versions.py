@@ -62,15 +62,30 @@ def test_claims_are_read_from_pyproject():
     assert {"torch", "diffusers", "xfuser", "para-attn", "cache-dit"} <= set(claims)
 
 
+def test_what_many_names_lack_for_one_reason_is_said_once():
+    complaints = [f"diffusers:{name}: cannot be imported" for name in "abc"]
+    complaints += ["diffusers:d takes no x", "torch:e takes no x"]
+    found = {
+        "names": {"diffusers": {"of": 6, "complaints": complaints}},
+        "runs": {},
+        "versions": {"python": "", "torch": ""},
+    }
+    row = summed_up(Row("diffusers", "0.1", "oldest"), found)
+    assert row.names == "1 of 6"
+    assert row.complaints == (
+        "diffusers:a and 2 others: cannot be imported; diffusers:d takes no x; torch:e takes no x"
+    )
+
+
 def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
     found = {
-        "names": {"torch": {"of": 3, "complaints": ["torch:gone"]}},
+        "names": {"torch": {"of": 3, "complaints": ["torch:gone: has gone"]}},
         "runs": {"attention": 1e-7, "xfuser": "ImportError: no", "diffusers": 0.5},
         "versions": {"python": "3.11.7", "torch": "2.13.0"},
     }
     row = summed_up(Row("torch", "2.6.0", "oldest"), found)
     assert (row.names, row.runs) == ("2 of 3", "1 of 3")
-    assert row.complaints == "torch:gone; xfuser: ImportError: no; diffusers: wrong by 0.5"
+    assert row.complaints == "torch:gone: has gone; xfuser: ImportError: no; diffusers: wrong by 0.5"
     write(tmp_path / "table.csv", [row])
     write(tmp_path / "table.csv", [Row("numpy", "1.26.4", "oldest")])
     with (tmp_path / "table.csv").open() as file:

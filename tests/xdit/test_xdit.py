@@ -9,12 +9,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dbsp_core import Strategy
 from dbsp_core.config.models import find_model_spec
 from dbsp_core.sources import RadialSource, WindowSource
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.autoload import dbsp_requested, is_xfuser_run, is_xfusers_torchrun
+from dbsp_xdit.cpu_shim import cpu_patches
 from dbsp_xdit.flags import config_from, parse_known
 from dbsp_xdit.models import find_model, preflight, settings_of
 from dbsp_xdit.patches import _patch_base_model, _patch_runtime_state
@@ -27,6 +29,17 @@ MASKS = (
     {"source": "svg", "frames": 1, "bandwidth": 0.2, "block_q": 16, "block_k": 8},
     {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8, "token_order": "tile:2x3x2"},
 )
+
+
+def test_cudnn_is_not_there_without_an_accelerator(monkeypatch):
+    """torch's build for CUDA says that it is, and xfuser would give it text attention to compute."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch._C, "_has_cudnn", True)
+    patches = PatchSet()
+    cpu_patches(patches)
+    assert not torch.backends.cudnn.is_available()
+    patches.detach()
+    assert torch.backends.cudnn.is_available()
 
 
 class TestWhatXfuserHasNotInitialised:

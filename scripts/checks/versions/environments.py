@@ -13,10 +13,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-__all__ = ["claimed_requirements", "layered", "offered", "whole"]
+__all__ = ["claimed_requirements", "layered", "offered", "python_version", "whole"]
 
 REPO = Path(__file__).resolve().parents[3]
-_WITH_DEPENDENCIES = {"torch", "diffusers", "transformers"}
+_WITH_DEPENDENCIES = {"torch", "diffusers", "transformers", "safetensors"}
 
 
 def claimed_requirements() -> dict[str, Requirement]:
@@ -61,6 +61,10 @@ def whole(folder: Path, python: str) -> Path:
     for what in (torch, f"{REPO}[xdit,para,dev]"):
         _pip(interpreter, "install", "--quiet", "--no-compile", "--constraint", constraints, what)
     return interpreter
+
+
+def python_version(python: str) -> str:
+    return _run(python, "-c", "import platform; print(platform.python_version())").strip()
 
 
 def _pip(python: str | Path, *arguments: str | Path) -> str:

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
-from environments import REPO, claimed_requirements, layered, offered, whole
+from environments import REPO, claimed_requirements, layered, offered, python_version, whole
 from rows import Row, summed_up, write
 
 PACKAGES = (
@@ -22,7 +22,7 @@ PACKAGES = (
     *("pyyaml", "typer", "rich", "jinja2", "triton"),
 )
 """Whose versions are tried: their oldest and newest."""
-BESIDE = {"transformers": ("diffusers",)}
+BESIDE = {"transformers": ("diffusers",), "safetensors": ("diffusers", "transformers")}
 """Packages whose oldest goes with others' oldest alone."""
 LIMIT_S = 600
 
@@ -84,7 +84,7 @@ def tried(only: Sequence[str] | None, pythons: Sequence[str]) -> Iterator[Row]:
                 break
     for python in pythons:
         yield in_scratch(
-            Row("python", Path(python).name, "asked for"),
+            Row("python", python_version(python), "asked for"),
             lambda folder, python=python: whole(folder, python),
         )
 

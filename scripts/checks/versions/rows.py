@@ -40,7 +40,7 @@ def summed_up(row: Row, found: dict[str, Any]) -> Row:
     if isinstance(names, str):
         complaints.append(names)
         names = {}
-    complaints += [one for package in names.values() for one in package["complaints"]]
+    complaints += _by_reason([one for package in names.values() for one in package["complaints"]])
     errors = {name: error for name, error in runs.items() if isinstance(error, float)}
     complaints += [f"{name}: {said[:MOST_SAID]}" for name, said in runs.items() if name not in errors]
     complaints += [f"{name}: wrong by {error:.2g}" for name, error in errors.items() if not error <= BOUND]
@@ -56,6 +56,18 @@ def summed_up(row: Row, found: dict[str, Any]) -> Row:
         worst=f"{max(errors.values(), default=0):.1e}",
         complaints="; ".join(complaints),
     )
+
+
+def _by_reason(complaints: Sequence[str]) -> list[str]:
+    """Each reason of "NAME: REASON" once, with the first of its names and how many others have it; the rest as it is."""
+    names: dict[str, list[str]] = {}
+    for one in complaints:
+        name, _, reason = one.partition(": ")
+        names.setdefault(reason[:MOST_SAID] or one, []).append(name)
+    return [
+        reason if reason.startswith(first) else f"{first}{f' and {len(others)} others' if others else ''}: {reason}"
+        for reason, (first, *others) in names.items()
+    ]
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
