@@ -59,7 +59,7 @@ def summed_up(row: Row, found: dict[str, Any]) -> Row:
 
 
 def _by_reason(complaints: Sequence[str]) -> list[str]:
-    """Each reason of "NAME: REASON" once, with the first of its names and how many others have it; the rest as it is."""
+    """Each reason of "NAME: REASON" once, with the first of its names and how many others have it."""
     names: dict[str, list[str]] = {}
     for one in complaints:
         name, _, reason = one.partition(": ")

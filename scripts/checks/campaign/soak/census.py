@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 import torch
 from torch.distributed import distributed_c10d
 
-__all__ = ["MEMORY", "census", "freeze"]
+__all__ = ["IN_USE", "RESIDENT", "census", "freeze"]
 
-MEMORY = "MB"
+RESIDENT, IN_USE = "MB", "MB in use"
 _CONTAINERS = (Mapping, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSet)
 
 
@@ -33,6 +33,8 @@ def census() -> dict[str, float]:
     """Of this process, once garbage has been collected and free memory given back to the system.
 
     MB: anonymous memory that is resident: pages of libraries, which the system maps in and drops, are not in it
+    MB in use: of what `malloc` gave out, not given back yet: other than the former, it knows no holes
+    blocks: of Python's own allocator, which takes its memory elsewhere
     objects: of db-SP's classes;  entries: of containers in them and in db-SP's modules, and of its `lru_cache`s
     tensors, tensor MB: alive;  everything: objects that Python's garbage collector knows
     What was there at `freeze` is not counted among objects and tensors.
@@ -49,7 +51,9 @@ def census() -> dict[str, float]:
     classes = [value for holder in modules for value in holder.values() if isinstance(value, type)]
     caches = {one for holder in (*modules, *map(vars, classes)) for one in map(_cache, holder.values()) if one}
     return {
-        MEMORY: _anonymous_bytes() / 2**20,
+        RESIDENT: _anonymous_bytes() / 2**20,
+        IN_USE: _bytes_in_use() / 2**20,
+        "blocks": sys.getallocatedblocks(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "groups": len(distributed_c10d._world.pg_map),
@@ -94,3 +98,36 @@ def _anonymous_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     (kilobytes,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
     return int(kilobytes) * 1024
+
+
+class _MallInfo2(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *(
+                "arena",
+                "ordblks",
+                "smblks",
+                "hblks",
+                "hblkhd",
+                "usmblks",
+                "fsmblks",
+                "uordblks",
+                "fordblks",
+                "keepcost",
+            ),
+        )
+    ]
+
+
+def _bytes_in_use() -> int:
+    """What is resident where the C library does not tell: glibc does from 2.33 on."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):
+        return _anonymous_bytes()
+    mallinfo.restype = _MallInfo2
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from soak.census import MEMORY
+from soak.census import IN_USE, RESIDENT
 
 __all__ = ["counts_that_grow", "slope"]
 
@@ -23,7 +23,7 @@ def slope(series: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def counts_that_grow(series: Sequence[Mapping[str, float]]) -> list[str]:
-    """Of all but memory, those of which every value in the last third of the second half is above all in its first.
+    """Of counts, those of which every value in the last third of the second half is above all in its first.
 
     What goes up and down for good does not.
     """
@@ -32,6 +32,6 @@ def counts_that_grow(series: Sequence[Mapping[str, float]]) -> list[str]:
     told = []
     for name in half[0]:
         first, last = ([one[name] for one in part] for part in (half[:third], half[-third:]))
-        if name != MEMORY and min(last) > max(first):
+        if name not in (RESIDENT, IN_USE, "blocks") and min(last) > max(first):
             told.append(f"{name}: {max(first):g} at most, then {min(last):g} at least")
     return told

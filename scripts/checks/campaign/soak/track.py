@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from frame import Outcome
-from soak.census import MEMORY
+from soak.census import IN_USE, RESIDENT
 from soak.draw import Block, Cycle
 from soak.growth import counts_that_grow, slope
 from soak.worker import Told
 from workers import WorkerError, WorkerPool
 
-__all__ = ["BOUND", "MOST_MB", "Track"]
+__all__ = ["BOUND", "Track"]
 
 WORLD = 2
-MOST_MB = 0.1
-"""That memory may grow by."""
 BOUND = 1e-5
 PATIENCE_S = 120.0
 PRELOADED = ("interpreter", "soak.worker")
@@ -27,14 +25,16 @@ class Track:
     """A process group and its series of measurements, by rank. The first half of a series is its warm-up.
 
     run:    one case, on the workers
-    span:   what memory may grow by MOST_MB in, in words;  cases: the same, counted
+    span:   what memory may grow by `most` in, in words;  cases: the same, counted
     enough: cases after which growth is judged: caches fill up before, each stand's in its turn
+    most:   MB, by name of the census
     """
 
     run: Callable[..., Told]
     span: str
     cases: float
     enough: int
+    most: Mapping[str, float] = field(default_factory=lambda: {RESIDENT: 0.1, IN_USE: 0.1})
     series: list[list[dict[str, float]]] = field(default_factory=lambda: [[] for _ in range(WORLD)])
     pool: WorkerPool | None = None
 
@@ -58,9 +58,9 @@ class Track:
         return Outcome(number, "; ".join(wrong) or None, measure)
 
     @property
-    def growth(self) -> float:
-        """MB in a span, of the rank that grows most."""
-        return max(slope(series, MEMORY) for series in self.series) * self.cases
+    def growth(self) -> dict[str, float]:
+        """MB in a span, of the rank that grows most, by name of the census."""
+        return {name: max(slope(series, name) for series in self.series) * self.cases for name in self.most}
 
     def close(self) -> None:
         if self.pool is not None:
@@ -74,7 +74,7 @@ class Track:
 
     def _measure(self) -> dict[str, float]:
         """The most there was, and once it is known well enough, what memory grows by."""
-        growth = {f"MB more in {self.span}": self.growth} if self._judged else {}
+        growth = {f"{name} more in {self.span}": more for name, more in self.growth.items()} if self._judged else {}
         return growth | {name: max(series[-1][name] for series in self.series) for name in self.series[0][-1]}
 
     def _wrong(self, told: list[Told]) -> list[str]:
@@ -83,8 +83,11 @@ class Track:
             wrong = [
                 f"rank {rank}: {one}" for rank, series in enumerate(self.series) for one in counts_that_grow(series)
             ]
-            if self.growth > MOST_MB:
-                wrong.append(f"memory grows by {self.growth:.3f} MB in {self.span}")
+            wrong += [
+                f"memory grows by {more:.3f} {name} in {self.span}"
+                for name, more in self.growth.items()
+                if more > self.most[name]
+            ]
         if len({one.result for one in told}) > 1:
             wrong.append("the ranks' outputs differ")
         if not max(one.error for one in told) <= BOUND:
