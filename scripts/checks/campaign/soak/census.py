@@ -34,7 +34,6 @@ def census() -> dict[str, float]:
 
     MB: anonymous memory that is resident: pages of libraries, which the system maps in and drops, are not in it
     MB in use: of what `malloc` gave out, not given back yet: other than the former, it knows no holes
-    blocks: of Python's own allocator, which takes its memory elsewhere
     objects: of db-SP's classes;  entries: of containers in them and in db-SP's modules, and of its `lru_cache`s
     tensors, tensor MB: alive;  everything: objects that Python's garbage collector knows
     What was there at `freeze` is not counted among objects and tensors.
@@ -53,7 +52,6 @@ def census() -> dict[str, float]:
     return {
         RESIDENT: _anonymous_bytes() / 2**20,
         IN_USE: _bytes_in_use() / 2**20,
-        "blocks": sys.getallocatedblocks(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "groups": len(distributed_c10d._world.pg_map),

@@ -32,6 +32,6 @@ def counts_that_grow(series: Sequence[Mapping[str, float]]) -> list[str]:
     told = []
     for name in half[0]:
         first, last = ([one[name] for one in part] for part in (half[:third], half[-third:]))
-        if name not in (RESIDENT, IN_USE, "blocks") and min(last) > max(first):
+        if name not in (RESIDENT, IN_USE) and min(last) > max(first):
             told.append(f"{name}: {max(first):g} at most, then {min(last):g} at least")
     return told

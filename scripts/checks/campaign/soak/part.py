@@ -16,8 +16,7 @@ ENOUGH = 400
 """Cases of a kind after which growth is known well enough: 10,000 steps, 400 pipelines. Sizes are ever new, so that it
 takes some 200 until caches of bounded size are full and freed memory has found its place."""
 PIPELINES_MB = {IN_USE: 0.1, RESIDENT: 0.25}
-"""That memory may grow by in 20 pipelines. A process group that torch makes and destroys leaves 2.4 kB, so 20 of them
-0.05 MB; and resident memory, of a heap whose holes are filled late, tells no finer."""
+"""That memory may grow by in 20 pipelines. Resident memory, of a heap whose holes fill late, tells less finely."""
 TIMES = ENOUGH
 """That a case is repeated by itself: what leaks in it does so again."""
 
