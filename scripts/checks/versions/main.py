@@ -24,7 +24,7 @@ PACKAGES = (
 """Whose versions are tried: their oldest and newest."""
 BESIDE = {"transformers": ("diffusers",), "safetensors": ("diffusers", "transformers")}
 """Packages whose oldest goes with others' oldest alone."""
-LIMIT_S = 600
+LIMIT_S = 1200
 
 
 def main() -> int:

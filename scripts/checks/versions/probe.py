@@ -23,7 +23,8 @@ os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "ERROR")
 
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8}
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
+"""For one run; the first ones compile all that they import, in an environment that is new."""
 PACKAGES = ("torch", "diffusers", "xfuser", "para-attn", "cache-dit", "transformers", "accelerate", "numpy", "triton")
 Run = Callable[[WorkerPool], float]
 
