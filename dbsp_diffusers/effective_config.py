@@ -13,20 +13,18 @@ import torch
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
-from dbsp_core.config.models import ModelSignature, ModelSpec, model_signature, signature_of_model, variant_of
+from dbsp_core.config.models import ModelSignature, model_signature, variant_of
+from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.sources import SOURCES, DenseSource
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
-from dbsp_core.utils.yaml_file import Settings, shipped_configs
+from dbsp_core.utils.yaml_file import Settings
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
 from dbsp_kernels import choose_kernel
 
-__all__ = ["DEFAULT_ORIGIN", "default_config", "identify", "log_config", "require_same_model", "resolve_config"]
-
-DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"
-"""Stands for a file's name as the origin of settings."""
+__all__ = ["describe_mask", "identify", "log_config", "resolve_config"]
 
 
 def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
@@ -38,18 +36,6 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
         name = (next(wrapped, None) or architecture_of(transformer)).pipeline or kind
     two = all(getattr(pipe, part, None) is not None for part in ("transformer", "transformer_2"))
     return model_signature(name, transformer.config, variant_of(two, getattr(pipe, "config", {})))
-
-
-def default_config(identity: ModelSignature | None, spec: ModelSpec | None = None) -> DbspConfig:
-    """The settings where nothing is configured: those shipped for a known model, dense attention for others.
-
-    spec: which of the models with this signature it is, where a name tells
-    """
-    spec = spec or (None if identity is None else identity.spec)
-    path = None if spec is None else shipped_configs() / f"{spec.name}-sparge.yaml"
-    if path is None or not path.is_file():
-        return DbspConfig(origin=DEFAULT_ORIGIN)
-    return DbspConfig.load(path)
 
 
 def resolve_config(
@@ -74,23 +60,6 @@ def resolve_config(
     return run_consistently(
         group.control(), load, torch.device("cpu"), lambda loaded: loaded.fingerprint, "the configuration"
     )
-
-
-def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_pipeline: bool = True) -> None:
-    """Raises UserError when a configuration names another checkpoint than the actual one, if both can be told.
-
-    with_pipeline: whether the actual pipeline is known, not only its transformer
-    """
-    wanted = None if config.generate.model is None else signature_of_model(config.generate.model)
-    if wanted is None or actual is None:
-        return
-    same = wanted == actual if with_pipeline else wanted.sizes == actual.sizes
-    if not same:
-        where = f" ({config.origin})" if config.origin else ""
-        raise UserError(
-            f"the configuration{where} is for {wanted}, the model is {actual}; take the configuration of that model, "
-            "or leave out 'model' to use these settings for any"
-        )
 
 
 def log_config(

@@ -149,6 +149,15 @@ def test_the_core_is_small_to_import():
     assert {name.partition(".")[0] for name in loaded} == {"dbsp_core"}
 
 
+def test_the_command_does_not_wait_for_what_few_of_its_words_need():
+    code = "import sys, dbsp_cli.cli; print(*{*sys.argv[1:]} & sys.modules.keys())"
+    names = ("diffusers", "torch._dynamo", "matplotlib", "transformers", "xfuser")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == []
+
+
 def modules(root: Path) -> dict[str, Path]:
     """The modules of a package by full name."""
     names = {path: ".".join(path.relative_to(root.parent).with_suffix("").parts) for path in root.rglob("*.py")}

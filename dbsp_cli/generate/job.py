@@ -27,12 +27,12 @@ from dbsp_core.config.models import (
     signature_of_model,
     tiny_architecture,
 )
+from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
 from dbsp_core.config.preflight import dense_complaint, duration_notice, require_possible
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
 from dbsp_core.utils.paths import require_file_place, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings
-from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, default_config, require_same_model
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 

@@ -11,12 +11,13 @@ import torch
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import MODEL_SPECS, ModelSignature, find_model_spec, signature_of_model, token_grid
+from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
 from dbsp_core.config.video import GenerateSettings, VideoSettings
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.schema import setting_names
 from dbsp_core.utils.yaml_file import find_config, read_settings, shipped_configs
-from dbsp_diffusers.effective_config import DEFAULT_ORIGIN, default_config, describe_mask, require_same_model
+from dbsp_diffusers.effective_config import describe_mask
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
 MODELS = ("wan2.1-t2v-14b", "wan2.1-t2v-1.3b", "cogvideox1.5-5b")
