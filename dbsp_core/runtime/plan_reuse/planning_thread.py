@@ -26,7 +26,7 @@ class PlanningThread:
     """Runs jobs one after the other in a thread, which ends with this object or with the program.
 
     The order matters: jobs may hold collectives, which every rank must enter in the same order. Once communication
-    has broken off in one, later ones are not begun, and raise the same: each would wait for the others' timeout anew.
+    has broken off in one, later ones are not begun, and raise the same: each would wait for the others' timeout again.
     """
 
     def __init__(self) -> None:

@@ -99,25 +99,9 @@ def _anonymous_bytes() -> int:
 
 
 class _MallInfo2(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
+    """glibc's `struct mallinfo2`: ten numbers, of which `hblkhd` is the fifth and `uordblks` the eighth."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *(
-                "arena",
-                "ordblks",
-                "smblks",
-                "hblks",
-                "hblkhd",
-                "usmblks",
-                "fsmblks",
-                "uordblks",
-                "fordblks",
-                "keepcost",
-            ),
-        )
-    ]
+    _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
 
 def _bytes_in_use() -> int:
@@ -127,5 +111,5 @@ def _bytes_in_use() -> int:
     except (OSError, AttributeError):
         return _anonymous_bytes()
     mallinfo.restype = _MallInfo2
-    info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
+    numbers = mallinfo().numbers
+    return int(numbers[4] + numbers[7])
