@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -127,6 +128,11 @@ class LowRankSource(BlockSizes):
     def _fitted(self) -> LowRankProjections:
         return LowRankProjections.load(self.path)
 
+    @cached_property
+    def _agreed(self) -> weakref.WeakSet[dist.ProcessGroup]:
+        """Groups whose ranks are known to have read the same."""
+        return weakref.WeakSet()
+
     @property
     def changes(self) -> Changes:
         return "per_call"
@@ -165,7 +171,7 @@ class LowRankSource(BlockSizes):
         return BlockMask(gather_bits(mine, request.heads, heads.shape[1], grid.nk, tokens.group), grid)
 
     def _require_fit(self, layer: int, tokens: LocalQK) -> None:
-        """Raises UserError, on all ranks together at the first call, for a file that cannot serve. Collective then."""
+        """Raises UserError for a file that cannot serve; on all ranks together at a group's first call. Collective."""
         fitted, width = self._fitted, tokens.q.shape[-1]
 
         def check() -> LowRankProjections:
@@ -176,11 +182,12 @@ class LowRankSource(BlockSizes):
                 )
             return fitted
 
-        if "_agreed" in vars(self):
+        group = tokens.group.group
+        if group is None or group in self._agreed:
             check()
             return
         run_consistently(tokens.group, check, tokens.q.device, lambda one: one.fingerprint, "the fitted file")
-        vars(self)["_agreed"] = True
+        self._agreed.add(group)
 
 
 def _project(tokens: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sparge_cases import SpargeCase, local_tokens
 
 from dbsp_core import BlockGrid, SequenceGroup, SequenceLayout
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.sources import LowRankSource, RecordQKSource
+from dbsp_core.sources import LocalQK, LowRankSource, RecordQKSource
 
 
 @dataclass(frozen=True)
@@ -51,3 +52,13 @@ def predict_with_fitted(rank: int, world: int, case: LowRankCase, fault: str, fo
     width = 8 if fault == "width" else case.width
     q = torch.ones(1, case.heads, layout.shard, width)
     session.attend(3 if fault == "layer" else 0, q, q, q)
+
+
+def predict_with_another_group_before(rank: int, world: int, case: LowRankCase, other: str) -> None:
+    """Each rank predicts in a group of its own, where its file is all there is; then all ranks together."""
+    source = replace(case, path=other if rank == 1 else case.path).source
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    order = SequenceLayout.contiguous(case.request.tokens, 1)
+    tokens = local_tokens(rank, world, case, Strategy(1, world))
+    source.mask(case.request, LocalQK(*case.tensors(), order, SequenceGroup.of(alone), tokens.scale))
+    source.mask(case.request, tokens)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lowrank_cases import LowRankCase, predict_with_fitted, record_together
+from lowrank_cases import LowRankCase, predict_with_another_group_before, predict_with_fitted, record_together
 from safetensors.torch import load_file, save_file
 from sparge_cases import predict_together
 
@@ -176,3 +176,9 @@ class TestMistakes:
         }
         assert all(expected[fault] in text for *_, text in raised.value.errors)
         assert np.unique([text for *_, text in raised.value.errors]).size == 1
+
+    def test_each_group_finds_out_whether_its_files_differ(self, pool, fitted, tmp_path):
+        save_file({name: one * 2 for name, one in load_file(fitted).items()}, tmp_path / "other")
+        with pytest.raises(WorkerError) as raised:
+            pool(3).run(predict_with_another_group_before, LowRankCase(path=fitted), str(tmp_path / "other"))
+        assert ["the fitted file differs on rank(s) [1]" in text for *_, text in raised.value.errors] == [True] * 3
