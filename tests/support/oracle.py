@@ -10,15 +10,20 @@ import torch
 from dbsp_core import BlockGrid, BlockMask
 
 
-def token_mask(mask: BlockMask) -> torch.Tensor:
-    """bool[H, N, N] from the block mask: each block's value, repeated over its tokens, then put where they belong."""
-    q_lengths = torch.tensor(mask.grid.q_axis.lengths)
-    k_lengths = torch.tensor(mask.grid.k_axis.lengths)
-    allowed = mask.bits.repeat_interleave(q_lengths, 1).repeat_interleave(k_lengths, 2)
+def token_mask(mask: BlockMask, queries: torch.Tensor | None = None) -> torch.Tensor:
+    """bool[H, n, N] from the block mask: for each token its row of blocks, and of that each token's column.
+
+    queries: tokens whose rows are wanted, in token order; default all
+    """
+    q_block, k_block = (
+        torch.repeat_interleave(torch.tensor(axis.lengths)) for axis in (mask.grid.q_axis, mask.grid.k_axis)
+    )
+    heads = []
     for head in range(mask.heads):
         place = place_in_order(mask.grid, head)
-        allowed[head] = allowed[head][place][:, place]
-    return allowed
+        rows = place if queries is None else place[queries]
+        heads.append(mask.bits[head][q_block[rows]][:, k_block[place]])
+    return torch.stack(heads)
 
 
 def place_in_order(grid: BlockGrid, head: int) -> torch.Tensor:
@@ -47,14 +52,13 @@ def dense_attention(
     keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the tokens `queries` (positions in token order) to `keys` (default: all). Empty rows give zeros."""
-    allowed = token_mask(mask)[:, queries]
+    allowed = token_mask(mask, queries)
     if keys is not None:
         allowed = allowed[:, :, keys]
     scores = (q.double() @ k.double().transpose(-1, -2)) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill(~allowed, -torch.inf)
-    empty = ~allowed.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
-    return weights @ v.double()
+    some = allowed.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(~allowed & some, -torch.inf), dim=-1)
+    return (weights @ v.double()).masked_fill(~some, 0.0)
 
 
 def largest_difference(out: torch.Tensor, expected: torch.Tensor) -> float:
