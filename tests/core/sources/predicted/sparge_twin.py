@@ -19,11 +19,11 @@ from dbsp_core.sources import LocalQK
 from dbsp_kernels.packing.pooling import block_runs, pool_rows, pool_rows_torch, sum_tokens, sum_tokens_torch
 
 CASES = (
-    SpargeCase((4, 8, 16), heads=6, settings={"block_q": 32, "block_k": 16, "cdf": 0.6, "similarity": 0.2}),
-    SpargeCase((7, 9, 7), heads=4, batch=2, settings={"block_q": 16, "block_k": 32, "cdf": 0.8, "similarity": 0.1}),
+    SpargeCase((4, 8, 16), heads=2, settings={"block_q": 32, "block_k": 16, "cdf": 0.6, "similarity": 0.2}),
+    SpargeCase((7, 9, 5), heads=1, batch=2, settings={"block_q": 16, "block_k": 32, "cdf": 0.8, "similarity": 0.1}),
     SpargeCase(
         (4, 8, 16),
-        heads=4,
+        heads=1,
         settings={"block_q": 16, "block_k": 16, "cdf": 0.5, "similarity": -1, "attention_sink": True},
     ),
 )
@@ -77,6 +77,6 @@ def same_sums(width: int, dtype: torch.dtype) -> bool:
 if __name__ == "__main__":
     torch.manual_seed(0)
     module = xfuser_module()
-    same = [same_sums(width, dtype) for width in (1, 3, 16, 24) for dtype in (torch.float32, torch.bfloat16)]
+    same = [same_sums(width, dtype) for width in (1, 24) for dtype in (torch.float32, torch.bfloat16)]
     cases = [compare(module, case) for case in CASES]
     print(json.dumps({"cases": cases, "kernel equals torch": same}))
