@@ -135,27 +135,29 @@ def test_no_folder_has_more_entries_than_one_sees_at_a_glance():
             assert len(entries) <= MOST_ENTRIES, f"{folder}: {sorted(entries)}"
 
 
-def test_the_core_is_small_to_import():
+def loaded_by(statement: str, *names: str) -> list[str]:
+    """Modules of these names, or of these packages, that a statement loads."""
     code = (
-        "import json, sys; from dbsp_core import BlockGrid; "
+        f"import json, sys; {statement}; "
         "print(json.dumps([name for name in sys.modules if {name, name.partition('.')[0]} & {*sys.argv}]))"
     )
-    names = ("dbsp_core", "diffusers", "typer", "matplotlib", "jinja2", "torch._dynamo")  # the last takes seconds
     done = subprocess.run(
         [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=120, check=True
     )
-    loaded = json.loads(done.stdout)
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def test_the_core_is_small_to_import():
+    names = ("dbsp_core", "diffusers", "typer", "matplotlib", "jinja2", "torch._dynamo")  # the last takes seconds
+    loaded = loaded_by("from dbsp_core import BlockGrid", *names)
     assert len(loaded) <= 60, sorted(loaded)
     assert {name.partition(".")[0] for name in loaded} == {"dbsp_core"}
 
 
 def test_the_command_does_not_wait_for_what_few_of_its_words_need():
-    code = "import sys, dbsp_cli.cli; print(*{*sys.argv[1:]} & sys.modules.keys())"
     names = ("diffusers", "torch._dynamo", "matplotlib", "transformers", "xfuser")
-    done = subprocess.run(
-        [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.split() == []
+    assert loaded_by("import dbsp_cli.cli", *names) == []
 
 
 def modules(root: Path) -> dict[str, Path]:
