@@ -85,10 +85,10 @@ def check_video(folder: Path, latents: torch.Tensor, ranks: int, host: str) -> N
 @pytest.mark.parametrize(
     ("host", "model", "ranks"),
     [
-        ("xdit", "cogvideox", 1),
+        ("xdit", "wan", 1),
         ("para", "cogvideox", 2),
     ],
-)  # Wan in both hosts: with two nodes, and with srun
+)  # Wan on two ranks: over two nodes in xDiT, and by srun in ParaAttention. CogVideoX in xDiT: test_xdit_runs
 def test_from_yaml_to_mp4(tmp_path, expected, host, model, ranks):
     if importlib.util.find_spec({"xdit": "xfuser", "para": "diffusers"}[host]) is None:
         pytest.skip(f"host {host} is not installed")

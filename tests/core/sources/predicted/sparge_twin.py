@@ -77,6 +77,6 @@ def same_sums(width: int, dtype: torch.dtype) -> bool:
 if __name__ == "__main__":
     torch.manual_seed(0)
     module = xfuser_module()
-    same = [same_sums(width, dtype) for width in (1, 24) for dtype in (torch.float32, torch.bfloat16)]
+    same = [same_sums(width, dtype) for width in (1, 3, 16, 24) for dtype in (torch.float32, torch.bfloat16)]
     cases = [compare(module, case) for case in CASES]
     print(json.dumps({"cases": cases, "kernel equals torch": same}))
