@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
@@ -20,16 +22,15 @@ from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attention.checks import check_not_compiled, check_not_parallelized
 from dbsp_diffusers.effective_config import identify, log_config, resolve_config
-from dbsp_diffusers.patching import PatchSet, around_calls, current_generation_id, num_inference_steps_of
+from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
+from dbsp_diffusers.sharding.generations import Generations
 
 __all__ = [
     "Attached",
     "Host",
     "attach_host",
     "attached_to",
-    "share_seeds",
-    "shared_generator",
     "transformers_in",
     "transformers_of",
 ]
@@ -49,7 +50,7 @@ class Host:
     choose_strategy: for a configuration; None for "auto"
     shard:    puts a session into a transformer; returns what is true as its attribute `_is_parallelized`
     shares_seeds: whether a pipeline's calls without a generator get one that all ranks seed alike
-    full_latents: makes a rank's latents the whole video's, where each rank denoises a part
+    full_latents: makes a rank's latents the whole video's, where each rank is given and denoises a part
     """
 
     name: str
@@ -67,12 +68,14 @@ class Attached:
     """What is on a pipeline's transformers, or on one alone.
 
     sessions: with the transformer of each;  everyone: the ranks that make one video together
+    generations: what they agree on of each video
     """
 
     patches: PatchSet
     everyone: SequenceGroup
     sessions: Sequence[tuple[nn.Module, AttentionSession]]
     host: str
+    generations: Generations
 
 
 def attach_host(
@@ -86,39 +89,48 @@ def attach_host(
 
     patches: changes made already, which are undone with the others
     """
-    transformers = transformers_of(model)
+    transformers = run_consistently(host.everyone.control(), lambda: _require_attachable(model, host), _CPU)
     pipe = None if model in transformers.values() else model
-    attentions = {name: host.attentions(transformer) for name, transformer in transformers.items()}
-    for name, transformer in transformers.items():
-        check_not_parallelized(transformer, attentions[name])
-    clock = StepClock(lambda: current_generation_id(pipe), shared=len(transformers) > 1)
+    generations = Generations(pipe, host.everyone)
+    clock = StepClock(generations.progress, shared=len(transformers) > 1)
     sessions: list[tuple[nn.Module, AttentionSession]] = []
     for name, transformer in transformers.items():
         own = _own_config(config, name, transformer, host, pipe, several=len(transformers) > 1)
-        strategy = host.choose_strategy(own)
+        choose = functools.partial(host.choose_strategy, own)
+        strategy = run_consistently(host.everyone.control(), choose, _CPU)
         session = observed_session(
             own,
             host.sequence,
             strategy,
             transformer.config.num_attention_heads,
-            len(attentions[name]),
-            steps or (lambda: None if pipe is None else num_inference_steps_of(pipe)),
+            len(host.attentions(transformer)),
+            steps or generations.steps,
             clock,
             before=sessions[0][1] if sessions else None,
         )
         device = next(transformer.parameters()).device
         log_config(own, identify(transformer, pipe), host.everyone, strategy, device)
         sessions.append((transformer, session))
+    debug = any(session.config.debug for _, session in sessions)
     with patches or PatchSet() as patches:
         for transformer, session in sessions:
+            generations.hook(transformer, patches, whole_inputs=host.full_latents is None, always=debug)
             patches.set_attribute(transformer, "_is_parallelized", host.shard(transformer, session, patches))
+        generations.attach(patches, shares_seeds=host.shares_seeds)
         if pipe is not None:
-            if host.shares_seeds:
-                share_seeds(pipe, host.everyone, patches)
             report_calls(pipe, [session for _, session in sessions], patches, host.name, host.full_latents)
         for transformer, _ in sessions:
-            patches.set_attribute(transformer, _STATE, Attached(patches, host.everyone, sessions, host.name))
+            state = Attached(patches, host.everyone, sessions, host.name, generations)
+            patches.set_attribute(transformer, _STATE, state)
     return sessions[0][1]
+
+
+def _require_attachable(model: Any, host: Host) -> dict[str, Any]:
+    """A model's transformers by name. Raises UserError for what db-SP cannot be put on."""
+    transformers = transformers_of(model)
+    for transformer in transformers.values():
+        check_not_parallelized(transformer, host.attentions(transformer))
+    return transformers
 
 
 def _own_config(
@@ -149,29 +161,6 @@ def transformers_in(model: Any) -> dict[str, Any]:
         return {"transformer": model} if isinstance(model, nn.Module) else {}
     parts = {name: getattr(model, name, None) for name in names}
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-
-
-def share_seeds(pipe: Any, group: SequenceGroup, patches: PatchSet) -> None:
-    """Gives calls without `generator` one that all ranks of `group` seed alike, with their first rank's draw.
-
-    The noise is what diffusers draws with that generator on the device that the pipeline computes on, which may be
-    another than the one that holds its weights: under CPU offload. Collective at once.
-    """
-    group.control()  # making it is a collective
-
-    def around(call: Callable[..., Any]) -> Callable[..., Any]:
-        def with_generator(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
-            return call(*args, generator=generator or shared_generator(pipe, group), **kwargs)
-
-        return with_generator
-
-    around_calls(pipe, around, patches)
-
-
-def shared_generator(pipe: Any, group: SequenceGroup) -> torch.Generator:
-    """A generator on the device that the pipeline computes on, which all ranks seed alike. Collective."""
-    seed = group.control().gather_integers([int(torch.randint(0, 2**62, (1,)))], _CPU)[0][0]
-    return torch.Generator(getattr(pipe, "_execution_device", None) or pipe.device).manual_seed(seed)
 
 
 def attached_to(model: Any) -> Attached | None:

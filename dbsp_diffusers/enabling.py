@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from dbsp_core.comm.groups import SequenceGroup
@@ -15,7 +16,7 @@ from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.architectures import architecture_of
-from dbsp_diffusers.attach import Host, attach_host, attached_to, transformers_in, transformers_of
+from dbsp_diffusers.attach import Host, attach_host, attached_to, transformers_in
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import model_name, write_run_report
 from dbsp_diffusers.sharding.batch_parallel import split_batch
@@ -71,31 +72,33 @@ def enable(
         UserError: On all ranks together, for a transformer that is unknown, compiled or parallelized already, or a
             mesh, strategy or configuration that does not fit or differs between ranks. The model is then as it was.
     """
-    transformers = transformers_of(model)
-    for transformer in transformers.values():
-        if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
-            raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
-        architecture_of(transformer)
     with PatchSet() as patches:
-        suspended = suspend_context_parallelism(transformers.values(), patches)
+        suspended = suspend_context_parallelism(transformers_in(model).values(), patches)
         ranks = suspended if mesh is None else ranks_of_mesh(mesh)
         sequence = _ranks(group) if ranks is None else ranks.group
         default = Strategy(sequence.size, 1) if ranks is None else ranks.strategy
-        if strategy is not None:
-            default = Strategy.parse(strategy)
         batch = SequenceGroup(0, 1) if batch_group is None else _ranks(batch_group)
         whole = Host(
             name=host,
             sequence=sequence,
             everyone=sequence if batch_group is None else _ranks(everyone),
-            attentions=lambda transformer: architecture_of(transformer).attentions_of(transformer),
-            choose_strategy=lambda config: config.strategy_or(default),
+            attentions=_attentions_of,
+            choose_strategy=lambda config: config.strategy_or(
+                default if strategy is None else Strategy.parse(strategy)
+            ),
             shard=lambda transformer, session, patches: shard_transformer(
                 transformer, session, patches, split_batch(transformer, batch, patches)
             ),
             shares_seeds=True,
         )
         return attach_host(model, config, whole, steps, patches)
+
+
+def _attentions_of(transformer: Any) -> Sequence[nn.Module]:
+    """A stock transformer's self-attention modules. Raises UserError for one that shards itself, or is unknown."""
+    if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
+        raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
+    return architecture_of(transformer).attentions_of(transformer)
 
 
 def disable(model: Any) -> None:

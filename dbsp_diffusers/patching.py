@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,10 +19,8 @@ from torch import nn
 __all__ = [
     "PatchSet",
     "around_calls",
-    "current_generation_id",
     "guidance_branch",
     "in_float64",
-    "num_inference_steps_of",
     "signature_of",
 ]
 
@@ -114,17 +113,6 @@ def signature_of(module: nn.Module) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def num_inference_steps_of(pipe: Any) -> int | None:
-    """How many denoising steps a diffusers pipeline is about to take; None before it knows."""
-    timesteps = getattr(getattr(pipe, "scheduler", None), "timesteps", None)
-    return None if timesteps is None else len(timesteps)
-
-
-def current_generation_id(pipe: Any) -> object:
-    """An object that a diffusers pipeline makes again for each generation; None where it has none."""
-    return getattr(getattr(pipe, "scheduler", None), "timesteps", None)
-
-
 def in_float64(pipe: Any) -> Any:
     """Makes a diffusers pipeline that was loaded in float64 denoise in it: some prepare their latents in float32, and
     round them at every step. returns: the pipeline, changed for good"""
@@ -139,8 +127,8 @@ def in_float64(pipe: Any) -> Any:
     return pipe
 
 
-_BRANCHES = {"cond": 0, "cond_uncond": 0, "uncond": 1}
-"""Number of a guidance pass by the name of its cache context."""
+_BRANCHES = {"cond": 0, "cond_uncond": 0, "pred_cond": 0, "uncond": 1, "pred_uncond": 1}
+"""Number of a guidance pass by the usual names of its cache context; others are numbered as they appear."""
 
 
 def guidance_branch(transformer: Any, patches: PatchSet) -> Callable[[], int | None]:
@@ -149,13 +137,17 @@ def guidance_branch(transformer: Any, patches: PatchSet) -> Callable[[], int | N
     returns: tells the number of the current pass; None where the pipeline does not say it
     """
     current: int | None = None
+    numbers: dict[str, int] = {}
     enter = getattr(transformer, "cache_context", None)
     if enter is not None:
 
         @contextmanager
         def cache_context(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
             nonlocal current
-            current = _BRANCHES.get(name)
+            if name not in numbers:
+                free = next(number for number in itertools.count() if number not in numbers.values())
+                numbers[name] = _BRANCHES.get(name, free)
+            current = numbers[name]
             try:
                 with enter(name, *args, **kwargs):
                     yield

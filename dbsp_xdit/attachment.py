@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
@@ -50,9 +53,13 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
         UserError: On all ranks, before any of them waits for another, for a transformer that db-SP does not know or
             that something else has changed, and for a kind of parallelism or a strategy that does not fit.
     """
-    kinds = {id(transformer): _kind_of(transformer) for transformer in transformers_of(pipe).values()}
     sequence, guidance = _groups()
     _require_parallel_kinds()
+
+    def look() -> dict[int, str | None]:
+        return {id(transformer): _kind_of(transformer) for transformer in transformers_of(pipe).values()}
+
+    kinds = run_consistently(sequence.control(), look, torch.device("cpu"))
 
     def attentions_of(transformer: Any) -> list[Any]:
         if kinds[id(transformer)] != _COGVIDEOX:

@@ -71,7 +71,8 @@ def told_if_it_breaks_off() -> Iterator[None]:
     except RuntimeError as error:
         raise CommunicationError(
             "communication between the ranks of the sequence broke off: one of the other ranks may have died, or was "
-            f"too late; look for the first error in its output ({' '.join(str(error).split())})"
+            "too late; look for the first error in its output, and restart all ranks "
+            f"({' '.join(str(error).split())})"
         ) from error
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from dbsp_core.utils.errors import UserError, require_value
 
-__all__ = ["DenoisingStep", "DenseSchedule", "StepClock", "StepCounter"]
+__all__ = ["DenoisingStep", "DenseSchedule", "Progress", "StepClock", "StepCounter"]
 
 
 @dataclass(frozen=True)
@@ -18,55 +19,97 @@ class DenoisingStep:
     cfg_branch: int = 0
 
 
+class Progress(NamedTuple):
+    """How far a host's denoising is, as far as the host says it.
+
+    generation: an object that is another one for each generation
+    step_index: a number that grows by one from step to step, as diffusers' schedulers have it; None before a
+                generation's first step is over, and where the host has none
+    """
+
+    generation: object = None
+    step_index: int | None = None
+
+
 @dataclass
 class StepCounter:
-    """Counts steps and guidance passes.
+    """Counts the steps and guidance passes of one generation.
 
-    Timesteps fall from step to step and rise with a new generation. Where they stay, as some schedulers repeat them
-    (Heun), the next step begins with a guidance pass that this one has had; where the host does not say which pass it
-    is, each is taken for another one of the same step.
+    Where the host gives an index, steps go by that. Else timesteps fall from step to step and rise with a new
+    denoising. Where they stay, as some schedulers repeat them (Heun), the next step begins with a guidance pass that
+    this one has had; where the host does not say which pass it is, each is taken for another one of the same step.
+    Neighbouring timesteps that are equal once rounded, as bfloat16 rounds them, cannot be distinguished without an
+    index.
     """
 
     now: DenoisingStep = field(default_factory=DenoisingStep)
-    _last: float | None = None
+    _timestep: float | None = None
+    _index: int | None = None
+    _first_index: int = 0
+    """The index that step 0 has or would have."""
     _branches: set[int] = field(default_factory=set)
     """Of the current step."""
 
-    def advance(self, timestep: float, cfg_branch: int | None = None) -> DenoisingStep:
-        """The step of a forward pass at this timestep, which follows the passes counted before.
+    def advance(
+        self, timestep: Callable[[], float] | float, cfg_branch: int | None = None, index: int | None = None
+    ) -> DenoisingStep:
+        """The step of a forward pass, which follows the passes counted before.
 
+        timestep:   or what reads it, called only where there is no index
         cfg_branch: of the step's passes, where the host says it
+        index:      of the step, where the host says it
         """
-        step, last, self._last = self.now.step, self._last, timestep
-        if last is None or timestep > last:
-            step, self._branches = 0, set()
-        elif timestep < last or cfg_branch in self._branches:
-            step, self._branches = step + 1, set()
+        if index is None:
+            step = self._by_timestep(timestep() if callable(timestep) else timestep, cfg_branch)
+        else:
+            step = self._by_index(index)
+        if step != self.now.step:
+            self._branches = set()
         self.now = DenoisingStep(step, len(self._branches) if cfg_branch is None else cfg_branch)
         self._branches.add(self.now.cfg_branch)
         return self.now
+
+    def _by_index(self, index: int) -> int:
+        if self._index is None:  # a scheduler has none until its first step is over
+            self._first_index = index - (self.now.step + 1 if self._branches else 0)
+        elif index < self._index:
+            self._begin_anew()
+            self._first_index = index
+        self._index = index
+        return index - self._first_index
+
+    def _by_timestep(self, timestep: float, cfg_branch: int | None) -> int:
+        last, self._timestep = self._timestep, timestep
+        if last is None or timestep > last or self._index is not None:
+            self._begin_anew()
+            return 0
+        return self.now.step + int(timestep < last or cfg_branch in self._branches)
+
+    def _begin_anew(self) -> None:
+        """Before the first pass of another denoising."""
+        self._index, self._branches = None, set()
 
 
 @dataclass
 class StepClock:
     """Counts the steps of one generation after another. Transformers that take turns in a generation share one.
 
-    generation: gives an object that is another one for each generation, where a host has one
-    shared:     whether several transformers advance it: then each must, at every forward pass
+    progress: gives what a host says of its denoising
+    shared:   whether several transformers advance it: then each must, at every forward pass
     """
 
-    generation: Callable[[], object] = lambda: None
+    progress: Callable[[], Progress] = Progress
     shared: bool = False
     _counter: StepCounter = field(default_factory=StepCounter)
-    _last: object = None
+    _generation: object = None
 
-    def advance(self, timestep: float, cfg_branch: int | None = None) -> DenoisingStep:
+    def advance(self, timestep: Callable[[], float] | float, cfg_branch: int | None = None) -> DenoisingStep:
         """As `StepCounter.advance`."""
-        generation = self.generation()
-        if generation is not self._last:
+        now = self.progress()
+        if now.generation is not self._generation:
             # The last one may have failed at the step with which this one begins.
-            self._last, self._counter = generation, StepCounter()
-        return self._counter.advance(timestep, cfg_branch)
+            self._generation, self._counter = now.generation, StepCounter()
+        return self._counter.advance(timestep, cfg_branch, now.step_index)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,13 @@ class MaskRecorder(SessionObserver):
         return self.settings.folder is not None
 
     @_never_raises
-    def begin(self, step: DenoisingStep, timestep: object = None, cfg_branch: int | None = None) -> None:
+    def begin(
+        self,
+        step: DenoisingStep,
+        timestep: object = None,
+        cfg_branch: int | None = None,
+        index: int | None = None,
+    ) -> None:
         self._finish()
         self._current = _Pass(step)
 

@@ -61,8 +61,10 @@ class _LayersAfter(SessionObserver):
     def compares(self) -> bool:  # type: ignore[override]
         return self.inner.compares
 
-    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None) -> None:
-        self.inner.begin(step, timestep, cfg_branch)
+    def begin(
+        self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None, index: int | None
+    ) -> None:
+        self.inner.begin(step, timestep, cfg_branch, index)
 
     def attention_begins(self, device: torch.device) -> None:
         self.inner.attention_begins(device)

@@ -123,7 +123,8 @@ class RunObserver(SessionObserver):
     dtype: str = ""
     _started: Mark = 0.0
     _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
-    _branches: list[int | None] = field(default_factory=list)
+    _passes: list[tuple[int | None, int | None]] = field(default_factory=list)
+    """By forward pass, its guidance pass and the index of its step, where the host says them."""
     _assignments: dict[Hashable, Assignment] = field(default_factory=dict)
     _open: dict[Hashable, ObservedCall] = field(default_factory=dict)
 
@@ -131,16 +132,18 @@ class RunObserver(SessionObserver):
         """Forgets the run so far; plans that were made in it still count as made."""
         self.calls.clear()
         self._timesteps.clear()
-        self._branches.clear()
+        self._passes.clear()
         self._open.clear()
         self.seconds = self.latents = None
 
-    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None) -> None:
+    def begin(
+        self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None, index: int | None
+    ) -> None:
         """Copies the timestep on its device, to be read when the run is over."""
         if isinstance(timestep, torch.Tensor):
             timestep = timestep.detach().reshape(-1)[:1].clone()
         self._timesteps.append(timestep)
-        self._branches.append(cfg_branch)
+        self._passes.append((cfg_branch, index))
 
     def attention_begins(self, device: torch.device) -> None:
         self._started = _mark(device)
@@ -185,12 +188,12 @@ class RunObserver(SessionObserver):
         counter, found = StepCounter(), []
         tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
         read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
-        for number, (timestep, cfg_branch) in enumerate(zip(self._timesteps, self._branches, strict=True)):
+        for number, (timestep, of_host) in enumerate(zip(self._timesteps, self._passes, strict=True)):
             if timestep is None:  # nothing tells steps apart but their order
                 found.append(DenoisingStep(number))
             else:
                 value = next(read) if isinstance(timestep, torch.Tensor) else timestep
-                found.append(counter.advance(float(value), cfg_branch))
+                found.append(counter.advance(float(value), *of_host))
         return found
 
     def _evaluate(self, key: Hashable, latest: Mapping[Hashable, Plan]) -> None:

@@ -71,14 +71,15 @@ class MaskProvider:
         """Starts a forward pass.
 
         videos:     one, or several that are packed
-        timestep:   of the denoising; read (a host synchronisation) where masks or their plans depend on it
+        timestep:   of the denoising; read (a host synchronisation) where masks or their plans depend on it and the
+                    clock's host does not say the step
         cfg_branch: of a step's passes, where the host says which one this is
         """
         self._videos = tuple(videos)
         counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step
         if timestep is not None and counts:
             first = timestep.reshape(-1)[0] if isinstance(timestep, torch.Tensor) else timestep
-            self.moment = self.clock.advance(float(first), cfg_branch)
+            self.moment = self.clock.advance(lambda: float(first), cfg_branch)
 
     def grid(self, device: torch.device) -> BlockGrid:
         """The source's grid for this pass. Collective: what the source refuses on one rank is refused on all."""

@@ -24,8 +24,10 @@ class SessionObserver:
     compares = False
     counts_steps = False
 
-    def begin(self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None) -> None:
-        """A forward pass begins. timestep, cfg_branch (guidance pass): as the host gave them"""
+    def begin(
+        self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None, index: int | None
+    ) -> None:
+        """A forward pass begins. timestep, cfg_branch (guidance pass), index (of the step): as the host gave them"""
 
     def mask_made(self, key: Hashable, layer: int, mask: BlockMask, lasting: bool) -> None:
         """A mask was made. key: by which `mask_used` will name it, until another is made with that key

@@ -96,7 +96,7 @@ class AttentionSession:
             self.layers,
             self.group,
             self.steps,
-            count_steps=any(observer.counts_steps for observer in self.observers),
+            count_steps=self.config.debug or any(observer.counts_steps for observer in self.observers),
             clock=self.clock,
         )
         compare = any(observer.compares for observer in self.observers)
@@ -172,7 +172,7 @@ class AttentionSession:
             self._recomputation.begin(torch.is_grad_enabled())
             self._mask_provider.begin(videos, timestep, cfg_branch)
             for observer in self.observers:
-                observer.begin(self._mask_provider.moment, timestep, cfg_branch)
+                observer.begin(self._mask_provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
             size, place = videos, torch.device(device)
             if self.config.debug:
                 step = fingerprint_of((self._mask_provider.moment, cfg_branch))

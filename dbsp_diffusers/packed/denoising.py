@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.attach import attached_to, shared_generator
+from dbsp_diffusers.attach import attached_to
 from dbsp_diffusers.packed.forward import packed_forward
 from dbsp_diffusers.packed.samples import PackedSample
+from dbsp_diffusers.sharding.generations import shared_generator
 
 __all__ = ["PackedRequest", "denoise_packed"]
 
@@ -99,7 +100,7 @@ class _Run:
         device, generator = pipe._execution_device, request.generator
         state = attached_to(pipe)
         if generator is None and state is not None:
-            generator = shared_generator(pipe, state.everyone)
+            generator = shared_generator(pipe, state.generations.agreement)
         text, negative = pipe.encode_prompt(
             request.prompt,
             request.negative_prompt,

@@ -11,9 +11,9 @@ import torch
 import dbsp_para
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_diffusers.attach import share_seeds
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.reference import attach_single_process
+from dbsp_diffusers.sharding.generations import Generations
 from transformers_for_tests import Inputs, make_transformer
 
 
@@ -155,7 +155,7 @@ class _Offloaded:
 def unseeded_noise(rank: int, world: int) -> tuple[list[float], str]:
     """(noise, device of its generator) of a call without a generator, under model offload."""
     pipe, attachment = _Offloaded(), PatchSet()
-    share_seeds(pipe, SequenceGroup.of(), attachment)
+    Generations(pipe, SequenceGroup.of()).attach(attachment, shares_seeds=True)
     torch.manual_seed(rank)  # ranks would draw different noise
     noise, device = pipe()
     attachment.detach()

@@ -8,7 +8,7 @@ import torch
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.schedule import DenoisingStep, DenseSchedule, StepCounter
+from dbsp_core.masks.schedule import DenoisingStep, DenseSchedule, Progress, StepClock, StepCounter
 from feed_cases import OddOneOut, attend_in_two_steps, attend_with, dense_moments
 from workers import WorkerError
 
@@ -53,6 +53,34 @@ def test_steps_and_branches_are_told_from_timesteps():
     assert moments == [
         DenoisingStep(s, b) for s, b in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0))
     ]
+
+
+def test_where_the_host_says_the_step_no_timestep_is_read():
+    counter = StepCounter()
+
+    def unread() -> float:
+        raise AssertionError("a timestep on a GPU would be waited for")
+
+    # A scheduler has no index until its first step is over; and none again once its timesteps are set anew.
+    passes = [(999.0, None), (999.0, None), (unread, 1), (unread, 1), (unread, 2), (999.0, None), (unread, 1)]
+    moments = [counter.advance(timestep, index=index) for timestep, index in passes]
+    assert moments == [DenoisingStep(*one) for one in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 0), (1, 0))]
+
+
+def test_a_step_is_counted_from_where_a_generation_begins():
+    for first in (None, 6):  # with `strength` below 1, a scheduler begins at another index than 0
+        counter = StepCounter()
+        indices = [first, first, 7, 7, 8, 8, 9, 9, 7]
+        moments = [counter.advance(5.0, cfg_branch=number % 2, index=index) for number, index in enumerate(indices)]
+        assert [moment.step for moment in moments] == [0, 0, 1, 1, 2, 2, 3, 3, 0]
+
+
+def test_a_generation_that_failed_at_its_first_step_is_not_counted_on():
+    now = Progress("first")
+    clock = StepClock(lambda: now)
+    assert [clock.advance(t).step for t in (999, 800)] == [0, 1]
+    now = Progress("second", 4)
+    assert [clock.advance(800).step for _ in range(2)] == [0, 0]
 
 
 def test_where_the_host_says_the_guidance_pass_a_timestep_may_repeat():

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 import dbsp_diffusers
+from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.schedule import StepClock
 from dbsp_diffusers.attach import transformers_of
-from dbsp_diffusers.patching import current_generation_id
 from dbsp_diffusers.reference import attach_single_process
+from dbsp_diffusers.sharding.generations import Generations
 from para_pipeline_cases import difference, load
 from tiny_transformers import make_tiny_transformer
 
@@ -84,9 +85,10 @@ def alone(pipe: Any, config: dict[str, Any], options: dict[str, Any]) -> torch.T
     from dbsp_core.config.config import DbspConfig
 
     transformers, whole = transformers_of(pipe), DbspConfig.load(config)
-    clock = StepClock(lambda: current_generation_id(pipe), shared=len(transformers) > 1)
+    generations = Generations(pipe, SequenceGroup(0, 1))
+    clock = StepClock(generations.progress, shared=len(transformers) > 1)
     singles = [
-        attach_single_process(part, whole.for_transformer(name), lambda: len(pipe.scheduler.timesteps), clock)
+        attach_single_process(part, whole.for_transformer(name), generations.steps, clock)
         for name, part in transformers.items()
     ]
     try:

@@ -100,7 +100,10 @@ DIVERGENCES: dict[str, Divergence] = {
     "transformer: configuration": Divergence(
         "transformer", "the configuration differs on rank(s) [{}]", {"settings": {"mask": SPARGE}}
     ),
-    "transformer: batch": Divergence("transformer", INPUTS, {"batch": 2}),
+    "transformer: batch": Divergence("transformer", "the size of the video differs on rank(s) [{}]", {"batch": 2}),
+    "transformer: latents": Divergence(
+        "transformer", "the latents that a generation begins with differ on rank(s) [{}]", {"latents_seed": 8}
+    ),
     "transformer: diffusers": Divergence("transformer", VERSION.format("diffusers"), version="diffusers", quiet=True),
     "re-homing: dtype": Divergence("re-homing", "differ on rank(s) [{}]", {"dtype": "float64"}),
     "re-homing: width": Divergence("re-homing", "differ on rank(s) [{}]", {"width": 8}),

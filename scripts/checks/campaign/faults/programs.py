@@ -44,6 +44,7 @@ class Values:
     thw: tuple[int, int, int] = THW
     timestep: float = 900.0
     cfg_branch: int | None = None
+    latents_seed: int = 7
     layer: int = 0
     mask_seed: int = 0
     planner: str = "dbsp"
@@ -134,6 +135,8 @@ def transformer(values: Values) -> float:
 
     model = make_transformer("wan")
     inputs = Inputs.random("wan", (3, 6, 10), values.batch, 7).arguments
+    generator = torch.Generator().manual_seed(values.latents_seed)
+    inputs["hidden_states"] = torch.randn(inputs["hidden_states"].shape, generator=generator)
     with torch.no_grad():
         alone = attach_single_process(model, {"mask": WINDOW, **values.settings})
         expected = model(**inputs)[0]

@@ -1,0 +1,138 @@
+"""The ranks' agreement that they are at the same generation: nothing else tells one rank's request from another's.
+
+Collectives match by their order alone. Where one rank's call fails, is caught, and the rank goes on with the next
+request, attentions of two requests meet, and every later video is a mixture. So ranks compare, over a group of their
+own, which call each is at and what it is given, before the first attention of a generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.fingerprint import fingerprint_of
+
+__all__ = ["GenerationAgreement", "PassInputs"]
+
+_CPU = torch.device("cpu")
+_SEED, _PASS = range(2)
+"""What a rank has come for."""
+
+_BUCKETS = 32
+_TOLERANCE = 2**-5
+"""Of two sketches of unit length: what another order of sums in a text encoder may change, and no other prompt."""
+
+CALLS_DIFFER = (
+    "the ranks are not at the same call: rank(s) {} have begun another number of them; a call that fails on one rank "
+    "must be given up on all. The pipeline is usable: the next call that all ranks make together is compared afresh"
+)
+GENERATORS_DIFFER = (
+    "some ranks were given a generator and others not, or are at another call (rank(s) {}); give generator= to all "
+    "ranks, with one seed, or to none"
+)
+_COMPLAINTS = {
+    "size": "the size of the video differs on rank(s) {}, or its batch or dtype; give all ranks the same input",
+    "steps": "the denoising steps, timestep or guidance differ on rank(s) {}; give all ranks the same",
+    "shapes": "the text or another condition differs in length on rank(s) {}; give all ranks the same prompt",
+}
+LATENTS_DIFFER = (
+    "the latents that a generation begins with differ on rank(s) {}; give all ranks the same seed, or leave "
+    "generator= out of calls of the pipeline that db-SP was enabled on"
+)
+CONDITIONS_DIFFER = "the text or another condition differs on rank(s) {}; give all ranks the same prompt and images"
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """What all ranks must be given alike in a forward pass.
+
+    size, steps: of any kind, compared by how they are written
+    latents, conditions: tensors that are whole on every rank, compared up to rounding; none where ranks hold parts
+    """
+
+    size: object = None
+    steps: object = None
+    latents: Sequence[torch.Tensor] = ()
+    conditions: Sequence[torch.Tensor] = ()
+
+
+@dataclass
+class GenerationAgreement:
+    """The ranks that make one video together, and how many calls this rank has begun.
+
+    Its collectives run on the group's control group, all of one length: whatever two ranks have come for, they get
+    each other's numbers, and both raise.
+    """
+
+    group: SequenceGroup
+    calls: int = field(default=0, init=False)
+
+    def begin_call(self) -> None:
+        """Counts a call of a pipeline, or a generation that is seen to begin without one. Not collective."""
+        self.calls += 1
+
+    def seed(self, mine: int) -> int:
+        """The first rank's seed. Collective. Raises UserError, on all ranks, where ranks are not at the same call."""
+        return self._exchange(_SEED, mine, (0,) * len(_COMPLAINTS), torch.zeros(2 * _BUCKETS))[0][2]
+
+    def compare(self, inputs: PassInputs) -> None:
+        """Raises UserError, on all ranks, where they are not at the same call or were given different inputs.
+
+        Collective. Reads two sketches of 32 numbers back from the tensors' device.
+        """
+        if self.group.size == 1:
+            return
+        shapes = [(tuple(one.shape), one.dtype) for one in inputs.conditions]
+        latents = [(tuple(one.shape), one.dtype) for one in inputs.latents]
+        marks = fingerprint_of((inputs.size, latents)), fingerprint_of(inputs.steps), fingerprint_of(shapes)
+        sketches = torch.cat([_sketch(inputs.latents), _sketch(inputs.conditions)])
+        rows = self._exchange(_PASS, 0, marks, sketches)
+        columns = list(zip(*(row[3 : 3 + len(marks)] for row in rows), strict=True))
+        for complaint, column in zip(_COMPLAINTS.values(), columns, strict=True):
+            _require_equal(complaint, column)
+        values = torch.tensor([row[3 + len(marks) :] for row in rows]).view(torch.float64).unflatten(1, (2, _BUCKETS))
+        for complaint, of_ranks in zip((LATENTS_DIFFER, CONDITIONS_DIFFER), values.unbind(1), strict=True):
+            close = torch.cdist(of_ranks, of_ranks, compute_mode="donot_use_mm_for_euclid_dist") <= _TOLERANCE
+            _require(complaint, close[int(close.sum(dim=1).argmax())].tolist())
+
+    def _exchange(self, kind: int, seed: int, marks: Sequence[int], sketches: torch.Tensor) -> list[list[int]]:
+        """By rank: what it has come for, its calls, its seed, its marks, its sketches as bits. Collective."""
+        bits = sketches.to(torch.float64).view(torch.int64).tolist()
+        rows = self.group.control().gather_integers([kind, self.calls, seed, *marks, *bits], _CPU)
+        calls = [row[1] for row in rows]
+        self.calls = max(calls)
+        _require_equal(CALLS_DIFFER, calls)
+        _require_equal(GENERATORS_DIFFER, [row[0] for row in rows])
+        return rows
+
+
+def _require_equal(complaint: str, of_ranks: Sequence[int]) -> None:
+    usual = max(of_ranks, key=of_ranks.count)
+    _require(complaint, [value == usual for value in of_ranks])
+
+
+def _require(complaint: str, fine: Sequence[bool]) -> None:
+    if not all(fine):
+        raise UserError(complaint.format([rank for rank, good in enumerate(fine) if not good]))
+
+
+def _sketch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """float64[32] on the CPU, as far apart for two lists of tensors as the tensors themselves, each at unit length.
+
+    Values are added up with pseudo-random signs in 32 sums (a count sketch: Charikar, Chen and Farach-Colton, 2002),
+    which in expectation keeps the squared distance.
+    """
+    total: torch.Tensor | None = None
+    for tensor in tensors:
+        flat = torch.nan_to_num(tensor.detach().reshape(-1).float(), 0.0, 0.0, 0.0)
+        index = torch.arange(len(flat), device=flat.device)
+        signs = ((index * 0x9E3779B1 >> 28) & 1) * 2 - 1
+        sums = F.pad(flat * signs, (0, -len(flat) % _BUCKETS)).view(-1, _BUCKETS).sum(dim=0)
+        sums = sums / torch.linalg.vector_norm(flat).clamp_min(1e-30)
+        total = sums if total is None else total + sums.to(total.device)
+    return torch.zeros(_BUCKETS, dtype=torch.float64) if total is None else total.to(_CPU, torch.float64)

@@ -1,0 +1,148 @@
+"""One generation after another: how far a pipeline is, and that all ranks are at the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbsp_core.comm.generation import GenerationAgreement, PassInputs
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.masks.schedule import Progress
+from dbsp_diffusers.packed.samples import PackedBatch
+from dbsp_diffusers.patching import PatchSet, around_calls, signature_of
+
+__all__ = ["Generations", "shared_generator"]
+
+
+class Generations:
+    """Follows the calls of a pipeline, or the passes of a transformer that is used without one.
+
+    Within a call of the pipeline, the scheduler's index says which step it is at. Elsewhere, in another pipeline with
+    the same transformer or in a loop of the user's own, a generation begins where timesteps rise.
+    """
+
+    def __init__(self, pipe: Any, everyone: SequenceGroup) -> None:
+        """pipe: None for a transformer alone;  everyone: the ranks that make one video together"""
+        self.agreement = GenerationAgreement(everyone)
+        self._pipe = pipe
+        self._call: object = None
+        """Another one for each call of the pipeline; None outside of them."""
+        self._seen: object = object()
+        """The generation that the last pass was in."""
+        self._timestep: float | None = None
+        """Of the last pass outside of calls."""
+        self._passes = 0
+        """In this generation, before the current one."""
+
+    def attach(self, patches: PatchSet, *, shares_seeds: bool) -> None:
+        """Follows the pipeline's calls.
+
+        shares_seeds: whether a call without `generator` gets one that all ranks seed alike, with their first rank's
+                draw: the noise is what diffusers draws with it on the device that the pipeline computes on
+        """
+        self.agreement.group.control()  # making it is a collective
+        if self._pipe is not None and callable(self._pipe):
+            around_calls(self._pipe, lambda call: self._around(call, shares_seeds), patches)
+
+    def _around(self, call: Callable[..., Any], shares_seeds: bool) -> Callable[..., Any]:
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            self.agreement.begin_call()
+            outer, self._call = self._call, object()
+            vars(self._pipe).pop("_num_timesteps", None)  # the last call's, until this one knows
+            try:
+                if shares_seeds and not kwargs.get("generator"):
+                    kwargs["generator"] = shared_generator(self._pipe, self.agreement)
+                return call(*args, **kwargs)
+            finally:
+                self._call = outer
+
+        return followed
+
+    def progress(self) -> Progress:
+        """What the pipeline says of its denoising."""
+        scheduler = getattr(self._pipe, "scheduler", None)
+        if self._call is None:
+            return Progress(getattr(scheduler, "timesteps", None))
+        index = getattr(scheduler, "step_index", None)
+        return Progress(self._call, index if isinstance(index, int) else None)
+
+    def steps(self) -> int | None:
+        """How many denoising steps the current generation takes; None before that is known, and without a pipeline.
+
+        With `strength` below 1, a pipeline leaves out the first of its scheduler's.
+        """
+        ours = None if self._call is None else vars(self._pipe).get("_num_timesteps")
+        if isinstance(ours, int):
+            return ours
+        scheduler = getattr(self._pipe, "scheduler", None)
+        timesteps = getattr(scheduler, "timesteps", None)
+        return None if timesteps is None else len(timesteps) - (getattr(scheduler, "begin_index", None) or 0)
+
+    def hook(self, transformer: nn.Module, patches: PatchSet, *, whole_inputs: bool, always: bool) -> None:
+        """Lets the ranks compare what the transformer is given, at the first pass of each generation.
+
+        Hooked before anything that cuts its inputs.
+        whole_inputs: whether every rank is given all of them
+        always: whether to compare at every pass
+        """
+
+        @torch.compiler.disable
+        def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs = signature_of(module).bind(*args, **kwargs).arguments
+            if isinstance(inputs.get("hidden_states"), PackedBatch):
+                return  # of samples that each rank brings its own of: all are gathered before the pass
+            timestep = None if module.training and torch.is_grad_enabled() else inputs.get("timestep")
+            first = self._begins(timestep)
+            self._passes = 0 if first else self._passes + 1
+            if first or always:
+                self.agreement.compare(self._pass_inputs(inputs, timestep, whole_inputs))
+
+        patches.hook(transformer.register_forward_pre_hook, compare, with_kwargs=True)
+
+    def _begins(self, timestep: Any) -> bool:
+        """Whether a pass is the first of a generation. Reads the timestep outside of the pipeline's calls."""
+        last, self._seen = self._seen, self.progress().generation
+        if self._call is not None:
+            return self._seen is not last
+        before = self._timestep
+        if timestep is not None:
+            self._timestep = _value(timestep)
+        rises = before is not None and self._timestep is not None and self._timestep > before
+        first = self._seen is not last or rises
+        if first:
+            self.agreement.begin_call()
+        return first
+
+    def _pass_inputs(self, inputs: Mapping[str, Any], timestep: Any, whole: bool) -> PassInputs:
+        guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
+        moment = None if timestep is None else f"{_value(timestep):.5g}"
+        steps = self.steps(), moment, self._passes, guidance
+        latents = list(_tensors(inputs.get("hidden_states")))
+        others = [value for name, value in inputs.items() if name not in ("hidden_states", "timestep")]
+        size = [tuple(one.shape) for one in latents]
+        return PassInputs(size, steps, latents, list(_tensors(others))) if whole else PassInputs(size, steps)
+
+
+def shared_generator(pipe: Any, agreement: GenerationAgreement) -> torch.Generator:
+    """A generator on the device that the pipeline computes on, which all ranks seed alike. Collective.
+
+    That device may be another than the one that holds its weights: under CPU offload.
+    """
+    seed = agreement.seed(int(torch.randint(0, 2**62, (1,))))
+    return torch.Generator(getattr(pipe, "_execution_device", None) or pipe.device).manual_seed(seed)
+
+
+def _value(timestep: Any) -> float:
+    return float(timestep.amax()) if isinstance(timestep, torch.Tensor) else float(timestep)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """A tensor, or those in a list of them."""
+    if isinstance(value, torch.Tensor) and value.numel():
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)

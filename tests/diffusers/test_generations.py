@@ -1,0 +1,115 @@
+"""Ranks compare, before the first attention of a generation, which call they are at and what they were given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dbsp_diffusers
+from dbsp_cli.tiny_models import make_tiny
+from dbsp_core.comm.generation import _sketch
+from generation_cases import differing_calls, failing_on_one, passes_alone, refused_on_one, second_pipeline
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(make_tiny("wan", tmp_path_factory.mktemp("tiny") / "wan"))
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_calls_that_differ_raise_on_all_ranks_and_the_next_one_is_right(pool, folder, debug):
+    answers = pool(2).run(differing_calls, folder, debug)
+    assert answers[0] == answers[1], "all ranks say the same"
+    expected = {
+        "seed": "the latents that a generation begins with differ on rank(s) [1]",
+        "prompt": "the text or another condition differs on rank(s) [1]",
+        "longer prompt": "the text or another condition differs in length on rank(s) [1]",
+        "size": "the size of the video differs on rank(s) [1]",
+        "steps": "the denoising steps, timestep or guidance differ on rank(s) [1]",
+        "guidance": "the denoising steps, timestep or guidance differ on rank(s) [1]",
+        "generator": "some ranks were given a generator and others not",
+    }
+    assert answers[0].keys() == expected.keys()
+    for kind, text in expected.items():
+        assert answers[0][kind].startswith(text), (kind, answers[0][kind])
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_call_that_failed_on_one_rank_mixes_no_requests(pool, folder, debug):
+    (others, _), (odd, _) = answers = pool(2).run(failing_on_one, folder, debug)
+    mixed = "the ranks are not at the same call: rank(s) [1] have begun another number of them"
+    assert odd[0] == "out of memory on one rank"
+    assert others[0].startswith(mixed)
+    assert odd[1].startswith(mixed)
+    assert others[1].startswith("the latents"), "requests 1 and 2, of ranks that agree about the number of calls again"
+    assert odd[2].startswith("the latents")
+    assert all(difference == 0.0 for _, difference in answers)
+
+
+def test_a_pipeline_made_from_an_enabled_one_must_have_the_same_noise(pool, folder):
+    for said, difference in pool(2).run(second_pipeline, folder):
+        assert said.startswith("the latents that a generation begins with differ on rank(s) [1]; give all ranks the")
+        assert difference <= TOLERANCE
+
+
+def test_a_transformer_alone_is_compared_where_timesteps_rise(pool):
+    for first, second, odd, *others, generations in pool(2).run(passes_alone):
+        assert odd.startswith("the latents")
+        assert {first, second, *others} == {"nothing"}
+        assert generations == "2", "the pass after the refused one repeats its timestep, and is no new generation"
+
+
+@pytest.mark.parametrize("fault", ["compiled", "class", "none", "strategy", "enabled"])
+def test_enable_that_is_refused_on_one_rank_is_refused_on_all(pool, fault):
+    words = {
+        "compiled": "compiled already",
+        "class": "does not know Linear",
+        "none": "object has none",
+        "strategy": "U2",
+        "enabled": "parallelized already",
+    }
+    for said in pool(2).run(refused_on_one, fault):
+        assert "rank(s) [1]: " in said
+        assert words[fault] in said
+
+
+@pytest.mark.parametrize(("strength", "steps"), [(1.0, 10), (0.8, 8), (0.5, 5)])
+def test_the_last_steps_are_dense_where_strength_leaves_out_the_first(folder, strength, steps):
+    from diffusers import WanPipeline, WanVideoToVideoPipeline
+
+    parts = WanPipeline.from_pretrained(folder).components
+    names = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
+    pipe = WanVideoToVideoPipeline(**{name: parts[name] for name in names})
+    pipe.set_progress_bar_config(disable=True)
+    mask = {"source": "callable", "function": "user_masks:band_noting_moments", "depends_on": "step"}
+    mask |= {"block_q": 8, "block_k": 8}
+    session = dbsp_diffusers.enable(pipe, {"mask": mask, "dense_schedule": {"last_steps": 2}})
+    provider, dense = session._mask_provider, []
+    begin = provider.begin
+
+    def watch(*arguments):
+        begin(*arguments)
+        dense.append((provider.moment.step, provider._is_dense(0)))
+
+    provider.begin = watch
+    size = {"latents": torch.randn(1, parts["transformer"].config.in_channels, 3, 8, 8), "height": 64, "width": 64}
+    pipe(prompt="a", num_inference_steps=10, strength=strength, guidance_scale=1.0, output_type="latent", **size)
+    assert dense == [(step, step >= steps - 2) for step in range(steps)]
+
+
+def test_a_sketch_tells_tensors_apart_and_not_their_rounding():
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((1, 16, 3, 8, 12), (1, 512, 4096)):
+        one, other = (torch.randn(shape, generator=generator) for _ in range(2))
+        assert torch.dist(_sketch([one]), _sketch([one.bfloat16()])) < 2**-7
+        assert torch.dist(_sketch([one]), _sketch([other])) > 0.5
+        assert torch.dist(_sketch([one]), _sketch([one.roll(1, -1)])) > 0.5
+        assert torch.dist(_sketch([one, other]), _sketch([one, one])) > 0.5
+        assert torch.dist(_sketch([one]), _sketch([-one])) > 0.5
+        some = one.clone()
+        some.view(-1)[: some.numel() // 10] = 0  # of ten words, one
+        assert torch.dist(_sketch([one]), _sketch([some])) > 2**-5
+    assert _sketch([]).tolist() == [0.0] * 32
+    assert torch.isfinite(_sketch([torch.full((5,), float("nan"))])).all()
