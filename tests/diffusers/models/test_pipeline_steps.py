@@ -245,7 +245,7 @@ def make_pipe(case: Case) -> Any:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.pipeline)
 def test_steps_and_passes_of_a_pipeline_in_bfloat16(case):
     torch.manual_seed(0)
-    pipe, steps, ends = make_pipe(case), 30, {"first_steps": 3, "last_steps": 4}
+    pipe, steps, ends = make_pipe(case), 50, {"first_steps": 3, "last_steps": 4}
     config = {"mask": {"source": "window", "block_q": 16, "block_k": 16}, "dense_schedule": ends}
     session = dbsp_diffusers.enable(pipe, config)
     dense: list[bool] = []
