@@ -1,6 +1,6 @@
 """db-SP for xDiT (xfuser): `xdit … --sp-backend dbsp`, or `attach(pipe, config)` in a script of your own.
 
-Nothing is imported here: torch looks into this package each time it starts (see `dbsp_xdit.autoload`).
+Nothing is imported here: `dbsp_xdit.autoload` is loaded each time torch is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dbsp_xdit.attachment import attach, detach, session_of
 
-__all__ = ["attach", "detach", "session_of"]
+__all__ = ["NEEDS", "attach", "detach", "session_of"]
+
+NEEDS = ("xfuser", "diffusers", "transformers", "triton", "imageio_ffmpeg")
+"""Packages that a run imports, none of which comes with db-SP alone."""
 
 
 def __getattr__(name: str) -> Any:

@@ -26,6 +26,8 @@ from dbsp_xdit.flags import config_from, parse_known
 
 __all__ = ["Model", "find_model", "preflight", "require_video_size", "settings_of"]
 
+_KNOWN = f"use one of {', '.join(MODEL_SPECS)}, their names on Hugging Face, or a local folder"
+
 
 @dataclass(frozen=True)
 class Model:
@@ -52,9 +54,7 @@ def find_model(name: str) -> Model:
     if not folder.is_dir():
         looks_local = name.startswith((".", os.sep, "~")) or name.count("/") > 1
         fault = "that folder does not exist" if looks_local else "db-SP does not know that name"
-        known, hint = ", ".join(MODEL_SPECS), did_you_mean(name.casefold(), MODEL_SPECS)
-        use = f"use one of {known}, their names on Hugging Face, or a local folder"
-        raise UserError(f"--model {name}: {fault}; {use}{hint}")
+        raise UserError(f"--model {name}: {fault}; {_KNOWN}{did_you_mean(name.casefold(), MODEL_SPECS)}")
     _require_pipeline(folder)
     _read_json(folder / "transformer" / "config.json")
     signature = signature_of_model(folder)
@@ -142,7 +142,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 def preflight(argv: Sequence[str]) -> str | None:
     """Raises UserError for what is wrong with an xdit command line that asks for db-SP; quiet otherwise.
 
-    returns: the repository or the folder that its ranks will load, where it says one
+    returns: the repository or the folder that its ranks will load
     """
     if "-h" in argv or "--help" in argv:
         return None
@@ -153,20 +153,20 @@ def preflight(argv: Sequence[str]) -> str | None:
     require_possible(settings[0])
     if settings[0].report and args["nnodes"] == "1":  # of several, one writes it
         require_folder_place(Path(settings[0].report).absolute(), "--sp-report" if args["sp_report"] else "report")
-    return None if settings[1] is None else settings[1].source
+    return settings[1].source
 
 
-def settings_of(args: Mapping[str, Any]) -> tuple[DbspConfig, Model | None] | None:
+def settings_of(args: Mapping[str, Any]) -> tuple[DbspConfig, Model] | None:
     """The configuration and the model that a run's arguments ask for; None for backend "usp".
 
-    args: xfuser's, by name; without a model, which xfuser then asks for, there is none
+    args: xfuser's, by name
     Raises UserError, in one line, for arguments that make no sense.
     """
     config = config_from(args)
     if config is None:
         return None
     if args.get("model") is None:
-        return config, None
+        raise UserError(f"--model is missing; {_KNOWN}")
     model = find_model(args["model"])
     require_video_size(model, args)
     return config, model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from dbsp_cli.output import JsonFlag, print_json, print_tables, working
 from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.packages import installed_version
+from dbsp_core.utils.packages import installed_version, missing_packages
 from dbsp_kernels import KERNELS, available, explain_auto
 
 __all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
@@ -69,7 +68,7 @@ class Importable:
 
     def check(self) -> Check:
         fix = "; ".join(filter(None, (self.use, f"pip install 'dbsp-attention[{self.extra}]'")))
-        lacking = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        lacking = missing_packages(self.needs)
         if lacking:
             return Check(self.what, "missing", f"lacks {', '.join(lacking)}", fix)
         code = self.code or f"import {', '.join(self.needs)}"

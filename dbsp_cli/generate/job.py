@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+import dbsp_xdit
 from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.joined import Joined
 from dbsp_cli.generate.launcher import Launch
@@ -31,6 +31,7 @@ from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_sa
 from dbsp_core.config.preflight import dense_complaint, duration_notice, require_possible
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
+from dbsp_core.utils.packages import missing_packages, require_packages
 from dbsp_core.utils.paths import require_file_place, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings
 from dbsp_kernels import choose_kernel
@@ -52,11 +53,11 @@ class Host:
 
     @property
     def missing(self) -> list[str]:
-        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return missing_packages(self.needs)
 
 
 HOSTS = {
-    "xdit": Host("dbsp_xdit.generate", ("xfuser", "diffusers", "transformers", "triton", "imageio_ffmpeg"), "xdit"),
+    "xdit": Host("dbsp_xdit.generate", dbsp_xdit.NEEDS, "xdit"),
     "para": Host("dbsp_para.generate", ("diffusers", "transformers", "imageio_ffmpeg"), "diffusers"),
 }
 
@@ -306,7 +307,5 @@ def _host(name: str | None) -> str:
             raise UserError("neither xfuser nor diffusers is installed; pip install 'dbsp-attention[xdit]'")
     if name not in HOSTS:
         raise UserError(f"unknown host {name!r}; use {' or '.join(HOSTS)}")
-    missing = HOSTS[name].missing
-    if missing:
-        raise UserError(f"--host {name} lacks {', '.join(missing)}; pip install 'dbsp-attention[{HOSTS[name].extra}]'")
+    require_packages(f"--host {name}", HOSTS[name].needs, HOSTS[name].extra)
     return name

@@ -1,14 +1,17 @@
-"""Versions of the packages that decide what is computed and exchanged."""
+"""Which packages are there, and the versions of those that decide what is computed and exchanged."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import platform
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
+from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
 
-__all__ = ["installed_version", "package_versions", "version_marks"]
+__all__ = ["installed_version", "missing_packages", "package_versions", "require_packages", "version_marks"]
 
 _PACKAGES = ("dbsp-attention", "torch", "numpy", "triton", "diffusers", "transformers", "xfuser", "para-attn")
 
@@ -19,6 +22,18 @@ def installed_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def missing_packages(names: Iterable[str]) -> list[str]:
+    """Those that cannot be found, by the names they are imported by."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def require_packages(what: str, names: Iterable[str], extra: str) -> None:
+    """Raises UserError where `what` cannot run for want of packages. extra: installs them"""
+    missing = missing_packages(names)
+    if missing:
+        raise UserError(f"{what} lacks {', '.join(missing)}; pip install 'dbsp-attention[{extra}]'")
 
 
 @functools.cache

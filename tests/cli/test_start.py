@@ -53,6 +53,19 @@ def test_the_installed_commands_are_there():
         assert callable(getattr(import_module(module), name))
 
 
+def test_dbsp_xdit_without_xfuser_says_how_to_install_it(monkeypatch, capfd):
+    """The command is always installed, whatever else was asked for."""
+    from dbsp_xdit import run
+
+    monkeypatch.setattr(run, "NEEDS", ("torch", "dbsp_no_such_module"))
+    monkeypatch.setattr(sys, "argv", ["dbsp-xdit", "--model", "./tiny", "--prompt", "a"])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 2
+    said = "dbsp: error: dbsp-xdit lacks dbsp_no_such_module; pip install 'dbsp-attention[xdit]'\n"
+    assert capfd.readouterr().err == said
+
+
 OUR_FAULT_AND_YOURS = [(ValueError("a fault"), ValueError), (UserError("yours"), SystemExit)]
 
 
@@ -74,6 +87,7 @@ class TestFaultsOfOurOwn:
         from dbsp_xdit import run
 
         monkeypatch.setattr(sys, "argv", ["dbsp-xdit", "--model", "m"])
+        monkeypatch.setattr(run, "NEEDS", ())
         monkeypatch.setattr(run, "preflight", lambda argv: (_ for _ in ()).throw(error))
         with pytest.raises(ends) as raised:
             run.main()
