@@ -2,7 +2,7 @@
 
 import dbsp_para
 dbsp_para.parallelize_pipe(pipe, config={"mask": {"source": "window"}})    # changes nothing but this pipe
-# or, through para-attn's own functions, which `import dbsp_para` teaches one argument:
+# or, through para-attn's own functions, which know two more arguments wherever db-SP is installed:
 from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
 parallelize_pipe(pipe, mesh=mesh, attn="dbsp", config=...)
 

@@ -14,6 +14,7 @@ from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import SOURCES
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import UserError
+from dbsp_start.command_line import full_name
 
 __all__ = ["add_flags", "config_from", "parse_known", "strategy_from"]
 
@@ -84,6 +85,7 @@ def parse_known(argv: Sequence[str]) -> dict[str, Any]:
     normal = []
     for argument in argv:
         name, equals, value = argument.partition("=")
+        name = full_name(name)
         normal.append(name.replace("-", "_").replace("__", "--", 1) + equals + value if name[:2] == "--" else argument)
     return vars(parser.parse_known_args(normal)[0])
 

@@ -5,34 +5,36 @@
 and, in runs with backend "dbsp" only:
 - xfuser…runner_models.base_model: attach after the weights are loaded, report after the run
 - xfuser…runtime_state: no refusals on behalf of an attention that will not run
+and in scripts of the user's:
+- xfuser.config.args: the flags are refused, with what to call instead
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from dbsp_core.utils.errors import exit_on_user_error
+from dbsp_core.utils.errors import UserError, exit_on_user_error
 from dbsp_diffusers.patching import PatchSet
+from dbsp_start.command_line import BACKEND, dbsp_requested, full_name
+from dbsp_start.import_hook import after_import
 
-__all__ = ["install", "uninstall"]
+__all__ = ["install", "undoable", "uninstall"]
 
 Action = Callable[[ModuleType, PatchSet], None]
 _installed: PatchSet | None = None
 
 
-def install(*, active: bool) -> None:
+def install(*, active: bool, script: bool = False) -> None:
     """Makes every change, now or when the module is imported. Once; see `uninstall`.
 
     active: whether the run uses backend "dbsp": otherwise it only learns the flags
+    script: whether it is no run of xfuser's runner, but a script of the user's
     """
     global _installed
     if _installed is not None:
@@ -42,17 +44,15 @@ def install(*, active: bool) -> None:
         "xfuser.cli": _patch_cli,
         "xfuser.config.args": _patch_args,
     }
-    if active:
+    if script:
+        actions = {"xfuser.config.args": _patch_parser}
+    elif active:
         from dbsp_xdit.cpu_shim import cpu_patches
 
         actions["xfuser.model_executor.models.runner_models.base_model"] = _patch_base_model
         actions["xfuser.core.distributed.runtime_state"] = _patch_runtime_state
         actions.update(cpu_patches(patches))
-    for name in [name for name in actions if name in sys.modules]:
-        actions.pop(name)(sys.modules[name], patches)
-    finder = PostImportHook(actions, patches)
-    sys.meta_path.insert(0, finder)
-    patches.on_detach(lambda: sys.meta_path.remove(finder))
+    patches.on_detach(after_import(undoable(actions, patches)))
     _installed = patches
 
 
@@ -64,30 +64,13 @@ def uninstall() -> None:
         _installed = None
 
 
-class PostImportHook(importlib.abc.MetaPathFinder):
-    """Runs an action once a module of that name has been executed."""
+def undoable(actions: Mapping[str, Action], patches: PatchSet) -> dict[str, Callable[[ModuleType], None]]:
+    """The actions as `after_import` takes them; they note in `patches` what they change."""
 
-    def __init__(self, actions: dict[str, Action], patches: PatchSet) -> None:
-        self._actions = actions
-        self._patches = patches
+    def noting(action: Action) -> Callable[[ModuleType], None]:
+        return lambda module: action(module, patches)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        action = self._actions.pop(fullname, None)  # popped first: the nested search below must not come back here
-        if action is None:
-            return None
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_then_act(module: ModuleType) -> None:
-            execute(module)
-            action(module, self._patches)
-
-        spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
-        return spec
+    return {name: noting(action) for name, action in actions.items()}
 
 
 def _patch_cli(module: ModuleType, patches: PatchSet) -> None:
@@ -128,12 +111,31 @@ def _patch_args(module: ModuleType, patches: PatchSet) -> None:
             settings = settings_of(args)
         if settings is not None:
             config, model = settings
-            if model is not None:
-                register(args["model"], model, config)
+            register(args["model"], model, config)
         return from_runner_args(args)
 
     patches.set_attribute(cls, "add_runner_args", staticmethod(with_flags))
     patches.set_attribute(cls, "from_runner_args", classmethod(with_models))
+
+
+def _patch_parser(module: ModuleType, patches: PatchSet) -> None:
+    """Scripts that take xfuser's arguments make their pipeline themselves, and must be told where to attach db-SP."""
+    cls = module.FlexibleArgumentParser
+    original = cls.parse_args
+
+    @functools.wraps(original)
+    def parse_args(self: Any, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else args
+        has_its_own = any(full_name(option) == BACKEND for option in self._option_string_actions)
+        if dbsp_requested(given) and not has_its_own:
+            with exit_on_user_error():
+                raise UserError(
+                    "--sp-backend dbsp is for the command xdit; this script makes its pipeline itself: leave the flag "
+                    "out, and call dbsp_xdit.attach(pipe, config) once the pipeline is loaded"
+                )
+        return original(self, args, namespace)
+
+    patches.set_attribute(cls, "parse_args", parse_args)
 
 
 def _patch_base_model(module: ModuleType, patches: PatchSet) -> None:

@@ -13,8 +13,10 @@ from typing import NoReturn
 
 from dbsp_core.config.preflight import require_checkpoint
 from dbsp_core.utils.errors import exit_on_user_error
+from dbsp_core.utils.packages import require_packages
+from dbsp_start.command_line import BACKEND, dbsp_requested, full_name
 from dbsp_start.parents import LAUNCHER
-from dbsp_xdit.autoload import dbsp_requested
+from dbsp_xdit import NEEDS
 from dbsp_xdit.models import preflight
 from dbsp_xdit.patches import install
 
@@ -24,9 +26,10 @@ __all__ = ["main"]
 def main() -> NoReturn:
     """Checks the arguments, then becomes torchrun."""
     argv = sys.argv[1:]
-    if not any(argument.split("=")[0].replace("_", "-") == "--sp-backend" for argument in argv):
+    if not any(full_name(argument.split("=")[0]) == BACKEND for argument in argv):
         argv = ["--sp_backend", "dbsp", *argv]
     with exit_on_user_error():
+        require_packages("dbsp-xdit", NEEDS, "xdit")
         require_checkpoint(preflight(argv))
     install(active=dbsp_requested(argv))  # xfuser.cli cannot be imported without an accelerator otherwise
     from xfuser.cli import extract_torchrun_args, get_nproc_from_args

@@ -12,7 +12,7 @@ from repository import ROOT
 
 REPOSITORY = ROOT
 PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
-OTHERS = ("unrecognized arguments", "import xfuser", "terminate called")
+OTHERS = ("unrecognized arguments", "import xfuser", "terminate called", "Failed to load the backend")
 """Quoted, but said by others."""
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -18,6 +21,7 @@ from para_cases import (
     run_with_grad_enabled,
     unseeded_noise,
 )
+from repository import ROOT
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
@@ -139,3 +143,39 @@ def test_para_attn_learns_the_argument_and_forgets_it():
     dbsp_para.uninstall()
     assert all(a.parallelize_transformer is not w for a, w in zip(adapters, wrapped, strict=True))
     assert dbsp_para.install()
+
+
+FRESH = """
+from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
+from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+sizes = dict(num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8, freq_dim=8)
+transformer = WanTransformer3DModel(**sizes, ffn_dim=16, num_layers=1)
+pipe = WanPipeline(None, None, None, UniPCMultistepScheduler(), transformer)
+assert parallelize_pipe(pipe, attn="dbsp", config="window") is pipe
+import dbsp_para
+print(type(dbsp_para.session_of(pipe).config.mask).__name__)
+dbsp_para.unparallelize(pipe)
+dbsp_para.uninstall()
+try:
+    parallelize_pipe(pipe, attn="dbsp")
+except TypeError:
+    print("as it was")
+"""
+
+
+def test_para_attn_knows_the_argument_before_anything_of_ours_is_imported(tmp_path):
+    """torch finds the entry points of pyproject.toml in an installation's metadata."""
+    tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
+    pytest.importorskip("para_attn")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = tmp_path / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+    entries = [f"{name} = {place}\n" for name, place in project["entry-points"]["torch.backends"].items()]
+    (metadata / "entry_points.txt").write_text("".join(["[torch.backends]\n", *entries]))
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["WindowSource", "as it was"]

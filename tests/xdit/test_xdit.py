@@ -15,7 +15,7 @@ from dbsp_core import Strategy
 from dbsp_core.config.models import find_model_spec
 from dbsp_core.sources import RadialSource, WindowSource
 from dbsp_diffusers.patching import PatchSet
-from dbsp_xdit.autoload import dbsp_requested, is_xfuser_run, is_xfusers_torchrun
+from dbsp_start.command_line import dbsp_requested, is_xfuser_run, is_xfusers_torchrun
 from dbsp_xdit.cpu_shim import cpu_patches
 from dbsp_xdit.flags import config_from, parse_known
 from dbsp_xdit.models import find_model, preflight, settings_of
@@ -185,6 +185,7 @@ def test_usp_asks_for_nothing():
         (["--sp-backend", "dbsp", "--sp-mask", "radial:width"], "write NAME:key=value"),
         (["--sp-backend", "dbsp", "--sp-config", "/nowhere.yaml"], "does not exist"),
         (["--sp-backend", "dbsp", "--pipefusion_parallel_degree", "2"], "leave it at 1"),
+        (["--sp-backend", "dbsp"], "--model is missing; use one of wan2.1-t2v-14b, .* or a local folder"),
         (["--sp-backend", "dbsp", "--model", "./nowhere"], "that folder does not exist"),
         (["--sp-backend", "dbsp", "--tensor-parallel-degree", "2"], "leave it at 1"),
         (["--sp-backend", "dbsp", "--use_hybrid_attn_schedule"], "--use_hybrid_attn_schedule does not go with"),

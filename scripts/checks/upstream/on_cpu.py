@@ -59,14 +59,15 @@ def prepare_rank(function: Callable[..., None]) -> None:
 def prepare_xfuser(enabled: bool) -> None:
     """Before xfuser is imported: with all of db-SP's patches, or only with those that make it work without a GPU."""
     from dbsp_diffusers.patching import PatchSet
+    from dbsp_start.import_hook import after_import
     from dbsp_xdit.cpu_shim import cpu_patches
-    from dbsp_xdit.patches import PostImportHook, install
+    from dbsp_xdit.patches import install, undoable
 
     if enabled:
         install(active=True)
     else:
         patches = PatchSet()
-        sys.meta_path.insert(0, PostImportHook(cpu_patches(patches), patches))
+        after_import(undoable(cpu_patches(patches), patches))
 
 
 def prepare_para() -> None:

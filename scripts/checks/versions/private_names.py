@@ -157,7 +157,7 @@ _CACHE_DIT = (
     ),
 )
 _TORCH = (
-    PrivateName("torch:_import_device_backends", "dbsp_xdit.autoload", says=("torch.backends",)),
+    PrivateName("torch:_import_device_backends", "dbsp_cli.autoload", says=("torch.backends",)),
     PrivateName("torch._utils:_flatten_dense_tensors", "dbsp_diffusers.sharding.sum_gradients"),
     PrivateName("torch._utils:_unflatten_dense_tensors", "dbsp_diffusers.sharding.sum_gradients"),
     PrivateName("torch.distributed:ProcessGroup._device_types", "dbsp_core.comm.groups"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cheap_ranks import LIMIT_S, Ranks, generating, wait_until
+from cheap_ranks import LIMIT_S, Ranks, generating, runs, wait_until
 from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed, run_watched
 from dbsp_cli.generate.signals import end_cleanly_on_signals
 from dbsp_diffusers.patching import PatchSet
@@ -169,23 +169,27 @@ class TestXdit:
     """Its processes are xfuser's: torch calls `autoload` in each."""
 
     @pytest.mark.parametrize(
-        ("command", "rank", "tied"),
+        ("command", "run", "tied"),
         [
             ([*TORCHRUN, "--sp-backend", "dbsp"], None, [signal.SIGTERM]),
-            ([*RANK, "--sp-backend", "dbsp"], "0", [signal.SIGKILL]),
+            ([*RANK, "--sp-backend", "dbsp"], "run", [signal.SIGKILL]),
+            ([*RANK, "--sp-backend", "dbsp"], None, []),
             (["python", "xdit", "--sp-backend", "dbsp"], None, []),
+            (["python", "xdit", "--sp-backend", "dbsp"], "run", []),
             (TORCHRUN, None, []),
-            (RANK, "0", []),
+            (RANK, "run", []),
         ],
     )
-    def test_torchrun_ends_with_xdit_and_ranks_with_torchrun(self, monkeypatch, command, rank, tied):
+    def test_torchrun_ends_with_xdit_and_ranks_with_torchrun(self, monkeypatch, command, run, tied):
+        """A pod may export RANK to a process that is no rank of torchrun's, and ends with nobody."""
         asked: list[signal.Signals] = []
         monkeypatch.setattr("dbsp_start.parents.end_with_parent", lambda by: asked.append(by))
-        monkeypatch.setattr("dbsp_xdit.patches.install", lambda active: None)
+        monkeypatch.setattr("dbsp_xdit.patches.install", lambda active, script=False: None)
         monkeypatch.setattr(sys, "orig_argv", command)
-        monkeypatch.delenv("RANK", raising=False)
-        if rank is not None:
-            monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        if run is not None:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
         autoload()
         assert asked == tied
 
@@ -242,6 +246,46 @@ def test_a_rank_ends_when_its_torchrun_is_killed(tmp_path, how):
         os.kill(rank, signal.SIGKILL)
         raise AssertionError("the rank lives on")
     torchrun.wait()
+
+
+ANSWERS = (
+    "import os\nfrom dbsp_start import parents\nparents._LOOK_S = 0.05\nparents.end_with_parent()\n"
+    "print(os.getpid(), flush=True)\ninput()\nprint('lives on', flush=True)\nimport time\ntime.sleep(600)\n"
+)
+STARTED_BY_A_THREAD = """
+import os, subprocess, sys, threading, time
+def start():
+    global run, thread
+    thread = threading.get_native_id()
+    pipe = subprocess.PIPE
+    run = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdin=pipe, stdout=pipe, text=True)
+    print(run.stdout.readline(), end='', flush=True)
+threading.Thread(target=start).start()
+while 'thread' not in globals() or os.path.exists(f'/proc/self/task/{thread}'):
+    time.sleep(0.02)
+run.stdin.write('\\n')
+run.stdin.flush()
+print(run.stdout.readline(), end='', flush=True)
+print(run.stdout.read())
+"""
+
+
+def test_a_rank_outlives_the_thread_that_started_it_and_not_the_process():
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", STARTED_BY_A_THREAD, ANSWERS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    rank = int(launcher.stdout.readline())
+    try:
+        assert launcher.stdout.readline() == "lives on\n"
+        launcher.kill()
+        launcher.wait()
+        wait_until(lambda: not runs(rank))
+    finally:
+        if runs(rank):
+            os.kill(rank, signal.SIGKILL)
+        launcher.kill()
+        launcher.communicate()
 
 
 def test_a_rank_that_asks_too_late_ends_at_once(tmp_path):
