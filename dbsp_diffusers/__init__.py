@@ -1,9 +1,10 @@
 """db-SP for diffusers: sharding a pipeline's transformer over GPUs, its self-attention sparse and dual-balanced.
 
-import dbsp_diffusers
-dbsp_diffusers.enable(pipe, {"mask": {"source": "sparge"}})  # on every rank, under torchrun
+torch.distributed.init_process_group()                       # in a script that torchrun starts
+dbsp_diffusers.enable(pipe, "sparge:cdf=0.92")               # on every rank
 video = pipe("a red ball bounces over a blue floor").frames[0]
 dbsp_diffusers.disable(pipe)                                 # as it was
+torch.distributed.destroy_process_group()
 """
 
 from dbsp_core.config.config import DbspConfig

@@ -6,6 +6,7 @@ peers within the same group. So there is nothing to build when the strategy chan
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from dbsp_core.utils.errors import UserError
 
 __all__ = [
     "CommunicationError",
@@ -101,8 +104,12 @@ class SequenceGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> SequenceGroup:
-        """The given group, or the default one; a single process where torch.distributed is not initialised."""
+        """The given group, or the default one; a single process where torch.distributed is not initialised.
+
+        Raises UserError for the latter in one of several processes: each would do all of the work by itself.
+        """
         if not dist.is_available() or not dist.is_initialized():
+            _require_alone()
             return cls(0, 1)
         group = group or dist.group.WORLD
         if group is None:
@@ -191,6 +198,15 @@ class SequenceGroup:
         """Every rank's integers (below 2^63), by rank: for checks that all ranks must decide alike."""
         mine = torch.tensor(values, dtype=torch.int64, device=device)
         return [rank_values.tolist() for rank_values in self.all_gather(mine)]
+
+
+def _require_alone() -> None:
+    world = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and world.isdecimal() and int(world) > 1:
+        raise UserError(
+            f"torchrun started {world} processes, but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() first (or unset WORLD_SIZE, for one process alone)"
+        )
 
 
 def report_group(group: SequenceGroup) -> SequenceGroup:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import dbsp_diffusers
+import dbsp_para
 from dbsp_cli.tiny_models import make_tiny
+from dbsp_core.utils.errors import UserError
 from enable_cases import CONFIG, run_hunyuan_15, run_pipeline, run_repeated_timesteps, run_transformer
 from transformers_for_tests import make_transformer
 
@@ -67,6 +69,16 @@ def test_a_transformer_compiled_since_has_its_session():
 def test_what_is_no_pipeline_is_refused():
     with pytest.raises(ValueError, match="int has none"):
         dbsp_diffusers.enable(3)
+
+
+@pytest.mark.parametrize("enable", [dbsp_diffusers.enable, dbsp_para.parallelize_transformer])
+def test_ranks_that_have_not_met_are_refused(monkeypatch, enable):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    transformer = make_transformer("wan")
+    with pytest.raises(UserError, match=r"torchrun started 8 processes, but torch.distributed is not initialised"):
+        enable(transformer, config=CONFIG)
+    assert dbsp_diffusers.session_of(transformer) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Processes that torchrun has started, and that did not meet: each would do all of the work by itself, unnoticed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dbsp_core import BlockGrid, BlockMask, SequenceGroup, dual_balanced_attention
+from dbsp_core.utils.errors import UserError
+
+ALONE = SequenceGroup(0, 1)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+
+def attention(**options: object) -> torch.Tensor:
+    mask = BlockMask(torch.ones(1, 1, 1, dtype=torch.bool), BlockGrid.uniform(tokens=4, block=4))
+    q = torch.ones(1, 1, 4, 8)
+    return dual_balanced_attention(q, q, q, mask, "U1R1", **options)
+
+
+def test_the_default_group_is_refused_with_the_call_that_is_missing(launched):
+    for start in (SequenceGroup.of, attention):
+        with pytest.raises(UserError, match=r"^torchrun started 8 processes, .* torch.distributed.init_process_group"):
+            start()
+
+
+def test_one_process_alone_may_be_asked_for(launched):
+    assert attention(group=ALONE).shape == (1, 1, 4, 8)
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "1"), ("WORLD_SIZE", "many"), ("RANK", None)])
+def test_variables_that_name_no_ranks_mean_nothing(launched, monkeypatch, name, value):
+    monkeypatch.delenv(name)
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    assert SequenceGroup.of() == ALONE
