@@ -203,7 +203,7 @@ class StepCaches:
 
 def _unknown(library: str, cache: str) -> UserError:
     return UserError(
-        f"db-SP does not know the {cache} of this version of {library}, whose decision all ranks must take together; "
+        f"db-SP does not know the {cache} in this version of {library}, whose decision all ranks must take together; "
         "disable it, or install a version that db-SP is tested with (constraints.txt)"
     )
 

@@ -120,7 +120,7 @@ def _say_what_would_run(request: GenerateRequest, job: GenerateJob, as_json: boo
         return
     print(f"# {job.launch.world} × {job.host} would make {job.out} with these settings:")
     print(yaml.safe_dump(effective, allow_unicode=True, sort_keys=False), end="")
-    print("# The same again, with nothing left to be found:")
+    print("# A complete command for the same run:")
     print(shlex.join(again))
 
 

@@ -240,4 +240,4 @@ def _tables(found: MaskInfo, options: InfoOptions) -> Iterator[TextTable]:
     if found.errors is not None:
         rows = [(str(e.layer), str(e.head), f"{e.density:.3f}", f"{e.error:.4f}") for e in found.errors]
         names = ("layer", "head", "density", "relative L1 error")
-        yield TextTable("against dense attention, made tokens", names, rows)
+        yield TextTable("against dense attention, on synthetic tokens", names, rows)

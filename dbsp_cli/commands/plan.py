@@ -37,7 +37,7 @@ def plan_command(
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}, or all.")] = "dbsp",
     reward: Annotated[float, typer.Option(help="R_b of planner paper: how strongly blocks stay.")] = 1.0,
     equal_heads: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
-    target_rho: Annotated[float | None, typer.Option(help="Planner dbsp: the ρ_s at which it is content.")] = None,
+    target_rho: Annotated[float | None, typer.Option(help="Planner dbsp: stop balancing at this ρ_s.")] = None,
     layout: Annotated[
         str | None, typer.Option(help=f"Home layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
     ] = None,

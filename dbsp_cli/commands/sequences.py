@@ -109,7 +109,7 @@ def _work(drawn: DrawnSequences, layer: LayerSize, mask: str) -> SequenceWork:
     source = DbspConfig.load(mask).mask
     if source.changes == "per_call":
         raise UserError(
-            f"mask {mask!r} is predicted from queries and keys, which there are none of; use another source"
+            f"mask {mask!r} is predicted from queries and keys, which do not exist here; use another source"
         )
     static = cast(StaticMaskSource, source)
     made: dict[tuple[int, ...], tuple[BlockGrid, np.ndarray]] = {}

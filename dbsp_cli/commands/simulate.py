@@ -144,7 +144,7 @@ def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1,
     if chosen.partition(":")[0] in SOURCES and not Path(chosen).is_file():
         known = DbspConfig.load(chosen).mask
         if known.changes == "per_call":
-            raise UserError(f"--mask {chosen!r} is predicted from queries and keys, which there are none of here")
+            raise UserError(f"--mask {chosen!r} is predicted from queries and keys, which do not exist here")
         requests = (
             MaskRequest(n, model.heads, model.thw, model.text_tokens, layers=model.layers) for n in range(layers)
         )
@@ -159,7 +159,7 @@ def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1,
 
 def _from_file(path: Path, model: ModelSpec, layers: int) -> list[BlockMask]:
     if not path.is_file():
-        raise UserError(f"mask {str(path)!r} is no preset ({', '.join(PRESETS)}), no density and no file")
+        raise UserError(f"mask {str(path)!r} is neither a preset ({', '.join(PRESETS)}), nor a density, nor a file")
     file = MaskFile(path)
     if (file.heads, file.grid.tokens) != (model.heads, model.tokens):
         raise UserError(

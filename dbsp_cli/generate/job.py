@@ -224,7 +224,7 @@ def _settings(request: GenerateRequest) -> Settings:
     for change in request.changes:
         key, equals, text = change.partition("=")
         if not equals or not all(key.split(".")):
-            raise UserError(f"--set {change} is no KEY=VALUE; write for example --set mask.cdf=0.9")
+            raise UserError(f"--set {change} is not of the form KEY=VALUE, for example --set mask.cdf=0.9")
         try:
             value = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError) as error:

@@ -106,7 +106,9 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         if self.tokens is None and self.thw is None:
-            raise UserError("how many tokens is not in the file; give --thw T,H,W (with --text-tokens) or --tokens")
+            raise UserError(
+                "the file does not say how many tokens there are; give --thw T,H,W (with --text-tokens) or --tokens"
+            )
         if self.groups is not None and (self.steps is not None or self.dense_steps):
             raise UserError("--groups says which steps groups have; leave out --steps and --dense-steps")
         if self.dense_steps and self.steps is None:

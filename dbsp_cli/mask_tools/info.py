@@ -103,7 +103,7 @@ def examine_masks(series: MaskSeries, options: InfoOptions) -> MaskInfo:
 
 
 def _errors(series: MaskSeries, layers: list[int], options: InfoOptions) -> list[LayerError]:
-    """A few heads of each sampled layer, from the emptiest to the densest: they share one head of made tokens."""
+    """A few heads of each sampled layer, from the emptiest to the densest: they share one head of synthetic tokens."""
     tokens = None
     errors = []
     for layer in layers:

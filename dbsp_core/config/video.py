@@ -88,7 +88,7 @@ class VideoSettings:
         unknown = [name for name in ("height", "width", "num_frames") if getattr(full, name) is None]
         if unknown:
             raise SettingError(
-                f"video.{unknown[0]} is not set, and this model is none whose usual size is known; set it in the "
+                f"video.{unknown[0]} is not set, and no default size is known for this model; set it in the "
                 f"configuration's 'video', or with --set video.{unknown[0]}=…",
                 (unknown[0],),
             )

@@ -53,7 +53,7 @@ class PlannerConfig:
     """Which planner, and what it is told. Raises SettingError for values out of range.
 
     name:          from `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous" …
-    target_rho:    ρ_s at which planner "dbsp" is content; None: 1.002 for only Ulysses, 1.005 with a ring
+    target_rho:    ρ_s at which planner "dbsp" stops balancing; None: 1.002 for only Ulysses, 1.005 with a ring
     exchange_cost: what exchanging all of Q, K and V once costs, in units of ρ_s (its time over that of perfectly
                    balanced attention), for planner "dbsp" to trade balance against bytes. None: in sessions, as the
                    constants of `DbspConfig.cost_model` say; else 0: balance comes first

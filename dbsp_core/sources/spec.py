@@ -34,7 +34,7 @@ def mask_settings(text: str) -> dict[str, Any]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not key or not value:
             raise UserError(
-                f"{part!r} in {text!r} is no key=value; write NAME:key=value,key=value, for example "
+                f"{part!r} in {text!r} is not of the form key=value; write NAME:key=value,key=value, for example "
                 "window:window=[7,21,33]"
             )
         if key in settings:

@@ -161,7 +161,7 @@ MISTAKES = [
     (["simulate", "--planner", "greedy"], "unknown planner 'greedy'"),
     (["simulate", "--layers", "99"], "must lie between 1 and 40"),
     (["simulate", "--coarsen", "0"], "must be at least 1"),
-    (["simulate", "--mask", "none.safetensors"], "is no preset"),
+    (["simulate", "--mask", "none.safetensors"], "is neither a preset"),
     (["simulate", "--mask", "1.5"], "density=1.5 must lie between 0 and 1"),
     (["simulate", "--mask", "small.safetensors"], "choose another --model or file"),
     (["simulate", "--strategy", "U4R2", "--kernel", "sparge"], "use a strategy UxR1"),

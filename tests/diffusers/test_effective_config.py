@@ -125,7 +125,7 @@ class TestGenerateRefuses:
             ("--config tiny-wan --prompt x --set mask.dnsity=2", "--set mask.dnsity: unknown key 'dnsity' in mask so"),
             ("--config tiny-wan --prompt x --set cdf=2", "--set cdf: unknown key 'cdf'; it belongs under 'mask'"),
             ("--config tiny-wan --prompt x --set debug.x=1", "--set debug.x: 'debug' is True, not a mapping"),
-            ("--config tiny-wan --prompt x --set video.steps", "--set video.steps is no KEY=VALUE"),
+            ("--config tiny-wan --prompt x --set video.steps", "--set video.steps is not of the form KEY=VALUE"),
             ("--config tiny-wan --prompt x --set mask=[", "--set mask: '[' is not YAML"),
             ("--config tiny-wan --prompt x --set video.num_frames=32", "video.num_frames=32 must be 4k + 1"),
             ("--config tiny-wan --prompt x --seed -1", "--seed: video.seed=-1 must be at least 0"),
@@ -205,7 +205,7 @@ class TestWhatWouldRun:
         (folder / "transformer" / "config.json").write_text(json.dumps(sizes))
         code, _, err = dbsp("generate", "--model", folder, "--prompt", "x", "--dry-run")
         assert code == 2
-        assert "video.height is not set, and this model is none whose usual size is known" in err
+        assert "video.height is not set, and no default size is known for this model" in err
         size = [part for name in ("height=64", "width=64", "num_frames=5") for part in ("--set", f"video.{name}")]
         assert "mask" not in self.asked(dbsp, "--model", folder, *size)["settings"]
 

@@ -125,7 +125,7 @@ def test_caches_that_go_by_the_step_are_right_as_they_are(pool, case):
     ("kind", "before", "after"),
     [
         ("unknown", *["db-SP does not know whether a StrangeHook skips the same layers on all ranks"] * 2),
-        ("another version", *["does not know the first-block cache of this version of diffusers"] * 2),
+        ("another version", *["does not know the first-block cache in this version of diffusers"] * 2),
     ],
 )
 def test_what_could_differ_between_ranks_is_refused_by_all(pool, kind, before, after):

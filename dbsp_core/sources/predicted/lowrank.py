@@ -60,12 +60,12 @@ class LowRankProjections:
                     side, _, layer = name.partition(".")
                     sides[side][int(layer)] = file.get_tensor(name).float()
         except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise UserError(f"{path} is no file of fitted projections ({error}); {FIT}") from error
+            raise UserError(f"{path} is not a file of fitted projections ({error}); {FIT}") from error
         query, key = sides["query"], sides["key"]
         shapes = {tuple(one.shape) for one in (*query.values(), *key.values())}
         finite = all(bool(one.isfinite().all()) for one in (*query.values(), *key.values()))
         if query.keys() != key.keys() or len(shapes) != 1 or len(next(iter(shapes))) != 3 or not finite:
-            raise UserError(f"{path} is no file of fitted projections: its tensors don't go together; {FIT}")
+            raise UserError(f"{path} is not a file of fitted projections: its tensors don't go together; {FIT}")
         return cls(query, key, int(layers) if re.fullmatch(r"\d{1,9}", layers) else None)
 
     @property

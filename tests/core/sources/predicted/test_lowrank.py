@@ -147,10 +147,10 @@ class TestMistakes:
             "others": {"mask": torch.zeros(2, 2)},
         }.items():
             save_file(changed, tmp_path / name)
-            with pytest.raises(UserError, match="is no file of fitted projections"):
+            with pytest.raises(UserError, match="is not a file of fitted projections"):
                 LowRankSource(path=str(tmp_path / name), topk=0.2)
         (tmp_path / "text").write_text("hello")
-        with pytest.raises(UserError, match="is no file of fitted projections"):
+        with pytest.raises(UserError, match="is not a file of fitted projections"):
             LowRankSource(path=str(tmp_path / "text"), topk=0.2)
 
     def test_a_file_for_another_model_is_refused_before_tokens_are(self, fitted):
