@@ -1,4 +1,4 @@
-"""What `dbsp generate --host para` runs in every rank: `python -m dbsp_para.generate CONFIG VIDEO SECONDS`."""
+"""What `dbsp generate --host diffusers` runs in every rank: `python -m dbsp_para.generate CONFIG VIDEO SECONDS`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def generate(config: DbspConfig, video: Path) -> None:
     import diffusers
     from diffusers.utils import export_to_video
 
-    from dbsp_para.attach import parallelize_pipe
+    from dbsp_diffusers import enable
 
     wanted = config.generate.video
     cls = diffusers.DiffusionPipeline
@@ -47,7 +47,7 @@ def generate(config: DbspConfig, video: Path) -> None:
     if wanted.flow_shift is not None and "flow_shift" in pipe.scheduler.config:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=wanted.flow_shift)
     pipe.set_progress_bar_config(disable=dist.get_rank() != 0)
-    parallelize_pipe(pipe, config=config)
+    enable(pipe, config)
     frames = pipe(
         prompt=wanted.prompt,
         negative_prompt=wanted.negative_prompt,

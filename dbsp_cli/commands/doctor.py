@@ -99,7 +99,7 @@ HOSTS = (
         ("diffusers", "transformers"),
         "diffusers",
         "import dbsp_diffusers; from diffusers import CogVideoXPipeline, WanPipeline",
-        "for dbsp generate --host para, dbsp_para and dbsp_diffusers",
+        "for dbsp generate --host diffusers, dbsp_para and dbsp_diffusers",
     ),
 )
 _PACKAGES = (

@@ -58,8 +58,9 @@ class Host:
 
 HOSTS = {
     "xdit": Host("dbsp_xdit.generate", dbsp_xdit.NEEDS, "xdit"),
-    "para": Host("dbsp_para.generate", ("diffusers", "transformers", "imageio_ffmpeg"), "diffusers"),
+    "diffusers": Host("dbsp_para.generate", ("diffusers", "transformers", "imageio_ffmpeg"), "diffusers"),
 }
+_SYNONYMS = {"para": "diffusers"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class GenerateRequest:
     """What a user asks for; None and empty: as usual.
 
     config:  file, or name of a shipped one;  model: name or folder;  changes: "key=value", with dots in the key
-    host:    one of HOSTS
+    host:    one of HOSTS, or another name of one
     nproc:   processes on this node;  launch: all else about processes and nodes
     timeout: seconds that a rank waits for others
     """
@@ -305,6 +306,7 @@ def _host(name: str | None) -> str:
         name = next((host for host in HOSTS if not HOSTS[host].missing), None)
         if name is None:
             raise UserError("neither xfuser nor diffusers is installed; pip install 'dbsp-attention[xdit]'")
+    name = _SYNONYMS.get(name, name)
     if name not in HOSTS:
         raise UserError(f"unknown host {name!r}; use {' or '.join(HOSTS)}")
     require_packages(f"--host {name}", HOSTS[name].needs, HOSTS[name].extra)

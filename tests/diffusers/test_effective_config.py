@@ -130,7 +130,7 @@ class TestGenerateRefuses:
             ("--config tiny-wan --prompt x --set video.num_frames=32", "video.num_frames=32 must be 4k + 1"),
             ("--config tiny-wan --prompt x --seed -1", "--seed: video.seed=-1 must be at least 0"),
             ("--config tiny-wan --prompt x --out a.avi", "--out a.avi must end in .mp4"),
-            ("--config tiny-wan --prompt x --host xfuser", "unknown host 'xfuser'; use xdit or para"),
+            ("--config tiny-wan --prompt x --host xfuser", "unknown host 'xfuser'; use xdit or diffusers"),
             ("--config tiny-wan --prompt x --nproc 0", "--nproc 0 must be at least 1"),
             ("--config tiny-wan --prompt x --nproc 3 --set strategy=U2R2", "strategy U2R2 needs 2·2 = 4 GPUs but"),
             ("--config tiny-wan --prompt x --nnodes 2", "--nnodes 2 needs a place to meet"),
@@ -160,6 +160,10 @@ class TestGenerateRefuses:
         with pytest.raises(ValueError, match="--nproc 3 is more than the 2 GPUs of this machine"):
             resolve(request)
         assert resolve(GenerateRequest(config="tiny-wan", prompt="x", host="para")).launch.nproc == 2
+
+    def test_para_is_another_name_of_diffusers(self):
+        requests = [GenerateRequest(config="tiny-wan", prompt="x", host=name) for name in ("para", "diffusers")]
+        assert [resolve(request).host for request in requests] == ["diffusers", "diffusers"]
 
 
 class TestWhatWouldRun:

@@ -98,7 +98,7 @@ def _generate() -> None:
     from dbsp_cli.generate import job as generate
     from dbsp_cli.generate import running
 
-    generate.HOSTS["para"] = replace(generate.HOSTS["para"], module="cheap_ranks")
+    generate.HOSTS["diffusers"] = replace(generate.HOSTS["diffusers"], module="cheap_ranks")
     running.make_tiny = lambda *_: None  # type: ignore[assignment]  # there is no model
     running.silence_libraries = lambda: None
     sys.argv[1:1] = ["generate"]

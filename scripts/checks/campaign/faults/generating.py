@@ -58,7 +58,7 @@ class Generation:
     nproc: int = 1
     told: signal.Signals | None = None
     own: bool = False
-    host: str = "para"
+    host: str = "diffusers"
     kept: bool = False
 
     @property
