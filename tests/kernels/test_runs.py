@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +98,36 @@ def test_the_triton_kernel_equals_its_twin(case):
         segments = CopySegments.of(table, torch.device("cpu"))
         triton_copy_segments(source, destination, segments.table, segments.mean)
     assert torch.equal(destination, expected)
+
+
+def far_apart(file: Path, axis: int) -> torch.Tensor:
+    """[1, 1, 3, 3], along an axis 2^31 elements from first to last; of the file only what is touched takes room.
+
+    It begins in the middle of the file: where an offset of 2^31 wraps around to −2^31 there is memory, too.
+    """
+    file.touch()
+    os.truncate(file, 5 << 30)
+    whole = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="r+"))
+    return whole[1 << 31 :].as_strided((1, 1, 3, 3), [1 << 30 if of == axis else 1 for of in range(4)])
+
+
+@pytest.mark.parametrize("axis", [2, 3], ids=["tokens", "D"])
+def test_offsets_within_a_segment_pass_32_bits(tmp_path, axis):
+    pytest.importorskip("triton")
+    from dbsp_kernels.triton.segment_copy import triton_copy_segments
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, on which the kernel is not interpreted")
+    source, destination = far_apart(tmp_path / "source", axis), far_apart(tmp_path / "destination", axis)
+    source[:] = torch.arange(9).view(3, 3) + 10
+    destination[:] = 99
+    with interpreted():
+        segments = CopySegments.of(np.array([[0, 0, 0, 0, 3, 0]]), torch.device("cpu"))
+        triton_copy_segments(source, destination, segments.table, segments.mean)
+        assert torch.equal(destination, source)
+        segments = CopySegments.of(np.array([[0, 0, 0, 0, 0, 3]]), torch.device("cpu"))
+        triton_copy_segments(source, destination, segments.table, segments.mean)
+    assert not destination.any()
 
 
 def test_a_token_in_the_wrong_place_is_seen():

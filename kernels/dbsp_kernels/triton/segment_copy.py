@@ -34,9 +34,9 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     size = length + tl.load(entry + 5, mask=there, other=0)
     from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
     to_row = to_ptr + batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
-    width = tl.arange(0, TILE_D)
+    width = tl.arange(0, TILE_D).to(tl.int64)  # times strides of any size, as tokens are
     for first in range(0, tl.max(size, 0), TOKENS):
-        token = first + row % TOKENS
+        token = first + (row % TOKENS).to(tl.int64)
         copied = (token < length)[:, None] & (width[None, :] < WIDTH)
         written = (token < size)[:, None] & (width[None, :] < WIDTH)
         values = tl.load(
