@@ -1,4 +1,4 @@
-"""What the installed Triton's compilers make of the attention kernels: that they can be fast is read, not believed."""
+"""What the installed Triton's compilers make of the kernels: that they can be fast is read, not believed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("triton")
 FIELDS = {
     "kernel", "arch", "block_q", "block_k", "width", "dtype", "partial", "triton", "tile_distance", "products",
-    "waits", "serialised", "registers", "spills", "shared_bytes", "programs_per_multiprocessor",
+    "waits", "serialised", "registers", "spills", "shared_bytes", "programs_per_multiprocessor", "stack",
+    "local_accesses", "remark",
 }  # fmt: skip
 
 
@@ -22,16 +23,19 @@ def without_interpreter() -> dict[str, str]:
     }
 
 
-def variants(*options: str) -> list[dict]:
+def variants(*options: str, status: int = 0, **environment: str) -> list[dict]:
     command = [sys.executable, "-m", "dbsp_kernels.machine_code", "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=without_interpreter(), timeout=300)
-    assert done.returncode == 0, done.stderr
+    environment |= without_interpreter()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == status, done.stderr
     (line,) = done.stdout.splitlines()
     return json.loads(line)["variants"]
 
 
 def test_on_hopper_tiles_come_ahead_products_overlap_and_nothing_spills():
     found = variants("--arch", "sm90", "--dtype", "bf16", "--width", "128")
+    assert all(v["local_accesses"] == v["stack"] == 0 for v in found), found
+    found = [v for v in found if v["kernel"] != "sum-tokens"]
     assert {(v["block_q"], v["block_k"]) for v in found} == {(q, k) for q in (64, 128) for k in (64, 128)}
     for v in found:
         assert v.keys() >= FIELDS
@@ -50,6 +54,56 @@ def test_on_ampere_it_fits_the_smallest_gpus():
     for v in variants("--arch", "sm80", "--dtype", "fp16", "--width", "64", "--blocks", "128x64"):
         assert v["tile_distance"] >= 1, v
         assert v["shared_bytes"] <= 99 << 10, v
+
+
+SUMS = """
+import itertools, json
+from dbsp_kernels.machine_code.variants import Variant, examined
+
+kinds = itertools.product((90, 80), (64, 128), ("bf16", "fp32"))
+print(json.dumps([examined(Variant("sum-tokens", arch, None, None, *kind, False)) for arch, *kind in kinds]))
+"""
+
+
+def test_sums_of_blocks_live_in_registers():
+    """From the same kernel written otherwise, Triton 3.9 makes code with 5.8 KB of a thread's memory."""
+    command = [sys.executable, "-c", SUMS]
+    done = subprocess.run(command, capture_output=True, text=True, env=without_interpreter())
+    assert done.returncode == 0, done.stderr
+    for found in json.loads(done.stdout.splitlines()[-1]):
+        assert (found["local_accesses"], found["stack"], found["spills"]) == (0, 0, 0), found
+        assert found["programs_per_multiprocessor"] >= 2, f"others work while one waits for memory: {found}"
+
+
+PTXAS = """#!/bin/sh
+for of in "$@"; do case $of in *.ptx) grep -q bf16 "$of" && echo "no bf16 today" >&2 && exit 1;; esac; done
+exec "{}" "$@"
+"""
+
+
+def test_what_cannot_be_compiled_is_a_row_of_its_own(tmp_path):
+    """A compiler that refuses bf16 stands for whatever may go wrong with one variant."""
+    from triton import knobs
+
+    file = tmp_path / "ptxas"
+    file.write_text(PTXAS.format(knobs.nvidia.ptxas.path))
+    file.chmod(0o755)
+    options = ("--arch", "sm80", "--kernel", "sum-tokens", "--width", "64", "--dtype", "bf16", "fp32", "--jobs", "1")
+    refused, compiled = variants(*options, status=1, TRITON_PTXAS_PATH=str(file))
+    assert refused["failed"]
+    assert refused["remark"].startswith("failed: ")
+    assert "registers" not in refused
+    assert (compiled["dtype"], compiled["remark"], compiled["products"]) == ("fp32", "no tensor cores", None)
+    assert compiled["registers"] > 0
+
+
+def test_any_of_the_warnings_of_serialised_products_counts():
+    from dbsp_kernels.machine_code.reading import is_serialised
+
+    said = "ptxas info : (C{}) Potential Performance Loss: wgmma.mma_async instructions are serialized due to …"
+    assert [is_serialised(said.format(code)) for code in (7510, 7514, 7515, 7519, 7520, 751)] == [True] * 4 + [
+        False
+    ] * 2
 
 
 CARRIED = """

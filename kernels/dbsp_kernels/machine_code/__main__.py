@@ -1,5 +1,7 @@
 """`python -m dbsp_kernels.machine_code --arch sm90`: compiles every shipped variant and says what became of it.
 
+A variant that cannot be compiled or read is a row that says so, and makes the exit status 1.
+
 Needs triton, and no GPU. Which Triton: the one that can be imported (PYTHONPATH chooses among several).
 """
 
@@ -10,15 +12,18 @@ import json
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import triton
 
 from dbsp_kernels.machine_code.reading import MULTIPROCESSORS
-from dbsp_kernels.machine_code.variants import DTYPES, examined, shipped
+from dbsp_kernels.machine_code.variants import DTYPES, failed, reported, shipped
 
 COLUMNS = (
     "kernel", "block_q", "block_k", "width", "dtype", "partial", "tile_distance", "products", "waits", "tile_waits",
-    "exponentials", "instructions", "serialised", "registers", "spills", "shared_bytes", "programs_per_multiprocessor",
+    "exponentials", "instructions", "serialised", "registers", "spills", "local_accesses", "shared_bytes",
+    "programs_per_multiprocessor", "remark",
 )  # fmt: skip
 
 
@@ -40,17 +45,29 @@ def main() -> int:
         and (args.blocks is None or f"{variant.block_q}x{variant.block_k}" in args.blocks)
         and (args.kernel is None or variant.kernel in args.kernel)
     ]
+    if not args.json:
+        print(f"{args.arch}, Triton {triton.__version__}")
+        _print_row({name: name for name in COLUMNS})
+    found = []
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = list(pool.map(examined, variants))
+        for variant, coming in [(variant, pool.submit(reported, variant)) for variant in variants]:
+            try:
+                one = coming.result()
+            except BrokenProcessPool as error:  # a compiler took its process with it
+                one = failed(variant, error)
+            found.append(one)
+            if not args.json:
+                _print_row(one)
     if args.json:
         print(json.dumps({"variants": found}))
-        return 0
-    table = [COLUMNS, *([str(of[name]) for name in COLUMNS] for of in found)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    print(f"{args.arch}, Triton {triton.__version__}")
-    for line in table:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    return 0
+    return int(any("failed" in one for one in found))
+
+
+def _print_row(of: dict[str, Any]) -> None:
+    """A line of the table, as soon as it is known."""
+    cells = ["-" if of.get(name) is None else str(of[name]) for name in COLUMNS]
+    *others, remark = (cell.rjust(max(len(name), 10)) for cell, name in zip(cells, COLUMNS, strict=True))
+    print("  ".join([*others, remark.strip()]).rstrip(), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reads compiled attention kernels: how far ahead tiles are fetched, what a step of the loop is made of and needs.
+"""Reads compiled kernels: registers and local memory, and of attention's what a step of the loop is made of and needs.
 
 All by text, from three sources: Triton's TTGIR says what the pipeliner did, ptxas' log counts registers and says
 whether it serialised products, SASS is what runs.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dbsp_kernels.machine_code.compiler import Compiled
 
-__all__ = ["MULTIPROCESSORS", "Findings", "findings", "full_loop", "tile_distance"]
+__all__ = ["MULTIPROCESSORS", "Findings", "Step", "findings", "full_loop", "is_serialised", "tile_distance"]
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,13 @@ PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA")
 
 
 @dataclass(frozen=True)
-class Findings:
-    """Of one kernel; what is counted is counted in one step of the loop over full blocks, per warp.
+class Step:
+    """One step of the loop over full blocks, counted per warp.
 
     tile_distance: steps ahead of their use at which tiles of keys and values are fetched; 0: each waits for its own
     products, waits: tensor-core instructions, and instructions that wait for such
     tile_waits: that wait for tiles; exponentials, fused, instructions: EX2, fused multiply-adds, and all together
     serialised: ptxas says, or the loop shows, that no product runs beside another
-    registers, spills: of a thread, and bytes that do not fit them
-    shared_bytes, programs_per_multiprocessor: of a program, and how many of them fit
     """
 
     tile_distance: int
@@ -56,17 +54,46 @@ class Findings:
     fused: int
     instructions: int
     serialised: bool
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of one kernel.
+
+    step: of its loop with tensor-core products; None: it has none
+    registers, spills, stack: of a thread, bytes that do not fit them, and bytes of its own memory
+    local_accesses: loads from, and stores to, that memory
+    shared_bytes, programs_per_multiprocessor: of a program, and how many of them fit
+    """
+
+    step: Step | None
     registers: int
     spills: int
+    stack: int
+    local_accesses: int
     shared_bytes: int
     programs_per_multiprocessor: int
 
 
 def findings(compiled: Compiled, arch: int) -> Findings:
-    step = full_loop(compiled.sass)
-    products, waits = sum(step[name] for name in PRODUCTS), step["WARPGROUP.DEPBAR"]
     registers = int(_found(r"Used (\d+) registers", compiled.log))
     return Findings(
+        step=_step(compiled),
+        registers=registers,
+        spills=sum(map(int, re.findall(r"(\d+) bytes spill", compiled.log))),
+        stack=int(_found(r"(\d+) bytes stack frame", compiled.log)),
+        local_accesses=sum(_name(text) in ("LDL", "STL") for _, text in _instructions(compiled.sass)),
+        shared_bytes=compiled.shared,
+        programs_per_multiprocessor=_programs(compiled, registers, MULTIPROCESSORS[arch]),
+    )
+
+
+def _step(compiled: Compiled) -> Step | None:
+    step = full_loop(compiled.sass)
+    if step is None:
+        return None
+    products, waits = sum(step[name] for name in PRODUCTS), step["WARPGROUP.DEPBAR"]
+    return Step(
         tile_distance=tile_distance(compiled.ttgir),
         products=products,
         waits=waits,
@@ -74,12 +101,13 @@ def findings(compiled: Compiled, arch: int) -> Findings:
         exponentials=step["MUFU.EX2"],
         fused=step["FFMA"] + 2 * step["FFMA2"],
         instructions=step.total(),
-        serialised="C7515" in compiled.log or (step["HGMMA"] > 2 and waits >= products),
-        registers=registers,
-        spills=sum(map(int, re.findall(r"(\d+) bytes spill", compiled.log))),
-        shared_bytes=compiled.shared,
-        programs_per_multiprocessor=_programs(compiled, registers, MULTIPROCESSORS[arch]),
+        serialised=is_serialised(compiled.log) or (step["HGMMA"] > 2 and waits >= products),
     )
+
+
+def is_serialised(log: str) -> bool:
+    """Whether ptxas said, by any of its warnings about it, that it serialised a warpgroup's products."""
+    return re.search(r"\bC751\d\b", log) is not None
 
 
 def tile_distance(ttgir: str) -> int:
@@ -106,12 +134,12 @@ _DOT = r"ttng\.warp_group_dot |ttng\.tc_gen5_mma |tt\.dot "
 _TILE_COPY = r"ttng\.async_tma_copy_global_to_local |ttg\.async_copy_global_to_local .*tensor<\d+x\d+x!tt\.ptr"
 
 
-def full_loop(sass: str) -> Counter[str]:
+def full_loop(sass: str) -> Counter[str] | None:
     """Instructions of the loop over full blocks, by name: of the loops with products the shortest, as the other masks.
 
-    Raises ValueError where there is no loop with products.
+    None where there is no loop with tensor-core products.
     """
-    code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.MULTILINE)]
+    code = _instructions(sass)
     steps = []
     for end, text in code:
         back = re.search(r"\bBRA\S* (?:.*, )?`?\(?(0x[0-9a-f]+)", text)
@@ -120,9 +148,13 @@ def full_loop(sass: str) -> Counter[str]:
             # A jump from the kernel's end back into a loop, out of a slow path, spans its exit, and is none itself.
             if "EXIT" not in body and any(name in PRODUCTS for name in body):
                 steps.append(Counter(body))
-    if not steps:
-        raise ValueError("the kernel has no loop with tensor-core products")
-    return min(steps, key=Counter.total)
+    return min(steps, key=Counter.total, default=None)
+
+
+def _instructions(sass: str) -> list[tuple[int, str]]:
+    """Addresses and texts."""
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.MULTILINE)
+    return [(int(at, 16), text) for at, text in lines]
 
 
 def _name(instruction: str) -> str:

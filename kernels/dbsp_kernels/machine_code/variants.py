@@ -1,10 +1,10 @@
-"""The variants of our attention kernels that a plan can meet, and how each is compiled."""
+"""The variants of our attention and pooling kernels that a plan can meet, and how each is compiled."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -12,14 +12,16 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from dbsp_kernels.machine_code.compiler import Compiled, compile_kernel
-from dbsp_kernels.machine_code.reading import findings
+from dbsp_kernels.machine_code.reading import Step, findings
+from dbsp_kernels.packing import pooling
 from dbsp_kernels.triton.backward import backward_keys_kernel, backward_rows_kernel
 from dbsp_kernels.triton.forward import forward_kernel
 from dbsp_kernels.triton.hopper import stages_for
+from dbsp_kernels.triton.pooling import sum_constants, sum_kernel
 from dbsp_kernels.triton.tile_config import HOPPER, backward_tiles_for, padded, tiles_for
 from dbsp_kernels.triton.warp_specialized import warp_specialized_kernel
 
-__all__ = ["DTYPES", "Variant", "examined", "shipped"]
+__all__ = ["DTYPES", "Variant", "examined", "failed", "reported", "shipped"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MULTIPLES = {"q_row", "q_token", "k_block", "k_token", "v_block", "v_token"}
@@ -28,12 +30,15 @@ MULTIPLES = {"q_row", "q_token", "k_block", "k_token", "v_block", "v_token"}
 
 @dataclass(frozen=True)
 class Variant:
-    """arch: 90 for Hopper; width: D; partial: whether it merges into a partial result, as in a ring"""
+    """arch: 90 for Hopper; width: D; partial: whether it merges into a partial result, as in a ring
+
+    block_q, block_k: None: the code is the same for all
+    """
 
     kernel: str
     arch: int
-    block_q: int
-    block_k: int
+    block_q: int | None
+    block_k: int | None
     width: int
     dtype: str
     partial: bool
@@ -50,6 +55,8 @@ def shipped(arch: int) -> Iterator[Variant]:
             yield Variant("triton-dkv", arch, block_q, block_k, width, dtype, partial)
         if (arch, partial) == (HOPPER, False) and dtype != "fp32":
             yield Variant("triton-ws", arch, block_q, block_k, width, dtype, partial)
+    for dtype, width in itertools.product(DTYPES, (128, 64)):
+        yield Variant("sum-tokens", arch, None, None, width, dtype, False)
 
 
 def _backward(variant: Variant) -> Compiled:
@@ -68,13 +75,47 @@ def _backward(variant: Variant) -> Compiled:
 
 
 def examined(variant: Variant) -> dict[str, Any]:
-    """The variant and what was found of it, as one record."""
-    return {"triton": triton.__version__, **asdict(variant), **asdict(findings(_compiled(variant), variant.arch))}
+    """The variant and what was found of it, as one record. What is counted of a step is None where there is none."""
+    found = asdict(findings(_compiled(variant), variant.arch))
+    step = found.pop("step")
+    counted = step or dict.fromkeys(field.name for field in fields(Step))
+    return _named(variant) | counted | found | {"remark": "" if step else "no tensor cores"}
+
+
+def reported(variant: Variant) -> dict[str, Any]:
+    """The same, or why there is nothing to say of the variant."""
+    try:
+        return examined(variant)
+    except Exception as error:  # whatever the compilers or the reading raise: the other variants don't depend on it
+        return failed(variant, error)
+
+
+def failed(variant: Variant, error: BaseException) -> dict[str, Any]:
+    """The record of a variant that could not be compiled or read."""
+    said = " ".join(str(error).split())
+    return _named(variant) | {"remark": f"failed: {type(error).__name__}: {said}", "failed": True}
+
+
+def _named(variant: Variant) -> dict[str, Any]:
+    return {"triton": triton.__version__, **asdict(variant)}
 
 
 def _compiled(variant: Variant) -> Compiled:
-    compilers = {"triton": _pipelined, "triton-ws": _warp_specialized, "triton-dq": _backward, "triton-dkv": _backward}
+    compilers = {
+        "triton": _pipelined, "triton-ws": _warp_specialized, "triton-dq": _backward, "triton-dkv": _backward,
+        "sum-tokens": _summing,
+    }  # fmt: skip
     return compilers[variant.kernel](variant)
+
+
+def _summing(variant: Variant) -> Compiled:
+    constants = sum_constants(variant.width, pooling.LIMIT, pooling.MEAN_UNIT, pooling.DIRECTION_UNIT)
+    types = {name: "*i64" if name.endswith("_ptr") else "i32" for name in sum_kernel.arg_names}
+    strides = {"batch_stride", "head_stride", "token_stride"}
+    return compile_kernel(
+        sum_kernel, variant.arch, types | {"tokens_ptr": f"*{variant.dtype}"}, constants | {"width_stride": 1},
+        strides, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _warp_specialized(variant: Variant) -> Compiled:
