@@ -61,7 +61,7 @@ import itertools, json
 from dbsp_kernels.machine_code.variants import Variant, examined
 
 kinds = itertools.product((90, 80), (64, 128), ("bf16", "fp32"))
-print(json.dumps([examined(Variant("sum-tokens", arch, None, None, *kind, False)) for arch, *kind in kinds]))
+print(json.dumps([examined(Variant("sum-tokens", arch, 0, 0, *kind, False)) for arch, *kind in kinds]))
 """
 
 

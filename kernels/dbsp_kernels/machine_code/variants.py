@@ -32,13 +32,13 @@ MULTIPLES = {"q_row", "q_token", "k_block", "k_token", "v_block", "v_token"}
 class Variant:
     """arch: 90 for Hopper; width: D; partial: whether it merges into a partial result, as in a ring
 
-    block_q, block_k: None: the code is the same for all
+    block_q, block_k: 0 where the code is the same for all
     """
 
     kernel: str
     arch: int
-    block_q: int | None
-    block_k: int | None
+    block_q: int
+    block_k: int
     width: int
     dtype: str
     partial: bool
@@ -56,7 +56,7 @@ def shipped(arch: int) -> Iterator[Variant]:
         if (arch, partial) == (HOPPER, False) and dtype != "fp32":
             yield Variant("triton-ws", arch, block_q, block_k, width, dtype, partial)
     for dtype, width in itertools.product(DTYPES, (128, 64)):
-        yield Variant("sum-tokens", arch, None, None, width, dtype, False)
+        yield Variant("sum-tokens", arch, 0, 0, width, dtype, False)
 
 
 def _backward(variant: Variant) -> Compiled:
