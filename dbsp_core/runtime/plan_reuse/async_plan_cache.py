@@ -37,12 +37,13 @@ class _Evaluation:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the thread is given of a call. event: on the call's stream, behind its mask"""
+    """What the thread is given of a call. name: the mask's;  event: on the call's stream, behind its mask"""
 
     key: Hashable
     plan: Plan
     mask: BlockMask
     maker: PlanMaker
+    name: Hashable | None
     event: torch.cuda.Event | None
 
 
@@ -69,7 +70,7 @@ class AsyncPlanCache(PlanCache):
         self._thread_group = self.group.beside("planning")  # in the calling thread: making a group is a collective
         self._thread = _thread_of(self._thread_group)
 
-    def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker) -> Planned:
+    def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker, name: Hashable | None = None) -> Planned:
         """The plan to use for this call; its numbers are those of the mask it was made for.
 
         Raises RuntimeError on every rank when planning failed, or plans differed, on any.
@@ -80,11 +81,11 @@ class AsyncPlanCache(PlanCache):
         if planned is None or not planned.plan.fits(mask):
             self.counters.replans += 1
             planned = Planned(maker.make(mask, None if planned is None else planned.plan))
-            self._usages[key] = PlanUsage(best_rho=planned.plan.rho)
+            self._usages[key] = PlanUsage.of(planned.plan, name)
             self._trends.pop(key, None)
         self._plans[key] = Planned(planned.plan)  # whoever gets the part keeps it
         event = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
-        self._due[key] = _Call(key, planned.plan, mask, maker, event)
+        self._due[key] = _Call(key, planned.plan, mask, maker, name, event)
         return planned
 
     def start(self) -> None:
@@ -95,11 +96,11 @@ class AsyncPlanCache(PlanCache):
         for key in list(self._due):
             self._pending[key] = self._thread.submit(functools.partial(self._run, self._due.pop(key)))
 
-    def count_reuse(self, key: Hashable, plan: Plan) -> bool:
+    def count_reuse(self, key: Hashable, plan: Plan, name: Hashable | None = None) -> bool:
         """As `PlanCache.count_reuse`, for the plan as the next call would have it."""
         self._adopt(key)
         planned = self._plans.setdefault(key, Planned(plan))
-        return planned.plan.assignment.equals(plan.assignment) and super().count_reuse(key, plan)
+        return planned.plan.assignment.equals(plan.assignment) and super().count_reuse(key, plan, name)
 
     def begin_with(self, key: Hashable, other: Hashable) -> None:
         """As `PlanCache.begin_with`, with the other's plan as its next call would have it."""
@@ -157,7 +158,7 @@ class AsyncPlanCache(PlanCache):
         plan = call.plan
         with self._beside(call.mask.bits.device, call.event):
             used = plan.evaluate(call.mask, compare=self.compare)
-            chosen = self._renewed(call.key, used, call.mask, call.maker, plan, delay=1)
+            chosen = self._renewed(call.key, used, call.mask, call.maker, plan, call.name, delay=1)
         moves = chosen is not used and not chosen.assignment.equals(plan.assignment)
         return _Evaluation(used, Planned(chosen, call.maker.rank_plan(chosen.assignment) if moves else None))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from dbsp_core.layout.strategy import Strategy
@@ -76,24 +76,28 @@ class PlanCache:
     _usages: dict[Hashable, PlanUsage] = field(default_factory=dict)
     _trends: dict[Hashable, DensityTrend] = field(default_factory=dict)
 
-    def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker) -> Planned:
-        """The kept plan if it still serves, else a new one; with this mask's numbers."""
+    def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker, name: Hashable | None = None) -> Planned:
+        """The kept plan if it still serves, else a new one; with this mask's numbers.
+
+        name: the mask's, which no other mask of the attention has; None: it has none
+        """
         self.counters.calls += 1
         plan = self.latest.get(key)
         used = plan.evaluate(mask, compare=self.compare) if plan is not None and plan.fits(mask) else None
-        chosen = self._renewed(key, used, mask, maker, plan, delay=0)
+        chosen = self._renewed(key, used, mask, maker, plan, name, delay=0)
         self.counters.replans += chosen is not used
         self.counters.add(chosen)
         self.latest[key] = chosen
         return Planned(chosen)
 
-    def count_reuse(self, key: Hashable, plan: Plan) -> bool:
+    def count_reuse(self, key: Hashable, plan: Plan, name: Hashable | None = None) -> bool:
         """Counts one more call of an attention with a mask that `plan` has the numbers of.
 
         returns: False, and counts nothing, where the plan has expired: a new one is to be made for the mask
+        name: the mask's, as for `plan_for`
         """
         usage = self._usages.setdefault(key, PlanUsage(best_rho=plan.rho))
-        if usage.expired_by(plan, self.rule):
+        if usage.expired_by(plan, self.rule, name):
             return False
         usage.add(plan)
         self.counters.calls += 1
@@ -105,7 +109,7 @@ class PlanCache:
         """Lets an attention that has no plan begin with another's, if that has one."""
         if key not in self.latest and other in self.latest:
             self.latest[key] = self.latest[other]
-            self._usages[key] = PlanUsage(best_rho=self._usages[other].best_rho)
+            self._usages[key] = replace(self._usages[other], excess=0.0)
 
     def forget(self, key: Hashable) -> None:
         """Drops what is kept for an attention."""
@@ -119,7 +123,14 @@ class PlanCache:
         """Waits for what is pending, so that counters and `latest` cover every call: nothing here."""
 
     def _renewed(
-        self, key: Hashable, used: Plan | None, mask: BlockMask, maker: PlanMaker, current: Plan | None, delay: int
+        self,
+        key: Hashable,
+        used: Plan | None,
+        mask: BlockMask,
+        maker: PlanMaker,
+        current: Plan | None,
+        name: Hashable | None,
+        delay: int,
     ) -> Plan:
         """The plan to use after `delay` calls: `used`, which has this mask's numbers, or a new one if it expired."""
         trend = self._trends.setdefault(key, DensityTrend())
@@ -127,12 +138,12 @@ class PlanCache:
             trend.update(mask)
         if used is not None:
             usage = self._usages.setdefault(key, PlanUsage())
-            expired = usage.expired_by(used, self.rule)
+            expired = usage.expired_by(used, self.rule, name)
             usage.add(used)
             if not expired:
                 return used
         made = maker.make(mask, current)
-        self._usages[key] = usage = PlanUsage(best_rho=made.rho)
+        self._usages[key] = usage = PlanUsage.of(made, name)
         if self.rule.budget is None:
             return made
         chosen = choose_longest_lived(

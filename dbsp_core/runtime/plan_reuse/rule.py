@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
+from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 
 __all__ = ["PlanUsage", "ReplanRule", "ReuseCounters"]
@@ -28,15 +30,33 @@ class PlanUsage:
     """What one attention's plan has done so far.
 
     best_rho: ρ_s of the best plan known when it was made;  excess: what it has wasted, see `ReplanRule`
+    made_for: the name of the mask that it was made for, None without one;  made: what was made for it
     """
 
     best_rho: float = 1.0
     excess: float = 0.0
+    made_for: Hashable | None = None
+    made: Assignment | None = None
 
-    def expired_by(self, used: Plan, rule: ReplanRule) -> bool:
-        """Whether one more call, which `used` serves, is its last; the call is not counted."""
+    @classmethod
+    def of(cls, made: Plan, name: Hashable | None) -> PlanUsage:
+        """Of a plan that was just made for the mask of this name."""
+        return cls(best_rho=made.rho, made_for=name, made=made.assignment)
+
+    def expired_by(self, used: Plan, rule: ReplanRule, name: Hashable | None = None) -> bool:
+        """Whether one more call, which `used` serves, is its last; the call is not counted.
+
+        name: of the call's mask, None without one. A plan that was made for it does not expire: another one made for
+        it would be the same.
+        """
         excess = self._excess_with(used)
-        return used.rho > rule.threshold or (rule.budget is not None and excess > rule.budget)
+        expired = used.rho > rule.threshold or (rule.budget is not None and excess > rule.budget)
+        return expired and not self._was_made_for(name, used)
+
+    def _was_made_for(self, name: Hashable | None, used: Plan) -> bool:
+        return (
+            name is not None and name == self.made_for and self.made is not None and self.made.equals(used.assignment)
+        )
 
     def add(self, used: Plan) -> None:
         """Counts a call that `used` served, or would serve."""

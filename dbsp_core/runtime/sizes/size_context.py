@@ -82,7 +82,7 @@ class SizeContext:
     ) -> tuple[Hashable, DualBalancedAttention]:
         """The executor of an attention whose mask is computed from its queries and keys, and what it is kept by."""
         attention = self._judged_alike(attention, tokens)
-        executor = self._make(attention, attention, new_mask(attention), tokens)
+        executor = self._make(attention, attention, None, new_mask(attention), tokens)
         self._keep(attention, attention, attention, executor)
         return attention, executor
 
@@ -103,8 +103,8 @@ class SizeContext:
         key = attention.size, name, tokens.q.device
         plan_key: Hashable = attention if changes else key
         executor = self._executors.get(key)
-        if executor is None or not self.plans.count_reuse(plan_key, executor.plan):
-            executor = self._make(attention, plan_key, new_mask(key), tokens)
+        if executor is None or not self.plans.count_reuse(plan_key, executor.plan, name):
+            executor = self._make(attention, plan_key, name, new_mask(key), tokens)
         self._keep(attention, key, plan_key, executor)
         return key, executor
 
@@ -131,13 +131,13 @@ class SizeContext:
             self._executors.pop(one, None)
 
     def _make(
-        self, attention: AttentionKey, plan_key: Hashable, mask: BlockMask, tokens: LocalQK
+        self, attention: AttentionKey, plan_key: Hashable, name: Hashable | None, mask: BlockMask, tokens: LocalQK
     ) -> DualBalancedAttention:
         shape = AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)
         maker = self.maker.for_shape(shape, _keeps_gradients(tokens))
         if plan_key == attention and attention.one_before is not None:
             self.plans.begin_with(attention, attention.one_before)
-        planned = self.plans.plan_for(plan_key, mask, maker)
+        planned = self.plans.plan_for(plan_key, mask, maker, name)
         plan, device = planned.plan, tokens.q.device
         used = self._used.get(attention) or (attention.one_before and self._used.get(attention.one_before))
         before = self._executors.get(used)

@@ -14,7 +14,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule
+from dbsp_core.runtime.plan_reuse.rule import PlanUsage, ReplanRule
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
@@ -82,6 +82,61 @@ def test_another_grid_or_number_of_heads_needs_a_new_plan(cache, mask):
     plan = cache.plan_for(0, mask, PlansBy(plan_u2, ahead=False)).plan
     assert (plan.grid, plan.heads) == (mask.grid, mask.heads)
     assert cache.counters.replans == 2
+
+
+UNEVEN = mask_of(9, 1, 1, 1)
+"""The best plan: 9 and 3, hence ρ_s = 1.5."""
+MIRRORED = mask_of(1, 1, 1, 9)
+"""Under that plan at least as uneven, and as uneven under its own."""
+
+
+class TestAMaskWhoseBestPlanIsAboveTheThreshold:
+    @pytest.mark.parametrize("budget", [None, 0.3])
+    @pytest.mark.parametrize("kind", [PlanCache, AsyncPlanCache])
+    def test_is_planned_once(self, kind, budget):
+        group = {"group": SequenceGroup(0, 1)} if kind is AsyncPlanCache else {}
+        cache = kind(ReplanRule(1.25, budget), **group)
+        plan = cache.plan_for(0, UNEVEN, PlansBy(plan_u2), "uneven").plan
+        assert plan.rho == 1.5
+        for _ in range(8):
+            assert cache.count_reuse(0, plan, "uneven")
+        assert (cache.counters.calls, cache.counters.replans) == (9, 1)
+
+    @pytest.mark.parametrize("kind", [PlanCache, AsyncPlanCache])
+    def test_is_planned_once_after_others(self, kind):
+        group = {"group": SequenceGroup(0, 1)} if kind is AsyncPlanCache else {}
+        cache = kind(ReplanRule(1.25), **group)
+        cache.plan_for(0, FIRST, PlansBy(plan_u2), "first")
+        for _ in range(4):
+            cache.plan_for(0, UNEVEN, PlansBy(plan_u2), "uneven")
+        cache.flush()
+        assert (cache.counters.calls, cache.counters.replans) == (5, 2)
+        assert cache.latest[0].rho == 1.5
+
+    def test_a_plan_made_for_another_mask_expires(self):
+        cache = PlanCache(ReplanRule(1.25))
+        for mask, name in ((UNEVEN, "uneven"), (MIRRORED, "mirrored"), (UNEVEN, "uneven"), (UNEVEN, "uneven")):
+            assert cache.plan_for(0, mask, PlansBy(plan_u2), name).plan.rho == 1.5
+        assert cache.counters.replans == 3
+
+    def test_without_a_name_it_could_be_any_mask(self):
+        cache = PlanCache(ReplanRule(1.25))
+        for _ in range(3):
+            cache.plan_for(0, UNEVEN, PlansBy(plan_u2))
+        assert cache.counters.replans == 3
+
+    def test_another_plan_than_the_one_made_for_it_expires(self):
+        usage, rule = PlanUsage.of(plan_u2(UNEVEN), "uneven"), ReplanRule(1.25)
+        assert not usage.expired_by(plan_u2(UNEVEN), rule, "uneven")
+        assert usage.expired_by(plan_u2(MIRRORED).evaluate(UNEVEN), rule, "uneven")
+        assert usage.expired_by(plan_u2(UNEVEN).evaluate(MIRRORED), rule, "mirrored")
+
+    def test_an_attention_that_begins_with_its_plan_goes_on_with_it(self):
+        cache = PlanCache(ReplanRule(1.25))
+        cache.plan_for("one step", UNEVEN, PlansBy(plan_u2), "uneven")
+        cache.begin_with("the next", "one step")
+        cache.plan_for("the next", UNEVEN, PlansBy(plan_u2), "uneven")
+        assert cache.counters.replans == 1
 
 
 class TestLagged:

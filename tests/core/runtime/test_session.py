@@ -8,9 +8,11 @@ from dbsp_cli.mask_tools.series import MaskSeries, drift_of
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.runtime.session import MOST_SIZES
 from dbsp_core.runtime.sizes.size_context import FEW_STEPS, MOST_PASSES
+from dbsp_core.sources import WindowSource
 from session_cases import (
     PREDICTED,
     Drifting,
+    Growing,
     a_shard_that_does_not_fit,
     a_wrong_input,
     an_attention_that_breaks_off,
@@ -38,6 +40,17 @@ def test_a_plan_that_waits_is_not_used_for_another_batch(pool, strategy, batches
     """Guidance is switched on or off between two calls of one size, while a plan for the old heads was prepared."""
     for errors in pool(2).run(change_of_batch, strategy, batches):
         assert max(errors) <= 1e-5
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_mask_that_does_not_change_is_planned_once_however_uneven(pool, mode):
+    """Two ranks share out five equal heads: three and two, above P_s whatever the plan."""
+    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "reuse": {"mode": mode}}
+    for worst, calls, plans, *_ in pool(2).run(changing_masks, settings, 3):
+        assert (worst <= 1e-5, calls, plans) == (True, 3 * PASSES * LAYERS, 1)
+    growing = {"mask": Growing(16, 16, most=1), "reuse": {"mode": mode}}
+    for plans in pool(2).run(recorded_masks, growing, 9):
+        assert plans == LAYERS * 2, "one for each of a layer's two masks"
 
 
 class TestMasksThatChangeByStep:
