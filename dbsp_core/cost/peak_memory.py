@@ -16,10 +16,12 @@ from dbsp_core.comm.all_to_all import exchange_q_separately
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
+from dbsp_kernels.packing.block_selection import pairs_at_once
 
-__all__ = ["MemoryLimit", "head_caps", "peak_bytes", "within_limit"]
+__all__ = ["MemoryLimit", "head_caps", "mask_bytes", "peak_bytes", "prediction_bytes", "within_limit"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,34 @@ def peak_bytes(
     moments += [kept + exchange(came_q, sent_q), kept + sent_q + shape.heads * layout.shard * token]
     peak: np.ndarray = np.max(moments, axis=0)
     return peak
+
+
+def mask_bytes(grid: BlockGrid, heads: int) -> float:
+    """A predicted mask's bits, which every rank has of all heads while their attention runs."""
+    return float(sum(heads * of.nq * 8 * -(-of.nk // 8) for of in _sequences(grid)))
+
+
+def prediction_bytes(grid: BlockGrid, shape: AttentionShape, ranks: int, on_gpu: bool) -> float:
+    """Most bytes that a rank holds at once while it predicts a mask (SpargeAttn's), beside q, k and v.
+
+    That is before any of them travels, so it stands not beside `peak_bytes`: the larger of the two counts.
+    """
+    own, most = -(-shape.heads // ranks), 0.0
+    for of in _sequences(grid):
+        pairs, at_once = of.nq * of.nk, pairs_at_once(on_gpu)
+        scored = pairs * min(own, max(1, at_once // pairs))
+        chosen = scored if pairs <= at_once else of.nk * max(1, at_once // of.nk)
+        pooled = own * (of.nq + of.nk) * (shape.head_dim + 1) * 4
+        packed = shape.heads * of.nq * -(-of.nk // 8)
+        # 1. A rank's own heads: scores in float64, and some rows' chances, which torch sorts and adds up.
+        choosing = pooled + 8 * scored + (8 if on_gpu else 33) * chosen + packed / ranks
+        # 2. All heads' bits: as gathered, in order, and unpacked.
+        most = max(most, choosing, 2 * packed + mask_bytes(of, shape.heads))
+    return most
+
+
+def _sequences(grid: BlockGrid) -> tuple[BlockGrid, ...]:
+    return tuple(grid.sequences) if grid.packed_from else (grid,)
 
 
 def within_limit(plans: Iterable[Plan], excess: Callable[[Plan], float]) -> Plan:

@@ -14,7 +14,14 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
-from dbsp_core.cost.peak_memory import MemoryLimit, head_caps, peak_bytes, within_limit
+from dbsp_core.cost.peak_memory import (
+    MemoryLimit,
+    head_caps,
+    mask_bytes,
+    peak_bytes,
+    prediction_bytes,
+    within_limit,
+)
 from dbsp_core.cost.selection import AUTO, StrategySelector, candidates, fastest_plan, in_fastest_chunks, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -42,6 +49,7 @@ class ConfiguredPlanMaker:
     hardware: whose constants weigh exchanges, where the configuration leaves that to them
     compare:  whether plans tell what the contiguous plan would do, as reports show it
     memory:   that no rank is to exceed
+    predicted_on: the type of the device where masks are predicted from queries and keys; None: they are not
     shape:    of the attention to plan for, see `for_shape`;  gradients: whether it keeps what backward needs
     """
 
@@ -53,6 +61,7 @@ class ConfiguredPlanMaker:
     selector: StrategySelector | None
     compare: bool
     memory: MemoryLimit | None = None
+    predicted_on: str | None = None
     shape: AttentionShape | None = None
     gradients: bool = False
     _warned: set[Strategy | None] = field(default_factory=set)
@@ -72,7 +81,8 @@ class ConfiguredPlanMaker:
     ) -> ConfiguredPlanMaker:
         """grid: of the masks to come;  device: where they are used"""
         selector = None if strategy is not None else _selector(config, group, layout, hardware, grid, device)
-        return cls(config, group, strategy, layout, hardware, selector, compare, memory)
+        predicted_on = device.type if config.mask.changes == "per_call" else None
+        return cls(config, group, strategy, layout, hardware, selector, compare, memory, predicted_on)
 
     def for_shape(self, shape: AttentionShape, gradients: bool = False) -> ConfiguredPlanMaker:
         """The same for an attention of this shape."""
@@ -87,8 +97,10 @@ class ConfiguredPlanMaker:
         else:
             in_use, excess = None if current is None else current.strategy, self._excess if self.memory else None
             plan = self.selector.choose(lambda one: self._plan(one, mask), self._shape, in_use, excess)
-        if self.memory is not None and self._excess(plan) > 0:
-            self._warn_of(plan)
+        if self.memory is not None:
+            above = max(self._excess(plan), self._prediction_excess(mask))
+            if above > 0:
+                self._warn_of(plan, above)
         return plan
 
     def make_later(self, later: BlockMask, mask: BlockMask, strategy: Strategy) -> Plan | None:
@@ -156,10 +168,18 @@ class ConfiguredPlanMaker:
         if self.memory is None:
             return 0.0
         peaks = peak_bytes(plan.assignment, self._shape, self.layout, gradients=self.gradients)
-        return float(peaks.max()) - self.memory.beside_inputs(self._shape, self.layout)
+        bits = 0.0 if self.predicted_on is None else mask_bytes(plan.grid, plan.heads)
+        return float(peaks.max()) + bits - self.memory.beside_inputs(self._shape, self.layout)
 
-    def _warn_of(self, plan: Plan) -> None:
-        """Once for each strategy, or one that was to be chosen."""
+    def _prediction_excess(self, mask: BlockMask) -> float:
+        """The same while a mask is predicted, whatever the plan is then."""
+        if self.memory is None or self.predicted_on is None:
+            return 0.0
+        held = prediction_bytes(mask.grid, self._shape, self.group.size, self.predicted_on == "cuda")
+        return held - self.memory.beside_inputs(self._shape, self.layout)
+
+    def _warn_of(self, plan: Plan, above: float) -> None:
+        """Once for each strategy, or one that was to be chosen. above: the limit, in bytes"""
         if self.memory is None or self.group.rank != 0 or self.strategy in self._warned:
             return
         self._warned.add(self.strategy)
@@ -167,7 +187,7 @@ class ConfiguredPlanMaker:
         log.warning(
             "at its peak an attention holds %s on a rank beside q, k and v, more than planner.memory_limit leaves, "
             "%s: %s, so %s is used; take more GPUs, a smaller video or batch, or raise the limit",
-            in_bytes(limit + self._excess(plan)),
+            in_bytes(limit + above),
             in_bytes(max(0.0, limit)),
             "all strategies exceed it" if self.strategy is None else "no plan of this strategy fits",
             plan.strategy,

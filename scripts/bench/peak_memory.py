@@ -23,11 +23,15 @@ __all__ = ["Alive", "peak_of_attention"]
 
 
 class Alive(TorchDispatchMode):
-    """Most bytes of floating-point tensors that were alive at once, beside those `given` to what is watched."""
+    """Most bytes of tensors that were alive at once, beside those `given` to what is watched.
 
-    def __init__(self, *given: torch.Tensor) -> None:
+    integers: whether others than floating-point ones count too
+    """
+
+    def __init__(self, *given: torch.Tensor, integers: bool = False) -> None:
         super().__init__()
         self.peak = 0
+        self._integers = integers
         self._given = {tensor.untyped_storage()._cdata for tensor in given}
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -36,7 +40,9 @@ class Alive(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if type(tensor) is torch.Tensor and tensor.is_floating_point():  # a wrapper has no memory of its own
+            if type(tensor) is not torch.Tensor:  # a wrapper has no memory of its own
+                continue
+            if self._integers or tensor.is_floating_point():
                 storage = tensor.untyped_storage()
                 if storage._cdata in self._given:
                     continue

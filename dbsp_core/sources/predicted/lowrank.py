@@ -22,10 +22,10 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.predicted.distributed_pooling import assigned_heads, exchange_heads, gather_bits
+from dbsp_core.sources.predicted.parts import select_in_parts
 from dbsp_core.sources.predicted.sparge import SpargeThresholds, always_dense
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_kernels.packing.block_selection import select_blocks
 from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.packing.pooling import halving_sum
 
@@ -160,14 +160,18 @@ class LowRankSource(BlockSizes):
         heads = _gather_own_heads(projected, tokens, grid)
         # 2. There each head's predicted attention is summed by blocks, and the blocks of most are chosen.
         width = query.shape[-1]
-        chance = [
-            predicted_mass(one[:, :width], one[:, width:], grid, tokens.scale, every_query=self.queries == "all")
-            for one in heads.flatten(0, 1)
-        ]
-        empty = heads.new_empty(0, grid.nq, grid.nk, dtype=torch.float64)
-        dense = always_dense(grid, self.dense_text, self.attention_sink, device).expand(len(chance), -1)
+        own = heads.flatten(0, 1)
+
+        def chance(first: int, last: int) -> torch.Tensor:
+            found = [
+                predicted_mass(one[:, :width], one[:, width:], grid, tokens.scale, every_query=self.queries == "all")
+                for one in own[first:last]
+            ]
+            return torch.stack(found) if found else heads.new_empty(0, grid.nq, grid.nk, dtype=torch.float64)
+
+        dense = always_dense(grid, self.dense_text, self.attention_sink, device).expand(len(own), -1)
         limits = SpargeThresholds(self.cdf, self.topk).limits(grid.nk)
-        mine = select_blocks(torch.stack(chance) if chance else empty, dense, *limits)
+        mine = select_in_parts(chance, lambda rows: rows, dense, grid.nq, limits)
         return BlockMask(gather_bits(mine, request.heads, heads.shape[1], grid.nk, tokens.group), grid)
 
     def _require_fit(self, layer: int, tokens: LocalQK) -> None:

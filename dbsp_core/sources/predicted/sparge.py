@@ -14,8 +14,9 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.predicted.distributed_pooling import gather_bits, pool_own_heads
+from dbsp_core.sources.predicted.parts import select_in_parts
 from dbsp_core.utils.errors import SettingError, blame_setting, require_value
-from dbsp_kernels.packing.block_selection import pooled_scores, select_blocks
+from dbsp_kernels.packing.block_selection import pooled_scores
 from dbsp_kernels.packing.h2d import to_device
 
 __all__ = ["SpargeSource", "SpargeThresholds", "always_dense"]
@@ -105,13 +106,19 @@ class SpargeSource(BlockSizes):
         grid, how = self.grid(request), self.thresholds
         rows = pool_own_heads(tokens, grid)
         samples, rows = rows.shape[1], rows.flatten(0, 1)
-        # In float64, by operations on each head alone: which others a rank predicts cannot change a bit of it.
-        scores = pooled_scores(rows, grid.nq, tokens.scale, how.similarity)
-        chance = torch.softmax(scores, dim=-1)  # NaN where every key block is dissimilar, hence dense
+
+        def scores(first: int, last: int) -> torch.Tensor:
+            """In float64, by operations on each head alone: which others a rank predicts cannot change a bit of it."""
+            return pooled_scores(rows[first:last], grid.nq, tokens.scale, how.similarity)
+
+        def chance(scores: torch.Tensor) -> torch.Tensor:
+            """NaN where every key block is dissimilar, hence dense."""
+            return torch.softmax(scores, dim=-1)
+
         dense = (rows[..., -1] <= how.similarity) | always_dense(
             grid, self.dense_text, self.attention_sink, rows.device
         )
-        mine = select_blocks(chance, dense, *how.limits(grid.nk))
+        mine = select_in_parts(scores, chance, dense, grid.nq, how.limits(grid.nk))
         return BlockMask(gather_bits(mine, request.heads, samples, grid.nk, tokens.group), grid)
 
 

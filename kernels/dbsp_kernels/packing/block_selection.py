@@ -7,7 +7,15 @@ import torch
 from dbsp_kernels.packing.pooling import with_triton
 from dbsp_kernels.packing.row_bits import pack_bits
 
-__all__ = ["pooled_scores", "pooled_scores_torch", "select_blocks", "select_blocks_torch"]
+__all__ = ["pairs_at_once", "pooled_scores", "pooled_scores_torch", "select_blocks", "select_blocks_torch"]
+
+
+def pairs_at_once(on_gpu: bool) -> int:
+    """Pairs of blocks to choose among at a time: enough to be fast, and few enough to hold little beside the bits.
+
+    On the CPU torch's own operations take some 50 bytes for each; the kernels a score and a chance of 8 bytes.
+    """
+    return 1 << (24 if on_gpu else 20)
 
 
 def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:

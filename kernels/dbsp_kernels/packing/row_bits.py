@@ -25,13 +25,8 @@ def pack_bits(needed: torch.Tensor) -> torch.Tensor:
 
 def unpack_bits(packed: torch.Tensor, width: int) -> torch.Tensor:
     """bool[..., W] of what `pack_bits` packed; rows are not contiguous where W is no multiple of 8."""
-    return (packed[..., None] & _ones(packed.device)).ne(0).flatten(-2)[..., :width]
-
-
-@functools.cache
-def _ones(device: torch.device) -> torch.Tensor:
-    """uint8[8]: each bit of a byte."""
-    return torch.tensor([1 << place for place in range(8)], dtype=torch.uint8, device=device)
+    bits = (packed[..., None] >> _places(packed.device)).bitwise_and_(1)
+    return bits.view(torch.bool).flatten(-2)[..., :width]
 
 
 @functools.cache

@@ -8,10 +8,11 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
-from dbsp_core.cost.peak_memory import peak_bytes
+from dbsp_core.cost.peak_memory import mask_bytes, peak_bytes, prediction_bytes
 from dbsp_core.cost.selection import ONE_AHEAD, SHARES, in_fastest_chunks
+from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
 from generators import random_bits
-from peak_memory import peak_of_attention
+from peak_memory import Alive, peak_of_attention
 from selection_cases import plans_within
 from workers import WorkerError
 
@@ -96,6 +97,22 @@ def test_the_number_of_chunks_follows_from_the_limit():
     assert chosen(0.0, machine) == (min(peaks, key=peaks.__getitem__), True)
 
 
+@pytest.mark.parametrize(
+    ("heads", "tokens", "block"), [(1, 4096, 8), (6, 4096, 8), (20, 4096, 16), (2, 9600, 8), (40, 600, 8)]
+)
+@pytest.mark.parametrize("settings", [{"cdf": 0.5}, {"topk": 0.3}], ids=["cdf", "topk"])
+def test_what_a_prediction_holds(heads, tokens, block, settings):
+    """It does not grow with the heads, nor all of it with the square of the tokens."""
+    q = torch.randn(1, heads, tokens, D)
+    source, request = SpargeSource(block, block, **settings), MaskRequest(0, heads, (1, 1, tokens))
+    with Alive(q, integers=True) as alive:
+        mask = source.mask(request, LocalQK.alone(q, q))
+    shape = AttentionShape(1, heads, tokens, D, 4)
+    formula = prediction_bytes(mask.grid, shape, 1, on_gpu=False)
+    assert mask_bytes(mask.grid, heads) == mask.bits.untyped_storage().nbytes()
+    assert alive.peak == pytest.approx(formula, rel=0.1)
+
+
 class TestLimit:
     def run(self, pool, limit, free=None, batches=(1,), **settings):
         """(strategy, peak, most heads) of each layer, which all ranks have alike, and rank 0's warnings."""
@@ -131,6 +148,19 @@ class TestLimit:
         assert "planner.memory_limit leaves, 1 KiB: all strategies exceed it, so" in warning
         strategies = [self.run(pool, "1KiB", strategy=str(one))[0] for one in Strategy.all_for(4)]
         assert plans[0][1] == min(one[0][1] for one in strategies)
+
+    def test_predicting_a_mask_counts(self, pool):
+        """Blocks of two tokens: a prediction holds more than attention does."""
+        mask = {"source": "sparge", "cdf": 0.5, "block_q": 2, "block_k": 2}
+        plans, _ = self.run(pool, None, mask=mask)
+        shape, grid = AttentionShape(1, 5, 192, D, 4), BlockGrid.uniform(192, 2)
+        attention = max(peak for _, peak, _ in plans) + mask_bytes(grid, 5)
+        prediction = prediction_bytes(grid, shape, 4, on_gpu=False)
+        assert attention < prediction
+        _, warnings = self.run(pool, int(prediction) + 1, mask=mask)
+        assert not warnings
+        _, (warning,) = self.run(pool, int(attention) + 1, mask=mask)
+        assert f"holds {prediction / 1024:.3g} KiB on a rank" in warning
 
     def test_auto_is_the_least_that_any_rank_has_free_less_the_inputs(self, pool):
         free, _ = self.run(pool, "auto", strategy="U4R1")
