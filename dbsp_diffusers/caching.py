@@ -194,7 +194,7 @@ class StepCaches:
                 )
             if t1.shape == t2.shape:
                 difference, size = self._together.change(t1, t2)
-                t1, t2 = torch.tensor([[size], [size - difference]], dtype=torch.float64)
+                t1, t2 = torch.tensor([[size], [size - difference]], dtype=torch.float64, device="cpu")
             alike: bool = original(t1, t2, parallelized=False, **options)
             return alike
 

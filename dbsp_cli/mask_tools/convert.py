@@ -42,7 +42,7 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
     if counts is not None:
         if int(counts.min()) < 0 or int(counts.max()) > width:
             raise UserError(f"counts must lie between 0 and {width}, found {int(counts.min())} to {int(counts.max())}")
-        valid = torch.arange(width) < counts.long()[..., None]
+        valid = torch.arange(width, device="cpu") < counts.long()[..., None]
     else:
         padding = blocks < 0
         valid = padding.cumsum(dim=-1) == 0 if encoding == "delta" else ~padding
@@ -57,7 +57,7 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
             f"the lists name block {beyond}, there are {nk} key blocks; are they {other} (--lut {other}), or "
             "tokens or block_k others?"
         )
-    bits = torch.zeros(heads, rows, nk + 1, dtype=torch.bool)
+    bits = torch.zeros(heads, rows, nk + 1, dtype=torch.bool, device="cpu")
     bits.scatter_(2, torch.where(valid & named, blocks, nk), True)
     return bits[..., :nk]
 

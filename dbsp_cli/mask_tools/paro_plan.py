@@ -60,7 +60,7 @@ def head_permutations(given: str, shape: tuple[int, ...]) -> torch.Tensor:
     Raises ValueError for what is no permutation of the heads.
     """
     table = by_mask(_one_of(given, {}, "perm_idx", "a permutation of heads"), shape, "permutations of heads").long()
-    if not torch.equal(table.sort(dim=1).values, torch.arange(shape[-3]).expand(table.shape)):
+    if not torch.equal(table.sort(dim=1).values, torch.arange(shape[-3], device="cpu").expand(table.shape)):
         raise UserError(f"{given}: each row must hold every head from 0 to {shape[-3] - 1} once")
     return table
 

@@ -48,9 +48,9 @@ def smooth_tokens(
     """
     generator = torch.Generator().manual_seed(seed)
     coarse = [-(-size // cell) + 1 for size, cell in zip(thw, _CELL, strict=True)]
-    noise = torch.randn(2 * heads, width, *coarse, generator=generator)
+    noise = torch.randn(2 * heads, width, *coarse, generator=generator, device="cpu")
     video = torch.cat([F.interpolate(one[None], size=thw, mode="trilinear", align_corners=True) for one in noise])
-    text = torch.randn(2 * heads, width, text_tokens, generator=generator)
+    text = torch.randn(2 * heads, width, text_tokens, generator=generator, device="cpu")
     tokens = torch.cat([text, video.flatten(2)], dim=2).transpose(1, 2)
     features, v = F.normalize(tokens[:heads], dim=-1), tokens[heads:]
     sharpness = _SHARPNESS + math.log(tokens.shape[1])

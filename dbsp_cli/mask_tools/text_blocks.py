@@ -97,7 +97,7 @@ def fit_blocks(bits: torch.Tensor, reading: BlockReading, tail_dense: bool = Fal
     q, k = reading.grid.q_axis, reading.grid.k_axis
     given = bits[:, : reading.rows, : reading.columns]
     row, column = reading.left_out(q.block), reading.left_out(k.block)
-    whole = torch.ones(given.shape[0], given.shape[1] + row, given.shape[2] + column, dtype=torch.bool)
+    whole = torch.ones(given.shape[0], given.shape[1] + row, given.shape[2] + column, dtype=torch.bool, device="cpu")
     whole[:, row:, column:] = given
     if tail_dense and reading.short(q):
         whole[:, -1] = True

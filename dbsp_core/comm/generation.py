@@ -78,7 +78,7 @@ class GenerationAgreement:
 
     def seed(self, mine: int) -> int:
         """The first rank's seed. Collective. Raises UserError, on all ranks, where ranks are not at the same call."""
-        return self._exchange(_SEED, mine, (0,) * len(_COMPLAINTS), torch.zeros(2 * _BUCKETS))[0][2]
+        return self._exchange(_SEED, mine, (0,) * len(_COMPLAINTS), torch.zeros(2 * _BUCKETS, device=_CPU))[0][2]
 
     def compare(self, inputs: PassInputs) -> None:
         """Raises UserError, on all ranks, where they are not at the same call or were given different inputs.
@@ -95,7 +95,8 @@ class GenerationAgreement:
         columns = list(zip(*(row[3 : 3 + len(marks)] for row in rows), strict=True))
         for complaint, column in zip(_COMPLAINTS.values(), columns, strict=True):
             _require_equal(complaint, column)
-        values = torch.tensor([row[3 + len(marks) :] for row in rows]).view(torch.float64).unflatten(1, (2, _BUCKETS))
+        bits = torch.tensor([row[3 + len(marks) :] for row in rows], device=_CPU)
+        values = bits.view(torch.float64).unflatten(1, (2, _BUCKETS))
         for complaint, of_ranks in zip((LATENTS_DIFFER, CONDITIONS_DIFFER), values.unbind(1), strict=True):
             close = torch.cdist(of_ranks, of_ranks, compute_mode="donot_use_mm_for_euclid_dist") <= _TOLERANCE
             _require(complaint, close[int(close.sum(dim=1).argmax())].tolist())
@@ -135,4 +136,4 @@ def _sketch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         sums = F.pad(flat * signs, (0, -len(flat) % _BUCKETS)).view(-1, _BUCKETS).sum(dim=0)
         sums = sums / torch.linalg.vector_norm(flat).clamp_min(1e-30)
         total = sums if total is None else total + sums.to(total.device)
-    return torch.zeros(_BUCKETS, dtype=torch.float64) if total is None else total.to(_CPU, torch.float64)
+    return torch.zeros(_BUCKETS, dtype=torch.float64, device=_CPU) if total is None else total.to(_CPU, torch.float64)

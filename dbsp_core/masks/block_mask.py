@@ -37,7 +37,8 @@ class BlockMask:
     grid: BlockGrid
 
     def __post_init__(self) -> None:
-        bits, grid = torch.as_tensor(self.bits), self.grid
+        where = self.bits.device if isinstance(self.bits, torch.Tensor) else "cpu"  # not torch's default device
+        bits, grid = torch.as_tensor(self.bits, device=where), self.grid
         if bits.dtype != torch.bool:
             raise UserError(f"mask bits must be bool, got {bits.dtype}; compare with a threshold first")
         if grid.packed_from:
@@ -59,7 +60,7 @@ class BlockMask:
     def dense(cls, heads: int, grid: BlockGrid) -> BlockMask:
         """Every block of every head; of a packed grid, within each sequence."""
         shape = (heads * grid.pairs,) if grid.packed_from else (heads, grid.nq, grid.nk)
-        return cls(torch.ones(shape, dtype=torch.bool), grid)
+        return cls(torch.ones(shape, dtype=torch.bool, device="cpu"), grid)
 
     @classmethod
     def packed(cls, masks: Sequence[BlockMask]) -> BlockMask:

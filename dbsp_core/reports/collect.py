@@ -55,7 +55,8 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     )
     if not calls:
         raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
-    own = torch.tensor([(c.seconds, c.sent.to_owners, c.sent.ring, c.sent.to_homes) for c in calls]).double()
+    moved = [(c.seconds, c.sent.to_owners, c.sent.ring, c.sent.to_homes) for c in calls]
+    own = torch.tensor(moved, device="cpu").double()
     by_rank = np.stack([one.numpy() for one in group.all_gather(own)])  # float64[P, calls, 4], exact to 2^53 bytes
     hardware = gather_texts(group, device_class(observer.device.type), torch.device("cpu"))
     columns = _columns(calls, observer, by_rank)

@@ -123,7 +123,7 @@ def _minimax_h3(transformer: Any, inputs: Inputs) -> TokenSequence:
         rows = video.cpu()
         gaps = (rows.diff() != 1).nonzero()
         generated = rows if len(gaps) == 0 else rows[int(gaps[-1]) + 1 :]
-        others = torch.ones(len(positions), dtype=torch.bool)
+        others = torch.ones(len(positions), dtype=torch.bool, device="cpu")
         others[generated] = False
         return torch.cat([others.nonzero().squeeze(1), generated]), len(generated)
 

@@ -65,7 +65,7 @@ class TokenSequence:
         """
         if self.packed is not None:
             return self.packed
-        text, video = torch.arange(self.text), torch.arange(self.video)
+        text, video = (torch.arange(count, device="cpu") for count in (self.text, self.video))
         return torch.cat([text + self.video, video] if text_last else [text, video + attended - self.video])
 
 

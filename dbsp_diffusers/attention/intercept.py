@@ -103,7 +103,7 @@ def intercept_self_attention(
     """
     key = next(_numbers)
     _attends[key] = attend
-    number = torch.tensor(key)
+    number = torch.tensor(key, device="cpu")
 
     def intercepted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         mode = SdpaOverride(number, any_mask)

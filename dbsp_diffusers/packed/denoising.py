@@ -181,7 +181,7 @@ def _decoded(pipe: Any, latents: torch.Tensor, output_type: str) -> Any:
     vae = pipe.vae
     latents = latents.to(vae.device, vae.dtype)
     mean, std = (
-        torch.tensor(each).view(1, -1, 1, 1, 1).to(latents)
+        torch.tensor(each, device="cpu").view(1, -1, 1, 1, 1).to(latents)
         for each in (vae.config.latents_mean, vae.config.latents_std)
     )
     video = vae.decode(latents / (1.0 / std) + mean, return_dict=False)[0]

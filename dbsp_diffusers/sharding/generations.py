@@ -131,7 +131,7 @@ def shared_generator(pipe: Any, agreement: GenerationAgreement) -> torch.Generat
 
     That device may be another than the one that holds its weights: under CPU offload.
     """
-    seed = agreement.seed(int(torch.randint(0, 2**62, (1,))))
+    seed = agreement.seed(int(torch.randint(0, 2**62, (1,), device="cpu")))
     return torch.Generator(getattr(pipe, "_execution_device", None) or pipe.device).manual_seed(seed)
 
 

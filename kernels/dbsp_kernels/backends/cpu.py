@@ -38,7 +38,7 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
     kv_count, kv_len = inputs.kv_count, inputs.kv_len
     q, k, v = (t.contiguous() for t in (inputs.q, inputs.k, inputs.v))  # the operator reads D as if its stride were 1
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype))
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
     short = bool((kv_len < k.shape[1]).any())
     gather = _Gather(k, v)
     together = GATHER_BYTES * torch.get_num_threads()
@@ -65,7 +65,7 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
 
 def _long_sequences(kv_index: torch.Tensor, kv_count: torch.Tensor, block_q: int) -> list[tuple[range, range]]:
     """Rows side by side, LONG queries or more, that attend to the same blocks side by side; those rows and blocks."""
-    column = torch.arange(kv_index.shape[1])
+    column = torch.arange(kv_index.shape[1], device=kv_index.device)
     unused = column >= kv_count[:, None]
     first = kv_index.masked_fill(unused, 1 << 30).amin(1) if len(column) else kv_count
     # 1. Groups of neighbours with the same first block and number of blocks, which may be runs of blocks.
@@ -120,5 +120,6 @@ def _flash(
 
 def tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
     """−inf on the tokens beyond each block's length. lengths: int[R, n]; returns: [R, 1, 1, n·block]."""
-    beyond = torch.arange(block) >= lengths[..., None]
-    return torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, -torch.inf).flatten(1)[:, None, None]
+    beyond = torch.arange(block, device=lengths.device) >= lengths[..., None]
+    bias = torch.zeros(beyond.shape, dtype=dtype, device=beyond.device)
+    return bias.masked_fill_(beyond, -torch.inf).flatten(1)[:, None, None]

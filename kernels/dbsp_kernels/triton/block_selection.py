@@ -40,7 +40,7 @@ def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: 
     scores = rows.new_empty(heads, nq, nk, dtype=torch.float64)
     if scores.numel():
         grid = (triton.cdiv(nq, TILE), triton.cdiv(nk, TILE), heads)
-        rounded = torch.tensor(similarity, dtype=torch.float32).item()  # as torch compares with float32
+        rounded = torch.tensor(similarity, dtype=torch.float32, device="cpu").item()  # as torch compares with float32
         _score_kernel[grid](rows, scores, nq, nk, scale, rounded, WIDTH=width - 1, TILE=TILE, enable_fp_fusion=False)
     return scores
 
