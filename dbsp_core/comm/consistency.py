@@ -56,12 +56,12 @@ def check_consistent(
            or as `error` where that is no UserError
     """
     states = [(_kind(problem), *marks.values())]
-    if group.group is not None:  # without, this rank decides for all: a plan's part may be looked at alone
+    if not group.alone:  # without, this rank decides for all: a plan's part may be looked at alone
         states = [tuple(state) for state in group.gather_integers(states[0], device)]
     failed = [rank for rank, (kind, *_) in enumerate(states) if kind != _FINE]
     if failed:
         first = failed[0]
-        texts = [_in_words(problem)] if group.group is None else gather_texts(group, _in_words(problem), device)
+        texts = [_in_words(problem)] if group.alone else gather_texts(group, _in_words(problem), device)
         where = "" if len(failed) == len(states) else f"rank(s) {failed}: "
         raised: type[Exception] = UserError if states[first][0] == _USERS else ValueError
         if not issubclass(error, UserError):

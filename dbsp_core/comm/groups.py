@@ -16,50 +16,25 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from dbsp_core.comm.auxiliary import auxiliary_group, timeout_of
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
     "CommunicationError",
     "PendingTransfer",
     "SequenceGroup",
-    "aux_group",
     "barrier",
     "report_group",
-    "timeout_of",
     "told_if_it_breaks_off",
 ]
 
 # Its name before torch 2.13 is the longer one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, weakref.ref[dist.ProcessGroup]]] = (
-    weakref.WeakKeyDictionary()
+_DESTROYED = (
+    "the process group that this was made for is destroyed; make executors and sessions anew for another one, on a "
+    "pipeline by disable and enable"
 )
-
-
-def aux_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """The ranks of `group` in a gloo group of their own, one for each purpose, with the group's own timeout.
-
-    Collective at the first call.
-    """
-    beside = _BESIDE.setdefault(group, {})
-    known = beside[purpose]() if purpose in beside else None
-    if known is None:
-        ranks = dist.get_process_group_ranks(group)
-        timeout = timeout_of(group)
-        with told_if_it_breaks_off():
-            known = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
-        beside[purpose] = weakref.ref(known)  # torch itself holds it until the groups are destroyed
-    return known
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """After which a group's collectives fail; None where its backend does not tell."""
-    for device_type in group._device_types:
-        options = getattr(group._get_backend(device_type), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
-    return None
+_OUTSIDE = "this rank is outside the process group that it was given; call db-SP on the group's ranks only"
 
 
 class CommunicationError(RuntimeError):
@@ -94,32 +69,63 @@ class PendingTransfer:
         return self.received
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class SequenceGroup:
-    """`rank` of `size` in a process group; without one, a single process that is alone."""
+    """`rank` of `size` in a process group; without one, a single process that is alone.
+
+    torch keeps the process group until it is destroyed; this does not. An executor, or a loss with its graph, may be
+    there for longer, and a group that is left when Python ends may abort it.
+    """
 
     rank: int
     size: int
-    group: dist.ProcessGroup | None = None
+    _held_by_torch: weakref.ref[dist.ProcessGroup] | None
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+        for name, value in (
+            ("rank", rank),
+            ("size", size),
+            ("_held_by_torch", None if group is None else weakref.ref(group)),
+        ):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> SequenceGroup:
         """The given group, or the default one; a single process where torch.distributed is not initialised.
 
-        Raises UserError for the latter in one of several processes: each would do all of the work by itself.
+        Raises UserError in one of several processes without torch.distributed, where each would do all of the work by
+        itself, and on a rank outside the group.
         """
         if not dist.is_available() or not dist.is_initialized():
             _require_alone()
             return cls(0, 1)
+        if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives such a rank
+            raise UserError(_OUTSIDE)
         group = group or dist.group.WORLD
         if group is None:
             return cls(0, 1)
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     @property
+    def alone(self) -> bool:
+        """Whether there is no process group: this rank decides by itself."""
+        return self._held_by_torch is None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; not to be kept. Raises UserError once it is destroyed."""
+        if self._held_by_torch is None:
+            return None
+        group = self._held_by_torch()
+        if group is None:
+            raise UserError(_DESTROYED)
+        return group
+
+    @property
     def timeout(self) -> timedelta | None:
         """After which its collectives fail; None where that is not known."""
-        return None if self.group is None else timeout_of(self.group)
+        group = self.group
+        return None if group is None else timeout_of(group)
 
     def control(self) -> SequenceGroup:
         """The same ranks in a gloo group of their own, for what the calling thread must agree on with CPU tensors.
@@ -131,11 +137,13 @@ class SequenceGroup:
     def beside(self, purpose: str) -> SequenceGroup:
         """The same ranks in a gloo group of their own, one for each purpose: its collectives meet no others.
 
-        It has this group's timeout. Collective at the first call.
+        It has this group's timeout, and goes with it. Collective at the first call.
         """
-        if self.group is None:
+        group = self.group
+        if group is None:
             return self
-        return SequenceGroup(self.rank, self.size, aux_group(self.group, purpose))
+        with told_if_it_breaks_off():
+            return SequenceGroup(self.rank, self.size, auxiliary_group(group, purpose))
 
     def all_to_all(
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
@@ -220,7 +228,7 @@ def report_group(group: SequenceGroup) -> SequenceGroup:
 
 def barrier(group: SequenceGroup) -> None:
     """Returns once all ranks of a meeting group have called it. Raises RuntimeError where one does not in time."""
-    if group.group is None:
+    if group.alone:
         return
     try:
         dist.monitored_barrier(group.group, group.timeout)

@@ -35,7 +35,7 @@ __all__ = ["is_writer", "make_report", "write_report_files"]
 
 def is_writer(group: SequenceGroup) -> bool:
     """Whether this rank writes the files: the first of all, where several groups share out prompts or guidance."""
-    return group.rank == 0 and (group.group is None or dist.get_rank() == 0)
+    return group.rank == 0 and (group.alone or dist.get_rank() == 0)
 
 
 def make_report(session: AttentionSession, model: str, host: str) -> RunReport:

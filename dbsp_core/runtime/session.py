@@ -352,4 +352,5 @@ _LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.W
 
 def _lock_of(group: SequenceGroup) -> threading.Lock:
     """One for all sessions of the same ranks."""
-    return threading.Lock() if group.group is None else _LOCKS.setdefault(group.group, threading.Lock())
+    process_group = group.group
+    return threading.Lock() if process_group is None else _LOCKS.setdefault(process_group, threading.Lock())

@@ -37,7 +37,7 @@ def sum_gradients(model: Any) -> None:
     if state is None:
         raise UserError("gradients are summed where db-SP is enabled; call dbsp_diffusers.enable first")
     group = state.everyone
-    if group.size == 1 or group.group is None:
+    if group.size == 1 or group.alone:
         return
     ranks = set(dist.get_process_group_ranks(group.group))
     grads = [p.grad for part in transformers_in(model).values() for p in part.parameters() if p.grad is not None]

@@ -177,6 +177,5 @@ _THREADS: weakref.WeakKeyDictionary[dist.ProcessGroup, PlanningThread] = weakref
 
 def _thread_of(group: SequenceGroup) -> PlanningThread:
     """One thread for all that use a group of this kind: two would enter its collectives in any order."""
-    if group.group is None:
-        return PlanningThread()
-    return _THREADS.setdefault(group.group, PlanningThread())
+    process_group = group.group
+    return PlanningThread() if process_group is None else _THREADS.setdefault(process_group, PlanningThread())

@@ -1,0 +1,66 @@
+"""Process groups end when torch destroys them, whatever of db-SP is still in scope: a group that is left when Python
+ends may abort it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lifetime_cases import (
+    PREDICTED,
+    caught,
+    executor,
+    gathered,
+    jobs,
+    loss_after_backward,
+    loss_before_backward,
+    outside,
+    rehoming,
+    session,
+    unequal_numbers_of_groups,
+    use_after_the_end,
+)
+from lifetimes import left_alive
+from workers import assert_all_raise
+
+WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
+
+
+@pytest.mark.parametrize(
+    ("groups", "use", "args"),
+    [
+        (1, loss_after_backward, ()),
+        (1, loss_before_backward, ()),
+        (1, executor, ()),
+        (1, rehoming, ()),
+        (1, gathered, ()),
+        (2, session, (WINDOW,)),
+        (3, session, (PREDICTED,)),
+        (2, caught, ()),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_nothing_keeps_a_destroyed_group_alive(pool, tmp_path, groups, use, args):
+    """groups: that there are while it is used, ours beside torch's among them"""
+    for there, left in pool(2).run(left_alive, str(tmp_path), use, *args):
+        assert (there, left) == (groups, [])
+
+
+@pytest.mark.parametrize("what", ["executor", "backward"])
+def test_what_is_used_once_its_group_is_destroyed_says_so(pool, what):
+    assert_all_raise(pool, 2, "the process group that this was made for is destroyed", use_after_the_end, what)
+
+
+def test_a_group_for_each_job_leaves_nothing(pool):
+    for (groups, descriptors), *later in pool(2).run(jobs, 4):
+        assert all(one[0] == groups for one in later), later
+        assert max(one[1] for one in later) <= descriptors + 2, "gloo closes its own when it gets to it"
+
+
+def test_ranks_may_have_unequal_numbers_of_groups(pool):
+    assert pool(2).run(unequal_numbers_of_groups) == [[[0], [1]] * 2] * 2
+
+
+def test_a_rank_outside_the_group_is_told(pool):
+    *inside, last = pool(3).run(outside)
+    assert set(inside) == {""}
+    assert last.startswith("UserError: this rank is outside the process group")
