@@ -5,6 +5,7 @@ Pure arithmetic on the plan and on constants from a file: every rank that has bo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Topology:
-    """`world` ranks, `node_size` to a node, in the order of ranks.
+    """`world` ranks, at most `node_size` to a node, in the order of ranks.
 
     node_of: the node of each rank, where they don't simply follow one another, as in a group of every other rank
     """
@@ -86,6 +87,11 @@ class Topology:
     def on(cls, hardware: Hardware, world: int) -> Topology:
         """`world` ranks on nodes of this machine."""
         return cls(world, hardware.gpus_per_node or 8)
+
+    @classmethod
+    def of_nodes(cls, node_of: Sequence[int]) -> Topology:
+        """node_of: the node of each rank"""
+        return cls(len(node_of), max(Counter(node_of).values()), tuple(node_of))
 
     @property
     def nodes(self) -> np.ndarray:

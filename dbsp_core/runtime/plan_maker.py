@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.nodes import ranks_on_this_node
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
@@ -38,13 +37,14 @@ from dbsp_core.utils.log import log
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
-__all__ = ["ConfiguredPlanMaker", "agree_on_memory", "load_constants", "strategies_of", "topology_of"]
+__all__ = ["ConfiguredPlanMaker", "agree_on_memory", "load_constants", "strategies_of"]
 
 
 @dataclass(frozen=True)
 class ConfiguredPlanMaker:
     """Makes plans for one size of video.
 
+    topology: of the group's ranks
     strategy: how the ranks are used; None: the selector chooses at each plan
     hardware: whose constants weigh exchanges, where the configuration leaves that to them
     compare:  whether plans tell what the contiguous plan would do, as reports show it
@@ -55,6 +55,7 @@ class ConfiguredPlanMaker:
 
     config: DbspConfig
     group: SequenceGroup
+    topology: Topology
     strategy: Strategy | None
     layout: SequenceLayout
     hardware: Hardware | None
@@ -71,6 +72,7 @@ class ConfiguredPlanMaker:
         cls,
         config: DbspConfig,
         group: SequenceGroup,
+        topology: Topology,
         strategy: Strategy | None,
         layout: SequenceLayout,
         hardware: Hardware | None,
@@ -80,9 +82,11 @@ class ConfiguredPlanMaker:
         memory: MemoryLimit | None = None,
     ) -> ConfiguredPlanMaker:
         """grid: of the masks to come;  device: where they are used"""
-        selector = None if strategy is not None else _selector(config, group, layout, hardware, grid, device)
+        selector = None
+        if strategy is None:
+            selector = _selector(config, group, topology, layout, hardware, grid, device)
         predicted_on = device.type if config.mask.changes == "per_call" else None
-        return cls(config, group, strategy, layout, hardware, selector, compare, memory, predicted_on)
+        return cls(config, group, topology, strategy, layout, hardware, selector, compare, memory, predicted_on)
 
     def for_shape(self, shape: AttentionShape, gradients: bool = False) -> ConfiguredPlanMaker:
         """The same for an attention of this shape."""
@@ -128,17 +132,18 @@ class ConfiguredPlanMaker:
             plans.append(self._plan_of_needed_keys(strategy, mask))
         if len(plans) == 1 or self.hardware is None:
             return plans[0]
-        hardware, topology = self.hardware, topology_of(self.group)
+        hardware = self.hardware
 
         def cost(plan: Plan) -> tuple[float, int]:
-            return max(0.0, self._excess(plan)), in_ns(predict(plan, self._shape, hardware, topology, self.layout))
+            return max(0.0, self._excess(plan)), in_ns(
+                predict(plan, self._shape, hardware, self.topology, self.layout)
+            )
 
         return min(plans, key=cost)
 
     def _plan_of_needed_keys(self, strategy: Strategy, mask: BlockMask) -> Plan:
         plan = make_plan(mask, strategy, self.config.planner, layout=self.layout, compare=self.compare, keys="needed")
-        topology = topology_of(self.group)
-        return in_fastest_chunks(plan, mask, self._shape, self.hardware, topology, self.layout, self._excess)
+        return in_fastest_chunks(plan, mask, self._shape, self.hardware, self.topology, self.layout, self._excess)
 
     def _ring_plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
         """real: the mask at hand, where `mask` is a predicted one"""
@@ -153,8 +158,7 @@ class ConfiguredPlanMaker:
         if self.hardware is None or not _weighs_exchanges(self.config, self.group):
             plan = make_by(planner)
         else:
-            topology = topology_of(self.group)
-            plan = fastest_plan(make, self._shape, self.hardware, topology, self.layout, self._fits)
+            plan = fastest_plan(make, self._shape, self.hardware, self.topology, self.layout, self._fits)
         if self._fits(plan) or planner.name != "dbsp":
             return plan
         capped = (make_by(replace(planner, most_heads=heads)) for heads in head_caps(plan))
@@ -199,7 +203,7 @@ class ConfiguredPlanMaker:
             return self.config.planner.exchange_cost
         if self.hardware is None:
             return 0.0
-        return exchange_cost_of(mask, strategy, self._shape, self.hardware, topology_of(self.group))
+        return exchange_cost_of(mask, strategy, self._shape, self.hardware, self.topology)
 
 
 def agree_on_memory(config: DbspConfig, group: SequenceGroup, device: torch.device) -> MemoryLimit | None:
@@ -212,7 +216,7 @@ def agree_on_memory(config: DbspConfig, group: SequenceGroup, device: torch.devi
         return None if limit is None else MemoryLimit(limit)
     mine = free_memory(device)
     if mine is not None and device.type != "cuda":
-        mine //= int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
+        mine //= ranks_on_this_node() or group.size
     least = min(free for (free,) in group.gather_integers([-1 if mine is None else mine], device))
     if least < 0:
         raise UserError(
@@ -245,6 +249,7 @@ def _weighs_exchanges(config: DbspConfig, group: SequenceGroup) -> bool:
 def _selector(
     config: DbspConfig,
     group: SequenceGroup,
+    topology: Topology,
     layout: SequenceLayout,
     hardware: Hardware | None,
     grid: BlockGrid,
@@ -255,7 +260,7 @@ def _selector(
     if group.rank == 0:
         warn_if_elsewhere(hardware, device.type, choose_kernel(config.kernel, device.type, torch.float32).name)
     strategies = strategies_of(config, group, None, grid)
-    return StrategySelector(strategies, hardware, topology_of(group), layout)
+    return StrategySelector(strategies, hardware, topology, layout)
 
 
 def strategies_of(
@@ -263,12 +268,3 @@ def strategies_of(
 ) -> tuple[Strategy, ...]:
     """The one that is given, or those to choose among."""
     return candidates(group.size, grid, returns_lse(config.kernel)) if strategy is None else (strategy,)
-
-
-def topology_of(group: SequenceGroup) -> Topology:
-    """How the ranks of a group are spread over nodes: by torchrun's count of ranks a node; without, on one."""
-    a_node = os.environ.get("LOCAL_WORLD_SIZE")
-    if a_node is None or group.group is None:
-        return Topology(group.size, group.size)
-    ranks = dist.get_process_group_ranks(group.group)
-    return Topology(group.size, int(a_node), tuple(rank // int(a_node) for rank in ranks))

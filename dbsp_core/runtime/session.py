@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.latency import Topology
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -89,6 +91,7 @@ class AttentionSession:
     def __post_init__(self) -> None:
         self._lock = _lock_of(self.group)
         self._agree_on_settings()
+        topology = Topology.of_nodes(gather_nodes(self.group))
         self._mask_provider = MaskProvider(
             self.config.mask,
             self.config.dense_schedule,
@@ -101,7 +104,7 @@ class AttentionSession:
         )
         compare = any(observer.compares for observer in self.observers)
         self._new_sizes = NewSizes(
-            self.config, self.group, self.strategy, self._mask_provider, self._counters, compare
+            self.config, self.group, topology, self.strategy, self._mask_provider, self._counters, compare
         )
         if self.config.effective_planning == "async":
             self.group.beside("planning")  # while no rank can have failed yet: making a process group is a collective

@@ -10,6 +10,7 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware
+from dbsp_core.cost.latency import Topology
 from dbsp_core.cost.local_layout import fastest_layout
 from dbsp_core.cost.peak_memory import MemoryLimit
 from dbsp_core.cost.selection import AUTO
@@ -19,13 +20,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import require_slots
 from dbsp_core.runtime.mask_provider import MaskProvider, Video
-from dbsp_core.runtime.plan_maker import (
-    ConfiguredPlanMaker,
-    agree_on_memory,
-    load_constants,
-    strategies_of,
-    topology_of,
-)
+from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, agree_on_memory, load_constants, strategies_of
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
@@ -39,6 +34,7 @@ __all__ = ["NewSizes"]
 class NewSizes:
     """Makes the contexts of new sizes, by one session's settings. Constants and memory are agreed on at the first.
 
+    topology: of the group's ranks
     strategy: how the ranks are used; None: as is predicted to be fastest, for each attention
     masks:    of the session, begun for the size
     counters: that all sizes' plan caches count in
@@ -47,6 +43,7 @@ class NewSizes:
 
     config: DbspConfig
     group: SequenceGroup
+    topology: Topology
     strategy: Strategy | None
     masks: MaskProvider
     counters: ReuseCounters
@@ -75,7 +72,16 @@ class NewSizes:
         split_text = len(size) == 1 and size[0][1] > 0
         layout = self._layout(grid, split_text, text_last, device) if host_layout is None else host_layout()
         maker = ConfiguredPlanMaker.of(
-            self.config, self.group, self.strategy, layout, self._hardware, grid, device, self.compare, self._memory
+            self.config,
+            self.group,
+            self.topology,
+            self.strategy,
+            layout,
+            self._hardware,
+            grid,
+            device,
+            self.compare,
+            self._memory,
         )
         return SizeContext(self.masks.layers, size, maker, self.plan_cache())
 
@@ -97,7 +103,7 @@ class NewSizes:
                 None if self.config.effective_keys == "needed" else of_rings,
                 self.config.planner,
                 self._hardware,
-                topology_of(self.group),
+                self.topology,
                 element_bytes=2 if device.type == "cuda" else 4,
             )
             if self.config.effective_keys == AUTO and self.group.rank == 0:

@@ -326,11 +326,11 @@ def way_of_keys(rank: int, world: int, settings: dict[str, Any], nodes: int) -> 
     """A session with `keys: auto` on so many nodes. returns: its strategy, whether keys go by need, and the log"""
     mask = {"source": "window", "window": [3, 3, 3], "block_q": 24, "block_k": 24}
     config = DbspConfig.load({"mask": mask, "keys": "auto", **settings})
-    session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(Strategy(1, world)), HEADS, 1)
     told: list[str] = []
     logger, handler = logging.getLogger("dbsp"), logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": str(world // nodes)}):
+        session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(Strategy(1, world)), HEADS, 1)
         logger.addHandler(handler)
         layout = session.begin((24, 12, 16))
         logger.removeHandler(handler)

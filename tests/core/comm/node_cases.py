@@ -1,0 +1,33 @@
+"""What the workers run: ranks on nodes that each has been told of in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from unittest import mock
+
+from dbsp_core import SequenceGroup
+from dbsp_core.comm.nodes import gather_nodes
+from dbsp_core.config.config import DbspConfig
+from session_cases import Session
+
+THW = (4, 12, 16)
+MASK = {"source": "synthetic", "block_q": 16, "block_k": 16, "density": 0.3}
+
+
+def nodes(rank: int, world: int, told: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> tuple[int, ...]:
+    with (
+        mock.patch.dict("os.environ", told[rank]),
+        mock.patch("socket.gethostname", return_value=hosts[rank]),
+    ):
+        return gather_nodes(SequenceGroup.of())
+
+
+def attention(
+    rank: int, world: int, told: Sequence[Mapping[str, str]], strategy: str, memory_limit: str | None
+) -> tuple[float, int]:
+    """(largest difference from one process, fingerprint of the plan) of a session's first attention"""
+    config = DbspConfig.load({"mask": MASK, "planner": {"memory_limit": memory_limit}})
+    with mock.patch.dict("os.environ", told[rank]):
+        session = Session({"mask": config.mask, "planner": config.planner, "cost_model": "cpu-demo"}, strategy)
+        worst = session.attend(900.0, thw=THW)
+    return worst, session.inner.records[0].assignment.fingerprint
