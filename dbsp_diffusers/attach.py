@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -122,6 +122,7 @@ def attach_host(
         for transformer, _ in sessions:
             state = Attached(patches, host.everyone, sessions, host.name, generations)
             patches.set_attribute(transformer, _STATE, state)
+            patches.set_attribute(transformer, "__reduce_ex__", _refuse_copy)  # which copy and pickle ask
     return sessions[0][1]
 
 
@@ -131,6 +132,14 @@ def _require_attachable(model: Any, host: Host) -> dict[str, Any]:
     for transformer in transformers.values():
         check_not_parallelized(transformer, host.attentions(transformer))
     return transformers
+
+
+def _refuse_copy(protocol: int) -> NoReturn:
+    """A copy would compute with the original's weights: what replaces its methods is bound to it."""
+    raise UserError(
+        "a transformer on which db-SP is enabled cannot be copied or pickled; do so before `enable`, or after "
+        "`disable` and enable it again. Its state_dict and save_pretrained are as always"
+    )
 
 
 def _own_config(

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import nn
@@ -169,7 +169,8 @@ class _Class:
 
     wrapper: Call
     change: PatchSet
-    pipes: WeakSet[Any] = field(default_factory=WeakSet)
+    pipes: WeakKeyDictionary[Any, finalize[..., Any]] = field(default_factory=WeakKeyDictionary)
+    """With what happens when one is dropped with something around its calls."""
 
 
 _classes: dict[type, _Class] = {}
@@ -185,7 +186,9 @@ def around_calls(pipe: Any, around: Callable[[Call], Call], patches: PatchSet) -
     cls = type(pipe)
     if cls not in _classes:
         _classes[cls] = _wrap(cls)
-    _classes[cls].pipes.add(pipe)
+    if pipe not in _classes[cls].pipes:
+        _classes[cls].pipes[pipe] = finalize(pipe, _unwrap_unused, cls)
+        _classes[cls].pipes[pipe].atexit = False
     patches.on_detach(lambda: _forget(pipe, cls))
     patches.set_attribute(pipe, _AROUND, (*vars(pipe).get(_AROUND, ()), around))
 
@@ -209,8 +212,17 @@ def _forget(pipe: Any, cls: type) -> None:
     """Once nothing is around the pipe's calls any more."""
     if cls not in _classes or vars(pipe).get(_AROUND):
         return
-    wrapped = _classes[cls]
-    wrapped.pipes.discard(pipe)
-    if not wrapped.pipes and vars(cls).get("__call__") is wrapped.wrapper:
+    gone = _classes[cls].pipes.pop(pipe, None)
+    if gone is not None:
+        gone.detach()
+    _unwrap_unused(cls)
+
+
+def _unwrap_unused(cls: type) -> None:
+    """Leaves a class as it was, once none of its pipes that live has something around its calls."""
+    wrapped = _classes.get(cls)
+    if wrapped is None or list(wrapped.pipes):
+        return
+    if vars(cls).get("__call__") is wrapped.wrapper:
         wrapped.change.detach()
         del _classes[cls]

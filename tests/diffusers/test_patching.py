@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
 
+import dbsp_diffusers
 import dbsp_para
 from dbsp_cli.tiny_models import make_tiny
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet, around_calls
+from transformers_for_tests import make_transformer
 
 
 class Pipe:
@@ -58,10 +63,25 @@ def test_what_is_wrapped_around_the_class_meanwhile_stays():
     assert pipe("a") == ["a", "!", "theirs"]
 
 
+@pytest.mark.parametrize("cls", [Pipe, Heir])
+def test_a_class_is_as_before_once_its_wrapped_pipes_are_dropped(cls):
+    before, pipe, other = dict(vars(cls)), cls(), cls()
+    for one, words in ((pipe, "ab"), (other, "c")):
+        for word in words:
+            around_calls(one, saying(word), PatchSet())
+    del pipe, one
+    gc.collect()
+    assert other("x") == ["x", "c", "!"]
+    del other
+    gc.collect()
+    assert dict(vars(cls)) == before
+
+
 @pytest.mark.parametrize("detached_first", [False, True])
 def test_a_pipeline_is_freed_when_nobody_holds_it(tmp_path, detached_first):
     from diffusers import WanPipeline
 
+    before = dict(vars(WanPipeline))
     pipe = WanPipeline.from_pretrained(make_tiny("wan", tmp_path / "wan"), local_files_only=True)
     dbsp_para.parallelize_pipe(pipe, config={"report": str(tmp_path / "report"), "mask": {"source": "dense"}})
     if detached_first:
@@ -70,3 +90,14 @@ def test_a_pipeline_is_freed_when_nobody_holds_it(tmp_path, detached_first):
     del pipe
     gc.collect()
     assert [ref() for ref in remaining] == [None, None]
+    assert dict(vars(WanPipeline)) == before
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_transformer_is_not_copied_while_db_sp_is_on_it(make):
+    transformer = make_transformer("wan")
+    dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
+    with pytest.raises(UserError, match="before `enable`, or after `disable`"):
+        make(transformer)
+    dbsp_diffusers.disable(transformer)
+    make(transformer)
