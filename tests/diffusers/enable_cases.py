@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import dbsp_diffusers
+import dbsp_para
 from dbsp_diffusers.reference import attach_single_process
 from para_cases import fingerprint
 from para_pipeline_cases import alone, difference, latents, load, state_of
@@ -100,3 +101,46 @@ def run_repeated_timesteps(
     asked.append(list(dict.fromkeys(MOMENTS)))
     dbsp_diffusers.disable(pipe)
     return difference(out, expected), *asked
+
+
+def enabled_pipeline(host: str, folder: str, mask: dict[str, Any]) -> Any:
+    """After a call, with db-SP still on it, which holds masks' plans and closures of all kinds."""
+    pipe = load("wan", folder)
+    if host == "para":
+        dbsp_para.parallelize_pipe(pipe, config={"mask": mask})
+    else:
+        dbsp_diffusers.enable(pipe, {"mask": mask}, strategy="U1R2")
+    return pipe, latents(pipe, seed=None)
+
+
+def refused() -> Exception:
+    """The error of a strategy that does not fit, with its traceback and all that was in scope there."""
+    try:
+        dbsp_diffusers.enable(make_transformer("wan"), CONFIG, strategy="U7R3")
+    except ValueError as error:
+        return error
+    raise AssertionError("U7R3 was accepted for two ranks")
+
+
+def enabled_in_a_second_life(rank: int, world: int) -> tuple[str, float]:
+    """(what an enabled transformer says once its group is destroyed, difference from one process when enabled anew)"""
+    transformer, inputs = make_transformer("wan"), Inputs.random("wan", (3, 5, 7), 1, 7).arguments
+    said = ""
+    with torch.no_grad():
+        single = attach_single_process(transformer, CONFIG)
+        expected = transformer(**inputs)[0]
+        single.detach()
+        group = torch.distributed.new_group(list(range(world)))
+        dbsp_diffusers.enable(transformer, CONFIG, group=group)
+        transformer(**inputs)
+        torch.distributed.destroy_process_group(group)
+        del group
+        try:
+            transformer(**inputs)
+        except ValueError as error:
+            said = str(error)
+        dbsp_diffusers.disable(transformer)
+        dbsp_diffusers.enable(transformer, CONFIG)
+        out = transformer(**inputs)[0]
+        dbsp_diffusers.disable(transformer)
+    return said, difference(out, expected)

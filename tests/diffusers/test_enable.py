@@ -9,7 +9,17 @@ import dbsp_diffusers
 import dbsp_para
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.utils.errors import UserError
-from enable_cases import CONFIG, run_hunyuan_15, run_pipeline, run_repeated_timesteps, run_transformer
+from enable_cases import (
+    CONFIG,
+    enabled_in_a_second_life,
+    enabled_pipeline,
+    refused,
+    run_hunyuan_15,
+    run_pipeline,
+    run_repeated_timesteps,
+    run_transformer,
+)
+from lifetimes import left_alive
 from transformers_for_tests import make_transformer
 
 TOLERANCE = 1e-5
@@ -105,3 +115,23 @@ def test_a_call_that_gains_nothing_says_so(folder, capfd, config, said):
     lines = [line for line in capfd.readouterr().err.splitlines() if "gained" in line]
     assert len(lines) == (said is not None), lines
     assert said is None or said in lines[0]
+
+
+@pytest.mark.parametrize("host", ["diffusers", "para"])
+@pytest.mark.parametrize("mask", [{"source": "window"}, {"source": "sparge", "cdf": 0.6}], ids=["window", "sparge"])
+def test_an_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, folder, host, mask):
+    """Nobody has to disable it first: a group that is left when Python ends may abort it."""
+    mask = mask | {"block_q": 16, "block_k": 16}
+    for there, left in pool(2).run(left_alive, str(tmp_path), enabled_pipeline, host, folder, mask):
+        assert (there, left) == (3 if mask["source"] == "sparge" else 2, [])
+
+
+def test_a_caught_refusal_keeps_no_destroyed_group_alive(pool, tmp_path):
+    for _, left in pool(2).run(left_alive, str(tmp_path), refused):
+        assert left == []
+
+
+def test_after_its_group_is_destroyed_it_says_so_and_can_be_enabled_anew(pool):
+    for said, from_single in pool(2).run(enabled_in_a_second_life):
+        assert said.startswith("the process group that this was made for is destroyed; ")
+        assert from_single <= TOLERANCE
