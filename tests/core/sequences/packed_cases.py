@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -170,11 +170,15 @@ def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
     return errors[0], max(errors[1:])
 
 
-@dataclass(frozen=True)
 class Counting(SequenceGroup):
-    """A group that notes the bytes that are handed to all-to-alls, by destination."""
+    """All ranks; notes the bytes that are handed to all-to-alls, by destination."""
 
-    bytes: list = field(default_factory=list)
+    bytes: list
+
+    def __init__(self):
+        everyone = SequenceGroup.of()
+        super().__init__(everyone.rank, everyone.size, everyone.group)
+        object.__setattr__(self, "bytes", [])
 
     def all_to_all(self, sent, receive_splits, send_splits):
         self.bytes.append([n * sent[0:1].numel() * sent.element_size() if len(sent) else 0 for n in send_splits])
@@ -188,7 +192,7 @@ def run_rehoming(rank: int, world: int, seed: int) -> dict:
     loaders = SequenceLayout.whole_sequences(lengths, draws.integers(0, world, len(lengths)).tolist(), world)
     tokens = sum(lengths)
     target = SequenceLayout.from_streams([draws.permutation(tokens)], world)
-    group = Counting(*(getattr(SequenceGroup.of(), name) for name in ("rank", "size", "group")))
+    group = Counting()
     rehoming = Rehoming.of(loaders, target, group, debug=bool(seed % 2))
     generator = torch.Generator().manual_seed(seed)
     whole = [
