@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["BlockMask", "row_places"]
+__all__ = ["BlockMask", "require_mask", "row_places"]
+
+Value = TypeVar("Value")
 
 AT_ONCE = 2**20  # bits to fingerprint together
 
@@ -35,10 +38,11 @@ class BlockMask:
 
     bits: torch.Tensor
     grid: BlockGrid
+    _derived: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
+    """By name what was made of the bits, after the version of them that it was made of."""
 
     def __post_init__(self) -> None:
-        where = self.bits.device if isinstance(self.bits, torch.Tensor) else "cpu"  # not torch's default device
-        bits, grid = torch.as_tensor(self.bits, device=where), self.grid
+        bits, grid = _with_version(self.bits), self.grid
         if bits.dtype != torch.bool:
             raise UserError(f"mask bits must be bool, got {bits.dtype}; compare with a threshold first")
         if grid.packed_from:
@@ -122,9 +126,12 @@ class BlockMask:
         """bool[H · nq, nk]; of a packed mask bool[H · pairs], whose rows have several lengths. See `row_places`."""
         return self.bits if self.grid.packed_from else self.bits.flatten(0, 1)
 
-    @cached_property
+    @property
     def fingerprint(self) -> int:
         """63 bits that differ between masks, to compare ranks by."""
+        return self._of_bits("fingerprint", self._fingerprint)
+
+    def _fingerprint(self) -> int:
         digest = hashlib.blake2b(str(self.grid).encode(), digest_size=8)
         for piece in self.bits.split(AT_ONCE if self.grid.packed_from else 1):
             digest.update(np.packbits(piece.cpu().numpy()).tobytes())
@@ -144,10 +151,40 @@ class BlockMask:
         columns = torch.from_numpy(old.k_axis.block_of[new.k_axis.starts]).to(self.bits.device)
         return BlockMask(self.bits[:, rows][:, :, columns], grid)
 
-    @cached_property
+    @property
     def counts(self) -> MaskCounts:
         """Dense blocks by row, column and slot."""
-        return MaskCounts(*(part.bits for part in self.parts))
+        return self._of_bits("counts", lambda: MaskCounts(*(part.bits for part in self.parts)))
+
+    def _of_bits(self, name: str, make: Callable[[], Value]) -> Value:
+        """What was made of the bits before, unless they have been set in place since; else it is made now."""
+        version, known = self.bits._version, self._derived.get(name)
+        if known is None or known[0] != version:
+            known = self._derived[name] = version, make()
+        return cast(Value, known[1])
+
+
+def require_mask(mask: object) -> None:
+    """Raises UserError for what is no BlockMask."""
+    if isinstance(mask, BlockMask):
+        return
+    if isinstance(mask, (torch.Tensor, np.ndarray)):
+        fix = "make one of these bits: BlockMask(bits, BlockGrid.uniform(tokens, block=64))"
+    else:
+        fix = "the mask comes first, then the strategy"
+    raise UserError(f"mask must be a BlockMask, got a {type(mask).__name__}; {fix}")
+
+
+def _with_version(bits: torch.Tensor | np.ndarray) -> torch.Tensor:
+    """The same tensor, or a copy of what could be set in place without its version telling of it."""
+    if isinstance(bits, np.ndarray):
+        return torch.from_numpy(bits.copy())
+    if not isinstance(bits, torch.Tensor):
+        bits = torch.as_tensor(bits, device="cpu")
+    if not bits.is_inference():
+        return bits
+    with torch.inference_mode(False):
+        return bits.clone()
 
 
 def row_places(grid: BlockGrid, heads: int, head: np.ndarray, block: np.ndarray) -> np.ndarray:
