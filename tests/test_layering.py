@@ -155,6 +155,10 @@ def test_the_core_is_small_to_import():
     assert {name.partition(".")[0] for name in loaded} == {"dbsp_core"}
 
 
+def test_a_session_does_not_wait_for_a_compiler_that_nobody_asks_for():
+    assert loaded_by("import dbsp_core.runtime.session", "torch._dynamo", "diffusers") == []
+
+
 def test_the_command_does_not_wait_for_what_few_of_its_words_need():
     names = ("diffusers", "torch._dynamo", "matplotlib", "transformers", "xfuser")
     assert loaded_by("import dbsp_cli.cli", *names) == []

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.transforms import outside_transforms
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["DEBUG_DIFFERS", "check_consistent", "gather_texts", "run_consistently"]
@@ -55,6 +56,17 @@ def check_consistent(
     error: what is raised where marks differ. A problem is raised as a `UserError` where it is one, else as ValueError,
            or as `error` where that is no UserError
     """
+    with outside_transforms():
+        _check_consistent(group, problem, marks, device, error)
+
+
+def _check_consistent(
+    group: SequenceGroup,
+    problem: Exception | None,
+    marks: Mapping[str, int],
+    device: torch.device,
+    error: type[Exception],
+) -> None:
     states = [(_kind(problem), *marks.values())]
     if not group.alone:  # without, this rank decides for all: a plan's part may be looked at alone
         states = [tuple(state) for state in group.gather_integers(states[0], device)]

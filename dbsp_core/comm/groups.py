@@ -90,12 +90,14 @@ class SequenceGroup:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None = None) -> SequenceGroup:
+    def of(cls, group: dist.ProcessGroup | SequenceGroup | None = None) -> SequenceGroup:
         """The given group, or the default one; a single process where torch.distributed is not initialised.
 
         Raises UserError in one of several processes without torch.distributed, where each would do all of the work by
         itself, and on a rank outside the group.
         """
+        if isinstance(group, SequenceGroup):
+            return group
         if not dist.is_available() or not dist.is_initialized():
             _require_alone()
             return cls(0, 1)

@@ -36,6 +36,9 @@ class Strategy:
         """Reads "U4R2" (any case). Raises ValueError when `text` is not of that form."""
         if isinstance(text, Strategy):
             return text
+        if not isinstance(text, str) or text.strip().lower() == "auto":
+            got = "'auto' is a setting of sessions" if isinstance(text, str) else f"got {_shortly(text)}"
+            raise UserError(f"a strategy is needed here, of the form UxRy, for example U4R2 for 8 GPUs; {got}")
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise UserError(f"strategy {text!r} is not of the form UxRy, for example U4R2 for 8 GPUs")
@@ -63,3 +66,7 @@ class Strategy:
 
     def __str__(self) -> str:
         return f"U{self.ulysses}R{self.ring}"
+
+
+def _shortly(given: object) -> str:
+    return repr(given) if isinstance(given, (int, float)) else f"a {type(given).__name__}"

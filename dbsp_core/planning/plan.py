@@ -11,13 +11,14 @@ import numpy as np
 
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.imbalance import imbalance_ratio
 from dbsp_core.planning.majority import baseline_assignment, block_positions, majority_ring_ranks
 from dbsp_core.planning.needed_keys import needed_keys
 from dbsp_core.planning.planners import PlannerConfig, PlannerInput, require_planner
+from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError, did_you_mean
 
 __all__ = ["KEYS", "Plan", "PlanMetrics", "can_subdivide", "make_plan", "require_keys", "require_slots"]
@@ -176,6 +177,7 @@ def require_keys(keys: str) -> None:
         raise UserError(f"keys cannot be {keys!r} here: {reason}{known}")
 
 
+@not_compiled
 def make_plan(
     mask: BlockMask,
     strategy: Strategy | str,
@@ -205,6 +207,7 @@ def make_plan(
     Raises:
         UserError: For an unknown planner or way of keys, more ring ranks than KV blocks, or a layout of another size.
     """
+    require_mask(mask)
     strategy = Strategy.parse(strategy)
     require_keys(keys)
     config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)

@@ -9,39 +9,36 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.distributed import ProcessGroup
 
 from dbsp_core.comm.all_to_all import Route
-from dbsp_core.comm.consistency import DEBUG_DIFFERS, check_consistent
+from dbsp_core.comm.consistency import DEBUG_DIFFERS, check_consistent, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.inputs import DIMENSIONS, INPUTS_DIFFER, inputs_fingerprint, needs_gradients, problem_of_inputs
+from dbsp_core.comm.transforms import outside_transforms
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.gradients.backward import attention_with_gradients
 from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout, dense_spans_of
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.ring import keys_to_come, ring_attention
+from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.packages import version_marks
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel, require_supported
 
 __all__ = [
-    "INPUTS_DIFFER",
     "LAYOUTS_DIFFER",
     "SCALES_DIFFER",
     "DualBalancedAttention",
     "dual_balanced_attention",
-    "inputs_fingerprint",
-    "needs_gradients",
 ]
 
-PLANS_DIFFER = "the plan differs on rank(s) {}; give all ranks one mask"
-INPUTS_DIFFER = (
-    "batch, head size or dtype of q, k and v, or whether they need gradients, differ on rank(s) {}; "
-    "give all ranks the same"
-)
+PLANS_DIFFER = "the plan differs on rank(s) {}; give all ranks one mask, strategy, planner and keys"
 LAYOUTS_DIFFER = "the sequence layout differs on rank(s) {}; give all ranks one layout"
 SCALES_DIFFER = "the scale of the scores differs on rank(s) {}; give all ranks one"
 MASKS_DIFFER = "the mask differs on rank(s) {}; give all ranks one mask"
@@ -52,17 +49,6 @@ INFERENCE_TENSORS = (
     "torch.no_grad(), or call attention under torch.inference_mode() too"
 )
 GRADIENTS_NOT_FINITE = "the gradient of attention's output has values that are not finite"
-
-
-def needs_gradients(*tensors: torch.Tensor) -> bool:
-    """Whether autograd would have to follow what is computed from these tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def inputs_fingerprint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Below 2^63, equal for inputs [B, H, n, D] that ranks can exchange: of one batch, head size and dtype, and with
-    gradients or without."""
-    return fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, needs_gradients(q, k, v)))
 
 
 class _Calls:
@@ -106,12 +92,13 @@ class DualBalancedAttention:
     _calls: _Calls = field(default_factory=lambda: _Calls(pending=False))
 
     @classmethod
+    @not_compiled
     def prepare(
         cls,
         plan: Plan,
         mask: BlockMask,
         layout: SequenceLayout,
-        group: SequenceGroup,
+        group: SequenceGroup | ProcessGroup | None,
         *,
         n_local: int | None = None,
         device: torch.device | str = "cpu",
@@ -124,7 +111,7 @@ class DualBalancedAttention:
             plan: From `make_plan`, equal on all ranks, made for `layout`.
             mask: The plan's, or another one of the same grid and heads that needs no further keys.
             layout: Which rank holds which tokens before and after.
-            group: The ranks that share the sequence.
+            group: The ranks that share the sequence. None: all ranks of torch.distributed.
             n_local: Places this rank has, with or without the padding at the end. Default: with.
             device: Where q, k and v will be.
             kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
@@ -136,6 +123,7 @@ class DualBalancedAttention:
             UserError: On all ranks alike, when plan, mask, layout and group don't fit each other, plans differ, or the
                 kernel can't serve the plan.
         """
+        group = SequenceGroup.of(group)
         plan.strategy.require_world(group.size)
         device = torch.device(device)
         problem = None
@@ -197,6 +185,7 @@ class DualBalancedAttention:
         """Where its tables are."""
         return self.tables[0].kv_len.device
 
+    @not_compiled
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
@@ -275,14 +264,11 @@ class DualBalancedAttention:
 
     def _problem(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         """What is wrong with the inputs, seen from this rank alone."""
-        if q.ndim != 4 or q.shape != k.shape or q.shape != v.shape:
-            shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-            return f"q, k, v must be [batch, heads, n_local, D] of one shape, got {shapes}"
-        if q.shape[1] != self.plan.heads or q.shape[2] != self.part.n_local:
-            return (
-                f"q of shape {tuple(q.shape)} does not fit: the plan has {self.plan.heads} heads and rank "
-                f"{self.group.rank} holds {self.part.n_local} tokens"
-            )
+        heads, tokens = self.plan.heads, self.part.n_local
+        why = f"the plan has {heads} heads and rank {self.group.rank} holds {tokens} tokens"
+        problem = problem_of_inputs(q, k, v, heads, tokens, why)
+        if problem is not None:
+            return problem
         gradients = needs_gradients(q, k, v)
         if gradients and any(t.is_inference() for t in (q, k, v)):
             return INFERENCE_TENSORS
@@ -311,11 +297,12 @@ def _require_places(layout: SequenceLayout, rank: int, n_local: int | None) -> i
     if not least <= n_local <= layout.shard:
         raise UserError(
             f"rank {rank} holds {n_local} tokens, expected {least} ({layout.shard} with padding): "
-            f"{layout.tokens} tokens are shared by {layout.world} ranks"
+            f"{layout.tokens} tokens are shared by {layout.world} ranks; {DIMENSIONS}"
         )
     return n_local
 
 
+@not_compiled
 def dual_balanced_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -326,7 +313,7 @@ def dual_balanced_attention(
     planner: PlannerConfig | str = "dbsp",
     layout: SequenceLayout | None = None,
     reward: float | None = None,
-    group: SequenceGroup | None = None,
+    group: SequenceGroup | ProcessGroup | None = None,
     scale: float | None = None,
     kernel: str = "auto",
     debug: bool = False,
@@ -357,12 +344,20 @@ def dual_balanced_attention(
     Raises:
         UserError: On all ranks alike, before anything is exchanged, where arguments don't fit each other.
     """
-    group = group or SequenceGroup.of()
-    strategy = Strategy.parse(strategy)
-    strategy.require_world(group.size)
-    layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
-    plan = make_plan(mask, strategy, planner, layout=layout, reward=reward, keys=keys)
-    attend = DualBalancedAttention.prepare(
-        plan, mask, layout, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
-    )
+    group = SequenceGroup.of(group)
+
+    def made() -> tuple[Plan, SequenceLayout]:
+        require_mask(mask)
+        parsed = Strategy.parse(strategy)
+        parsed.require_world(group.size)
+        placed = layout or SequenceLayout.contiguous(mask.grid.tokens, parsed.world)
+        return make_plan(mask, parsed, planner, layout=placed, reward=reward, keys=keys), placed
+
+    with outside_transforms():  # planning is no part of what is differentiated
+        plan, layout = run_consistently(
+            group, made, q.device, lambda both: fingerprint_of(str(both[0].strategy)), "the strategy"
+        )
+        attend = DualBalancedAttention.prepare(
+            plan, mask, layout, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
+        )
     return attend(q, k, v, scale=scale)

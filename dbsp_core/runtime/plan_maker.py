@@ -11,6 +11,7 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.nodes import ranks_on_this_node
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.free_memory import free_memory
 from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
 from dbsp_core.cost.peak_memory import (
@@ -32,7 +33,6 @@ from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.utils.byte_sizes import in_bytes
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.free_memory import free_memory
 from dbsp_core.utils.log import log
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse

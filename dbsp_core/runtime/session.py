@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.inputs import INPUTS_DIFFER, inputs_fingerprint, needs_gradients, problem_of_inputs
 from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.latency import Topology
@@ -23,12 +24,9 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.schedule import StepClock
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.attention import (
-    INPUTS_DIFFER,
     LAYOUTS_DIFFER,
     SCALES_DIFFER,
     DualBalancedAttention,
-    inputs_fingerprint,
-    needs_gradients,
 )
 from dbsp_core.runtime.gradients.recomputation import Recomputation
 from dbsp_core.runtime.mask_provider import MaskProvider, Video
@@ -37,6 +35,7 @@ from dbsp_core.runtime.plan_reuse.rule import ReuseCounters
 from dbsp_core.runtime.sizes.new_sizes import NewSizes
 from dbsp_core.runtime.sizes.size_context import FEW_STEPS, AttentionKey, SizeContext
 from dbsp_core.sources import LocalQK
+from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.packages import version_marks
@@ -122,7 +121,7 @@ class AttentionSession:
         marks = {_SETTINGS_DIFFER: shared, **version_marks(self.config.debug)}
         check_consistent(self.group.control(), problem, marks, _CPU)
 
-    @torch.compiler.disable
+    @not_compiled
     def begin(
         self,
         thw: tuple[int, int, int],
@@ -146,7 +145,7 @@ class AttentionSession:
         """
         return self._begin(((thw, text_tokens),), timestep, device, cfg_branch, host_layout, text_last)
 
-    @torch.compiler.disable
+    @not_compiled
     def begin_packed(
         self,
         videos: Sequence[Video],
@@ -198,13 +197,13 @@ class AttentionSession:
         """The layout of the current forward pass."""
         return self._now.layout
 
-    @torch.compiler.disable
+    @not_compiled
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
         """q, k, v: [B, H, shard, D], this rank's tokens, padding included. returns: [B, H, shard, D]."""
         with self._alone():
-            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
                 return _attention_of(self._recomputation.take(layer), q, k, v, scale)
             self._check(layer, q, k, v, scale)
@@ -285,11 +284,10 @@ class AttentionSession:
 
     def _check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         """Before any collective of a call. All ranks compare them at the first call of a size, and under debug."""
-        now, problem = self._now, None
-        if not (q.ndim == 4 and q.shape == k.shape == v.shape and q.shape[1:3] == (self.heads, now.layout.shard)):
-            shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
-            wanted = f"[batch, {self.heads}, {now.layout.shard}, head size]"
-            problem = UserError(f"q, k, v must be {wanted} of one shape, as the layout shards them, got {shapes}")
+        now, tokens = self._now, self._now.layout.shard
+        why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
+        wrong = problem_of_inputs(q, k, v, self.heads, tokens, why)
+        problem = None if wrong is None else UserError(wrong)
         if self.config.debug or not now.inputs_agreed:
             marks = {
                 INPUTS_DIFFER: inputs_fingerprint(q, k, v),

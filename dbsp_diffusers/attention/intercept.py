@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from dbsp_core.runtime.attention import needs_gradients
+from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from bad_input_cases import call, call_where_one_rank_differs, call_with_wrong_shapes
+from bad_input_cases import (
+    a_mask,
+    call,
+    call_inside_a_transform,
+    call_where_one_rank_differs,
+    call_with_another_strategy,
+    call_with_other_things,
+    call_with_unfit_inputs,
+    call_with_wrong_shapes,
+    equal_by_process_group,
+)
+from dbsp_core import Strategy, make_plan
+from dbsp_core.utils.errors import UserError
 from workers import WorkerError
 
 WORLD = 3
@@ -60,3 +72,85 @@ def test_shapes_that_do_not_fit_the_mask(pool):
 )
 def test_debug_stops_all_ranks_for_what_one_rank_sees(pool, culprit, fault, message):
     assert_fails_alike(pool, message.format(culprit), call_where_one_rank_differs, culprit, fault)
+
+
+UNFIT = {
+    "forward mode": "carries a forward-mode derivative (torch.autograd.forward_ad)",
+    "jvp": "inside a transform of torch.func",
+    "grad": "inside a transform of torch.func",
+    "vmap": "inside a transform of torch.func",
+    "dtype": "q, k, v must be of one dtype, got bfloat16, float32, float32; cast them to one",
+    "batch": "hold nothing to attend with",
+    "width": "hold nothing to attend with",
+}
+
+
+@pytest.mark.parametrize("culprits", [[0, 1, 2], [1]], ids=["all", "one"])
+@pytest.mark.parametrize("where", ["function", "executor", "session"])
+@pytest.mark.parametrize("fault", UNFIT)
+def test_inputs_that_no_attention_over_ranks_serves(pool, where, fault, culprits):
+    said = UNFIT[fault] if len(culprits) == WORLD else f"rank(s) {culprits}: q, k"
+    assert_fails_alike(pool, said, call_with_unfit_inputs, where, fault, culprits)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("function", "q, k, v are [batch, heads, tokens, D]"),
+        ("executor", "this looks like [batch, tokens, heads, D]: transpose(1, 2)"),
+        ("session", "this looks like [batch, tokens, heads, D]: transpose(1, 2)"),
+    ],
+)
+def test_heads_and_tokens_in_the_other_order(pool, where, message):
+    assert_fails_alike(pool, message, call_with_unfit_inputs, where, "turned", [0, 1, 2])
+
+
+def test_a_forward_pass_inside_a_transform(pool):
+    assert_fails_alike(pool, UNFIT["grad"], call_inside_a_transform)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [("U1R3", "the strategy differs on rank(s) [1]"), ("U2R1", "rank(s) [1]: strategy U2R1 needs 2·1 = 2 GPUs")],
+)
+def test_another_strategy_on_one_rank(pool, other, message):
+    assert_fails_alike(pool, message, call_with_another_strategy, 1, other)
+
+
+OTHER_THINGS = {
+    "bits": "mask must be a BlockMask, got a Tensor; make one of these bits: BlockMask(bits, BlockGrid.uniform(",
+    "array": "mask must be a BlockMask, got a ndarray; make one of these bits",
+    "swapped": "mask must be a BlockMask, got a str; the mask comes first, then the strategy",
+    "number": "a strategy is needed here, of the form UxRy, for example U4R2 for 8 GPUs; got 3",
+    "auto": "of the form UxRy, for example U4R2 for 8 GPUs; 'auto' is a setting of sessions",
+}
+
+
+@pytest.mark.parametrize("what", OTHER_THINGS)
+def test_other_things_in_place_of_mask_and_strategy(pool, what):
+    assert_fails_alike(pool, OTHER_THINGS[what], call_with_other_things, what, 2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "strategy", "message"),
+    [
+        (a_mask().bits, "U2R1", OTHER_THINGS["bits"]),
+        ("U2R1", a_mask(), OTHER_THINGS["swapped"]),
+        (a_mask(), 8, "got 8"),
+        (a_mask(), None, "got a NoneType"),
+        (a_mask(), " Auto", OTHER_THINGS["auto"]),
+        (a_mask(), "3", "strategy '3' is not of the form UxRy"),
+    ],
+)
+def test_a_plan_of_other_things(mask, strategy, message):
+    with pytest.raises(UserError) as told:
+        make_plan(mask, strategy)
+    assert message in str(told.value)
+
+
+def test_a_process_group_is_taken_in_place_of_ours(pool):
+    assert pool(WORLD).run(equal_by_process_group) == [True] * WORLD
+
+
+def test_a_strategy_is_taken_as_it_is_or_as_text():
+    assert Strategy.parse(Strategy(4, 2)) == Strategy.parse(" u4r2 ") == Strategy(4, 2)

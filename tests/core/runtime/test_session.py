@@ -164,7 +164,10 @@ class TestInputs:
         [
             ("batch", "or whether they need gradients, differ on rank(s) [{}]"),
             ("dtype", "or whether they need gradients, differ on rank(s) [{}]"),
-            ("shard", "rank(s) [{}]: q, k, v must be [batch, 5, 60, head size] of one shape"),
+            (
+                "shard",
+                "rank(s) [{}]: q of shape (1, 5, 59, 16) does not fit: the model has 5 heads, and the layout gives",
+            ),
             ("size", "differs on rank(s) [{}]"),
             ("scale", "the scale of the scores differs on rank(s) [{}]"),
             ("layer", "another layer's attention is reached on rank(s) [{}]"),
