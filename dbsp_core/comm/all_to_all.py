@@ -26,7 +26,7 @@ UNEVEN = 1.05
 """Rows of the rank that has most over their mean, from which on memory counts more than one more exchange."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Exchange:
     """One rank's side of an all-to-all of uneven parts.
 
@@ -74,7 +74,7 @@ class PendingKeys:
         return packed.view(2, len(came), self.blocks, self.block_k, came.shape[-1])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Route:
     """How one rank's tensors travel between the layout outside attention and the owners of rows.
 

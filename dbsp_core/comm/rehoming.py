@@ -32,7 +32,7 @@ TENSORS_DIFFER = (
 LAYOUTS_DIFFER = "the layouts to re-home between differ on rank(s) {}; make them from the same sequences on all ranks"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Way:
     """One rank's side of one direction.
 
@@ -99,7 +99,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Rehoming:
     """The way of tokens from one layout to another, and back; of one rank, made by `of`. Nothing that stays travels.
 
@@ -116,6 +116,9 @@ class Rehoming:
     debug: bool
     _ways: dict[torch.device, tuple[_Way, _Way]]
     _agreed: set[bool] = field(default_factory=set)
+
+    def __repr__(self) -> str:
+        return f"<Rehoming on rank {self.group.rank} of {self.group.size}: {self.source} → {self.target}>"
 
     @classmethod
     def of(

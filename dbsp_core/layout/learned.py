@@ -61,7 +61,7 @@ def _swap(weight: np.ndarray, part: np.ndarray, load: np.ndarray) -> bool:
     return True
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class MaskProfile:
     """Work per token summed over many masks: the dense blocks of its query block and of its key block, each divided by
     the block's tokens. queries, keys: float64[tokens], by canonical position."""

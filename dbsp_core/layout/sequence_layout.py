@@ -18,7 +18,7 @@ from dbsp_core.utils.errors import UserError
 __all__ = ["LAYOUT_ORDERS", "SequenceLayout", "ShardSegments"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ShardSegments:
     """The segments that shards cut blocks into: each is a run of one block's tokens, contiguous on one rank.
 
@@ -43,7 +43,7 @@ class ShardSegments:
         return tokens
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SequenceLayout:
     """Which rank holds which token outside attention. A rank's places without a token are padding.
 
@@ -66,6 +66,10 @@ class SequenceLayout:
     _segments: dict[tuple[BlockGrid, Order], tuple[ShardSegments, ShardSegments]] = field(
         default_factory=dict, init=False, repr=False
     )
+
+    def __repr__(self) -> str:
+        ranks = f"{self.world} rank{'' if self.world == 1 else 's'}"
+        return f"<SequenceLayout of {self.tokens} tokens on {ranks} of {self.shard} places>"
 
     def __post_init__(self) -> None:
         place = self._place

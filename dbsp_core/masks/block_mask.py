@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 AT_ONCE = 2**20  # bits to fingerprint together
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
     """Which (query block, key block) pairs each head computes.
 
@@ -59,6 +59,13 @@ class BlockMask:
         object.__setattr__(self, "bits", bits)
         if len(grid.orders) not in (1, self.heads):
             raise UserError(f"the grid has token orders for {len(grid.orders)} heads, the mask {self.heads} heads")
+
+    def __repr__(self) -> str:
+        grid, device = self.grid, self.bits.device
+        dense = f"density {self.density:.3f}" if device.type == "cpu" else f"on {device}"  # to read bits is to wait
+        packed = f", {len(grid.packed_from)} sequences packed" if grid.packed_from else ""
+        size = f"{self.heads} heads of {grid.nq} × {grid.nk} blocks"
+        return f"<{type(self).__name__} of {size}{packed}, {grid.tokens} tokens, {dense}>"
 
     @classmethod
     def dense(cls, heads: int, grid: BlockGrid) -> BlockMask:

@@ -22,7 +22,7 @@ Order = str | tuple[str, ...]
 """A token order (see `dbsp_core.masks.token_order`); in a packed grid one for each sequence."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockAxis:
     """One axis (queries or keys) of a grid.
 

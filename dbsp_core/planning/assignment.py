@@ -16,7 +16,7 @@ from dbsp_core.planning.imbalance import owned_work
 __all__ = ["Assignment"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Assignment:
     """Which rank computes each row, and in which ring slot each KV block travels; for any mask of its grid.
 
@@ -40,6 +40,10 @@ class Assignment:
     needed: np.ndarray | None = None
     chunk_shares: tuple[int, ...] = (1,)
     one_ahead: bool = False
+
+    def __repr__(self) -> str:
+        keys = "keys in a ring" if self.needed is None else "needed keys"
+        return f"<Assignment {self.strategy} of {self.heads} heads of {self.grid.nq} × {self.grid.nk} blocks, {keys}>"
 
     @property
     def heads(self) -> int:

@@ -27,7 +27,7 @@ KEYS = ("ring", "needed")
 """How keys and values travel: all of them, in slots round the ring; or to each rank those that its rows need."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PlanMetrics:
     """The numbers of an assignment for one mask.
 
@@ -75,8 +75,18 @@ class PlanMetrics:
         """ρ_s without db-SP."""
         return float("nan") if self.baseline_work is None else imbalance_ratio(self.baseline_work)
 
+    @property
+    def summary(self) -> str:
+        """ρ_s in words."""
+        if self.baseline_work is None:
+            return f"ρ_s {self.rho:.3f}"
+        return f"ρ_s {self.rho_before:.3f} → {self.rho:.3f}, bound {self.rho_bound:.3f}"
 
-@dataclass(frozen=True, eq=False)
+    def __repr__(self) -> str:
+        return f"<PlanMetrics of {int(self.work.sum())} dense blocks: {self.summary}>"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """An assignment, its numbers for a mask, and how it was made.
 
@@ -95,6 +105,10 @@ class Plan:
     config: PlannerConfig
     moved: float
     plan_ms: float
+
+    def __repr__(self) -> str:
+        keys = "" if self.assignment.needed is None else ", needed keys"
+        return f"<Plan {self.strategy} by {self.planner}{keys}: {self.metrics.summary}, moved {self.moved:.1%}>"
 
     @property
     def planner(self) -> str:

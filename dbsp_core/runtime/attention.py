@@ -68,7 +68,7 @@ class _Calls:
         return None if self.chosen is None else self.chosen[1].name
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DualBalancedAttention:
     """Attention under one plan and one mask on one rank, ready to be called for many q, k, v; made by `prepare`.
 
@@ -175,6 +175,10 @@ class DualBalancedAttention:
         plan: with the same owners and slots as this one's;  mask: one that it fits
         """
         return replace(self, plan=plan, tables=_tables(self.part, plan, mask), mask_mark=_mark_of(mask, self.debug))
+
+    def __repr__(self) -> str:
+        kernel = self._calls.name or self.kernel
+        return f"<DualBalancedAttention on rank {self.group.rank} of {self.group.size}, kernel {kernel}, {self.plan}>"
 
     @property
     def route(self) -> Route:

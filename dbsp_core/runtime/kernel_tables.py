@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KernelTable:
     """What the kernel reads in one period; see `dbsp_kernels.block_attention`.
 
@@ -44,7 +44,7 @@ class KernelTable:
     row_schedule: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DenseRows:
     """Rows of heads (or of their sequences) whose every block is dense, in one period.
 
@@ -59,7 +59,7 @@ class DenseRows:
     kv_full: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RingStepTable:
     """What is kept for one period: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
 
@@ -105,7 +105,7 @@ class Span(NamedTuple):
     lengths: np.ndarray
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TableLayout:
     """What the kernel tables of all masks under one plan have in common, on one rank.
 

@@ -19,7 +19,7 @@ from dbsp_kernels import DenseHeadLayout
 __all__ = ["RankPlan"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RankPlan:
     """What an assignment means for one rank. It holds it, so that neither is used with another's.
 

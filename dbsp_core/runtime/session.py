@@ -35,6 +35,7 @@ from dbsp_core.runtime.plan_reuse.rule import ReuseCounters
 from dbsp_core.runtime.sizes.new_sizes import NewSizes
 from dbsp_core.runtime.sizes.size_context import FEW_STEPS, AttentionKey, SizeContext
 from dbsp_core.sources import LocalQK
+from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
@@ -57,7 +58,7 @@ _TWO_THREADS = (
 )
 
 
-@dataclass
+@dataclass(repr=False)
 class AttentionSession:
     """State of one transformer: `begin` at every forward pass, then `attend` once a layer.
 
@@ -107,6 +108,15 @@ class AttentionSession:
         )
         if self.config.effective_planning == "async":
             self.group.beside("planning")  # while no rank can have failed yet: making a process group is a collective
+
+    def __repr__(self) -> str:
+        """Says what is known: plans that are pending are not waited for."""
+        counters = self._counters
+        rho = f", ρ_s {counters.rho_used / counters.evaluated:.3f}" if counters.evaluated else ""
+        ranks = _counted(self.group.size, "rank")
+        use = f"strategy {self.strategy or 'auto'} on {ranks}, {mask_in_words(self.config.mask)}"
+        done = f"{_counted(counters.calls, 'call')}, {_counted(counters.replans, 'plan')}{rho}"
+        return f"<db-SP session: {_counted(self.layers, 'layer')} of {self.heads} heads, {use}; {done}>"
 
     def _agree_on_settings(self) -> None:
         """Raises UserError on all ranks for settings that don't fit or differ."""
@@ -355,3 +365,7 @@ def _lock_of(group: SequenceGroup) -> threading.Lock:
     """One for all sessions of the same ranks."""
     process_group = group.group
     return threading.Lock() if process_group is None else _LOCKS.setdefault(process_group, threading.Lock())
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

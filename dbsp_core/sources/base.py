@@ -54,7 +54,7 @@ class MaskRequest:
         return self.text_tokens + frames * height * width
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LocalQK:
     """The queries and keys of one attention where they are before the exchange, for masks predicted from them.
 

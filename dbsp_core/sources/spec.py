@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import reprlib
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dbsp_core.sources import SOURCES
+from dbsp_core.sources import SOURCES, MaskSource
 from dbsp_core.utils.errors import UserError, did_you_mean
 
-__all__ = ["mask_settings"]
+__all__ = ["mask_in_words", "mask_settings"]
 
 _LOOKS_LIKE_A_SOURCE = re.compile(r"\w+(:|$)")
 _BETWEEN_KEYS = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")
@@ -47,3 +49,16 @@ def mask_settings(text: str) -> dict[str, Any]:
                 "and quotes"
             ) from error
     return settings
+
+
+def mask_in_words(source: MaskSource) -> str:
+    """A source and what it was told beside its defaults, such as "sparge:cdf=0.92"; long values are cut short."""
+    name = next((name for name, known in SOURCES.items() if type(source) is known), type(source).__name__)
+    told: list[Field[Any]] = [field for field in fields(source) if field.init] if is_dataclass(source) else []
+    values = ((field, getattr(source, field.name)) for field in told)
+    parts = [f"{field.name}={_shortly(value)}" for field, value in values if value != field.default and value != {}]
+    return f"{name}:{','.join(parts)}" if parts else name
+
+
+def _shortly(value: object) -> str:
+    return value if isinstance(value, str) else reprlib.repr(list(value) if isinstance(value, tuple) else value)

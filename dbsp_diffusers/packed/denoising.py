@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,9 +31,9 @@ class PackedRequest:
     guidance_scale: float = 5.0
     guidance_scale_2: float | None = None
     generator: torch.Generator | None = None
-    latents: torch.Tensor | None = None
-    prompt_embeds: torch.Tensor | None = None
-    negative_prompt_embeds: torch.Tensor | None = None
+    latents: torch.Tensor | None = field(default=None, repr=False)
+    prompt_embeds: torch.Tensor | None = field(default=None, repr=False)
+    negative_prompt_embeds: torch.Tensor | None = field(default=None, repr=False)
     max_sequence_length: int = 512
 
 
@@ -72,7 +72,7 @@ def denoise_packed(pipe: Any, requests: Sequence[PackedRequest], *, output_type:
     return results
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Run:
     """A request on its way. latents: float32[1, C, F, H, W];  text, negative: [1, n, d], the latter where guided"""
 

@@ -23,7 +23,7 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 """Moves tokens [1, n, C] from one layout to another. Collective, differentiable."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Exchange:
     """How this rank's samples and the tokens that it computes on belong together.
 

@@ -58,7 +58,7 @@ def packed_forward(
     return list(predictions[:-1])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LocalPredictions:
     """What a rank gets for its own samples.
 
@@ -70,6 +70,9 @@ class LocalPredictions:
 
     samples: list[torch.Tensor]
     zero: torch.Tensor
+
+    def __repr__(self) -> str:
+        return f"<LocalPredictions of {len(self.samples)} samples>"
 
 
 def packed_forward_local(

@@ -16,7 +16,7 @@ from dbsp_diffusers.packed.samples import Size
 __all__ = ["Placement"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Placement:
     """A rank's tokens of a packed call.
 

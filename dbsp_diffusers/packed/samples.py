@@ -17,7 +17,7 @@ Size = tuple[int, int, int]
 """Frames, rows and columns."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Condition:
     """What a sequence is denoised by.
 
@@ -29,7 +29,7 @@ class Condition:
     image: torch.Tensor | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PackedSample:
     """One image or video, with all that a transformer is given for it.
 
@@ -47,6 +47,10 @@ class PackedSample:
     text: torch.Tensor
     image: torch.Tensor | None = None
 
+    def __repr__(self) -> str:
+        image = "" if self.image is None else f", {len(self.image)} of an image"
+        return f"<PackedSample of latents {list(self.latents.shape)}, {len(self.text)} tokens of text{image}>"
+
     @property
     def size(self) -> Size:
         """Of the latents."""
@@ -59,7 +63,7 @@ class PackedSample:
         return Condition(timesteps, self.text, self.image)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
     """What a transformer is called with for several samples at once.
 

@@ -47,7 +47,7 @@ def attach_packed_wan(transformer: Any, session: AttentionSession, patches: Patc
         patches.replace_forward(block, _block_of_either)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Pass:
     """What every block of one packed pass is given beside this rank's n tokens.
 

@@ -20,7 +20,7 @@ _UNLIMITED = 1 << 61
 _BITS = 62
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SequencePlan:
     """Where sequences are between attentions, and which ranks share each one's attention.
 
@@ -35,6 +35,9 @@ class SequencePlan:
     balancer: str
     bag: np.ndarray
     runs: TokenRuns
+
+    def __repr__(self) -> str:
+        return f"<SequencePlan of {len(self.bag)} sequences by {self.balancer}, {self.topology}>"
 
 
 def plan_sequences(

@@ -11,7 +11,7 @@ from dbsp_core.planning.sequences.bags import BagTopology
 __all__ = ["TokenRuns", "chunks", "staying"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenRuns:
     """Runs of tokens, each of one sequence and on one rank; together every token once. All int64[runs].
 

@@ -87,7 +87,7 @@ class _ForecastCounts(MaskCounts):
         self._base.count(many, ring)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ForecastMask(BlockMask):
     """A mask to plan for, whose heads have `growth` (int64[H]) times as many blocks. Nothing to compute with."""
 
