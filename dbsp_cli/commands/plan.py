@@ -34,7 +34,9 @@ def plan_command(
     file: Annotated[Path | None, typer.Argument(help="Mask file (.safetensors).")] = None,
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs.")] = None,
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
-    planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}, or all.")] = "dbsp",
+    planner: Annotated[
+        str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between, or all.")
+    ] = "dbsp",
     reward: Annotated[float, typer.Option(help="R_b of planner paper: how strongly blocks stay.")] = 1.0,
     equal_heads: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
     target_rho: Annotated[float | None, typer.Option(help="Planner dbsp: stop balancing at this ρ_s.")] = None,
@@ -85,9 +87,12 @@ def plan_command(
         wanted.require_world(gpus)
     profile = MaskProfile.of(map(source.layer, range(source.layers))) if layout == "learned" else None
     require_keys(keys)
+    names = tuple(PLANNERS) if planner == "all" else tuple(planner.split(","))
+    for name in names:
+        require_planner(name)
     plans, kv_received = [], []
     for s in possible:
-        for name in PLANNERS if planner == "all" else (planner,):
+        for name in names:
             if planner == "all" and PLANNERS[name].subdivides and not can_subdivide(of_layer.grid, s.ring):
                 continue
             local = keys == "needed" and name in ("dbsp", "local")
@@ -125,11 +130,21 @@ def _table(mask: BlockMask, gpus: int, plans: list[Plan], kv_received: list[floa
         rows.append((str(p.strategy), p.planner + tile, *numbers, *shares, f"{received:.2f}", f"{p.plan_ms:.2f}"))
     return TextTable(
         f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
-        ("strategy", "planner", "before", "ρ_s", "bound", "gap", "moved", "+KV", "KV in", "ms"),
+        ("strategy", "planner", "before", "ρ_s", "own bound", "gap", "moved", "+KV", "KV in", "ms"),
         rows,
-        "ρ_s: slowest rank over mean; bound: least possible, gap above it;\n"
+        f"{_conclusion(plans)}"
+        "ρ_s: slowest rank over mean; own bound: least for a planner of this kind, which shares out\n"
+        "single rows (dbsp, local) or whole heads and blocks (the others); gap: above it;\n"
         "moved: of Q, K, V between ring ranks; +KV: sent again to further ranks; ms: planning;\n"
         "KV in: K and V that a rank receives, mean, in shares of one rank's Q",
         left=("strategy", "planner"),
-        spare=("ms", "+KV", "KV in", "gap", "bound"),
+        spare=("ms", "+KV", "KV in", "gap", "own bound"),
     )
+
+
+def _conclusion(plans: list[Plan]) -> str:
+    """A line that names the most even of several plans."""
+    if len(plans) == 1:
+        return ""
+    best = min(plans, key=lambda plan: (plan.rho, plan.moved))
+    return f"most even: {best.strategy}, {best.planner}: ρ_s {best.rho_before:.4f} → {best.rho:.4f}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -177,7 +177,7 @@ def _csv(records: list[dict[str, object]]) -> str:
     return text.getvalue()
 
 
-def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Iterable[SimulationResult]) -> TextTable:
+def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Sequence[SimulationResult]) -> TextTable:
     names = (
         "GPUs",
         "strategy",
@@ -200,6 +200,7 @@ def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: It
         f"{model.name} on {machine.name}, density {masks[0].density:.3f}, {model.steps} steps: modelled times",
         names,
         cells,
+        f"{_conclusion(rows)}"
         "seconds per video; exposed: P2P that compute does not hide; ×: speed-up over the contiguous planner\n"
         f"on the same strategy. Constants {machine.labels_in_words()}",
         left=("strategy", "planner", "keys"),
@@ -207,8 +208,26 @@ def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: It
     )
 
 
+def _conclusion(rows: Sequence[SimulationResult]) -> str:
+    """A line that names the fastest of several."""
+    if len(rows) < 2:
+        return ""
+    best = min(rows, key=lambda row: row.end_to_end_s)
+    keys = "" if best.keys == "ring" else f", {best.keys} keys"
+    plan = f"{best.gpus} GPUs, {best.strategy}, {best.planner}{keys}"
+    return f"fastest: {plan}: {best.end_to_end_s:.1f} s a video, {best.speedup:.2f}× contiguous\n"
+
+
+def _training_conclusion(rows: Sequence[TrainingResult]) -> str:
+    if len(rows) < 2:
+        return ""
+    best = min(rows, key=lambda row: row.step_s)
+    plan = f"{best.gpus} GPUs, {best.strategy}, {best.planner}"
+    return f"fastest: {plan}: {best.step_s:.2f} s a step, {best.speedup:.2f}× contiguous\n"
+
+
 def _training_table(
-    model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Iterable[TrainingResult]
+    model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Sequence[TrainingResult]
 ) -> TextTable:
     names = ("GPUs", "strategy", "planner", "ρ_s", "forward", "backward", "step", "×", "sent, GB", "saved, GB")
     cells = []
@@ -221,6 +240,7 @@ def _training_table(
         f"training {model.name} on {machine.name}, one video, density {masks[0].density:.3f}: modelled times",
         names,
         cells,
+        f"{_training_conclusion(rows)}"
         "seconds of a step's self-attentions, and of the step with linear layers; ×: over the\n"
         "contiguous planner's step. Sent: by the busiest rank, forward + backward. Saved: by\n"
         "self-attentions on the rank that saves most (with activation checkpointing)\n"

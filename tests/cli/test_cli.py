@@ -77,6 +77,24 @@ class TestPlan:
         assert list(plans) == list(PLANNERS)
         assert plans["contiguous"]["rho"] == plans["paper"]["rho_before"]
 
+    def test_several_planners_are_compared_in_their_order(self, dbsp, mask_file):
+        out = dbsp("plan", mask_file, "--gpus", 4, "--strategy", "U2R2", "--planner", "paper,dbsp", "--json")[1]
+        assert [plan["planner"] for plan in json.loads(out)["plans"]] == ["paper", "dbsp"]
+
+    def test_the_table_ends_with_the_most_even_plan_and_says_whose_bound_is_whose(self, dbsp, tmp_path):
+        """Whole heads cannot be even here, and rows can: what is least for the ones is not for the others."""
+        bits = np.zeros((2, GRID.nq, GRID.nk), dtype=bool)
+        bits[0], bits[1, 0, 0] = True, True
+        save_mask(tmp_path / "mask.safetensors", BlockMask(bits, GRID))
+        ask = ("plan", tmp_path / "mask.safetensors", "--gpus", 2, "--strategy", "U2R1", "--planner", "snake,dbsp")
+        snake, ours = json.loads(dbsp(*ask, "--json")[1])["plans"]
+        assert snake["rho_bound"] == snake["rho"] > 1.9 > 1.2 > ours["rho"]
+        text = dbsp(*ask)[1]
+        assert f"most even: U2R1, dbsp: ρ_s {ours['rho_before']:.4f} → {ours['rho']:.4f}\n" in text
+        assert "own bound: least for a planner of this kind" in text
+        assert "least possible" not in text
+        assert "most even" not in dbsp(*ask[:-1], "snake")[1], "one plan needs no conclusion"
+
     def test_options_reach_the_planner(self, dbsp, mask_file):
         def moved(*options):
             out = dbsp("plan", mask_file, "--gpus", 4, "--strategy", "U1R4", "--json", *options)[1]
@@ -198,6 +216,7 @@ MISTAKES = [
     (["plan", "MASK", "--gpus", "4", "--strategy", "4x1"], "not of the form UxRy"),
     (["plan", "MASK", "--gpus", "14", "--strategy", "U1R14"], "only 13 KV blocks"),
     (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
+    (["plan", "MASK", "--gpus", "4", "--planner", "paper,greedy"], "unknown planner 'greedy'; use one of"),
     (["plan", "MASK", "--gpus", "4", "--layout", "random"], f"use one of {', '.join(LAYOUT_ORDERS)}"),
     (["plan", "MASK", "--gpus", "4", "--reward", "-1"], "must not be negative"),
     (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),

@@ -119,6 +119,10 @@ class TestCommand:
         assert {row["label"] for row in rows} == {"modelled"}
         code, out, _ = dbsp(*given)
         assert (code, "saved, GB" in out, f"{rows[-1]['backward_s']:.2f}" in out) == (0, True, True)
+        best = min(rows, key=lambda row: row["step_s"])
+        assert (
+            f"fastest: 8 GPUs, U4R2, {best['planner']}: {best['step_s']:.2f} s a step, {best['speedup']:.2f}×" in out
+        )
 
     def test_the_table_and_the_csv_have_the_same_rows(self, dbsp, tmp_path):
         out = tmp_path / "rows.csv"
@@ -128,6 +132,9 @@ class TestCommand:
         shown = [line.split()[1:3] for line in text.splitlines() if line.lstrip().startswith("8 ")]
         assert shown == [[row["strategy"], row["planner"]] for row in rows]
         assert "modelled" in text
+        best = min(rows, key=lambda row: float(row["end_to_end_s"]))
+        named = f"fastest: 8 GPUs, {best['strategy']}, {best['planner']}: {float(best['end_to_end_s']):.1f} s a video"
+        assert f"{named}, {float(best['speedup']):.2f}× contiguous\n" in text
 
     def test_nodes_show_where_needed_keys_win(self, dbsp):
         window = "window:window=[5,13,21],block_q=240,block_k=240"
@@ -147,6 +154,7 @@ class TestCommand:
         assert [a > b for a, b in zip(slow, usual, strict=True)] == [True, True]
         code, text, _ = dbsp(*given)
         assert (code, "needed" in text) == (0, True)
+        assert "fastest: 16 GPUs, U8R2, local, needed keys: " in text
 
     def test_a_kernel_without_log_sum_exp_leaves_ulysses(self, dbsp):
         out = dbsp("simulate", *COARSE, "--planner", "dbsp", "--kernel", "sparge", "--json")[1]
