@@ -9,6 +9,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile, save_mask
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.runtime.attention import DualBalancedAttention, dual_balanced_attention
+from dbsp_core.utils.errors import UserError
 
 __all__ = [
     "BlockGrid",
@@ -20,6 +21,7 @@ __all__ = [
     "SequenceGroup",
     "SequenceLayout",
     "Strategy",
+    "UserError",
     "dual_balanced_attention",
     "make_plan",
     "save_mask",

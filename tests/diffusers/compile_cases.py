@@ -30,6 +30,26 @@ def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[st
     return float((out - expected).abs().max()), graphs.runs, graphs.compiled - before
 
 
+def run_blocks_compiled_before(rank: int, world: int, model: str, config: dict[str, Any]) -> tuple[float, float]:
+    """Blocks that were compiled, and ran, before db-SP. returns: largest differences from the same uncompiled, with
+    db-SP and without it again"""
+    transformer, inputs = make_tiny_transformer(model), tiny_inputs(model)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        stock = transformer(**inputs)[0]
+        dbsp_diffusers.enable(transformer, config)
+        expected = transformer(**inputs)[0]
+        dbsp_diffusers.disable(transformer)
+        transformer.compile_repeated_blocks(fullgraph=True, backend=GraphCounter())
+        transformer(**inputs)
+        dbsp_diffusers.enable(transformer, config)
+        out = transformer(**inputs)[0]
+        dbsp_diffusers.disable(transformer)
+        after = transformer(**inputs)[0]
+    assert float((expected - stock).abs().max()) > 1e-3, "the mask must leave something out"
+    return float((out - expected).abs().max()), float((after - stock).abs().max())
+
+
 def run_compiled_blocks(rank: int, world: int, model: str, config: dict[str, Any]) -> tuple[float, int, int]:
     """As diffusers recommends, each kind of block by itself and whole: (largest difference from the same uncompiled,
     graphs compiled in a first pass, in a second)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compile_cases import run_compiled, run_compiled_blocks
+from compile_cases import run_blocks_compiled_before, run_compiled, run_compiled_blocks
 
 MASKS = {
     "window": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16},
@@ -42,3 +42,12 @@ def test_repeated_blocks_are_compiled_without_a_break(pool, model, mask, graphs)
         assert difference <= 1e-5
         assert compiled == graphs
         assert recompiled == 0
+
+
+@pytest.mark.parametrize(("model", "mask"), [("wan", "window"), ("hunyuan1.5", "window")])
+def test_blocks_may_be_compiled_before_db_sp(pool, model, mask):
+    for with_db_sp, without in pool(2).run(
+        run_blocks_compiled_before, model, {"mask": MASKS[mask], "strategy": "U1R2"}
+    ):
+        assert with_db_sp <= 1e-5
+        assert without <= 1e-5

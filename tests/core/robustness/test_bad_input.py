@@ -15,8 +15,7 @@ from bad_input_cases import (
     call_with_wrong_shapes,
     equal_by_process_group,
 )
-from dbsp_core import Strategy, make_plan
-from dbsp_core.utils.errors import UserError
+from dbsp_core import Strategy, UserError, make_plan
 from workers import WorkerError
 
 WORLD = 3

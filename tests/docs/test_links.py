@@ -1,0 +1,105 @@
+"""Links between pages lead somewhere: files and folders are there, and headings by the names that GitHub gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from repository import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)
+_LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+_REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?([^\s>]+)>?", re.M)
+_TAG = re.compile(r"<(?:img|a)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"")
+_OWN_ANCHOR = re.compile(r"<a\b[^>]*?\b(?:id|name)=\"([^\"]+)\"")
+
+
+def links_in(text: str) -> list[str]:
+    """The targets of a page's links and pictures, without those of other sites; code has none."""
+    text = _FENCE.sub("", text)
+    text = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", lambda code: "x" * len(code[0]), text, flags=re.S)
+    found = [target for pattern in (_LINK, _REFERENCE, _TAG) for target in pattern.findall(text)]
+    return [target for target in found if not re.match(r"[a-z][a-z0-9+.-]*:", target)]
+
+
+def anchors_of(text: str) -> set[str]:
+    """What GitHub calls a page's headings: in lower case, spaces as hyphens, without most other signs; numbered where
+    they come again."""
+    text, found = _FENCE.sub("", text), set(_OWN_ANCHOR.findall(text))
+    for heading in re.findall(r"^ {0,3}#{1,6}[ \t]+(.*?)[ \t]*#*$", text, re.M):
+        words = re.sub(r"!?\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", words.replace("*", "").lower()).replace(" ", "-")
+        again = next(n for n in range(len(text)) if (f"{name}-{n}" if n else name) not in found)
+        found.add(f"{name}-{again}" if again else name)
+    return found
+
+
+def broken_links(page: Path, root: Path = ROOT) -> list[str]:
+    """Targets of a page that lead nowhere, or out of the repository."""
+    broken = []
+    for target in links_in(page.read_text(encoding="utf-8")):
+        place, _, anchor = target.partition("#")
+        file = (page.parent / unquote(place)).resolve() if place else page
+        found = file.is_relative_to(root) and file.exists()
+        if found and anchor:
+            found = file.suffix == ".md" and unquote(anchor) in anchors_of(file.read_text(encoding="utf-8"))
+        broken.extend([] if found else [target])
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert broken_links(page) == []
+
+
+def test_the_pages_have_links_and_pictures():
+    targets = [target for page in PAGES for target in links_in(page.read_text(encoding="utf-8"))]
+    assert len(targets) > 100
+    assert sum(target.endswith(".png") for target in targets) >= 3
+    assert sum("#" in target for target in targets) > 10
+
+
+def test_the_results_that_are_named_are_there():
+    """`x.csv`, `.png` names two files, and is no link."""
+    folder, stem, named = ROOT / "docs" / "results", "", []
+    for name in re.findall(r"`([\w-]*\.(?:csv|json|png))`", (folder / "README.md").read_text(encoding="utf-8")):
+        named.append(stem + name if name.startswith(".") else name)
+        stem = named[-1].partition(".")[0]
+    assert [name for name in named if not (folder / name).is_file()] == []
+    assert sum(name.endswith(".png") for name in named) >= 15
+
+
+HEADINGS = {
+    "# Title": "title",
+    "## From a run: `dbsp masks record OUT -- COMMAND…`": "from-a-run-dbsp-masks-record-out----command",
+    "## `keys: auto`, ρ_s & more!": "keys-auto-ρ_s--more",
+    "### What *is* [linked](other.md#there)": "what-is-linked",
+    "## Closed ##": "closed",
+}
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_a_heading_is_called_as_on_github(heading):
+    assert anchors_of(f"text\n\n{heading}\n\ntext") == {HEADINGS[heading]}
+
+
+def test_headings_that_come_again_are_numbered():
+    assert anchors_of("# A\n## B\n## B\n## A\n") == {"a", "b", "b-1", "a-1"}
+    assert anchors_of('```\n# no heading\n```\n<a id="own"></a>\n') == {"own"}
+
+
+def test_what_leads_nowhere_is_found(tmp_path):
+    (tmp_path / "there.md").write_text("# Here\n")
+    (tmp_path / "picture.png").write_bytes(b"")
+    fine = "[a](there.md) [b](there.md#here) ![c](picture.png) [d](#own) [e](https://example.org/x#y) `[f](no.md)`"
+    wrong = ["none.md", "there.md#nowhere", "none.png", "#nothing", "picture.png#here", "../there.md", "lost.md"]
+    first, second, third, *rest = wrong
+    links = f'[g]({first} "title") [h [i]]({second}) <img src="{third}"> ' + " ".join(
+        f"[x]({one})" for one in rest[:-1]
+    )
+    (tmp_path / "page.md").write_text(f"# Own\n{fine}\n\n{links}\n\n[ref]: {rest[-1]}\n```\n[y](no.md)\n```\n")
+    assert sorted(broken_links(tmp_path / "page.md", tmp_path)) == sorted(wrong)
