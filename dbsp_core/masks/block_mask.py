@@ -29,7 +29,8 @@ class BlockMask:
     Attributes:
         bits: bool[H, nq, nk], a tensor on any device or a numpy array; True is a dense block. Rows may be empty. Of a
             packed grid bool[H · pairs]: those of its sequences, each [H, nq, nk] of its own, one after another. What
-            lies between two sequences is no bit at all.
+            lies between two sequences is no bit at all. An array is copied. What was counted of a tensor is
+            counted anew once it has been set in place; plans and executors stay as they were made.
         grid: How tokens are cut into blocks.
 
     Raises:

@@ -328,7 +328,7 @@ def dual_balanced_attention(
     Plans again at every call: for many calls with one mask, keep a `DualBalancedAttention`.
 
     Args:
-        q: [B, H, n_local, D], this rank's tokens under `layout`; float16, bfloat16, float32 or float64.
+        q: [B, H, n_local, D], this rank's tokens under `layout`; float16, bfloat16, float32 or float64, as k and v.
         k: [B, H, n_local, D].
         v: [B, H, n_local, D].
         mask: Which blocks are dense; equal on all ranks.
