@@ -1,9 +1,10 @@
-"""One run at a time for one video: two would write one log, and leave one's video with the other's report."""
+"""One run at a time for one video and one report: two would write one log, and leave one's with the other's."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +15,18 @@ from dbsp_core.utils.errors import UserError
 __all__ = ["exclusive_run"]
 
 
+_HOLDER = re.compile(rb"process \d+ on \S*")
+
+
 @contextmanager
-def exclusive_run(lock: Path, video: Path) -> Iterator[bool]:
+def exclusive_run(lock: Path, making: str, option: str) -> Iterator[bool]:
     """Holds a lock file, which is gone afterwards. The system releases it however a process ends.
 
+    making: what it is for, in words;  option: says where that is to be
     yields: whether this is known to be the only run; False where the file system knows no locks
-    Raises UserError where another run has it.
+    Raises UserError where another run has it, or where the file is not a lock of db-SP's.
     """
-    file = _locked(lock, video)
+    file = _locked(lock, making, option)
     if file is None:
         yield False
         return
@@ -32,36 +37,60 @@ def exclusive_run(lock: Path, video: Path) -> Iterator[bool]:
         try:
             yield True
         finally:
-            lock.unlink(missing_ok=True)
+            if _is_named(file, lock):
+                lock.unlink()
 
 
-def _locked(lock: Path, video: Path) -> BinaryIO | None:
+def _locked(lock: Path, making: str, option: str) -> BinaryIO | None:
     try:
         import fcntl
     except ImportError:  # not on POSIX
         return None
     while True:
-        file = lock.open("a+b")
+        file = _opened(lock, option)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_named(file, lock):
+                _require_lock(file, lock, option)
                 return file
         except BlockingIOError:
             file.seek(0)
-            holder = file.read().decode(errors="replace") or "its process is just starting"
+            holder = file.read(200).decode(errors="replace") or "its process is just starting"
             file.close()
             raise UserError(
-                f"another run is making {video} ({holder}); wait for it, or give another file with --out"
+                f"another run is making {making} ({holder}); wait for it, or give another place with {option}"
             ) from None
+        except UserError:
+            file.close()
+            raise
         except OSError:
             file.close()
             return None
         file.close()
 
 
+def _opened(lock: Path, option: str) -> BinaryIO:
+    """A link is not followed: what it leads to is somebody's file."""
+    if lock.is_symlink() or (lock.exists() and not lock.is_file()):
+        raise _not_a_lock(lock, option)
+    return os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+b")
+
+
+def _require_lock(file: BinaryIO, lock: Path, option: str) -> None:
+    """What has anything in it but a holder's name is not emptied, and not removed."""
+    file.seek(0)
+    content = file.read(200)
+    if content and not _HOLDER.fullmatch(content):
+        raise _not_a_lock(lock, option)
+
+
+def _not_a_lock(lock: Path, option: str) -> UserError:
+    return UserError(f"{lock} is not a lock of db-SP's; remove it, or give another place with {option}")
+
+
 def _is_named(file: BinaryIO, path: Path) -> bool:
     """Whether the file still has that name: the run before may have removed it between opening and locking."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except (FileNotFoundError, NotADirectoryError):
         return False

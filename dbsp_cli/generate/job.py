@@ -17,6 +17,7 @@ import dbsp_xdit
 from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.joined import Joined
 from dbsp_cli.generate.launcher import Launch
+from dbsp_cli.generate.log_file import require_own_log
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import (
     MODEL_SPECS,
@@ -200,6 +201,7 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         timeout=request.timeout,
         warnings=tuple(filter(None, warnings)),
     )
+    require_own_log(job.log)
     for name, path in job.images.items():
         with settings.located(), blame_setting("video"), blame_setting(name):
             fitted(path, video)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dbsp_cli.generate.joined import Joined
+from dbsp_cli.generate.log_file import new_log
 from dbsp_cli.generate.orphans import RUN, kill_orphans, signal_of_run
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import ERROR, NOTICE
@@ -188,8 +189,7 @@ def run_watched(
         RUN: str(ranks_folder),
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "(rank ${rank}) ",
     }
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as file:
+    with new_log(log) as file:
         process = subprocess.Popen(
             held(command), env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )

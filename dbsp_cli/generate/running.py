@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from dbsp_cli.generate.exclusive_run import exclusive_run
 from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.job import GenerateJob
 from dbsp_cli.generate.launcher import LogFollower, RunFailed, run_watched
-from dbsp_cli.generate.work_folder import WorkFolder, put_folder, remove_left_over, work_folder
+from dbsp_cli.generate.work_folder import WorkFolder, folder_at, put_file, put_folder, remove_left_over, work_folder
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.config.models import TINY
 from dbsp_core.config.preflight import memory_complaint, require_checkpoint
@@ -51,7 +52,11 @@ def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
             raise UserError(f"{complaint}; take a smaller model, fewer --nproc, or --set dtype=bfloat16")
         require_checkpoint(job.model)
     job.out.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive_run(job.lock, job.out) as known:
+    with ExitStack() as alone:
+        known = alone.enter_context(exclusive_run(job.lock, str(job.out), "--out"))
+        if job.report is not None and job.launch.leads:
+            alone.enter_context(folder_at(job.report))
+            alone.enter_context(exclusive_run(job.report / ".lock", f"the report in {job.report}", "--report"))
         for result in remove_left_over(job.out.parent, job.name) if known else []:
             follower.on_notice(f"{NOTICE}an earlier run was cut off; what it had made is still in {result}")
         with work_folder(job.out.parent, job.name) as work:
@@ -94,7 +99,7 @@ def _put_in_place(job: GenerateJob, work: WorkFolder) -> GenerateResult:
             return GenerateResult()
         raise RunFailed(f"the ranks ended well but left no video; their output is in {job.log}")
     try:
-        video.replace(job.out)
+        put_file(video, job.out)
     except OSError as error:
         kept = [str(work.keep(path.name)) for path in (video, report) if path.exists()]
         raise RunFailed(

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from dbsp_core.utils.atomic_io import open_atomically
 
-__all__ = ["RESULTS", "WorkFolder", "put_folder", "remove_left_over", "work_folder"]
+__all__ = ["RESULTS", "WorkFolder", "folder_at", "put_file", "put_folder", "remove_left_over", "work_folder"]
 
 RESULTS = ("video.mp4", "report")
 """What a run leaves in its work folder: a file and a folder."""
@@ -68,13 +69,34 @@ def remove_left_over(parent: Path, name: str) -> list[Path]:
     return results
 
 
+def put_file(source: Path, target: Path) -> None:
+    """Copies a file, which then appears whole; the target may be a link, or on another disk."""
+    with open_atomically(target) as file:
+        _copy(source, file)
+
+
 def put_folder(folder: Path, target: Path) -> None:
     """Copies a folder's files to another, which may be on another disk: all of them, or none where one fails."""
     with ExitStack() as files:
         if not target.exists():
             files.callback(_remove_if_empty, target)
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            file = files.enter_context(open_atomically(target / path.relative_to(folder)))
-            with path.open("rb") as source:
-                shutil.copyfileobj(source, file)
-            file.flush()
+            _copy(path, files.enter_context(open_atomically(target / path.relative_to(folder))))
+
+
+def _copy(path: Path, file: BinaryIO) -> None:
+    with path.open("rb") as source:
+        shutil.copyfileobj(source, file)
+    file.flush()
+
+
+@contextmanager
+def folder_at(path: Path) -> Iterator[None]:
+    """Makes a folder, and those around it; afterwards those of them that are still empty are gone."""
+    made = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        for place in made:
+            _remove_if_empty(place)

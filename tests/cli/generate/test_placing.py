@@ -124,7 +124,11 @@ def test_all_is_well(tmp_path, made):
 
 
 def test_a_report_without_a_place_is_kept_and_named_and_the_video_is_there(tmp_path, made):
-    made += ["report", lambda work: (tmp_path / "report").touch()]
+    def take_its_name(work: Path) -> None:
+        shutil.rmtree(tmp_path / "report")
+        (tmp_path / "report").touch()
+
+    made += ["report", take_its_name]
     asked = job(tmp_path)
     done = run_job(asked, LogFollower(1))
     assert (done.video, done.report) == (asked.out, None)

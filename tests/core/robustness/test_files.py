@@ -1,0 +1,52 @@
+"""Files that are written whole keep what the user has settled: modes, umask, links."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from dbsp_core.utils.atomic_io import ByteTensor, write_atomically, write_byte_tensors
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(("umask", "expected"), [(0o077, 0o600), (0o002, 0o664), (0o022, 0o644)])
+def test_a_new_file_has_the_mode_that_the_umask_leaves(tmp_path, umask, expected):
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "report.json", "a prompt")
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "report.json") == expected
+
+
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path):
+    file = tmp_path / "report.json"
+    file.write_text("old")
+    file.chmod(0o600)
+    write_atomically(file, "new")
+    assert (file.read_text(), mode(file)) == ("new", 0o600)
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk/real")
+    for content in ("first", "second"):
+        write_atomically(tmp_path / "link", content)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "disk" / "real").read_text() == content
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real"]
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
+    (tmp_path / "file").write_text("old")
+    tensors = {"mask": ByteTensor((4,), [b"half"[:2]])}
+    with pytest.raises(ValueError, match="was given 2 bytes"):
+        write_byte_tensors(tmp_path / "file", tensors, {})
+    assert (tmp_path / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
