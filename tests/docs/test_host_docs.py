@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -9,21 +10,23 @@ import sys
 
 import pytest
 
-from dbsp_cli.tiny_models import make_tiny
 from repository import ROOT
 
 pytest.importorskip("para_attn")
 
 
 @pytest.mark.parametrize("page", ["diffusers", "paraattention"])
-def test_the_script_makes_a_video(tmp_path, page):
+def test_the_script_makes_a_video_and_shows_what_sparse_attention_does(tmp_path, monkeypatch, page, dbsp):
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    script = next(code for code in re.findall(r"```python\n(.*?)```", text, re.S) if "MODEL =" in code)
-    folder = make_tiny("wan", tmp_path / "tiny")
-    for line in (
-        f'MODEL = "{folder}"',
-        'SIZE = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2}',
-    ):
+    programs = re.findall(r"```python\n(.*?)```", text, re.S)
+    script, instead = [code for code in programs if "MODEL =" in code]
+    (command,) = re.findall(r"`dbsp (tiny wan \S+ --trained)`", text)
+    monkeypatch.chdir(tmp_path)
+    code, _, err = dbsp(*command.split())
+    assert code == 0, err
+    instead, fewer = re.subn('"num_inference_steps": 12', '"num_inference_steps": 2', instead)
+    assert fewer == 1
+    for line in instead.splitlines():
         script, replaced = re.subn(rf"^{line.split()[0]} = .*$", line, script, flags=re.M)
         assert replaced == 1
     (tmp_path / "generate.py").write_text(script)
@@ -37,3 +40,7 @@ def test_the_script_makes_a_video(tmp_path, page):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "video.mp4").stat().st_size > 1000
+    assert "left nothing out" not in done.stderr
+    shown = ast.literal_eval(done.stdout.strip().splitlines()[-1])
+    assert shown["calls"] > 0
+    assert 1.001 < shown["mean_rho"] < 1.5
