@@ -17,7 +17,7 @@ from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.planning.plan import KEYS
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
-from dbsp_core.sources.spec import mask_settings
+from dbsp_core.sources.spec import mask_settings, names_mask
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.schema import build, checked, convert, keys_within, plain_value, require_choice, setting_names
@@ -195,7 +195,7 @@ class DbspConfig:
 
         Args:
             source: a DbspConfig (returned as it is), a mapping, None for the defaults, a YAML file: its path, or a
-                shipped one's name; or a mask alone, as `--sp-mask` takes it: "sparge:cdf=0.92".
+                shipped one's name; or a mask alone, as `--sp-mask` takes it: "sparge:cdf=0.92", "masks.safetensors".
 
         Returns:
             The configuration. What the source says besides, which model and which video, is in its `generate`.
@@ -211,8 +211,8 @@ class DbspConfig:
             return source
         if isinstance(source, Mapping):
             return cls._of_mapping(source, "the configuration")
-        if isinstance(source, str) and source.partition(":")[0] in SOURCES and not Path(source).is_file():
-            return cls._of_mapping({"mask": mask_settings(source)}, "the configuration")
+        if isinstance(source, (str, os.PathLike)) and names_mask(os.fspath(source)):
+            return cls._of_mapping({"mask": mask_settings(os.fspath(source))}, "the configuration")
         settings = source if isinstance(source, Settings) else read_settings(find_config(source), "configuration file")
         with settings.located():
             config = replace(cls._of_mapping(settings.values, ""), origin=settings.origin or None)

@@ -13,10 +13,20 @@ import yaml
 from dbsp_core.sources import SOURCES, MaskSource
 from dbsp_core.utils.errors import UserError, did_you_mean
 
-__all__ = ["mask_in_words", "mask_settings"]
+__all__ = ["mask_in_words", "mask_settings", "names_mask"]
 
 _LOOKS_LIKE_A_SOURCE = re.compile(r"\w+(:|$)")
 _BETWEEN_KEYS = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")
+
+
+def names_mask(text: str) -> bool:
+    """Whether text that may name a configuration file is meant for a mask, be it a wrong one: then `mask_settings`, or
+    its source, says what is wrong with it."""
+    name, colon, _ = text.partition(":")
+    if text.endswith(".safetensors") or Path(text).is_file():
+        return text.endswith(".safetensors")
+    meant = colon or did_you_mean(name, SOURCES)
+    return name in SOURCES or bool(meant and _LOOKS_LIKE_A_SOURCE.match(text))
 
 
 def mask_settings(text: str) -> dict[str, Any]:

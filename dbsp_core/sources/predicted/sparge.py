@@ -54,13 +54,15 @@ class SpargeThresholds:
 
 
 LARGEST_BLOCK = 1 << 16
+USUAL_CDF = 0.92
+"""xDiT's."""
 
 
 @dataclass(frozen=True)
 class SpargeSource(BlockSizes):
     """SpargeAttn's block predictor: each head's pooled attention says where most of its probability will be.
 
-    cdf, topk, similarity: see `SpargeThresholds`; one of cdf and topk is needed
+    cdf, topk, similarity: see `SpargeThresholds`; where neither cdf nor topk is given, cdf is 0.92, as in xDiT
     attention_sink: whether the first key block is dense in every row
     dense_text:     whether rows and columns of text are dense
     token_order:    the token order that is cut into blocks; see `dbsp_core.masks.token_order`
@@ -83,6 +85,8 @@ class SpargeSource(BlockSizes):
         super().__post_init__()
         with blame_setting("token_order"):
             require_order(self.token_order)
+        if self.cdf is None and self.topk is None:
+            object.__setattr__(self, "cdf", USUAL_CDF)
         self.thresholds  # noqa: B018  raises for values out of range
         for name in ("block_q", "block_k"):
             if getattr(self, name) > LARGEST_BLOCK:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import dbsp_core
@@ -367,8 +368,8 @@ BAD_FILES = {
         ":4: mask file /no/dense_steps does not exist",
     ),
     "with settings of which none was given": (
-        b"planner: dbsp\nmask:\n  source: sparge\n  similarity: 0.5",
-        ":2: mask source 'sparge' needs either cdf or topk",
+        b"planner: dbsp\nmask:\n  source: lowrank\n  path: /no/such",
+        ":2: mask source 'lowrank' needs either cdf or topk",
     ),
     "with a block size for none": (b"mask:\n  source: svg\n  block_k: -1\n  block_q: 64", ":3: block_k=-1 must be"),
     "that holds itself": (b"a: 1\nmask: &m {source: *m}", ":2: this is not YAML that ends"),
@@ -440,6 +441,32 @@ class TestShortForms:
         assert DbspConfig.load("sparge:cdf=0.9") == DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}})
         with pytest.raises(ValueError, match="unknown key 'cfd'"):
             DbspConfig.load("sparge:cfd=0.9")
+
+    @pytest.mark.parametrize("source", ["sparge", {"mask": {"source": "sparge"}}, {"mask": mask_settings("sparge")}])
+    def test_sparge_alone_is_xdit_s(self, source):
+        assert DbspConfig.load(source) == DbspConfig.load("sparge:cdf=0.92")
+        assert DbspConfig.load("sparge:topk=0.2").mask.cdf is None
+
+    def test_a_mask_file_alone(self, tmp_path):
+        file = tmp_path / "masks.safetensors"
+        grid = BlockGrid(100, 0, 50, 50)
+        save_mask(file, BlockMask(torch.ones(2, 2, 2, dtype=torch.bool), grid))
+        for name in (file, str(file)):
+            assert DbspConfig.load(name) == DbspConfig.load({"mask": {"source": "file", "path": str(file)}})
+
+    @pytest.mark.parametrize(
+        ("text", "complaint"),
+        [
+            ("sparg", "'sparg' is neither a mask source nor a mask file that exists; did you mean 'sparge'?"),
+            ("sparg:cdf=0.9", "neither a mask source nor a mask file that exists; did you mean 'sparge'?"),
+            ("masks.safetensors", "mask file masks.safetensors does not exist; give the path of one"),
+            ("tiny-wan-sparg", "configuration file tiny-wan-sparg does .*; did you mean 'tiny-wan-sparge'?"),
+            ("mine.yaml", "configuration file mine.yaml does not exist"),
+        ],
+    )
+    def test_what_is_not_there_is_blamed_on_what_was_meant(self, text, complaint):
+        with pytest.raises(UserError, match=complaint):
+            DbspConfig.load(text)
 
     def test_a_second_transformer_s_own_settings(self):
         config = DbspConfig.load({"layout": "contiguous", "transformer_2": {"mask": {"source": "window"}}})

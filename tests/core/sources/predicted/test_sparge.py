@@ -153,7 +153,6 @@ def test_bits_survive_packing(count, seed):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "either cdf or topk"),
         ({"cdf": 0.9, "topk": 0.5}, "not both"),
         ({"cdf": 0.0}, "cdf=0.0 must be above 0"),
         ({"cdf": 1.1}, "at most 1"),
