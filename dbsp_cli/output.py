@@ -19,8 +19,11 @@ from rich.markup import escape
 
 from dbsp_core.reports.tables import TextTable
 
-__all__ = ["JsonFlag", "as_text", "options_for", "print_json", "print_tables", "working"]
+__all__ = ["LARGEST_SEED", "MOST_GPUS", "JsonFlag", "as_text", "options_for", "print_json", "print_tables", "working"]
 
+MOST_GPUS = 4096
+"""Of a prediction or a plan; tables grow with the square of it."""
+LARGEST_SEED = 2**63 - 1
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 _GAP = "  "

@@ -35,7 +35,7 @@ _CONSTANTS_OF = {
 
 def calibrate_command(
     out: Annotated[Path | None, typer.Option(help="YAML file to write.")] = None,
-    ranks: Annotated[int, typer.Option(help="Ranks: one GPU each where there are any, else one core.")] = 2,
+    ranks: Annotated[int, typer.Option(max=1024, help="Ranks: one GPU each where there are any, else one core.")] = 2,
     quick: Annotated[bool, typer.Option("--quick", help="Seconds instead of a minute: rough.")] = False,
     kernel: Annotated[str, typer.Option(help="Attention kernel to measure.")] = "auto",
     communication: Annotated[

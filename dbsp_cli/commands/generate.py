@@ -46,7 +46,7 @@ def generate_command(
     nnodes: Annotated[int, typer.Option(help="Nodes; torchrun's options below say how they meet.")] = 1,
     node_rank: Annotated[int | None, typer.Option(help="This node's, from 0.")] = None,
     master_addr: Annotated[str | None, typer.Option(help="Address of node 0.")] = None,
-    master_port: Annotated[int | None, typer.Option(help="Port there.")] = None,
+    master_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port there.")] = None,
     rdzv_backend: Annotated[str | None, typer.Option(help="c10d needs no node ranks.")] = None,
     rdzv_endpoint: Annotated[str | None, typer.Option(help="HOST:PORT of one of the nodes.")] = None,
     rdzv_id: Annotated[str | None, typer.Option(help="The job's name, equal on all nodes.")] = None,

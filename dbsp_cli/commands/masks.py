@@ -20,7 +20,7 @@ from dbsp_cli.mask_tools.info import InfoOptions, MaskInfo, examine_masks
 from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.series import MaskSeries
-from dbsp_cli.output import JsonFlag, options_for, print_json, print_tables
+from dbsp_cli.output import MOST_GPUS, JsonFlag, options_for, print_json, print_tables
 from dbsp_core.masks.mask_file import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.mask_recorder import parse_layers
@@ -136,7 +136,7 @@ def fit(
 @masks_app.command()
 def info(
     file: Annotated[Path, typer.Argument(help="Mask file, or a recording's folder.")],
-    gpus: Annotated[int, typer.Option(help="Number of GPUs for ρ_s.")] = 8,
+    gpus: Annotated[int, typer.Option(max=MOST_GPUS, help="Number of GPUs for ρ_s.")] = 8,
     planner: Annotated[str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between.")] = "dbsp",
     threshold: Annotated[float, typer.Option(help="P_s, above which a plan is made again.")] = 1.10,
     budget: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dbsp_cli.commands.sequences import FLUX_NAME, SequenceRequest, print_sequence_plans
-from dbsp_cli.output import JsonFlag, options_for, print_json, print_tables
+from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, options_for, print_json, print_tables
 from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.local_layout import least_keys_layout
@@ -32,7 +32,7 @@ _VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
 def plan_command(
     context: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="Mask file (.safetensors).")] = None,
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs.")] = None,
+    gpus: Annotated[int | None, typer.Option(max=MOST_GPUS, help="Number of GPUs.")] = None,
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     planner: Annotated[
         str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between, or all.")
@@ -64,9 +64,11 @@ def plan_command(
         typer.Option(help="With --sequences: a name or a file from dbsp calibrate."),
     ] = "h200",
     mask: Annotated[str, typer.Option(help="With --sequences: every one's, such as window:window=[5,9,9].")] = "dense",
-    node_size: Annotated[int, typer.Option(help="With --sequences: GPUs per node.")] = 8,
-    max_tokens: Annotated[int | None, typer.Option(help="With --sequences: most tokens that a GPU can hold.")] = None,
-    seed: Annotated[int, typer.Option(help="With --sequences: of drawing them.")] = 0,
+    node_size: Annotated[int, typer.Option(max=MOST_GPUS, help="With --sequences: GPUs per node.")] = 8,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, max=1 << 40, help="With --sequences: most tokens that a GPU can hold.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="With --sequences: of drawing them.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
     """Plan one attention of a mask file: how even the work is before and after, and what moves.

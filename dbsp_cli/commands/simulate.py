@@ -13,7 +13,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from dbsp_cli.output import JsonFlag, print_json, print_tables
+from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, print_json, print_tables
 from dbsp_cli.simulate import SimulationResult, TrainingResult, simulate, simulate_training
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
@@ -61,9 +61,13 @@ def simulate_command(
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     kernel: Annotated[str, typer.Option(help="Leave out strategies that this kernel cannot serve.")] = "auto",
     layers: Annotated[int, typer.Option(help="How many layers' masks represent all.")] = 1,
-    node_size: Annotated[int | None, typer.Option(help="GPUs per node; default: the hardware's.", min=1)] = None,
-    coarsen: Annotated[int, typer.Option(help="Multiply block sizes: quicker, ρ_s moves by about 0.01.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of synthetic masks.")] = 0,
+    node_size: Annotated[
+        int | None, typer.Option(min=1, max=MOST_GPUS, help="GPUs per node; default: the hardware's.")
+    ] = None,
+    coarsen: Annotated[
+        int, typer.Option(max=4096, help="Multiply block sizes: quicker, ρ_s moves by about 0.01.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of synthetic masks.")] = 0,
     training: Annotated[
         bool, typer.Option("--training", help="A training step: forward, backward, bytes and saved memory.")
     ] = False,
@@ -74,6 +78,8 @@ def simulate_command(
     spec, machine = require_model(model), _with_bandwidth(load_hardware(hardware), bandwidth)
     node_size = node_size or (machine.gpus_per_node or 8 if nodes is not None else None)
     worlds = _numbers(gpus) if nodes is None else [count * (node_size or 8) for count in _numbers(nodes, "nodes")]
+    if max(worlds) > MOST_GPUS:
+        raise UserError(f"{max(worlds):,} GPUs are more than the {MOST_GPUS:,} that are modelled")
     ways = (keys or ("ring" if nodes is None or training else "ring,needed")).split(",")
     for way in ways:
         require_keys(way)

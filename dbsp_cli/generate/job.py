@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 import dbsp_xdit
 from dbsp_cli.generate.images import fitted
@@ -34,7 +33,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
 from dbsp_core.utils.packages import missing_packages, require_packages
 from dbsp_core.utils.paths import require_file_place, require_folder_place
-from dbsp_core.utils.yaml_file import Settings, find_config, read_settings
+from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
@@ -42,6 +41,7 @@ __all__ = ["HOSTS", "TIMEOUT_S", "GenerateJob", "GenerateRequest", "resolve"]
 
 TIMEOUT_S = 600.0
 """NCCL's: longer than any rank has to wait for the others in a run that goes well."""
+_LONGEST_S = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -182,8 +182,9 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         raise UserError(f"--out {request.out} must end in .mp4")
     require_file_place(out, "--out")
     report = _report(request, config, settings, here=bool(launch.leads))
-    if not request.timeout > 0:
-        raise UserError(f"--timeout {request.timeout:g} must be above 0 seconds; {TIMEOUT_S:g} is usual")
+    if not 0 < request.timeout <= _LONGEST_S:
+        bound = "above 0" if not request.timeout > 0 else f"at most {_LONGEST_S:,}"
+        raise UserError(f"--timeout {request.timeout:g} must be {bound} seconds; {TIMEOUT_S:g} is usual")
     tiny, named = tiny_architecture(model), find_model_spec(model)
     warnings = dense_complaint(config, video.steps), duration_notice(spec, video, launch.world)
     given_video = {key: value for key, value in asdict(video).items() if value is not None}
@@ -228,11 +229,7 @@ def _settings(request: GenerateRequest) -> Settings:
         key, equals, text = change.partition("=")
         if not equals or not all(key.split(".")):
             raise UserError(f"--set {change} is not of the form KEY=VALUE, for example --set mask.cdf=0.9")
-        try:
-            value = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError) as error:
-            raise UserError(f"--set {key}: {text!r} is not YAML; close its brackets and quotes") from error
-        settings = settings.changed(key.split("."), value, f"--set {key}")
+        settings = settings.changed(key.split("."), parse_value(text, f"--set {key}"), f"--set {key}")
     for name in ("prompt", "seed", "image", "last_image"):
         value = getattr(request, name)
         if value is not None:

@@ -29,6 +29,7 @@ _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s+: (\d+).*?exitcode\s+: (-?\d+)", 
 _TELLS_TO_END = re.compile(r"Sending process (\d+) closing signal")
 _TOLD_TO_END = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _TAIL = 30
+_MOST = 4096
 STARTING = "starting ranks"
 _GRACE_S = 1.5  # for torchrun to end its ranks, which have nothing to save; then all of them are killed
 
@@ -56,6 +57,8 @@ class Launch:
         for name in ("nproc", "nnodes"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} {getattr(self, name)} must be at least 1")
+            if getattr(self, name) > _MOST:
+                raise UserError(f"--{name} {getattr(self, name)} must be at most {_MOST:,}")
         if self.nnodes == 1:
             if self.node_rank:
                 raise UserError(f"--node-rank {self.node_rank} needs as many nodes; add --nnodes")

@@ -39,7 +39,10 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
             "tensors, in mappings at most: torch.save({'sparse': masks}, path)"
         ) from error
     found: dict[str, torch.Tensor] = {}
-    _collect(content, "", found)
+    try:
+        _collect(content, "", found)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     if not found:
         raise UserError(f"{path} has no tensors in it")
     return found
@@ -69,12 +72,23 @@ def _read(path: Path) -> Any:
     return content if isinstance(content, np.ndarray) else dict(content)
 
 
+def _require_all_there(tensor: torch.Tensor, name: str) -> None:
+    """Raises UserError for a tensor of which the file has only a part, repeated or not: it could be of any size."""
+    size = tensor.numel() * tensor.element_size()
+    if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() < size:
+        raise UserError(
+            f"tensor {name!r} of shape {list(tensor.shape)} is not whole in the file, but expanded or sparse; save it "
+            "as .contiguous() or .to_dense() makes it"
+        )
+
+
 def _collect(content: Any, name: str, found: dict[str, torch.Tensor]) -> None:
     inside = f"{name}/" if name else ""
     if isinstance(content, np.ndarray):
         if content.dtype.kind in "biuf":
             found[name] = torch.from_numpy(content.astype(content.dtype.newbyteorder("="), copy=False))
     elif isinstance(content, torch.Tensor):
+        _require_all_there(content, name)
         found[name] = content
     elif isinstance(content, Mapping):
         for key, value in content.items():

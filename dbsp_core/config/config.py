@@ -18,7 +18,7 @@ from dbsp_core.planning.plan import KEYS
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.sources.spec import mask_settings, names_mask
-from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean, in_short
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.schema import build, checked, convert, keys_within, plain_value, require_choice, setting_names
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, require_known
@@ -62,7 +62,7 @@ def _read_strategy(value: Any, name: str) -> Any:
         return value
     if isinstance(value, str):
         return Strategy.parse(value)
-    raise UserError(f"{name} must be a strategy such as U4R2 or auto, got {value!r}")
+    raise UserError(f"{name} must be a strategy such as U4R2 or auto, got {in_short(value)}")
 
 
 def _read_planner(value: Any, name: str) -> Any:
@@ -73,12 +73,12 @@ def _read_mask(value: Any, name: str) -> Any:
     if hasattr(value, "mask"):
         return value
     if not isinstance(value, Mapping):
-        raise UserError(f"{name} must be a mapping such as {{source: dense}}, got {value!r}")
+        raise UserError(f"{name} must be a mapping such as {{source: dense}}, got {in_short(value)}")
     source, values = value.get("source"), {key: inner for key, inner in value.items() if key != "source"}
     if isinstance(source, str) and source in SOURCES:
         return build(SOURCES[source], values, f"mask source {source!r}")
     known = ", ".join(SOURCES) + did_you_mean(source, SOURCES)
-    raise SettingError(f"unknown mask source {source!r}; set mask.source to one of {known}", ("source",))
+    raise SettingError(f"unknown mask source {in_short(source)}; set mask.source to one of {known}", ("source",))
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,25 @@ _LEAST = {
     "guidance_scale_2": 0,
     "flow_shift": 0,
 }
+_LARGEST_SIDE = 1 << 16
+_MOST = {
+    "num_frames": 1_000_000,
+    "steps": 10_000,
+    "fps": 1000,
+    "seed": 2**63 - 1,
+    "guidance_scale": 10_000,
+    "guidance_scale_2": 10_000,
+    "flow_shift": 10_000,
+}
+"""More than anybody makes, and little enough for every library to count with."""
 
 
 def side_complaint(pixels: int, token: int = TOKEN_PIXELS) -> str | None:
     """What is wrong with a video's height or width; None: nothing."""
-    if pixels > 0 and pixels % token == 0:
+    if 0 < pixels <= _LARGEST_SIDE and pixels % token == 0:
         return None
+    if pixels > _LARGEST_SIDE:
+        return f"must be at most {_LARGEST_SIDE:,}"
     near = max(1, round(pixels / token)) * token
     return f"must be a multiple of {token}, for example {near}"
 
@@ -69,6 +82,8 @@ class VideoSettings:
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise bad_value(self, name, f"must be at least {least}", "video.")
+            if value is not None and not value <= _MOST[name]:
+                raise bad_value(self, name, f"must be at most {_MOST[name]:,}", "video.")
         for name in ("height", "width"):
             value = getattr(self, name)
             complaint = None if value is None else side_complaint(value)

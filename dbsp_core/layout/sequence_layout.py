@@ -13,7 +13,7 @@ from dbsp_core.layout.learned import MaskProfile, balanced_layout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.masks.token_order import CANONICAL
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, in_short
 
 __all__ = ["LAYOUT_ORDERS", "SequenceLayout", "ShardSegments"]
 
@@ -165,7 +165,7 @@ class SequenceLayout:
             ValueError: For an unknown name, or "learned" without a profile.
         """
         if name not in LAYOUT_ORDERS:
-            raise UserError(f"unknown sequence layout {name!r}; use one of {', '.join(LAYOUT_ORDERS)}")
+            raise UserError(f"unknown sequence layout {in_short(name)}; use one of {', '.join(LAYOUT_ORDERS)}")
         video = np.delete(np.arange(grid.tokens), grid.text_positions if split_text else [])
         # A ring of one rank has all tokens: no order is better than another, and hosts are spared the permutation.
         streams = [LAYOUT_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]

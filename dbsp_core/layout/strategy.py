@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, in_short
 
 __all__ = ["Strategy"]
 
@@ -41,7 +41,7 @@ class Strategy:
             raise UserError(f"a strategy is needed here, of the form UxRy, for example U4R2 for 8 GPUs; {got}")
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
-            raise UserError(f"strategy {text!r} is not of the form UxRy, for example U4R2 for 8 GPUs")
+            raise UserError(f"strategy {in_short(text)} is not of the form UxRy, for example U4R2 for 8 GPUs")
         return cls(int(match[1]), int(match[2]))
 
     @classmethod

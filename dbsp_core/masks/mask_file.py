@@ -24,7 +24,7 @@ from dbsp_core.masks.mask_values import (
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, in_short
 
 __all__ = [
     "MaskFile",
@@ -36,6 +36,9 @@ __all__ = [
 
 Orders = tuple[Order, ...]
 
+_MOST_SEQUENCES = 1 << 16
+_MOST_ORDERS = 256
+"""As many as a byte can name."""
 _SIZES = ("tokens", "text_tokens", "block_q", "block_k")
 
 
@@ -145,10 +148,12 @@ class MaskFile:
         table = np.zeros(1, dtype=np.uint8) if index is None else index
         shapes = {(*leading[start:], *each) for start in range(len(leading))} | {(1,)}
         fits = table.dtype == np.uint8 and table.shape in shapes
-        if not fits or table.max(initial=0) >= len(names) or (index is None and len(names) > 1):
+        named = len(names) <= _MOST_ORDERS and table.max(initial=0) < len(names)
+        if not fits or not named or (index is None and len(names) > 1):
             raise UserError(
                 f"mask file {self.path}: bad token orders: tensor 'orders' must be uint8 of shape "
-                f"{[*leading, *each]} (or the last dimensions of it) and count metadata orders, which has {names}"
+                f"{[*leading, *each]} (or the last dimensions of it) and count metadata orders, which has "
+                f"{in_short(names)}"
             )
         table = table if each and table.shape != (1,) else table[..., None]
         try:
@@ -249,6 +254,7 @@ class MaskLayout:
         if self.grid.thw is not None:
             texts["thw"] = ",".join(map(str, self.grid.thw))
         if self.grid.packed_from:
+            _require_countable(len(self.grid.sequences))
             own = [
                 {"tokens": one.tokens, "text_tokens": one.text_tokens, "thw": one.thw} for one in self.grid.sequences
             ]
@@ -357,7 +363,13 @@ def _parse_thw(text: str) -> tuple[int, int, int]:
     return sizes
 
 
+def _require_countable(sequences: int) -> None:
+    if sequences > _MOST_SEQUENCES:
+        raise UserError(f"{sequences:,} sequences are more than the {_MOST_SEQUENCES:,} that a mask file can have")
+
+
 def _parse_sequences(text: str, block_q: int, block_k: int) -> BlockGrid:
+    _require_countable(text.count("{"))
     try:
         sequences = [
             BlockGrid(
@@ -369,8 +381,9 @@ def _parse_sequences(text: str, block_q: int, block_k: int) -> BlockGrid:
             )
             for one in json.loads(text)
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
-            f"sequences={text!r} must be a JSON list with tokens, text_tokens and thw (or null) of each ({error})"
+            f"sequences={in_short(text)} must be a JSON list with tokens, text_tokens and thw (or null) of each "
+            f"({error})"
         ) from error
     return BlockGrid.packed(sequences)

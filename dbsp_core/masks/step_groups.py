@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, in_short
 
 __all__ = ["StepGroups"]
 
@@ -42,12 +42,14 @@ class StepGroups:
             found = _RANGE.fullmatch(part)
             if found is None or (index > 0 and end is None):
                 raise UserError(
-                    f"step groups {text!r} are not of the form '0-9,10-24,25-49' (or '…,25-' for a last group without "
-                    "an end)"
+                    f"step groups {in_short(text)} are not of the form '0-9,10-24,25-49' (or '…,25-' for a last group "
+                    "without an end)"
                 )
             first, dash, last = found.groups()
             if index > 0 and int(first) != end:
-                raise UserError(f"step groups {text!r}: {part.strip()!r} must start at step {end}, without a gap")
+                raise UserError(
+                    f"step groups {in_short(text)}: {part.strip()!r} must start at step {end}, without a gap"
+                )
             starts.append(int(first))
             end = int(first) + 1 if not dash else int(last) + 1 if last else None
         return cls(tuple(starts), end)

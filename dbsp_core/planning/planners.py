@@ -20,7 +20,7 @@ from dbsp_core.planning.baselines import (
 )
 from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
 from dbsp_core.utils.byte_sizes import parse_size
-from dbsp_core.utils.errors import UserError, bad_value, blame_setting
+from dbsp_core.utils.errors import UserError, bad_value, blame_setting, in_short
 
 __all__ = ["PLANNERS", "OwnersAndSlots", "PaperConfig", "Planner", "PlannerConfig", "PlannerInput", "require_planner"]
 
@@ -230,5 +230,5 @@ PLANNERS = {
 def require_planner(name: str) -> Planner:
     """The planner of that name. Raises ValueError when there is none."""
     if name not in PLANNERS:
-        raise UserError(f"unknown planner {name!r}; use one of {', '.join(PLANNERS)}")
+        raise UserError(f"unknown planner {in_short(name)}; use one of {', '.join(PLANNERS)}")
     return PLANNERS[name]

@@ -8,10 +8,9 @@ from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dbsp_core.sources import SOURCES, MaskSource
-from dbsp_core.utils.errors import UserError, did_you_mean
+from dbsp_core.utils.errors import UserError, did_you_mean, in_short
+from dbsp_core.utils.yaml_file import parse_value
 
 __all__ = ["mask_in_words", "mask_settings", "names_mask"]
 
@@ -39,7 +38,7 @@ def mask_settings(text: str) -> dict[str, Any]:
     if name not in SOURCES:
         if _LOOKS_LIKE_A_SOURCE.match(text) and not Path(text).exists():
             hint = did_you_mean(name, SOURCES) or f"; sources: {', '.join(SOURCES)}"
-            raise UserError(f"{text!r} is neither a mask source nor a mask file that exists{hint}")
+            raise UserError(f"{in_short(text)} is neither a mask source nor a mask file that exists{hint}")
         return {"source": "file", "path": text}
     settings: dict[str, Any] = {"source": name}
     for part in _BETWEEN_KEYS.split(rest) if colon else []:
@@ -51,13 +50,7 @@ def mask_settings(text: str) -> dict[str, Any]:
             )
         if key in settings:
             raise UserError(f"{key!r} is given twice in {text!r}; give it once")
-        try:
-            settings[key] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError) as error:
-            raise UserError(
-                f"the value of {key!r} in {text!r} is not YAML ({' '.join(str(error).split())}); close its brackets "
-                "and quotes"
-            ) from error
+        settings[key] = parse_value(value, f"the value of {key!r} in {in_short(text)}")
     return settings
 
 

@@ -19,8 +19,21 @@ __all__ = [
     "blame_setting",
     "did_you_mean",
     "exit_on_user_error",
+    "in_short",
     "require_value",
 ]
+
+
+_LONGEST = 200
+
+
+def in_short(value: object) -> str:
+    """A value as Python writes it, for a message; of a long one the beginning, and how long it is."""
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}… ({len(text):,} characters)"
 
 
 class SettingError(UserError):
@@ -42,7 +55,8 @@ class SettingError(UserError):
 def bad_value(settings: object, name: str, complaint: str, section: str = "") -> SettingError:
     """An error about one attribute of `settings`: "NAME=VALUE COMPLAINT". section: for the message, before the name"""
     value = getattr(settings, name)
-    return SettingError(f"{section}{name}={list(value) if isinstance(value, tuple) else value} {complaint}", (name,))
+    shown = _cut(str(list(value) if isinstance(value, tuple) else value))
+    return SettingError(f"{section}{name}={shown} {complaint}", (name,))
 
 
 def require_value(settings: object, name: str, fits: bool, complaint: str, section: str = "") -> None:

@@ -8,10 +8,14 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, in_short
 from dbsp_core.utils.yaml_file import require_known
 
 __all__ = ["build", "checked", "convert", "keys_within", "plain_value", "require_choice", "setting_names"]
+
+
+_LARGEST = 2**63 - 1
+"""What PyTorch, NumPy and files can hold."""
 
 
 def setting_names(cls: type) -> list[str]:
@@ -44,7 +48,7 @@ def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in values:
         require_known(key, known, where)
     for key, value in values.items():
-        name = f"{key!r} in {where}" if where else repr(key)
+        name = f"{in_short(key)} in {where}" if where else in_short(key)
         with blame_setting(key):
             converted[key] = readers[key](value, name) if key in readers else convert(value, hints[key], name, key)
     return converted
@@ -65,6 +69,9 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
 
     name: of the setting, in words;  key: its key, for errors in a mapping that it holds
     """
+    for number in value if isinstance(value, (list, tuple)) else (value,):
+        if type(number) is int and abs(number) > _LARGEST:
+            raise UserError(f"{name} has a number of {number.bit_length()} bits; 63 are the most")
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
@@ -88,7 +95,7 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
         if origin is tuple and _is_list_of(get_args(option)[0], value):
             return tuple(value)
     wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
-    raise UserError(f"{name} must be {wanted}, got {value!r}")
+    raise UserError(f"{name} must be {wanted}, got {in_short(value)}")
 
 
 def plain_value(value: Any) -> Any:
@@ -125,4 +132,4 @@ def _in_words(option: Any) -> str:
 def require_choice(key: str, value: object, choices: tuple[str, ...], section: str = "") -> None:
     """Raises SettingError for a value that is none of the choices. section: for the message, before the key"""
     if value not in choices:
-        raise SettingError(f"unknown {section}{key} {value!r}; use one of {', '.join(choices)}", (key,))
+        raise SettingError(f"unknown {section}{key} {in_short(value)}; use one of {', '.join(choices)}", (key,))

@@ -12,11 +12,15 @@ from typing import Any
 
 import yaml
 
-from dbsp_core.utils.errors import SettingError, UserError, did_you_mean
+from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short
 
-__all__ = ["Settings", "find_config", "read_settings", "require_known", "shipped_configs"]
+__all__ = ["Settings", "find_config", "parse_value", "read_settings", "require_known", "shipped_configs"]
 
 KeyPath = tuple[str, ...]
+
+_MOST_VALUES = 100_000
+_UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
+"""ValueError: of text, numbers and dates that Python cannot read."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, place: str)
     key, *rest = path
     inner = values.get(key)
     if rest and not isinstance(inner, (Mapping, type(None))):
-        raise UserError(f"{place}: {key!r} is {inner!r}, not a mapping that could hold {rest[0]!r}")
+        raise UserError(f"{place}: {key!r} is {in_short(inner)}, not a mapping that could hold {rest[0]!r}")
     return {**values, key: _put(inner or {}, rest, value, place) if rest else value}
 
 
@@ -69,41 +73,80 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{what} {path} does not exist; give the path of a YAML file")
-    places: dict[KeyPath, str] = {}
+    places = _Places(str(path))
     try:
-        loader = yaml.SafeLoader(path.read_text())
-        node = loader.get_single_node()
-        if node is not None:
-            _note_places(node, (), str(path), places, [])
-        content = None if node is None else loader.construct_document(node)
+        content = _parsed(path.read_text(), places)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise UserError(f"{place}: this is not YAML: {error.problem}") from error
     except UserError:
         raise
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: of text, numbers and dates that Python cannot read
+    except _UNREADABLE as error:
         raise UserError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from error
     if content is not None and not isinstance(content, Mapping):
         raise UserError(f"{what} {path} must be a mapping, not a {type(content).__name__}")
-    return Settings(content or {}, places, str(path))
+    return Settings(content or {}, places.found, str(path))
 
 
-def _note_places(
-    node: yaml.Node, path: KeyPath, file: str, places: dict[KeyPath, str], above: list[yaml.Node]
-) -> None:
-    """Notes the line of each key in `node`. Raises UserError for a key that is given twice."""
-    if any(node is outer for outer in above):
-        raise UserError(f"{file}:{node.start_mark.line + 1}: this is not YAML that ends: it holds itself")
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        inside = (*path, str(key.value))
-        place = f"{file}:{key.start_mark.line + 1}"
-        if inside in places:
-            raise UserError(f"{place}: {key.value!r} is given twice, first in {places[inside]}; give it once")
-        places[inside] = place
-        _note_places(value, inside, file, places, [*above, node])
+def parse_value(text: str, what: str) -> Any:
+    """One value in YAML. Raises UserError for what is none. what: it is, in words"""
+    try:
+        return _parsed(text, _Places(what, lines=False))
+    except UserError:
+        raise
+    except _UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{what}: {in_short(text)} is not YAML ({reason}); close its brackets and quotes") from error
+
+
+def _parsed(text: str, places: _Places) -> Any:
+    loader = yaml.SafeLoader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    places.note(node, (), [])
+    return loader.construct_document(node)
+
+
+@dataclass
+class _Places:
+    """Where each key of a document is, while it is looked through.
+
+    origin: of the document, in words;  lines: whether a place is a line of it;  found: by path of keys, the places
+    """
+
+    origin: str
+    lines: bool = True
+    found: dict[KeyPath, str] = field(default_factory=dict)
+    values: int = 0
+
+    def note(self, node: yaml.Node, path: KeyPath | None, above: list[yaml.Node]) -> None:
+        """Notes the keys in `node`, at `path`; None: they are in a list or a key, and are not noted.
+
+        Raises UserError for a key that is given twice, and for what aliases make endless, or as good as.
+        """
+        self.values += 1
+        if any(node is outer for outer in above):
+            raise UserError(f"{self._place(node)}: this is not YAML that ends: it holds itself")
+        if self.values > _MOST_VALUES:
+            raise UserError(f"{self._place(node)}: more than {_MOST_VALUES:,} values, aliases written out; give fewer")
+        within = [*above, node]
+        if isinstance(node, yaml.SequenceNode):
+            for value in node.value:
+                self.note(value, None, within)
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            self.note(key, None, within)
+            inside = None if path is None else (*path, str(key.value))
+            if inside is not None:
+                if inside in self.found:
+                    twice = f"{in_short(key.value)} is given twice, first in {self.found[inside]}; give it once"
+                    raise UserError(f"{self._place(key)}: {twice}")
+                self.found[inside] = self._place(key)
+            self.note(value, inside, within)
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self.origin}:{node.start_mark.line + 1}" if self.lines else self.origin
 
 
 def require_known(key: object, known: Collection[str], where: str, elsewhere: Mapping[str, str] | None = None) -> None:
@@ -117,7 +160,7 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
     hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
     if str(key) in (elsewhere or {}):
         hint = f"; it belongs under {(elsewhere or {})[str(key)]!r}"
-    raise SettingError(f"unknown key {key!r}{f' in {where}' if where else ''}{hint}", (str(key),))
+    raise SettingError(f"unknown key {in_short(key)}{f' in {where}' if where else ''}{hint}", (str(key),))
 
 
 def shipped_configs() -> Path:

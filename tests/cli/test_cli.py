@@ -196,6 +196,7 @@ class TestPlanSequences:
         assert all(max(plan["tokens"]) <= 450 for plan in found["plans"])
 
 
+HUGE = "99999999999999999999"
 SEQUENCES = ["plan", "--sequences", "g2b1i128"]
 MISTAKES = [
     (["plan"], "a mask file or --sequences CODES"),
@@ -209,6 +210,10 @@ MISTAKES = [
     ([*SEQUENCES, "--mask", "sparge:cdf=0.9"], "predicted from queries and keys"),
     ([*SEQUENCES, "--model", "sora"], "unknown model 'sora'"),
     ([*SEQUENCES, "--node-size", "0"], "at least one rank"),
+    ([*SEQUENCES, "--seed", "-5"], "--seed"),
+    ([*SEQUENCES, "--max-tokens", HUGE], "--max-tokens"),
+    ([*SEQUENCES, "--node-size", HUGE], "--node-size"),
+    (["plan", "MASK", "--gpus", HUGE], "--gpus"),
     (["plan", "MASK"], "--gpus"),
     (["plan", "MASK", "--gpus", "many"], "--gpus"),
     (["plan", "MASK", "--gpus", "0"], "at least 1, got 0"),
@@ -224,6 +229,7 @@ MISTAKES = [
     (["plan", "notes.txt", "--gpus", "4"], "not a readable safetensors file"),
     (["plan", "MASK", "--gpus", "4", "--ring", "2"], "--ring"),
     (["plam"], "plam"),
+    (["tiny", "wan", "new", "--seed", HUGE], "--seed"),
     (["tiny", "sora", "new"], "use one of wan, wan-trained, wan2.2"),
     (["tiny", "wan", "notes.txt"], "is not a checkpoint folder"),
     (["tiny", "wan", "notes.txt/new"], "notes.txt"),

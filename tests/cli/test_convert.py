@@ -297,6 +297,17 @@ def hostile(kind):
 
 
 class TestRefused:
+    @pytest.mark.parametrize("inside", [lambda mask: mask, lambda mask: {"sparse": mask}, lambda mask: [mask]])
+    def test_a_small_file_that_claims_to_be_huge(self, tmp_path, inside):
+        mask = torch.zeros(1, dtype=torch.uint8).expand(40, 20_000, 20_000)
+        with pytest.raises(
+            ValueError, match=r"in\.pt: tensor '.*' of shape \[40, 20000, 20000\] is not whole in the file"
+        ):
+            convert(tmp_path, inside(mask))
+        sparse = torch.sparse_coo_tensor(torch.zeros(3, 1, dtype=torch.int64), torch.ones(1), (40, 20_000, 20_000))
+        with pytest.raises(ValueError, match=r"expanded or sparse; save it as \.contiguous\(\) or \.to_dense\(\)"):
+            convert(tmp_path, inside(sparse))
+
     @pytest.mark.parametrize("kind", [".pt", ".pth", ".npy", ".npz", ".safetensors"])
     def test_pickles_are_refused_and_not_run(self, tmp_path, kind):
         path = hostile(kind)(tmp_path)

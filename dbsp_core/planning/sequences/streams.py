@@ -70,6 +70,10 @@ def _parse(code: str) -> Stream:
         raise UserError(
             f"sequences {code.strip()!r} need at least one GPU, one frame and {TOKEN_PIXELS} pixels, a token's size"
         )
+    most = {"GPUs": (gpus, 4096), "sequences": (gpus * batch, 1 << 16), "pixels": (resolution, 1 << 16)}
+    for what, (count, limit) in (most | {"frames": (frames, 1_000_000)}).items():
+        if count > limit:
+            raise UserError(f"sequences {code.strip()!r} have more than {limit:,} {what}; give fewer")
     return Stream(gpus, batch, resolution, frames, frames > 1 if match[5] is None else match[5] == "1")
 
 

@@ -23,7 +23,7 @@ from dbsp_core.sources.synthetic.sampling import (
     logistic_noise,
     quantize_logits,
 )
-from dbsp_core.utils.errors import SettingError, require_value
+from dbsp_core.utils.errors import SettingError, in_short, require_value
 
 __all__ = ["SyntheticSource"]
 
@@ -60,7 +60,7 @@ class SyntheticSource(BlockSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.preset is not None and self.preset not in PRESETS:
-            raise SettingError(f"unknown preset {self.preset!r}; use one of {', '.join(PRESETS)}", ("preset",))
+            raise SettingError(f"unknown preset {in_short(self.preset)}; use one of {', '.join(PRESETS)}", ("preset",))
         require_value(self, "seed", self.seed >= 0, "must not be negative")
         self.style  # noqa: B018  raises for values out of range
 

@@ -357,6 +357,24 @@ BAD_FILES = {
         b"video:\n  width: 832\n  height: 719",
         ":3: video.height=719 must be a multiple",
     ),
+    "with a seed that no generator takes": (
+        b"video:\n  seed: 99999999999999999999",
+        ":2: 'seed' in 'video' has a number of 67 bits; 63 are the most",
+    ),
+    "with a number in a list that nothing holds": (
+        b"mask:\n  source: window\n  tile: [3, 5, 99999999999999999999]",
+        ":3: 'tile' in mask source 'window' has a number of 67 bits",
+    ),
+    "with a number that no float holds": (
+        b"reuse:\n  budget: 1" + b"0" * 400,
+        ":2: 'budget' in 'reuse' has a number of 1329 bits",
+    ),
+    "with more steps than anybody waits for": (
+        b"video:\n  steps: 100000000000",
+        ":2: video.steps=100000000000 must be at most 10,000",
+    ),
+    "with a side of kilometres": (b"video:\n  width: 1600000", ":2: video.width=1600000 must be at most 65,536"),
+    "with endless guidance": (b"video:\n  guidance_scale: .inf", ":2: video.guidance_scale=inf must be at most"),
     "with steps that are text": (b"video: {steps: many}", ":1: 'steps' in 'video' must be int, got 'many'"),
     "with no steps": (b"video: {height: 16,\n steps: 0}", ":2: video.steps=0 must be at least 1"),
     "with a mask file that is not there": (

@@ -23,6 +23,30 @@ GRID = BlockGrid(37, 7, 4, 3, THW)
 ORDERS = st.sampled_from([*AXIS_ORDERS, "tile:2x2x2"])
 
 
+def test_a_file_with_countless_sequences_or_orders_is_refused_at_once(tmp_path, monkeypatch):
+    def heavy(*_: object) -> None:
+        raise AssertionError("grids are made of them")
+
+    sizes = {"tokens": "2000000", "text_tokens": "0", "block_q": "1", "block_k": "1"}
+    mask = {"mask": torch.zeros(1, dtype=torch.uint8)}
+    own = '{"tokens": 2, "text_tokens": 0, "thw": null}'
+    save_file(mask, tmp_path / "a.safetensors", {**sizes, "sequences": f"[{', '.join([own] * 100_000)}]"})
+    monkeypatch.setattr("dbsp_core.masks.mask_file.BlockGrid", heavy)
+    with pytest.raises(ValueError, match="100,000 sequences are more than the 65,536 that a mask file can have"):
+        MaskFile(tmp_path / "a.safetensors")
+    monkeypatch.undo()
+    save_file(mask, tmp_path / "b.safetensors", {**sizes, "sequences": "[" * 100_000})
+    with pytest.raises(ValueError, match="must be a JSON list") as refused:
+        MaskFile(tmp_path / "b.safetensors")
+    assert len(str(refused.value)) < 1000
+    orders = {"mask": torch.zeros(1, 2, 2, dtype=torch.uint8), "orders": torch.zeros(1, dtype=torch.uint8)}
+    named = {"tokens": "2", "text_tokens": "0", "block_q": "1", "block_k": "1", "orders": ",".join(["thw"] * 100_000)}
+    save_file(orders, tmp_path / "c.safetensors", named)
+    with pytest.raises(ValueError, match="bad token orders") as refused:
+        MaskFile(tmp_path / "c.safetensors")
+    assert len(str(refused.value)) < 1000
+
+
 @st.composite
 def files(draw):
     """(masks as `save_mask` takes them, groups, packed): every form that a file can have."""
