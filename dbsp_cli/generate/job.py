@@ -17,6 +17,7 @@ from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.joined import Joined
 from dbsp_cli.generate.launcher import Launch
 from dbsp_cli.generate.log_file import require_own_log
+from dbsp_cli.generate.meeting import Meeting
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import (
     MODEL_SPECS,
@@ -116,7 +117,11 @@ class GenerateJob:
 
     def command(self, work: Path) -> list[str]:
         arguments = [str(work / "dbsp.yaml"), str(work / "video.mp4"), f"{self.timeout:g}"]
-        return self.launch.command(HOSTS[self.host].module, arguments)
+        return self.launch.command(HOSTS[self.host].module, arguments, self.meeting)
+
+    @property
+    def meeting(self) -> Meeting | None:
+        return self.launch.meeting(self.timeout)
 
     def settings_in(self, work: Path) -> dict[str, Any]:
         """What the ranks read."""

@@ -10,12 +10,13 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dbsp_cli.generate.joined import Joined
 from dbsp_cli.generate.log_file import new_log
+from dbsp_cli.generate.meeting import Meeting
 from dbsp_cli.generate.orphans import RUN, kill_orphans, signal_of_run
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import ERROR, NOTICE
@@ -30,6 +31,7 @@ _TELLS_TO_END = re.compile(r"Sending process (\d+) closing signal")
 _TOLD_TO_END = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _TAIL = 30
 _MOST = 4096
+_PORT = 29500  # torchrun's
 STARTING = "starting ranks"
 _GRACE_S = 1.5  # for torchrun to end its ranks, which have nothing to save; then all of them are killed
 
@@ -87,7 +89,14 @@ class Launch:
             return self.joined.rank == 0
         return True if self.nnodes == 1 else None if self.node_rank is None else self.node_rank == 0
 
-    def command(self, module: str, arguments: Sequence[str]) -> list[str]:
+    def meeting(self, seconds: float) -> Meeting | None:
+        """Of several nodes. seconds: that one waits for the others"""
+        if self.nnodes == 1:
+            return None
+        place = self.rdzv_endpoint or f"{self.master_addr}:{self.master_port or _PORT}"
+        return Meeting(self.nnodes, place, seconds)
+
+    def command(self, module: str, arguments: Sequence[str], meeting: Meeting | None = None) -> list[str]:
         """The command line that runs `python -m module arguments` in every rank, or in this one: by torchrun, with
         which they end, or by itself."""
         rank = ["-m", "dbsp_start.rank", module, *arguments]
@@ -98,8 +107,8 @@ class Launch:
         if self.rdzv_endpoint is not None:
             options["rdzv_backend"] = self.rdzv_backend or "c10d"
         texts = [f"--{key.replace('_', '-')}={value}" for key, value in options.items() if value is not None]
-        standalone = ["--standalone"] if self.nnodes == 1 else []
-        return [sys.executable, "-m", "torch.distributed.run", *standalone, *texts, *rank]
+        met = ["--standalone"] if self.nnodes == 1 else [meeting.option] if meeting else []
+        return [sys.executable, "-m", "torch.distributed.run", *met, *texts, *rank]
 
 
 class RunFailed(RuntimeError):
@@ -174,11 +183,13 @@ def run_watched(
     ranks_folder: Path,
     follower: LogFollower,
     environment: Mapping[str, str] | None = None,
+    meeting: Meeting | None = None,
 ) -> None:
     """Runs a command that starts ranks with torchrun. All output goes to `log`, nothing to the terminal.
 
     ranks_folder: for torchrun's own logs
     environment:  variables besides this process's
+    meeting:      of its torchrun with those of other nodes
     Raises UserError when a rank found a user error, RunFailed when one failed otherwise. However this ends, also
     by an interrupt, or by torchrun's own end, no rank outlives it. On Linux none outlives this process either.
     """
@@ -198,7 +209,9 @@ def run_watched(
         )
         try:
             follower.stage(STARTING)
-            _follow(process, file.write, follower, str(ranks_folder))
+            tell = lambda line: follower.on_notice(f"{NOTICE}{line}")  # noqa: E731
+            with meeting.watched(ranks_folder, tell) if meeting else nullcontext():
+                _follow(process, file.write, follower, str(ranks_folder))
             code = process.wait()
         finally:
             try:
@@ -206,7 +219,8 @@ def run_watched(
             finally:
                 kill_orphans(str(ranks_folder))
     if code != 0:
-        raise _failure(code, log, follower)
+        alone = meeting.complaint(ranks_folder, "\n".join(follower.last_lines[""])) if meeting else None
+        raise RunFailed(f"{alone}; torchrun's output is in {log}") if alone else _failure(code, log, follower)
 
 
 def _follow(

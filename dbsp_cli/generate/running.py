@@ -71,7 +71,7 @@ def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
             follower.reword = in_the_users_names(job, work.path, read_settings(settings, "configuration file"))
             joined = job.launch.joined
             variables = joined.variables(torch.cuda.device_count()) if joined else None
-            run_watched(job.command(work.path), job.log, work.path / "ranks", follower, variables)
+            run_watched(job.command(work.path), job.log, work.path / "ranks", follower, variables, job.meeting)
             return _put_in_place(job, work)
 
 
