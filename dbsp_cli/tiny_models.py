@@ -7,6 +7,8 @@ that move (weights/tiny-wan/README.md). Needs diffusers, transformers and tokeni
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import tempfile
 import warnings
@@ -19,7 +21,7 @@ from safetensors import SafetensorError
 
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["MAKERS", "TRAINED_WAN", "make_tiny", "silence_libraries"]
+__all__ = ["MAKERS", "TRAINED_WAN", "make_tiny", "silence_libraries", "unknown_words"]
 
 TRAINED_WAN = Path(__file__).parent / "weights" / "tiny-wan"
 """The trained pipeline, in half precision, with its card."""
@@ -54,6 +56,19 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
             shutil.move(folder, Path(temporary) / "old")
         shutil.move(Path(temporary) / "new", folder)
     return folder
+
+
+def unknown_words(folder: Path, prompt: str) -> str | None:
+    """That a prompt has words which a checkpoint's tokenizer of whole words has not; None for others, and for none."""
+    try:
+        model = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]
+        known = dict.fromkeys(word for word in model["vocab"] if word.isalpha())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    unknown = dict.fromkeys(word for word in re.findall(r"\w+|[^\w\s]+", prompt) if word not in known)
+    if model.get("type") != "WordLevel" or not unknown:
+        return None
+    return f"the prompt has words that this model has never seen: {', '.join(unknown)}; it knows {', '.join(known)}"
 
 
 def silence_libraries() -> None:

@@ -18,7 +18,7 @@ from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_sa
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.sources import SOURCES, DenseSource
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, kind_of
 from dbsp_core.utils.log import log
 from dbsp_core.utils.yaml_file import Settings
 from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
@@ -50,7 +50,7 @@ def resolve_config(
 
     def load() -> DbspConfig:
         if not isinstance(config, (DbspConfig, Settings, Mapping, str, os.PathLike, type(None))):
-            raise UserError(f"config must be a DbspConfig, a mapping or a YAML file, got a {type(config).__name__}")
+            raise UserError(f"config must be a DbspConfig, a mapping or a YAML file, got {kind_of(config)}")
         if config is None:
             return default_config(identify(transformer, pipe)).for_transformer(name)
         loaded = DbspConfig.load(config)

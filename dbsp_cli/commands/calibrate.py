@@ -17,6 +17,7 @@ from dbsp_cli.output import JsonFlag, print_json, print_tables, working
 from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
 from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import require_file_place
 from dbsp_kernels import choose_kernel
 
 __all__ = ["calibrate_command"]
@@ -53,6 +54,8 @@ def calibrate_command(
         raise UserError("--hardware and --out exclude each other: nothing is measured that could be written")
     if hardware is None and out is None and not checking:
         raise UserError("name the file to write with --out FILE, or add --check")
+    if out is not None:
+        require_file_place(out, "--out")
     fitted = None
     if hardware is not None:
         known = load_hardware(hardware)

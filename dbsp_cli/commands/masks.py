@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -29,6 +30,7 @@ from dbsp_core.utils import env
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import require_file_place, require_folder_place
 
 __all__ = ["masks_app"]
 
@@ -81,6 +83,7 @@ def convert(
 ) -> None:
     """Write a mask file from .safetensors, .pt, .pth, .npy or .npz (never unpickled), or from a recording."""
     given = locals()
+    require_file_place(target, "OUT")
     if source.is_dir():
         layout = convert_recording(source, target, step, branch, packed)
     else:
@@ -105,6 +108,7 @@ def record(
         settings[env.RECORD_LAYERS] = layers
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; give another, or remove it")
+    require_folder_place(folder.absolute(), "OUT")
     try:
         code = subprocess.call(command, env=os.environ | settings)
     except OSError as error:
@@ -123,6 +127,7 @@ def fit(
     as_json: JsonFlag = False,
 ) -> None:
     """Fit low-rank projections of each layer's and head's queries and keys, for mask source lowrank."""
+    require_file_place(out, "--out")
     found = fit_recording(recordings, out, rank)
     if as_json:
         print_json(**asdict(found))
@@ -151,15 +156,18 @@ def info(
     as_json: JsonFlag = False,
 ) -> None:
     """Say how dense masks are, how even their work is, how they change over steps, and what they cost in accuracy."""
+    if picture is not None:
+        require_file_place(picture, "--picture")
+        try:
+            importlib.import_module("matplotlib.backends.backend_agg")
+        except ImportError as error:
+            raise UserError(f"{error.name} is needed for pictures; pip install matplotlib") from error
     series = MaskSeries.read(file, branch)
     planners = tuple(planner.split(","))
     options = InfoOptions(gpus, planners, threshold, budget or None, sample, quality, limit, parse_thw(thw))
     found = examine_masks(series, options)
     if picture is not None:
-        try:
-            write_atomically(picture, found.picture(file.name, series))
-        except ImportError as error:
-            raise UserError(f"{error.name} is needed for pictures; pip install {error.name}") from error
+        write_atomically(picture, found.picture(file.name, series))
     if as_json:
         print_json(file=str(file), gpus=gpus, **found.as_json())
         return

@@ -16,6 +16,7 @@ from dbsp_core.reports.summary import layer_summaries
 from dbsp_core.reports.tables import comparison_tables, run_tables
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import require_file_place
 
 __all__ = ["report_command"]
 
@@ -30,6 +31,8 @@ def report_command(
     """Show the report of a run, or compare two runs."""
     if len(runs) > 2:
         raise UserError(f"dbsp report takes one run or two, got {len(runs)}")
+    if html is not None:
+        require_file_place(html, "--html")
     reports = [RunReport.read(path) for path in runs]
     if len(reports) == 1:
         _show(reports[0], as_json, html)

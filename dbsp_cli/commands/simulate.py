@@ -28,6 +28,7 @@ from dbsp_core.sources import SOURCES, MaskRequest, StaticMaskSource, SyntheticS
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import require_file_place
 from dbsp_kernels import KernelRequirements, require_supported
 from dbsp_kernels.registry import returns_lse
 
@@ -75,6 +76,8 @@ def simulate_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Predict attention and end-to-end time per strategy and planner. All times are modelled."""
+    if out is not None:
+        require_file_place(out, "--out")
     spec, machine = require_model(model), _with_bandwidth(load_hardware(hardware), bandwidth)
     node_size = node_size or (machine.gpus_per_node or 8 if nodes is not None else None)
     worlds = _numbers(gpus) if nodes is None else [count * (node_size or 8) for count in _numbers(nodes, "nodes")]

@@ -11,6 +11,7 @@ import typer
 from dbsp_cli.output import LARGEST_SEED
 from dbsp_cli.tiny_models import MAKERS, make_tiny
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import require_place
 
 __all__ = ["tiny_command"]
 
@@ -28,6 +29,7 @@ def tiny_command(
         if model + _TRAINED not in MAKERS:
             raise UserError(f"{model!r} has no trained weights, only wan has; leave out --trained")
         model += _TRAINED
+    require_place(folder, "FOLDER")
     try:
         make_tiny(model, folder, seed)
     except ImportError as error:

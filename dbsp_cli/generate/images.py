@@ -18,6 +18,8 @@ def fitted(path: Path, video: VideoSettings) -> Any:
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
+    if not path.exists():
+        raise UserError(f"{path} does not exist; name a file such as a PNG or JPEG")
     try:
         image = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:

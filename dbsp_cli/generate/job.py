@@ -18,6 +18,7 @@ from dbsp_cli.generate.joined import Joined
 from dbsp_cli.generate.launcher import Launch
 from dbsp_cli.generate.log_file import require_own_log
 from dbsp_cli.generate.meeting import Meeting
+from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import (
     MODEL_SPECS,
@@ -30,6 +31,7 @@ from dbsp_core.config.models import (
 )
 from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
 from dbsp_core.config.preflight import dense_complaint, duration_notice, require_possible
+from dbsp_core.config.video import VideoSettings
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
 from dbsp_core.utils.packages import missing_packages, require_packages
@@ -170,10 +172,12 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     settings = _settings(request)
     config = DbspConfig.load(settings)
     model, identity = _model(request, config, settings)
+    spec = find_model_spec(model) or identity.spec
+    with settings.located(), blame_setting("video"):
+        video = config.generate.video.filled(None if spec is None else spec.video)
+    _require_images(identity, video)
     with settings.located():
         with blame_setting("video"):
-            spec = find_model_spec(model) or identity.spec
-            video = config.generate.video.filled(None if spec is None else spec.video)
             identity.require_video(video)
         require_possible(config)
     if not video.prompt:
@@ -191,7 +195,11 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         bound = "above 0" if not request.timeout > 0 else f"at most {_LONGEST_S:,}"
         raise UserError(f"--timeout {request.timeout:g} must be {bound} seconds; {TIMEOUT_S:g} is usual")
     tiny, named = tiny_architecture(model), find_model_spec(model)
-    warnings = dense_complaint(config, video.steps), duration_notice(spec, video, launch.world)
+    warnings = (
+        dense_complaint(config, video.steps),
+        duration_notice(spec, video, launch.world),
+        unknown_words(TRAINED_WAN if tiny == "wan-trained" else Path(model), video.prompt),
+    )
     given_video = {key: value for key, value in asdict(video).items() if value is not None}
     job = GenerateJob(
         config=replace(config, generate=replace(config.generate, video=video), strategy=strategy),
@@ -247,6 +255,9 @@ def _report(request: GenerateRequest, config: DbspConfig, settings: Settings, he
     """The folder for the report. here: whether it is known to be written on this node, and so must be possible here"""
     given = request.report or (Path(config.report) if config.report else None)
     report = None if given is None else given.absolute()
+    if config.record is not None and here:
+        with settings.located(), blame_setting("record"):
+            require_folder_place(Path(config.record).absolute(), "record")
     if report is None or not here:
         return report
     if request.report is not None:
@@ -282,6 +293,15 @@ def _model(request: GenerateRequest, config: DbspConfig, settings: Settings) -> 
             f"--model, with --config {spec.name}-sparge"
         )
     return model, identity
+
+
+def _require_images(identity: ModelSignature, video: VideoSettings) -> None:
+    """What is missing is no setting's fault, and least of all that of a file which ships."""
+    given = {"--image": video.image, "--last-image": video.last_image}
+    missing = [option for option, image in given.items() if image is None]
+    if len(given) - len(missing) < identity.images[0]:
+        complaint = identity.images_complaint(len(given) - len(missing))
+        raise UserError(f"{identity} {complaint}; give one with {missing[0]} FILE")
 
 
 def _launch(request: GenerateRequest) -> Launch:

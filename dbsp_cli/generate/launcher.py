@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dbsp_cli.generate.joined import Joined
-from dbsp_cli.generate.log_file import new_log
+from dbsp_cli.generate.log_file import new_log, reword_log
 from dbsp_cli.generate.meeting import Meeting
 from dbsp_cli.generate.orphans import RUN, kill_orphans, signal_of_run
 from dbsp_core.utils.errors import UserError
@@ -218,6 +218,9 @@ def run_watched(
                 _end(process)
             finally:
                 kill_orphans(str(ranks_folder))
+                file.close()
+                with suppress(OSError):  # such as of a full disk
+                    reword_log(log, follower.reword)
     if code != 0:
         alone = meeting.complaint(ranks_folder, "\n".join(follower.last_lines[""])) if meeting else None
         raise RunFailed(f"{alone}; torchrun's output is in {log}") if alone else _failure(code, log, follower)
@@ -278,7 +281,9 @@ def _failure(code: int, log: Path, follower: LogFollower) -> Exception:
             + f"; all ranks' output is in {log}"
         )
     rank = cause[1] if cause else next((r for r in follower.last_lines if r), "")
-    first = f"rank {rank} failed (exit code {cause[2] if cause else code})" if rank else f"failed (exit code {code})"
+    status = int(cause[2]) if cause else code
+    killed = ": killed; out of memory? see dmesg" if status == -signal.SIGKILL else ""
+    first = f"{f'rank {rank} ' if rank else ''}failed (exit code {status}{killed})"
     if not follower.last_lines[rank]:
         return RunFailed(f"{first} and said nothing; all output is in {log}")
     lines = [f"{first}; the end of its output:", *follower.last_lines[rank], f"all of it is in {log}"]

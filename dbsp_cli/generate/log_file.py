@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["new_log", "require_own_log"]
+__all__ = ["new_log", "require_own_log", "reword_log"]
 
 _FIRST = b"dbsp: output of ranks\n"
 
@@ -24,6 +26,14 @@ def require_own_log(log: Path) -> None:
                 f"{log}, where the ranks' output is to go, is not a log of db-SP's; move it away, or give another "
                 "file with --out"
             )
+
+
+def reword_log(log: Path, reword: Callable[[str], str]) -> None:
+    """Puts a whole log into other words."""
+    said = log.read_bytes().decode(errors="surrogateescape")
+    reworded = reword(said)
+    if reworded != said:
+        write_atomically(log, reworded.encode(errors="surrogateescape"))
 
 
 def new_log(log: Path) -> BinaryIO:

@@ -15,7 +15,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, kind_of
 from dbsp_core.utils.schema import require_choice
 
 __all__ = ["CallableSource"]
@@ -68,7 +68,7 @@ class CallableSource(BlockSizes):
         for part in name.split("."):
             found = getattr(found, part, None)
         if not callable(found):
-            what = "has no such name" if found is None else f"names a {type(found).__name__}, which cannot be called"
+            what = "has no such name" if found is None else f"names {kind_of(found)}, which cannot be called"
             raise UserError(f"mask function {self.function}: {module} {what}; name a function(grid, request)")
         return found
 
@@ -109,8 +109,7 @@ class CallableSource(BlockSizes):
         """bool[heads, nq, nk], a copy: the function may go on with its own."""
         if not isinstance(result, (np.ndarray, torch.Tensor)):
             raise UserError(
-                f"mask function {self.function} returned a {type(result).__name__}; return a bool numpy array or "
-                "torch tensor"
+                f"mask function {self.function} returned {kind_of(result)}; return a bool numpy array or torch tensor"
             )
         if result.dtype not in (np.dtype(bool), torch.bool):
             raise UserError(

@@ -20,8 +20,15 @@ __all__ = [
     "did_you_mean",
     "exit_on_user_error",
     "in_short",
+    "kind_of",
     "require_value",
 ]
+
+
+def kind_of(value: object) -> str:
+    """What a value is, for a message: "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 _LONGEST = 200

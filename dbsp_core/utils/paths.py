@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["require_file_place", "require_folder_place"]
+__all__ = ["require_file_place", "require_folder_place", "require_place"]
 
 
 def require_file_place(path: Path, what: str) -> None:
     """Raises UserError where a file cannot be written there. what: names the path in the message"""
     if path.is_dir():
         raise UserError(f"{what} {path} is a folder; give the name of a file")
-    _require_writable(path.parent, f"{what} {path}")
+    require_place(path, what)
 
 
 def require_folder_place(path: Path, what: str) -> None:
     """Raises UserError where a folder of that name cannot be made or written to."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{what} {path} is a file; give the name of a folder")
-    _require_writable(path, f"{what} {path}")
+    _require_writable(Path(os.path.realpath(path)), f"{what} {path}")
+
+
+def require_place(path: Path, what: str) -> None:
+    """Raises UserError where nothing of that name can be put in the folder around it, or, a link, where it leads."""
+    _require_writable(Path(os.path.realpath(path)).parent, f"{what} {path}")
 
 
 def _require_writable(folder: Path, what: str) -> None:
+    """Tried, too: there are file systems that take nothing from anybody."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir():
         raise UserError(f"{what}: {there} is a file, not a folder; give another place")
+    refused = UserError(f"{what}: folder {there} cannot be written to; give another place, or make it writable")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{what}: folder {there} cannot be written to; give another place, or make it writable")
+        raise refused
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=there, prefix=".dbsp-"))
+    except OSError as error:
+        raise refused from error

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short
+from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short, kind_of
 
 __all__ = ["Settings", "find_config", "parse_value", "read_settings", "require_known", "shipped_configs"]
 
@@ -85,7 +85,7 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     except _UNREADABLE as error:
         raise UserError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from error
     if content is not None and not isinstance(content, Mapping):
-        raise UserError(f"{what} {path} must be a mapping, not a {type(content).__name__}")
+        raise UserError(f"{what} {path} must be a mapping, not {kind_of(content)}")
     return Settings(content or {}, places.found, str(path))
 
 

@@ -153,16 +153,23 @@ def test_from_an_image_and_with_two_transformers(tmp_path, host, model, frames):
 @pytest.mark.parametrize(
     ("model", "frame", "said"),
     [
-        ("tiny-wan-i2v", None, "needs an image, and maybe the last frame's, got 0"),
+        (
+            "tiny-wan-i2v",
+            None,
+            "^tiny-wan-i2v needs an image, and maybe the last frame's, got 0; give one with --image FILE$",
+        ),
+        ("tiny-wan-i2v", "none", "nope.png does not exist; name a file such as a PNG or JPEG"),
         ("tiny-wan", (96, 64), "tiny-wan makes videos from text alone; leave the image out"),
         ("tiny-wan-i2v", (64, 160), "64×160: more than half of it would be cut off in a video of 96×64"),
         ("tiny-wan-i2v", "text", "cannot be read as an image"),
-        ("tiny-wan-vace", (96, 64), "needs two images: of the first frame and of the last, got 1"),
+        ("tiny-wan-vace", (96, 64), "of the first frame and of the last, got 1; give one with --last-image FILE$"),
     ],
 )
 def test_images_that_do_not_fit_are_refused_before_a_process_is_launched(tmp_path, model, frame, said):
     file = None if frame is None else tmp_path / "frame.png"
-    if frame == "text":
+    if frame == "none":
+        file = tmp_path / "nope.png"
+    elif frame == "text":
         file.write_text("no picture")
     elif frame is not None:
         Image.new("RGB", frame).save(file)
@@ -242,7 +249,9 @@ def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):
     line = command("tiny-wan", out, *options)
     done = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": here})
     assert done.returncode == 1, done.stderr
-    assert "dbsp: rank 1 failed (exit code -9); the end of its output:" in done.stderr
+    assert (
+        "dbsp: rank 1 failed (exit code -9: killed; out of memory? see dmesg); the end of its output:" in done.stderr
+    )
     assert "the memory ran out" in done.stderr
     assert f"all of it is in {tmp_path / 'ball.log'}" in done.stderr
     assert out.read_text() == "an older video"

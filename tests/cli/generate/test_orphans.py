@@ -118,6 +118,11 @@ def test_a_rank_that_stands_still_is_not_waited_for_once_another_has_failed(tmp_
     assert "Unable to shutdown process" not in log
 
 
+LAST_WORDS = (
+    r"^rank 1 failed \(exit code -9: killed; out of memory\? see dmesg\) and said nothing; all output is in .*log$"
+)
+
+
 def test_a_rank_that_was_killed_before_it_said_anything_is_the_one_that_is_blamed(tmp_path):
     rank = tmp_path / "rank.py"
     rank.write_text(
@@ -130,7 +135,7 @@ def test_a_rank_that_was_killed_before_it_said_anything_is_the_one_that_is_blame
         "while not os.path.exists(sign):\n    time.sleep(0.05)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    with pytest.raises(RunFailed, match=r"^rank 1 failed \(exit code -9\) and said nothing; all output is in .*log$"):
+    with pytest.raises(RunFailed, match=LAST_WORDS):
         run_two_of(rank, tmp_path)
 
 

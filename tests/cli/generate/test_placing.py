@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from dbsp_cli.generate import running
 from dbsp_cli.generate.job import GenerateJob, GenerateRequest, resolve
-from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed
+from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed, run_watched
 from dbsp_cli.generate.running import GenerateResult, run_job
 from dbsp_cli.generate.work_folder import put_folder, work_folder
+from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.utils.errors import UserError
 from dbsp_xdit.models import preflight
 
@@ -57,6 +59,7 @@ class TestBefore:
     @pytest.mark.parametrize(
         ("changed", "complaint"),
         [
+            ({"changes": ["record={}/file"]}, "--set record: record .*/file is a file; give the name of a folder"),
             ({"out": "folder.mp4"}, "--out .*/folder.mp4 is a folder; give the name of a file"),
             ({"out": "file/ball.mp4"}, "--out .*/file/ball.mp4: .*/file is a file, not a folder; give another place"),
             ({"report": "file"}, "--report .*/file is a file; give the name of a folder"),
@@ -203,6 +206,37 @@ def test_the_command_says_what_is_lacking_and_exits_with_3(tmp_path, made, dbsp,
 
 
 class TestWords:
+    @pytest.mark.parametrize(
+        ("prompt", "unknown"),
+        [
+            ("a red ball bounces over a blue checkered floor", None),
+            ("a purple dog bounces, over a dog", "purple, dog, ,"),
+            ("A red ball", "A"),
+        ],
+    )
+    def test_words_that_a_model_cannot_know_are_named(self, tmp_path, prompt, unknown):
+        copy = tmp_path / "mine" / "tokenizer"
+        copy.mkdir(parents=True)
+        shutil.copy(TRAINED_WAN / "tokenizer" / "tokenizer.json", copy)
+        expected = None
+        if unknown:
+            expected = (
+                f"the prompt has words that this model has never seen: {unknown}; it knows a, ball, behind, blue"
+            )
+        for folder in (TRAINED_WAN, tmp_path / "mine"):
+            said = unknown_words(folder, prompt)
+            assert (said and said[: len(expected or "")]) == expected
+        assert unknown_words(tmp_path, prompt) is None
+        warnings = job(tmp_path, config="tiny-wan-trained", prompt=prompt, host="para").warnings
+        assert len(warnings) == (unknown is not None)
+
+    def test_the_log_names_the_users_files(self, tmp_path):
+        rank = [sys.executable, "-c", "print('(rank 0) mask; from /gone/dbsp.yaml\\n(rank 0) 1/2 [\\r(rank 0) done')"]
+        follower = LogFollower(1, reword=lambda text: text.replace("/gone/dbsp.yaml", "my.yaml"))
+        run_watched(rank, tmp_path / "log", tmp_path / "ranks", follower)
+        said = (tmp_path / "log").read_bytes()
+        assert said.endswith(b"(rank 0) mask; from my.yaml\n(rank 0) 1/2 [\r(rank 0) done\n")
+
     def test_ranks_name_the_users_files(self, tmp_path, monkeypatch, made):
         mine = tmp_path / "my.yaml"
         mine.write_text("model: tiny-wan\n\nmask: {source: synthetic,\n  density: 0.5}\n")

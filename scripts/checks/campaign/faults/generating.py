@@ -129,7 +129,7 @@ def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
 
 BOTH = tuple(OLDER)
 VIDEO = ("ball.mp4",)
-KILLED = r"rank {} failed \(exit code -9\)"
+KILLED = r"rank {} failed \(exit code -9: killed"
 RAISED = r"rank {} failed \(exit code 1\); the end of its output:.*injected"
 BROKEN = r"rank 0 failed \(exit code 1\).*one of the other ranks may have died, or was too late"
 SENT = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}

@@ -1,0 +1,91 @@
+"""Every command looks at where its results are to go before it does anything."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.paths import require_file_place, require_folder_place
+
+COMMANDS = {
+    "tiny": ("make_tiny", ["tiny", "wan", "PLACE"], "FOLDER"),
+    "calibrate": ("calibrate", ["calibrate", "--out", "PLACE"], "--out"),
+    "simulate": ("masks_for", ["simulate", "--out", "PLACE"], "--out"),
+    "report": ("RunReport", ["report", "run", "--html", "PLACE"], "--html"),
+    "masks convert": ("convert_masks", ["masks", "convert", "in.pt", "PLACE", "--tokens", "64"], "OUT"),
+    "masks record": ("subprocess", ["masks", "record", "PLACE", "--", "true"], "OUT"),
+    "masks fit": ("fit_recording", ["masks", "fit", "run", "--out", "PLACE"], "--out"),
+    "masks info": ("MaskSeries", ["masks", "info", "in.safetensors", "--picture", "PLACE"], "--picture"),
+}
+
+
+class Worked(Exception):
+    """Raised by the work that must not have begun."""
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    def begin(command: str) -> None:
+        class Work:
+            def __init__(self, *_: object, **__: object) -> None:
+                raise Worked
+
+            read = call = __init__
+
+        monkeypatch.setattr(f"dbsp_cli.commands.{command.split()[0]}.{COMMANDS[command][0]}", Work)
+
+    return begin
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_that_takes_nothing_is_refused_before_any_work(tmp_path, monkeypatch, dbsp, no_work, command):
+    no_work(command)
+    _, line, option = COMMANDS[command]
+    closed, real = tmp_path / "closed", Path
+    closed.mkdir()
+    place = closed / "new" / "result"
+    monkeypatch.setattr("os.access", lambda path, mode: real(path) != closed)  # root may write everywhere
+    code, _, err = dbsp(*[str(place) if part == "PLACE" else part for part in line])
+    assert (code, err.count("\n")) == (2, 1), err
+    assert f"{option} {place}: folder {closed} cannot be written to; give another place, or make it writable" in err
+    (tmp_path / "file").touch()
+    code, _, err = dbsp(*[str(tmp_path / "file" / "result") if part == "PLACE" else part for part in line])
+    assert code == 2
+    assert f"{tmp_path / 'file'} is a file, not a folder; give another place" in err
+    assert {path.name for path in tmp_path.iterdir()} == {"closed", "file"}
+    assert list(closed.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_place_that_is_fine_is_no_hindrance(tmp_path, dbsp, no_work, command):
+    no_work(command)
+    with pytest.raises(Worked):
+        dbsp(*[str(tmp_path / "new" / "result") if part == "PLACE" else part for part in COMMANDS[command][1]])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a file system that takes nothing, also from root")
+@pytest.mark.parametrize("require", [require_file_place, require_folder_place])
+def test_a_file_system_that_takes_nothing(require):
+    with pytest.raises(
+        UserError, match=r"--out /proc/foo/x.mp4: folder /proc cannot be written to; give another place"
+    ):
+        require(Path("/proc/foo/x.mp4"), "--out")
+
+
+def test_a_link_is_judged_by_where_it_leads(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "file" / "result")
+    with pytest.raises(UserError, match="file is a file, not a folder"):
+        require_file_place(tmp_path / "link", "--out")
+
+
+def test_what_draws_pictures_is_asked_for_before_masks_are_examined(tmp_path, monkeypatch, dbsp, no_work):
+    no_work("masks info")
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    code, _, err = dbsp("masks", "info", "in.safetensors", "--picture", tmp_path / "x.png")
+    assert code == 2
+    assert "is needed for pictures; pip install matplotlib" in err
