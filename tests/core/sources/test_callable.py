@@ -79,7 +79,7 @@ def test_a_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
         ({"function": "user_masks.band"}, "needs function: package.module:name, got 'user_masks.band'"),
         ({"function": "no_such_masks:band"}, "importing no_such_masks failed"),
         ({"function": "user_masks:bnad"}, "user_masks has no such name; name a function"),
-        ({"function": "user_masks:NOT_A_FUNCTION"}, "names a int, which cannot be called"),
+        ({"function": "user_masks:NOT_A_FUNCTION"}, "names an int, which cannot be called"),
         (
             {"function": "user_masks:band", "depends_on": "call"},
             "unknown mask.depends_on 'call'; use one of nothing, layer, step",
