@@ -112,17 +112,22 @@ def attach_host(
         log_config(own, identify(transformer, pipe), host.everyone, strategy, device)
         sessions.append((transformer, session))
     debug = any(session.config.debug for _, session in sessions)
-    with patches or PatchSet() as patches:
+    changes = patches or PatchSet()
+
+    def change() -> None:
         for transformer, session in sessions:
-            generations.hook(transformer, patches, whole_inputs=host.full_latents is None, always=debug)
-            patches.set_attribute(transformer, "_is_parallelized", host.shard(transformer, session, patches))
-        generations.attach(patches, shares_seeds=host.shares_seeds)
+            generations.hook(transformer, changes, whole_inputs=host.full_latents is None, always=debug)
+            changes.set_attribute(transformer, "_is_parallelized", host.shard(transformer, session, changes))
+        generations.attach(changes, shares_seeds=host.shares_seeds)
         if pipe is not None:
-            report_calls(pipe, [session for _, session in sessions], patches, host.name, host.full_latents)
+            report_calls(pipe, [session for _, session in sessions], changes, host.name, host.full_latents)
         for transformer, _ in sessions:
-            state = Attached(patches, host.everyone, sessions, host.name, generations)
-            patches.set_attribute(transformer, _STATE, state)
-            patches.set_attribute(transformer, "__reduce_ex__", _refuse_copy)  # which copy and pickle ask
+            state = Attached(changes, host.everyone, sessions, host.name, generations)
+            changes.set_attribute(transformer, _STATE, state)
+            changes.set_attribute(transformer, "__reduce_ex__", _refuse_copy)  # which copy and pickle ask
+
+    with changes:
+        run_consistently(host.everyone.control(), change, _CPU)
     return sessions[0][1]
 
 

@@ -91,9 +91,9 @@ class Generations:
 
         @torch.compiler.disable
         def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inputs = signature_of(module).bind(*args, **kwargs).arguments
-            if isinstance(inputs.get("hidden_states"), PackedBatch):
+            if args and isinstance(args[0], PackedBatch):
                 return  # of samples that each rank brings its own of: all are gathered before the pass
+            inputs = signature_of(module).bind(*args, **kwargs).arguments
             timestep = None if module.training and torch.is_grad_enabled() else inputs.get("timestep")
             first = self._begins(timestep)
             self._passes = 0 if first else self._passes + 1

@@ -18,7 +18,7 @@ from xdit_cases import PipelineCase, engine_config, hosted_transformer, latents_
 def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> str:
     """The message of the ValueError that attaching raises. No collective is answered meanwhile: none may be asked.
 
-    Comparing the settings is one, on all ranks and before anything is decided by them; it has tests of its own.
+    Comparing problems and settings is one, on all ranks and before anything is decided by them; it has tests of its own.
     """
     from dbsp_core.comm.groups import SequenceGroup
     from dbsp_core.config.config import DbspConfig
@@ -33,7 +33,9 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
 
     pipe = PIPES[kind]()
     with (
+        mock.patch("dbsp_core.comm.consistency.check_consistent", compared),
         mock.patch("dbsp_core.runtime.session.check_consistent", compared),
+        mock.patch("dbsp_core.runtime.session.gather_nodes", lambda group: [0] * group.size),
         mock.patch("dbsp_core.reports.observed.gather_texts", lambda group, text, device: [text]),
         mock.patch("dbsp_diffusers.attach.resolve_config", lambda given, *_, **__: DbspConfig.load(given)),
         mock.patch.multiple(SequenceGroup, all_gather=refused, all_to_all=refused, shift=refused),
