@@ -26,7 +26,9 @@ __all__ = ["STARTING", "Launch", "LogFollower", "RunFailed", "run_watched"]
 
 _TAG = re.compile(r"\(rank (\d+)\) ")
 _STEPS_DONE = re.compile(r"(\d+)/(\d+) \[")
-_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s+: (\d+).*?exitcode\s+: (-?\d+)", re.DOTALL)
+_FAILURE = re.compile(r"rank\s+: (\d+) \(local_rank.*?exitcode\s+: (-?\d+)", re.DOTALL)
+"""Of a rank, in torchrun's summary; the last one is what it takes for the root cause."""
+_BROKE_OFF = "communication between the ranks of the sequence broke off"
 _TELLS_TO_END = re.compile(r"Sending process (\d+) closing signal")
 _TOLD_TO_END = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _TAIL = 30
@@ -134,7 +136,9 @@ class LogFollower:
     on_stage: Callable[[str], None] = lambda stage: None
     rank: str = ""
     reword: Callable[[str], str] = lambda text: text
-    last_lines: dict[str, deque[str]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_TAIL)))
+    last_lines: dict[str, deque[str]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=_TAIL), {"": deque(maxlen=8 * _TAIL)})
+    )
     user_errors: dict[str, str] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
     _stage: str = ""
@@ -268,11 +272,26 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             raise
 
 
+def _root_cause(summary: str, last_lines: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
+    """The rank whose failure is the others' cause, and its exit code; None where torchrun names none.
+
+    torchrun takes the first that it sees. Where several have failed by the time it looks, that may be one whose last
+    words are that another is gone.
+    """
+    failures = [(rank, int(code)) for rank, code in _FAILURE.findall(summary)]
+
+    def is_consequence(failure: tuple[str, int]) -> bool:
+        rank, code = failure
+        return code == -signal.SIGTERM or any(_BROKE_OFF in line for line in last_lines.get(rank, ()))
+
+    return min(reversed(failures), key=is_consequence, default=None)
+
+
 def _failure(code: int, log: Path, follower: LogFollower) -> Exception:
     if follower.user_errors:
         return UserError(next(iter(follower.user_errors.values())))
     own_words = "\n".join(follower.last_lines[""])
-    cause, told = _ROOT_CAUSE.search(own_words), _TOLD_TO_END.search(own_words)
+    cause, told = _root_cause(own_words, follower.last_lines), _TOLD_TO_END.search(own_words)
     if cause is None and not follower.rank and (code < 0 or told):
         by = signal.Signals(int(told[1]) if told else -code).name
         return RunFailed(
@@ -280,8 +299,7 @@ def _failure(code: int, log: Path, follower: LogFollower) -> Exception:
             + ("; the system does so when memory runs out" if by == "SIGKILL" else "")
             + f"; all ranks' output is in {log}"
         )
-    rank = cause[1] if cause else next((r for r in follower.last_lines if r), "")
-    status = int(cause[2]) if cause else code
+    rank, status = cause or (next((r for r in follower.last_lines if r), ""), code)
     killed = ": killed; out of memory? see dmesg" if status == -signal.SIGKILL else ""
     first = f"{f'rank {rank} ' if rank else ''}failed (exit code {status}{killed})"
     if not follower.last_lines[rank]:

@@ -18,7 +18,8 @@ from xdit_cases import PipelineCase, engine_config, hosted_transformer, latents_
 def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> str:
     """The message of the ValueError that attaching raises. No collective is answered meanwhile: none may be asked.
 
-    Comparing problems and settings is one, on all ranks and before anything is decided by them; it has tests of its own.
+    Comparing problems and settings is one, on all ranks and before anything is decided by them; that has tests of
+    its own.
     """
     from dbsp_core.comm.groups import SequenceGroup
     from dbsp_core.config.config import DbspConfig

@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file
 
 from dbsp_cli.generate.job import GenerateRequest, resolve
+from dbsp_cli.generate.launcher import _root_cause
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.reports.run_report import RunReport
@@ -256,6 +257,20 @@ def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):
     assert f"all of it is in {tmp_path / 'ball.log'}" in done.stderr
     assert out.read_text() == "an older video"
     assert {path.name for path in tmp_path.iterdir()} == {"ball.mp4", "ball.log"}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_rank_that_others_missed_is_named_whichever_torchrun_saw_first(first):
+    words = {"0": ["CommunicationError: communication between the ranks of the sequence broke off: one of the other"]}
+    failed = [
+        f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 9) \n"
+        for rank, code in ((0, 1), (1, -9), (2, -15))
+    ]
+    root = failed.pop(first)
+    summary = "Failures:\n" + "\n".join(failed) + "\nRoot Cause (first observed failure):\n" + root
+    assert _root_cause(summary, words) == ("1", -9)
+    assert _root_cause(summary, {}) == (str(first), (1, -9)[first]), "torchrun's, where words tell nothing"
+    assert _root_cause("", words) is None
 
 
 def test_an_interrupt_ends_all_ranks_and_leaves_nothing_half_written(tmp_path):
