@@ -109,8 +109,7 @@ def simulate_layer(
         plan = fastest_plan(make, shape, hardware, topology, layout)
     else:
         plan = make(run.planner, False)
-    if run.keys == "needed":
-        plan = in_fastest_chunks(plan, mask, shape, hardware, topology, layout)
+    plan = in_fastest_chunks(plan, mask, shape, hardware, topology, layout)
     prediction = predict(plan, shape, hardware, topology, layout)
     return LayerTime(plan, prediction, predict_as_printed(plan, mask.density, shape, hardware, topology))
 

@@ -19,7 +19,8 @@ from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.planning.plan import Plan, can_subdivide, make_plan, require_keys
+from dbsp_core.planning.key_travel import require_keys
+from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.errors import UserError

@@ -21,7 +21,7 @@ from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.planning.plan import require_keys
+from dbsp_core.planning.key_travel import require_keys
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.reports.tables import TextTable
 from dbsp_core.sources import SOURCES, MaskRequest, StaticMaskSource, SyntheticSource

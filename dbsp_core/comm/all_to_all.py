@@ -82,8 +82,8 @@ class Route:
     combine_exchange:   of the output, on its way back
     q_places, kv_places: Rq·Bq and Ck·Bk, tokens with the places beyond short blocks
     block_k: tokens of a KV block
-    fetch_exchanges:    of k and v, where needed keys come in further chunks; `fetched_blocks` in each
-    one_ahead:          whether each sets off when the one before it has come, and not all at once
+    fetch_exchanges:    of k and v, where those of later periods come from home too; `fetched_blocks` in each
+    at_once:            whether all of them set off together, and not each when the one before it has come
     """
 
     dispatch_exchanges: tuple[Exchange, ...]
@@ -93,7 +93,7 @@ class Route:
     block_k: int
     fetch_exchanges: tuple[Exchange, ...] = ()
     fetched_blocks: tuple[int, ...] = ()
-    one_ahead: bool = False
+    at_once: bool = False
 
     def to(self, device: torch.device) -> Route:
         """The same with its tables on a device."""
@@ -137,7 +137,7 @@ class Route:
         return packed_q, packed_kv
 
     def fetch(self, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup) -> Iterator[PendingKeys]:
-        """The further chunks of needed keys, in flight: all from the first on, or each from when it is asked for.
+        """The keys of later periods, in flight: all from the first on, or each from when it is asked for.
 
         k, v: [B, H, n_local, D], outside attention
         """
@@ -147,7 +147,7 @@ class Route:
             return PendingKeys(transfer, exchange.unpack[0], blocks, self.block_k)
 
         started: Iterator[PendingKeys] = map(start, self.fetch_exchanges, self.fetched_blocks)
-        if self.one_ahead:
+        if not self.at_once:
             yield from started
             return
         in_flight = deque(started)

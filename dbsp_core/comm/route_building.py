@@ -27,25 +27,26 @@ def build_route(
     own_rows, (own_blocks, *later) = assignment.rows_of(rank), assignment.blocks_by_period(rank)
     # 1. Where this rank's pieces are: at home, by the rank that wants them; packed, by the rank they come from.
     q_home = queries.at_home(rank, lambda heads, blocks: assignment.q_owner[np.ix_(heads, blocks)][..., None])
-    kv_home = keys.at_home(rank, functools.partial(_holders, assignment, 0))
+    kv_homes = [
+        keys.at_home(rank, functools.partial(assignment.keys.holders, assignment, exchange))
+        for exchange in range(assignment.keys.exchanges)
+    ]
     q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
     empty = _padding(layout, rank, n_local, assignment.heads)
     # 2. Which tensors travel together.
-    of_q, of_kv = _Travelling.of_one(q_home, q_packed), _Travelling.of_keys(kv_home, kv_packed)
+    of_q, of_kv = _Travelling.of_one(q_home, q_packed), _Travelling.of_keys(kv_homes[0], kv_packed)
     apart = exchange_q_separately(assignment)
     dispatch = [_exchange(world, part, device) for part in (([of_q], [of_kv]) if apart else ([of_q, of_kv],))]
-    # 3. Needed keys that are not in the ring row come in exchanges of their own.
-    chunks = [] if assignment.needed is None else later
-    homes = (keys.at_home(rank, functools.partial(_holders, assignment, n)) for n in range(1, len(chunks) + 1))
+    # 3. Further keys that come from where they live have exchanges of their own.
     fetch = tuple(
         _exchange(world, [_Travelling.of_keys(home, keys.packed(*blocks))], device)
-        for home, blocks in zip(homes, chunks, strict=True)
+        for home, blocks in zip(kv_homes[1:], later, strict=False)
     )
-    fetched_blocks = tuple(len(head) for head, _ in chunks)
+    fetched_blocks = tuple(len(head) for head, _ in later[: len(fetch)])
     # 4. The output goes back as queries came, and fills padding with zeros.
     combine = _exchange(world, [_Travelling.of_one(q_packed, q_home)], device, zeros=empty)
     places = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
-    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks, assignment.one_ahead)
+    return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks, assignment.keys.at_once)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,20 +161,6 @@ def _axes(assignment: Assignment, layout: SequenceLayout) -> tuple[_Axis, _Axis]
     found = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(assignment.heads)]
     queries, keys = (tuple((heads, both[axis]) for heads, both in found) for axis in (0, 1))
     return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
-
-
-def _holders(assignment: Assignment, chunk: int, heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """int64[heads, blocks, most]: the ranks that KV blocks are sent to, filled up with -1.
-
-    The ranks that need them in this chunk; or, where keys travel round the ring, those that hold them in ring step 0,
-    one per Ulysses rank that needs them: their ring rank is the block's slot.
-    """
-    if assignment.needed is not None:
-        needed = assignment.chunks[chunk][:, heads][:, :, blocks].transpose(1, 2, 0)
-        return np.where(needed, np.arange(assignment.strategy.world), -1)
-    ulysses_ranks = np.arange(assignment.strategy.ulysses)
-    holders = assignment.kv_slot[np.ix_(heads, blocks)][..., None] * assignment.strategy.ulysses + ulysses_ranks
-    return np.where(assignment.head_ulysses_ranks[heads][:, None, :], holders, -1)
 
 
 def _buffer_places(world: int, *parts: _Places) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:

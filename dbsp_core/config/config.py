@@ -14,7 +14,7 @@ from dbsp_core.cost.selection import AUTO
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
-from dbsp_core.planning.plan import KEYS
+from dbsp_core.planning.key_travel import KEYS
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.sources.spec import mask_settings, names_mask

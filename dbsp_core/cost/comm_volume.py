@@ -20,53 +20,52 @@ class Traffic:
     """What one attention moves, in tokens of one head. To turn into bytes: times batch, head_dim and element size.
 
     queries: float64[P, P], queries from home rank (row) to owner (column); outputs go the same way back
-    keys:    float64[P, P], keys from home rank to the rank that holds their slot first; values likewise. Of needed
-             keys, those of the first chunk
+    keys:    float64[exchanges, P, P], keys from home rank to the rank that computes with them first; values likewise
     rows:    int64[P], rows each rank owns
-    slots:   int64[y, x], KV blocks of each (slot, Ulysses column); of needed keys, of the first chunk of rank r·x + u
-    fetched: float64[chunks, P, P], needed keys of each further chunk, from home rank to reader; None: keys go round
-             the ring
-    fetched_blocks: int64[chunks, P], KV blocks of those chunks
+    blocks:  int64[periods, P], KV blocks that each rank computes with. Those of periods that no exchange serves are
+             handed on from rank (r + 1, u), which had them the period before
     block_k: tokens of a whole KV block
     """
 
     queries: np.ndarray
     keys: np.ndarray
     rows: np.ndarray
-    slots: np.ndarray
-    fetched: np.ndarray | None = None
-    fetched_blocks: np.ndarray | None = None
+    blocks: np.ndarray
     block_k: int = 0
 
     @property
     def dispatch(self) -> np.ndarray:
-        """float64[P, P]: queries, keys and values from home to owner."""
-        return self.queries + 2 * self.keys
+        """float64[P, P]: queries, and the first period's keys and values, from home to owner."""
+        return self.queries + 2 * self.keys[0]
 
     @property
     def key_exchanges(self) -> tuple[np.ndarray, ...]:
         """float64[P, P] by exchange, tokens of keys and values together."""
-        return (2 * self.keys, *([] if self.fetched is None else 2 * self.fetched))
+        return tuple(2 * self.keys)
+
+    @property
+    def handed_on(self) -> np.ndarray:
+        """float64[P]: tokens of keys and values that each rank gets from its neighbour."""
+        handed_on: np.ndarray = 2.0 * self.block_k * self.blocks[len(self.keys) :].sum(axis=0)
+        return handed_on
 
     def in_chunks(self, shares: Sequence[int]) -> Traffic:
-        """About the same where needed keys come in these further chunks: as if the keys of all were alike.
+        """About the same where keys come in these further chunks: as if the keys of all were alike.
 
-        shares: see `Assignment.chunk_shares`
+        shares: see `NeededKeys.shares`
         """
-        if self.fetched is None or self.fetched_blocks is None:
-            raise ValueError("keys that go round the ring do not come in chunks")
+        if len(self.keys) < len(self.blocks):
+            raise ValueError("keys that are handed on do not come in chunks")
         part = np.array(shares) / sum(shares)
-        fetched = part[:, None, None] * self.fetched.sum(axis=0)
-        return replace(self, fetched=fetched, fetched_blocks=part[:, None] * self.fetched_blocks.sum(axis=0))
+        keys = [self.keys[:1], part[:, None, None] * self.keys[1:].sum(axis=0)]
+        blocks = [self.blocks[:1], part[:, None] * self.blocks[1:].sum(axis=0)]
+        return replace(self, keys=np.concatenate(keys), blocks=np.concatenate(blocks))
 
     @property
     def kv_received(self) -> float:
-        """Tokens of K and V that a rank receives from others, mean over ranks: exchanged, and round the ring."""
+        """Tokens of K and V that a rank receives from others, mean over ranks: exchanged, and handed on."""
         exchanged = sum(float(sent.sum() - sent.trace()) for sent in self.key_exchanges)
-        handed_over = (
-            0.0 if self.fetched is not None else 2.0 * self.block_k * self.slots.sum() * (len(self.slots) - 1)
-        )
-        return (exchanged + handed_over) / len(self.rows)
+        return (exchanged + float(self.handed_on.sum())) / len(self.rows)
 
     @property
     def combine(self) -> np.ndarray:
@@ -76,37 +75,23 @@ class Traffic:
 
 def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
     """Counts what an assignment moves under `layout`. Raises ValueError when they do not fit each other."""
-    strategy, grid = assignment.strategy, assignment.grid
+    strategy, grid, travel = assignment.strategy, assignment.grid, assignment.keys
     if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
         raise ValueError(
             f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit a plan of {grid.tokens} "
             f"tokens on {strategy.world}; give the one the plan was made for"
         )
     queries = np.zeros((strategy.world, strategy.world))
-    chunks = 1 if assignment.needed is None else assignment.periods
-    keys, *fetched = np.zeros((chunks, strategy.world, strategy.world))
-    slots, *fetched_blocks = np.zeros((chunks, strategy.world), dtype=np.int64)
+    keys = np.zeros((travel.exchanges, strategy.world, strategy.world))
+    blocks = np.zeros((travel.exchanges, strategy.world), dtype=np.int64)
     for order, heads in grid.order_groups(assignment.heads):
         q_home, k_home = _tokens_at(layout, grid, order)
         queries += q_home.T @ _by_rank(assignment.q_owner[heads], strategy.world).T
-        if assignment.needed is not None:
-            narrow = np.uint8 if len(heads) < 256 else np.uint16  # the narrower, the faster
-            many = (np.add.reduce(chunk[:, heads], axis=1, dtype=narrow) for chunk in assignment.chunks)
-            for chunk, sent, blocks in zip(many, (keys, *fetched), (slots, *fetched_blocks), strict=True):
-                sent += k_home.T @ chunk.T
-                blocks += chunk.sum(axis=1, dtype=np.int64)
-            continue
-        head, column = np.nonzero(assignment.head_ulysses_ranks[heads])
-        holder = assignment.kv_slot[heads][head] * strategy.ulysses + column[:, None]
-        held = _by_rank(holder, strategy.world)
-        keys += k_home.T @ held.T
-        slots += held.sum(axis=1).astype(np.int64)
+        for exchange, copies in enumerate(travel.copies(assignment, heads)):
+            keys[exchange] += k_home.T @ copies.T
+            blocks[exchange] += copies.sum(axis=1, dtype=np.int64)
     rows = np.bincount(assignment.q_owner.ravel(), minlength=strategy.world)
-    by_slot = slots.reshape(strategy.ring, strategy.ulysses)
-    if assignment.needed is None:
-        return Traffic(queries, keys, rows, by_slot, block_k=grid.block_k)
-    sent, blocks = np.reshape(fetched, (-1, *keys.shape)), np.reshape(fetched_blocks, (-1, *slots.shape))
-    return Traffic(queries, keys, rows, by_slot, sent, blocks, grid.block_k)
+    return Traffic(queries, keys, rows, travel.all_blocks(assignment, blocks), grid.block_k)
 
 
 def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:

@@ -170,20 +170,19 @@ def predict(
     traffic = traffic or traffic_of(plan.assignment, layout)
     exchanged = [traffic.dispatch, traffic.combine]
     if exchange_q_separately(plan.assignment):
-        exchanged = [traffic.queries, 2 * traffic.keys, traffic.combine]
-    compute, at_once = _compute_s(plan, traffic, shape, known), False
-    if traffic.fetched is None:
+        exchanged = [traffic.queries, 2 * traffic.keys[0], traffic.combine]
+    compute, keys = _compute_s(plan, traffic, shape, known), plan.assignment.keys
+    if keys.lockstep:
         periods = _periods(compute, plan, traffic, shape, known, topology)
     else:
-        at_once = not plan.assignment.one_ahead
-        periods = chunk_periods(compute, traffic, shape, known, topology, at_once)
+        periods = chunk_periods(compute, traffic, shape, known, topology, keys.at_once)
     return Prediction(
         exchange_s=sum(exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
         periods=periods,
         pack_s=packed_bytes(plan, traffic, layout, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
         overlap=known.overlap,
-        at_once=at_once,
+        at_once=keys.at_once,
     )
 
 
@@ -228,8 +227,8 @@ def _periods(
     compute: np.ndarray, plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
 ) -> tuple[tuple[float, float], ...]:
     """Of a ring. compute: float64[periods, P], seconds"""
-    slot_bytes = traffic.slots * (2 * plan.grid.block_k * shape.token_bytes)
-    p2p = [*hand_overs_s(plan.strategy, slot_bytes, plan.strategy.ring - 1, known, topology), 0.0]
+    held = traffic.blocks[:-1] * (2 * plan.grid.block_k * shape.token_bytes)
+    p2p = [*hand_overs_s(plan.strategy, held, known, topology), 0.0]
     return tuple((float(c), float(p)) for c, p in zip(compute.max(axis=1), p2p, strict=True))
 
 
@@ -278,22 +277,17 @@ def block_s(block_q: int, block_k: int, head_dim: int, known: Constants) -> floa
     return block_q * block_k * (4 * head_dim / known.flops_per_s + known.score_s)
 
 
-def hand_overs_s(
-    strategy: Strategy, slot_bytes: np.ndarray, count: int, known: Constants, topology: Topology
-) -> list[float]:
-    """Of each of the first `count` hand-overs: in period i, rank (r, u) hands slot (r + i) mod y to (r − 1, u).
+def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, topology: Topology) -> list[float]:
+    """Of each hand-over, in which rank (r, u) hands what it holds to (r − 1, u).
 
-    slot_bytes: float64[y, x], bytes of each slot in each column
+    held: float64[hand-overs, P], bytes
     """
     nodes = topology.nodes.reshape(strategy.ring, strategy.ulysses)
     near = nodes == np.roll(nodes, 1, axis=0)
     latency, rate = np.full(near.shape, known.p2p_latency_s), np.full(near.shape, known.p2p_bytes_per_s)
     if known.network_latency_s is not None and known.network_bytes_per_s is not None:
         latency[~near], rate[~near] = known.network_latency_s, known.network_bytes_per_s
-    return [
-        float((latency + np.roll(slot_bytes, -period, axis=0) / rate).max()) if strategy.ring > 1 else 0.0
-        for period in range(count)
-    ]
+    return [float((latency + sent.reshape(near.shape) / rate).max()) if strategy.ring > 1 else 0.0 for sent in held]
 
 
 def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
@@ -302,10 +296,10 @@ def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: At
     Needed keys are gathered once for each of their readers.
     """
     at_home: np.ndarray | float = 4 * shape.heads * layout.shard
-    packed = 2 * traffic.rows * plan.grid.block_q + 2 * traffic.slots.ravel() * plan.grid.block_k
-    if traffic.fetched_blocks is not None:
-        at_home = 2 * shape.heads * layout.shard + np.sum([sent.sum(axis=1) for sent in traffic.key_exchanges], axis=0)
-        packed = packed + 2 * traffic.fetched_blocks.sum(axis=0) * plan.grid.block_k
+    exchanged = traffic.blocks[: len(traffic.keys)].sum(axis=0)
+    packed = 2 * traffic.rows * plan.grid.block_q + 2 * exchanged * plan.grid.block_k
+    if not plan.assignment.keys.lockstep:
+        at_home = 2 * shape.heads * layout.shard + np.sum(traffic.key_exchanges, axis=(0, 2))
     return float((at_home + packed).max()) * shape.token_bytes
 
 

@@ -102,8 +102,7 @@ def fastest_layout(
 
     def least_ns(mask: BlockMask, layout: SequenceLayout, ways: Sequence[Strategy], keys: str) -> int:
         plans = (make_plan(mask, way, planner, layout=layout, compare=False, keys=keys) for way in ways)
-        if keys == "needed":
-            plans = (in_fastest_chunks(plan, mask, shape(plan), hardware, topology, layout) for plan in plans)
+        plans = (in_fastest_chunks(plan, mask, shape(plan), hardware, topology, layout) for plan in plans)
         return min(predicted_ns(plan, layout) for plan in plans)
 
     cost = None if hardware is None else predicted_ns

@@ -53,17 +53,14 @@ def peak_bytes(
     wide = max(4, shape.element_bytes) / shape.element_bytes  # of a running output's bytes over the output's
     rows = traffic.rows * grid.block_q * token
     lse = traffic.rows * grid.block_q * float(shape.batch * max(4, shape.element_bytes))
-    if traffic.fetched is None or traffic.fetched_blocks is None:
-        slots = np.stack([np.roll(traffic.slots, -period, axis=0).ravel() for period in range(periods)])
-        buffers = np.zeros((periods - 1, len(rows)))
-    else:  # buffers of chunks in flight, sent and received, stand beside what is unpacked from the first to come
-        slots = np.stack([traffic.slots.ravel(), *traffic.fetched_blocks])
-        buffers = 2 * (traffic.fetched.sum(axis=1) + traffic.fetched.sum(axis=2)) * token
-        if not assignment.one_ahead:
-            buffers = buffers[::-1].cumsum(axis=0)[::-1]
-    slots = slots * (2 * grid.block_k * token)  # by period, what a rank computes with
+    # Buffers of exchanges in flight, sent and received, stand beside what is unpacked from the first to come.
+    buffers, further = np.zeros((periods - 1, len(rows))), traffic.keys[1:]
+    buffers[: len(further)] = 2 * (further.sum(axis=1) + further.sum(axis=2)) * token
+    if assignment.keys.at_once:
+        buffers = buffers[::-1].cumsum(axis=0)[::-1]
+    slots = traffic.blocks * (2 * grid.block_k * token)  # by period, what a rank computes with
     sent_q, came_q = traffic.queries.sum(axis=1) * token, traffic.queries.sum(axis=0) * token
-    sent_kv, came_kv = 2 * traffic.keys.sum(axis=1) * token, 2 * traffic.keys.sum(axis=0) * token
+    sent_kv, came_kv = (2 * traffic.keys[0].sum(axis=axis) * token for axis in (1, 0))
     alone = strategy.world == 1  # then what is sent is what came
 
     def exchange(sent: np.ndarray, came: np.ndarray) -> np.ndarray:

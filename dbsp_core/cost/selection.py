@@ -18,6 +18,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.key_travel import NeededKeys
 from dbsp_core.planning.plan import Plan
 
 __all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan", "in_fastest_chunks", "in_ns"]
@@ -25,7 +26,7 @@ __all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan", "in_fastest
 WORTH_A_LOOK = 0.005
 """Share of the predicted time that other plans must be able to save before they are made."""
 SHARES = ((1,), (1, 1), (2, 1), (1, 1, 1), (3, 2, 1), (1, 1, 1, 1))
-"""Further chunks of needed keys that are tried, all fetched at once: see `Assignment.chunk_shares`."""
+"""Further chunks of needed keys that are tried, all fetched at once: see `NeededKeys.shares`."""
 ONE_AHEAD = tuple((1,) * chunks for chunks in (2, 4, 8, 16))
 """Those, fetched one ahead, that are tried where a memory limit asks for it."""
 AUTO = "auto"
@@ -80,14 +81,17 @@ def in_fastest_chunks(
     layout: SequenceLayout,
     excess: Callable[[Plan], float] = lambda _: 0.0,
 ) -> Plan:
-    """A plan of needed keys in the chunks that are predicted to be fastest, or that a memory limit asks for.
+    """A plan with its needed keys in the chunks that are predicted to be fastest, or that a memory limit asks for.
+
+    A plan whose keys do not come in chunks stays as it is.
 
     Of `SHARES`, all fetched at once, the fastest within the limit. Where none is, each is fetched beside the kernel on
     the one before it, in as few as fit, or where none does, in that number that is least above it.
     hardware: whose constants predict times; None: the fewest chunks that fit
     excess: bytes by which a plan's peak is above a limit
     """
-    if plan.assignment.periods == 1:
+    keys = plan.assignment.keys
+    if plan.assignment.periods == 1 or not isinstance(keys, NeededKeys):
         return plan
     at_once: Sequence[tuple[int, ...]] = SHARES
     if hardware is not None and (topology.one_node or hardware.constants.network_bytes_per_s is not None):
@@ -99,15 +103,15 @@ def in_fastest_chunks(
 
         at_once = sorted(SHARES, key=about_ns)
     ways = [*((shares, False) for shares in at_once), *((shares, True) for shares in ONE_AHEAD)]
-    return within_limit((plan.in_chunks(mask, *way) for way in ways), excess)
+    return within_limit((plan.with_keys(keys.in_chunks(*way), mask) for way in ways), excess)
 
 
 def _about(plan: Plan, shares: tuple[int, ...]) -> Plan:
-    """Nearly `Plan.in_chunks`, in microseconds: as if the work with all keys of other ring rows were alike."""
+    """Nearly the plan in other chunks, in microseconds: as if the work with all keys of other ring rows were alike."""
     first, *further = plan.metrics.work
     part = np.array(shares)[:, None] / sum(shares)
     metrics = replace(plan.metrics, work=np.concatenate([first[None], part * sum(further)]))
-    return replace(plan, assignment=replace(plan.assignment, chunk_shares=shares), metrics=metrics)
+    return replace(plan, metrics=metrics)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.balanced.planner import plan_rows
 from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.planning.imbalance import imbalance_ratio
+from dbsp_core.planning.key_travel import RingKeys
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan
 from dbsp_core.utils.errors import UserError
@@ -209,7 +210,7 @@ def _owners(rows: np.ndarray, ranks: int, balancer: str) -> np.ndarray:
 def _sent(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout) -> np.ndarray:
     """float64[2, b, b]: tokens of one head from rank (row) to rank (column), to owners and back."""
     grid, strategy = BlockGrid.packed(grids), Strategy(layout.world, 1)
-    assignment = Assignment(strategy, grid, owner, np.zeros((len(owner), grid.nk), dtype=np.int64))
+    assignment = Assignment(strategy, grid, owner, RingKeys(np.zeros((len(owner), grid.nk), dtype=np.int64), 1))
     traffic = traffic_of(assignment, layout)
     return np.stack([traffic.dispatch, traffic.combine])
 

@@ -53,10 +53,7 @@ def sent_forward(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> S
     """q, k and v to owners and the output back; a slot's keys and values y − 1 times."""
     traffic = traffic_of(plan.assignment, layout)
     exchanged = (traffic.queries + sum(traffic.key_exchanges) + traffic.combine) * shape.token_bytes
-    if traffic.fetched is not None:
-        return SentBytes(_to_others(exchanged), np.zeros(len(exchanged)))
-    slots = traffic.slots * (2 * plan.grid.block_k * shape.token_bytes)
-    return SentBytes(_to_others(exchanged), _handed_over(slots, plan.strategy.ring - 1))
+    return SentBytes(_to_others(exchanged), _handed_over(traffic, plan.assignment.periods - 1) * shape.token_bytes)
 
 
 def sent_backward(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> SentBytes:
@@ -66,16 +63,12 @@ def sent_backward(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> 
     fetched once more.
     """
     traffic, sums = traffic_of(plan.assignment, layout), _gradient_token_bytes(shape)
-    if traffic.fetched is not None:
-        there = (traffic.queries + 2 * traffic.fetched.sum(axis=0)) * shape.token_bytes
-        back = (traffic.queries + sum(traffic.key_exchanges)).T * sums
-        return SentBytes(_to_others(there + back), np.zeros(len(back)))
-    exchanged = traffic.queries * shape.token_bytes + traffic.dispatch.T * sums
-    block, ring = 2 * plan.grid.block_k, plan.strategy.ring
-    keys = _handed_over(traffic.slots * (block * shape.token_bytes), ring - 1)
-    return SentBytes(
-        _to_others(exchanged), keys + _handed_over(traffic.slots * (block * sums), ring if ring > 1 else 0)
-    )
+    there = (traffic.queries + 2 * traffic.keys[1:].sum(axis=0)) * shape.token_bytes
+    back = (traffic.queries + sum(traffic.key_exchanges)).T * sums
+    periods = plan.assignment.periods
+    keys = _handed_over(traffic, periods - 1) * shape.token_bytes
+    gradients = _handed_over(traffic, periods if periods > 1 else 0) * sums
+    return SentBytes(_to_others(there + back), keys + gradients)
 
 
 def saved_bytes(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> np.ndarray:
@@ -86,8 +79,8 @@ def saved_bytes(plan: Plan, shape: AttentionShape, layout: SequenceLayout) -> np
     With activation checkpointing nothing of it is kept; one layer's is made again in backward.
     """
     traffic, grid = traffic_of(plan.assignment, layout), plan.grid
-    numbers = 2 * traffic.rows * grid.block_q + 2 * traffic.slots.ravel() * grid.block_k
-    if plan.assignment.needed is not None and plan.strategy.ring > 1:
+    numbers = 2 * traffic.rows * grid.block_q + 2 * traffic.blocks[0] * grid.block_k
+    if len(traffic.keys) > 1:
         numbers = numbers + 2 * shape.heads * layout.shard
     lse: np.ndarray = traffic.rows * grid.block_q * shape.batch * _gradient_bytes(shape)
     return numbers * float(shape.token_bytes) + lse
@@ -113,28 +106,28 @@ def predict_backward(
     traffic, sums, grid = traffic_of(plan.assignment, layout), _gradient_token_bytes(shape), plan.grid
     home = [traffic.dispatch.T * sums]
     if exchange_q_separately(plan.assignment):
-        home = [traffic.queries.T * sums, 2 * traffic.keys.T * sums]
+        home = [traffic.queries.T * sums, 2 * traffic.keys[0].T * sums]
     exchanged = [traffic.queries * shape.token_bytes, *home]
-    if traffic.fetched is not None:
-        exchanged += [2 * sent.T * sums for sent in traffic.fetched]
+    if not plan.assignment.keys.lockstep:
+        exchanged += [2 * sent.T * sums for sent in traffic.keys[1:]]
         return _predict_chunks(plan, traffic, shape, hardware, topology, layout, exchanged)
     # 1. Compute: products and scores of dense blocks, rows, adding up dQ in each period, dK and dV from the second.
     rank_s = plan.metrics.work * (shape.batch * _block_s(plan, shape, known))
     rank_s += traffic.rows * (shape.batch * known.row_s)
     added = grid.block_q * traffic.rows * np.ones((strategy.ring, 1))
     for period in range(1, strategy.ring):
-        added[period] += 2 * grid.block_k * np.roll(traffic.slots, -period, axis=0).ravel()
+        added[period] += 2 * grid.block_k * traffic.blocks[period]
     rank_s += added * (shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
     compute = [*(rank_s.max(axis=1) + known.launch_s), 0.0]
     # 2. Hand-overs: keys and values in all periods but the last, gradients in all but the first, and at the end.
     block, ring = 2 * grid.block_k, strategy.ring
-    keys = hand_overs_s(strategy, traffic.slots * (block * shape.token_bytes), ring - 1, known, topology)
-    gradients = hand_overs_s(strategy, traffic.slots * (block * sums), ring, known, topology)
+    keys = hand_overs_s(strategy, traffic.blocks[:-1] * (block * shape.token_bytes), known, topology)
+    gradients = hand_overs_s(strategy, traffic.blocks * (block * sums), known, topology)
     p2p = np.array([*keys, 0.0, 0.0]) + np.array([0.0, *gradients])
     periods = tuple((float(c), float(p)) for c, p in zip(compute, p2p, strict=True))
     # 3. Packing: dOut and the packed one in the model's dtype, the gradients of q, k and v on both sides in theirs.
     at_home, rows = shape.heads * layout.shard, traffic.rows * grid.block_q
-    numbers = at_home + rows, 3 * at_home + rows + 2 * traffic.slots.ravel() * grid.block_k
+    numbers = at_home + rows, 3 * at_home + rows + 2 * traffic.blocks[0] * grid.block_k
     packed = float((numbers[0] * shape.token_bytes + numbers[1] * sums).max())
     return Prediction(
         exchange_s=sum(exchange_s(tokens, known, topology) for tokens in exchanged),
@@ -162,7 +155,7 @@ def _predict_chunks(
     rank_s = plan.metrics.work * (shape.batch * _block_s(plan, shape, known)) + known.launch_s
     rank_s += traffic.rows * (shape.batch * known.row_s)
     rank_s += traffic.rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
-    at_once = not plan.assignment.one_ahead
+    at_once = plan.assignment.keys.at_once
     keys = np.sum([sent.sum(axis=0) + sent.sum(axis=1) for sent in traffic.key_exchanges], axis=0)
     fetched = np.sum([sent.sum(axis=1) for sent in traffic.key_exchanges[1:]], axis=0) * shape.token_bytes
     rows = shape.heads * layout.shard + traffic.rows * grid.block_q
@@ -196,9 +189,9 @@ def _to_others(sent: np.ndarray) -> np.ndarray:
     return others
 
 
-def _handed_over(slot_bytes: np.ndarray, count: int) -> np.ndarray:
-    """float64[P]: in the first `count` periods. slot_bytes: [y, x]"""
-    total = np.zeros(slot_bytes.size)
-    for period in range(count):
-        total += np.roll(slot_bytes, -period, axis=0).ravel()
-    return total
+def _handed_over(traffic: Traffic, count: int) -> np.ndarray:
+    """float64[P]: tokens of keys and values that each rank hands on in the first `count` periods, where any are."""
+    if len(traffic.keys) == len(traffic.blocks):
+        return np.zeros(len(traffic.rows))
+    handed_over: np.ndarray = 2.0 * traffic.block_k * traffic.blocks[:count].sum(axis=0)
+    return handed_over

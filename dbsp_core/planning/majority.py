@@ -12,6 +12,7 @@ from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.baselines import balanced_majority_rank, contiguous_assignment, majority_rank
+from dbsp_core.planning.key_travel import RingKeys
 
 __all__ = ["baseline_assignment", "block_positions", "majority_ring_ranks"]
 
@@ -21,7 +22,8 @@ def baseline_assignment(grid: BlockGrid, heads: int, strategy: Strategy) -> Assi
     """The contiguous assignment on the contiguous layout, which is what runs without db-SP; equal for all masks."""
     layout = SequenceLayout.contiguous(grid.tokens, strategy.world)
     rings = majority_ring_ranks(layout, grid, heads, strategy)
-    return Assignment(strategy, grid, *_read_only(contiguous_assignment(heads, *rings, strategy.ulysses)))
+    q_owner, slot = _read_only(contiguous_assignment(heads, *rings, strategy.ulysses))
+    return Assignment(strategy, grid, q_owner, RingKeys(slot, strategy.ring))
 
 
 @lru_cache(maxsize=16)

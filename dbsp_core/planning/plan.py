@@ -15,27 +15,24 @@ from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.imbalance import imbalance_ratio
+from dbsp_core.planning.key_travel import KeyTravel, require_keys
 from dbsp_core.planning.majority import baseline_assignment, block_positions, majority_ring_ranks
-from dbsp_core.planning.needed_keys import needed_keys
 from dbsp_core.planning.planners import PlannerConfig, PlannerInput, require_planner
+from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.utils.compiling import not_compiled
-from dbsp_core.utils.errors import UserError, did_you_mean
+from dbsp_core.utils.errors import UserError
 
-__all__ = ["KEYS", "Plan", "PlanMetrics", "can_subdivide", "make_plan", "require_keys", "require_slots"]
-
-KEYS = ("ring", "needed")
-"""How keys and values travel: all of them, in slots round the ring; or to each rank those that its rows need."""
+__all__ = ["Plan", "PlanMetrics", "can_subdivide", "make_plan", "require_slots"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PlanMetrics:
     """The numbers of an assignment for one mask.
 
-    work:          int64[periods, P], dense blocks by (ring step, rank), or by (chunk of needed keys, rank)
+    work:          int64[periods, P], dense blocks by (period, rank)
     baseline_work: int64[y, P] of `baseline_assignment`; None where comparing was left out
     rho_bound:     ρ_s that no plan of this planner's granularity can beat; NaN where comparing was left out
-    lockstep:      whether ranks wait for one another in every period, as they do in a ring: of needed keys, only the
-                   sum of a rank's chunks must be even
+    lockstep:      whether ranks wait for one another in every period; else only the sum of a rank's must be even
     """
 
     work: np.ndarray
@@ -51,12 +48,12 @@ class PlanMetrics:
         if compare:
             without = baseline_assignment(mask.grid, mask.heads, assignment.strategy)
             if fine is mask:
-                mask.counts.count([without.kv_slot, assignment.kv_slot], assignment.strategy.ring)
+                mask.counts.count([without.keys.slot, assignment.keys.slot], assignment.strategy.ring)
             baseline = without.work(mask.counts)
             planner, strategy = require_planner(config.name), assignment.strategy
-            waits = strategy if assignment.needed is None else Strategy(strategy.world, 1)
+            waits = strategy if assignment.keys.lockstep else Strategy(strategy.world, 1)
             bound = planner.bound(fine.counts.rows, fine.counts.columns, waits, config)
-        return cls(assignment.work(fine.counts), baseline, bound, assignment.needed is None)
+        return cls(assignment.work(fine.counts), baseline, bound, assignment.keys.lockstep)
 
     @property
     def compared(self) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +90,7 @@ class Plan:
     The assignment's grid is the mask's, or for planner "burst" one whose blocks are parts of the mask's.
 
     Attributes:
-        assignment: Which rank owns each row, and in which ring slot each KV block travels.
+        assignment: Which rank owns each row, and how keys travel to it.
         metrics: Its numbers for one mask.
         config: The planner and what it was told.
         moved: Share of Q, K, V elements whose owner's ring rank is not that of the rank that holds them outside.
@@ -107,7 +104,7 @@ class Plan:
     plan_ms: float
 
     def __repr__(self) -> str:
-        keys = "" if self.assignment.needed is None else ", needed keys"
+        keys = "" if self.assignment.keys.lockstep else f", {self.assignment.keys.name} keys"
         return f"<Plan {self.strategy} by {self.planner}{keys}: {self.metrics.summary}, moved {self.moved:.1%}>"
 
     @property
@@ -150,18 +147,11 @@ class Plan:
         It has as many heads, on the same grid, subdivided or not, and needs no keys that the plan leaves out.
         """
         same_size = self.heads == mask.heads and (self.grid == mask.grid or self.grid.subdivides(mask.grid))
-        needed = self.assignment.needed
-        if needed is None or not same_size:
-            return same_size
-        wanted = needed_keys(mask.subdivided(self.grid), self.assignment.q_owner, self.strategy.world)
-        return not (wanted & ~needed).any()
+        return same_size and self.assignment.serves(mask.subdivided(self.grid))
 
-    def in_chunks(self, mask: BlockMask, shares: tuple[int, ...], one_ahead: bool = False) -> Plan:
-        """The same, with needed keys of other ring rows in these chunks: see `Assignment.chunk_shares`.
-
-        mask: that its numbers are for
-        """
-        assignment = replace(self.assignment, chunk_shares=shares, one_ahead=one_ahead)
+    def with_keys(self, keys: KeyTravel, mask: BlockMask) -> Plan:
+        """The same rows, with keys that travel otherwise. mask: that its numbers are for"""
+        assignment = replace(self.assignment, keys=keys)
         work = assignment.work(mask.subdivided(self.grid).counts)
         return replace(self, assignment=assignment, metrics=replace(self.metrics, work=work))
 
@@ -181,14 +171,6 @@ def require_slots(strategy: Strategy, grid: BlockGrid) -> None:
             f"strategy {strategy} has {strategy.ring} ring ranks but the mask has only {grid.nk} KV blocks; use a "
             f"smaller ring, a smaller block size, or U{strategy.world}R1"
         )
-
-
-def require_keys(keys: str) -> None:
-    """Raises UserError for what is not one of `KEYS`."""
-    if keys not in KEYS:
-        known = f"use one of {', '.join(KEYS)}" + did_you_mean(keys, KEYS)
-        reason = "auto weighs predicted times, which sessions and dbsp simulate know; " if keys == "auto" else ""
-        raise UserError(f"keys cannot be {keys!r} here: {reason}{known}")
 
 
 @not_compiled
@@ -223,10 +205,10 @@ def make_plan(
     """
     require_mask(mask)
     strategy = Strategy.parse(strategy)
-    require_keys(keys)
+    way = require_keys(keys)
     config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)
-    if keys == "needed" and config.name == "dbsp":
-        config = replace(config, name="local")
+    if config.name == "dbsp":
+        config = replace(config, name=way.planner)
     if reward is not None:
         config = replace(config, paper=replace(config.paper, reward=reward))
     chosen = require_planner(config.name)
@@ -240,7 +222,7 @@ def make_plan(
     fine = mask.subdivided(_subdivide(mask.grid, strategy.ring)) if chosen.subdivides else mask
     grid, counts = fine.grid, fine.counts
     if compare and fine is mask:
-        counts.count([baseline_assignment(grid, mask.heads, strategy).kv_slot], strategy.ring)
+        counts.count([baseline_assignment(grid, mask.heads, strategy).keys.slot], strategy.ring)
     row_work, kv_block_work = counts.rows, counts.columns
     q_home, k_home = majority_ring_ranks(layout, grid, mask.heads, strategy)
     count_work_by_slot = _Stopwatch(lambda slots: counts.work_by_slot(slots, strategy.ring))
@@ -256,9 +238,9 @@ def make_plan(
     )
     start = time.perf_counter()
     q_owner, kv_slot = chosen.assign(inputs)
-    needed = needed_keys(fine, q_owner, strategy.world) if keys == "needed" else None
+    travel = way.of(RowOwners(strategy, grid, q_owner), kv_slot, fine)
     seconds = time.perf_counter() - start - count_work_by_slot.seconds
-    assignment = Assignment(strategy, grid, q_owner, kv_slot, needed)
+    assignment = Assignment(strategy, grid, q_owner, travel)
     return Plan(
         assignment=assignment,
         metrics=PlanMetrics.of(assignment, mask, config, compare=compare),
@@ -300,7 +282,7 @@ def _subdivide(grid: BlockGrid, parts: int) -> BlockGrid:
 
 def _moved(assignment: Assignment, layout: SequenceLayout) -> float:
     """Share of Q, K, V elements (K and V each counted like Q) that change ring rank on their way to their owner."""
-    strategy, grid, q_owner, kv_slot = assignment.strategy, assignment.grid, assignment.q_owner, assignment.kv_slot
+    strategy, grid, q_owner, kv_slot = assignment.strategy, assignment.grid, assignment.q_owner, assignment.keys.slot
     if strategy.ring == 1:
         return 0.0
     ring, stays = strategy.ring, 0

@@ -131,7 +131,7 @@ class DualBalancedAttention:
             ragged = dense_head_layout(plan.assignment, group.rank) is None
             require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
             n_local = _require_places(layout, group.rank, n_local)
-            if plan.assignment.needed is not None and plan.heads == mask.heads and not plan.fits(mask):
+            if plan.heads == mask.heads and not plan.assignment.serves(mask.subdivided(plan.grid)):
                 raise UserError(KEYS_LEFT_OUT)
         except UserError as error:
             problem = error

@@ -265,6 +265,6 @@ def dense_head_layout(assignment: Assignment, rank: int) -> DenseHeadLayout | No
     only_the_last_is_short = all((axis.lengths[:-1] == axis.block).all() for axis in (grid.q_axis, grid.k_axis))
     if assignment.strategy.ring > 1 or assignment.split_heads or not only_the_last_is_short:
         return None
-    if assignment.needed is not None and not assignment.needed.any(axis=0).all():  # a block that nobody needs
+    if not assignment.keys.sends_all:  # a block that nobody needs
         return None
     return DenseHeadLayout(len(assignment.rows_of(rank)[0]) // grid.nq, grid.tokens)

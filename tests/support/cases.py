@@ -11,8 +11,10 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.needed_keys import needed_keys
+from dbsp_core.planning.key_travel import KEYS, NeededKeys
+from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
+from dbsp_core.planning.row_owners import RowOwners
 from interpreter import interpreted
 from oracle import dense_attention, largest_difference
 
@@ -24,7 +26,7 @@ class Case:
     """One attention. Everything random comes from `seed`; `sabotage` names a negative control.
 
     planner: a planner's name, or "random" for any owner and any slot, per head
-    chunk_shares, one_ahead: of needed keys, see `Assignment`
+    chunk_shares, one_ahead: of needed keys, see `NeededKeys`
     band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
     """
 
@@ -133,11 +135,11 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
     if case.planner == "random":
         rng = np.random.default_rng(case.seed)
         owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)
-        slots = rng.integers(strategy.ring, size=plan.assignment.kv_slot.shape)
-        needed = needed_keys(mask, owners, strategy.world) if case.keys == "needed" else None
-        plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, kv_slot=slots, needed=needed))
+        slots = rng.integers(strategy.ring, size=plan.assignment.keys.slot.shape)
+        keys = KEYS[case.keys].of(RowOwners(strategy, mask.grid, owners), slots, mask)
+        plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, keys=keys))
     if case.keys == "needed":
-        plan = plan.in_chunks(mask, case.chunk_shares, case.one_ahead)
+        plan = in_chunks(plan, mask, case.chunk_shares, case.one_ahead)
     if case.sabotage == "a needed block left out":
         plan = replace(plan, assignment=without_a_block(plan.assignment))
         mask = BlockMask(mask.bits & _sent(plan.assignment), mask.grid)
@@ -150,17 +152,24 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
     return executor(*local, scale=scale)
 
 
+def in_chunks(plan: Plan, mask: BlockMask, shares: tuple[int, ...], one_ahead: bool = False) -> Plan:
+    """The same with its needed keys in these further chunks."""
+    assert isinstance(plan.assignment.keys, NeededKeys)
+    return plan.with_keys(plan.assignment.keys.in_chunks(shares, one_ahead), mask)
+
+
 def without_a_block(assignment: Assignment) -> Assignment:
     """The same, but the last rank that is sent any keys in the last chunk is sent one block of them less."""
-    assert assignment.needed is not None
-    rank, head, block = (int(index[-1]) for index in np.nonzero(assignment.chunks[-1]))
-    needed = assignment.needed.copy()
+    keys = assignment.keys
+    assert isinstance(keys, NeededKeys)
+    rank, head, block = (int(index[-1]) for index in np.nonzero(keys.chunks[-1]))
+    needed = keys.needed.copy()
     needed[rank, head, block] = False
-    return replace(assignment, needed=needed)
+    return replace(assignment, keys=replace(keys, needed=needed))
 
 
 def _sent(assignment: Assignment) -> torch.Tensor:
     """bool[H, nq, nk]: whether each row's owner is sent each block."""
-    assert assignment.needed is not None
+    assert isinstance(assignment.keys, NeededKeys)
     heads = np.arange(assignment.heads)[:, None]
-    return torch.from_numpy(assignment.needed[assignment.q_owner, heads])
+    return torch.from_numpy(assignment.keys.needed[assignment.q_owner, heads])

@@ -172,7 +172,7 @@ def _service(plan: Plan, mask: BlockMask, growth: np.ndarray, threshold: float, 
 
 def _rho_by_call(plan: Plan, mask: BlockMask, growth: np.ndarray) -> list[float]:
     """ρ_s of Eq. 1 under `plan` at each call. Sums stay below 2^53, so float64 holds them exactly on every rank."""
-    cells = mask.counts.work_by_slot(plan.assignment.kv_slot, plan.strategy.ring)
+    cells = mask.counts.work_by_slot(plan.assignment.keys.slot, plan.strategy.ring)
     heads, world = plan.heads, plan.strategy.world
     place = (np.arange(heads)[:, None] * world + plan.assignment.q_owner).ravel()
     by_slot = [np.bincount(place, cells[..., slot].ravel(), heads * world) for slot in range(plan.strategy.ring)]

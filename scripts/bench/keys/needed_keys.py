@@ -83,8 +83,8 @@ def main() -> None:
                     f"{label}_kv_received": f"{one.kv_received:.2f}",
                     f"{label}_rho": f"{one.plan.rho:.4f}",
                 }
-            assignment = needed.plan.assignment
-            row |= {"needed_chunks": ":".join(map(str, assignment.chunk_shares)) if assignment.periods > 1 else ""}
+            keys = needed.plan.assignment.keys
+            row |= {"needed_chunks": ":".join(map(str, keys.shares)) if keys.periods > 1 else ""}
             local = min(one.total_s for one in rings if one.layout == "local")
             row |= {"ring_local_ms": f"{local * 1e3:.3f}"}
             row |= {"needed_speedup": f"{ring.total_s / needed.total_s:.3f}"}

@@ -202,13 +202,10 @@ def crossing_bytes(plan: Plan, layout: SequenceLayout, ranks_per_node: int) -> f
     node = torch.arange(strategy.world).numpy() // ranks_per_node
     apart = node[:, None] != node
     tokens = sum(float(sent[apart].sum()) for sent in (traffic.queries, traffic.combine, *traffic.key_exchanges))
-    if plan.assignment.needed is None:  # in period i, rank (r, u) hands slot (r + i) mod y to (r − 1, u)
-        for rank in range(strategy.world):
-            ring_rank, column = divmod(rank, strategy.ulysses)
-            to = (ring_rank - 1) % strategy.ring * strategy.ulysses + column
-            for period in range(strategy.ring - 1):
-                blocks = traffic.slots[(ring_rank + period) % strategy.ring, column]
-                tokens += 2.0 * apart[rank, to] * blocks * plan.grid.block_k
+    for rank in range(strategy.world):  # what rank (r, u) is handed on comes from (r + 1, u)
+        ring_rank, column = divmod(rank, strategy.ulysses)
+        source = (ring_rank + 1) % strategy.ring * strategy.ulysses + column
+        tokens += float(apart[rank, source] * traffic.handed_on[rank])
     return tokens * WIDTH * 4
 
 

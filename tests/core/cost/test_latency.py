@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases import in_chunks
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.route_building import build_route
 from dbsp_core.cost.comm_volume import traffic_of
@@ -66,25 +67,25 @@ class TestBytes:
         for rank in range(4):
             route = build_route(plan.assignment, layout, rank, layout.shard, torch.device("cpu"))
             sent = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
-            assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys[rank]).tolist()
+            assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys[0, rank]).tolist()
             assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
             assert route.q_places == traffic.rows[rank] * 16
-            assert route.kv_places == traffic.slots.ravel()[rank] * 16
+            assert route.kv_places == traffic.blocks[0, rank] * 16
 
     @pytest.mark.parametrize(
         ("strategy", "shares"), [("U4R1", (1,)), ("U2R2", (1,)), ("U1R4", (2, 1)), ("U2R2", (1,) * 4)]
     )
     def test_traffic_of_needed_keys_is_what_the_routes_send(self, strategy, shares):
         mask, layout = a_plan(strategy, heads=3, tokens=500, layout_name="striped")[1:]
-        plan = make_plan(mask, strategy, layout=layout, keys="needed").in_chunks(mask, shares)
+        plan = in_chunks(make_plan(mask, strategy, layout=layout, keys="needed"), mask, shares)
         traffic = traffic_of(plan.assignment, layout)
         received = 0
         for rank in range(4):
             route = build_route(plan.assignment, layout, rank, layout.shard, torch.device("cpu"))
             sent = np.sum([exchange.sent for exchange in route.key_exchanges], axis=0)
             assert sent.tolist() == (traffic.queries[rank] + sum(traffic.key_exchanges)[rank]).tolist()
-            assert route.kv_places == traffic.slots.ravel()[rank] * 16
-            assert list(route.fetched_blocks) == traffic.fetched_blocks[:, rank].tolist()
+            assert route.kv_places == traffic.blocks[0, rank] * 16
+            assert list(route.fetched_blocks) == traffic.blocks[1:, rank].tolist()
             came = np.sum([exchange.received for exchange in route.key_exchanges], axis=0)
             received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]
         assert traffic.kv_received == received / 4
@@ -97,7 +98,7 @@ class TestBytes:
         assert len(hidden.periods) == 2
         assert hidden.periods[1][1] == 0
         known = machine.constants
-        (fetched,) = 2 * traffic_of(plan.assignment, layout).fetched * shape.token_bytes
+        fetched = 2 * traffic_of(plan.assignment, layout).keys[1] * shape.token_bytes
         np.fill_diagonal(fetched, 0)
         busiest = max(fetched.sum(axis=0).max(), fetched.sum(axis=1).max())
         assert hidden.periods[0][1] == pytest.approx(known.exchange_latency_s + busiest / known.exchange_bytes_per_s)
@@ -126,7 +127,7 @@ class TestBytes:
         traffic = traffic_of(plan.assignment, layout)
         route = build_route(plan.assignment, layout, 1, layout.shard, torch.device("cpu"))
         sent = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
-        assert sent.tolist() == (traffic.queries[1] + 2 * traffic.keys[1]).tolist()
+        assert sent.tolist() == (traffic.queries[1] + 2 * traffic.keys[0, 1]).tolist()
         assert list(route.combine_exchange.received) == traffic.queries[1].tolist()
 
     def test_the_exchange_takes_what_the_busiest_rank_sends_or_receives(self):
@@ -142,7 +143,7 @@ class TestBytes:
 
     def test_p2p_carries_the_largest_slot_and_ends_before_the_last_period(self):
         plan, _, _ = a_plan("U1R4")
-        largest = np.bincount(plan.assignment.kv_slot.ravel()).max()
+        largest = np.bincount(plan.assignment.keys.slot.ravel()).max()
         found = predict(plan, shape_of(plan), machine(p2p_bytes_per_s=1.0, p2p_latency_s=7.0))
         p2p = [p2p for _, p2p in found.periods]
         assert p2p == pytest.approx([7 + 2 * 16 * largest * 8 * 2] * 3 + [0])

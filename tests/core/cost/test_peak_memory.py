@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cases import in_chunks
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
@@ -53,7 +54,7 @@ def test_every_ranks_peak_with_needed_keys(gradients):
     ways += [(Strategy(2, 4), shares, ahead) for shares in every for ahead in (False, True)]
     for strategy, *chunks in ways:
         layout = SequenceLayout.named("local", mask.grid, strategy)
-        plan = make_plan(mask, strategy, layout=layout, keys="needed").in_chunks(mask, *chunks)
+        plan = in_chunks(make_plan(mask, strategy, layout=layout, keys="needed"), mask, *chunks)
         shape = AttentionShape(1, 12, mask.grid.tokens, D, 4)
         unit = 12 * layout.shard * D * 4
         counted = [
@@ -75,10 +76,10 @@ def test_the_number_of_chunks_follows_from_the_limit():
     def chosen(limit, hardware=None):
         topology = Topology(8, 2)
         found = in_fastest_chunks(plan, mask, shape, hardware, topology, layout, lambda one: peak(one) - limit)
-        return found.assignment.chunk_shares, found.assignment.one_ahead
+        return found.assignment.keys.shares, found.assignment.keys.one_ahead
 
-    at_once = {chunks: plan.in_chunks(mask, chunks) for chunks in SHARES}
-    one_ahead = {chunks: plan.in_chunks(mask, chunks, one_ahead=True) for chunks in ONE_AHEAD}
+    at_once = {chunks: in_chunks(plan, mask, chunks) for chunks in SHARES}
+    one_ahead = {chunks: in_chunks(plan, mask, chunks, one_ahead=True) for chunks in ONE_AHEAD}
     # 1. Without a limit, what is predicted fastest; with no machine's constants, the fewest.
     machine = load_hardware("h200")
     seconds = {n: predict(one, shape, machine, Topology(8, 2), layout).total_s for n, one in at_once.items()}

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import in_chunks
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.local_layout import least_keys_layout
-from dbsp_core.planning.needed_keys import needed_keys
+from dbsp_core.planning.key_travel import NeededKeys, RingKeys
+from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import MaskRequest, SvgSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
 from generators import SEEDS, examples, grids, random_bits
@@ -32,7 +34,8 @@ SOURCES = {
 def test_needed_is_what_some_row_of_the_rank_attends_to(grid, heads, seed, world):
     mask = BlockMask(random_bits(heads, grid, seed), grid)
     owner = np.random.default_rng(seed).integers(world, size=(heads, grid.nq))
-    needed = needed_keys(mask, owner, world)
+    slot = np.zeros((heads, grid.nk), dtype=np.int64)
+    needed = NeededKeys.of(RowOwners(Strategy(1, world), grid, owner), slot, mask).needed
     for rank in range(world):
         rows = torch.from_numpy(owner == rank)[..., None]
         assert (needed[rank] == (mask.bits & rows).any(dim=1).numpy()).all()
@@ -68,21 +71,21 @@ def test_local_rows_need_a_fraction_of_what_others_need():
 def test_chunks_are_even_and_their_work_is_that_of_their_keys(shares):
     mask, strategy = SOURCES["window"].mask(REQUEST), Strategy(2, 4)
     layout = SequenceLayout.named("local", mask.grid, strategy)
-    plan = make_plan(mask, strategy, layout=layout, keys="needed").in_chunks(mask, shares)
-    needed, every = plan.assignment.needed, plan.assignment.chunks
+    plan = in_chunks(make_plan(mask, strategy, layout=layout, keys="needed"), mask, shares)
+    needed, every = plan.assignment.keys.needed, plan.assignment.keys.chunks
     assert len(every) == 1 + len(shares)
     assert (np.sum(every, axis=0) == needed).all(), "every key once"
     for rank in range(strategy.world):
         rows = mask.bits.numpy() & (plan.assignment.q_owner == rank)[..., None]
         assert [(rows & chunk[rank][:, None]).sum() for chunk in every] == plan.metrics.work[:, rank].tolist()
     traffic = traffic_of(plan.assignment, layout)
-    for fetched in (traffic.fetched.sum(axis=1), traffic.fetched.sum(axis=2)):
+    for fetched in (traffic.keys[1:].sum(axis=1), traffic.keys[1:].sum(axis=2)):
         part = fetched / np.array(shares)[:, None]
         assert (part.max(axis=0) <= 1.15 * part.mean(axis=0)).all(), "of what each rank gets, and sends"
     about = traffic.in_chunks((1,)).in_chunks(shares)
-    assert about.fetched.sum(axis=0) == pytest.approx(traffic.fetched.sum(axis=0))
-    assert about.fetched.sum(axis=1) == pytest.approx(traffic.fetched.sum(axis=1), rel=0.3), "as if all were alike"
-    for other in (plan.in_chunks(mask, (*shares, 1)), plan.in_chunks(mask, shares, one_ahead=True)):
+    assert about.keys[1:].sum(axis=0) == pytest.approx(traffic.keys[1:].sum(axis=0))
+    assert about.keys.sum(axis=1) == pytest.approx(traffic.keys.sum(axis=1), rel=0.3), "as if all were alike"
+    for other in (in_chunks(plan, mask, (*shares, 1)), in_chunks(plan, mask, shares, one_ahead=True)):
         assert not plan.assignment.equals(other.assignment)
         assert plan.assignment.fingerprint != other.assignment.fingerprint
 
@@ -94,7 +97,7 @@ def test_a_mask_with_further_keys_does_not_fit():
     fewer = mask.bits.clone()
     fewer[:, ::2] = False
     assert plan.fits(BlockMask(fewer, mask.grid))
-    rank, head, block = (int(index[0]) for index in np.nonzero(~plan.assignment.needed))
+    rank, head, block = (int(index[0]) for index in np.nonzero(~plan.assignment.keys.needed))
     row = int(np.flatnonzero(plan.assignment.q_owner[head] == rank)[0])
     more = mask.bits.clone()
     more[head, row, block] = True
@@ -105,13 +108,14 @@ def test_a_mask_with_further_keys_does_not_fit():
 def test_assignments_that_send_other_keys_differ():
     mask = SOURCES["window"].mask(REQUEST)
     plan = make_plan(mask, "U2R2", keys="needed").assignment
-    other = plan.needed.copy()
+    other = plan.keys.needed.copy()
     other[0, 0, 0] ^= True
-    for another in (replace(plan, needed=None), replace(plan, needed=other)):
+    for keys in (RingKeys(plan.keys.slot, 2), replace(plan.keys, needed=other)):
+        another = replace(plan, keys=keys)
         assert not plan.equals(another)
         assert not another.equals(plan)
         assert plan.fingerprint != another.fingerprint
-    assert plan.equals(replace(plan, needed=plan.needed.copy()))
+    assert plan.equals(replace(plan, keys=replace(plan.keys, needed=plan.keys.needed.copy())))
 
 
 def test_a_split_heads_keys_go_only_where_its_rows_need_them():

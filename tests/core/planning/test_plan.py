@@ -24,7 +24,7 @@ def eq_1(plan: Plan, mask: BlockMask) -> float:
     columns = mask.grid.k_axis.block_of[plan.grid.k_axis.starts]
     b = Counter()
     for h, i, j in mask.bits[:, rows][:, :, columns].nonzero().tolist():
-        rank, slot = int(plan.assignment.q_owner[h, i]), int(plan.assignment.kv_slot[h, j])
+        rank, slot = int(plan.assignment.q_owner[h, i]), int(plan.assignment.keys.slot[h, j])
         period = next(p for p in range(y) if (rank // x + p) % y == slot)
         b[period, rank] += 1
     slowest = sum(max(b[period, rank] for rank in range(world)) for period in range(y))
@@ -74,7 +74,7 @@ def test_heads_stay_whole_within_a_column_and_blocks_within_a_ring_rank(strategy
     assert (plan.assignment.split_heads, plan.assignment.extra_kv) == (0, 0.0)
     assert (plan.assignment.q_owner % x == plan.assignment.q_owner[:, :1] % x).all()
     assert (plan.assignment.q_owner // x == plan.assignment.q_owner[:1] // x).all()
-    assert (plan.assignment.kv_slot == plan.assignment.kv_slot[:1]).all()
+    assert (plan.assignment.keys.slot == plan.assignment.keys.slot[:1]).all()
 
 
 @every_strategy
@@ -99,7 +99,7 @@ def test_moved_is_the_share_of_tokens_that_change_ring_rank(strategy, data):
         for token in range(grid.tokens):
             ring = layout.rank[token] // x
             moved += plan.assignment.q_owner[head, grid.q_axis.block_of[token]] // x != ring
-            moved += 2 * (plan.assignment.kv_slot[head, grid.k_axis.block_of[token]] != ring)  # a key and a value
+            moved += 2 * (plan.assignment.keys.slot[head, grid.k_axis.block_of[token]] != ring)  # a key and a value
     assert plan.moved == pytest.approx(moved / (3 * problem.mask.heads * grid.tokens))
 
 
@@ -120,7 +120,7 @@ def test_equal_arguments_give_equal_plans(strategy, data):
     copy = replace(problem, mask=BlockMask(problem.mask.bits.clone(), problem.mask.grid))
     plan, again = problem.plan(), copy.plan()
     assert (plan.assignment.q_owner == again.assignment.q_owner).all()
-    assert (plan.assignment.kv_slot == again.assignment.kv_slot).all()
+    assert (plan.assignment.keys.slot == again.assignment.keys.slot).all()
     assert plan.assignment.fingerprint == again.assignment.fingerprint
     assert 0 <= plan.assignment.fingerprint < 2**63
 
@@ -130,11 +130,16 @@ def test_equal_arguments_give_equal_plans(strategy, data):
 def test_the_fingerprint_sees_one_row_or_block_elsewhere(data):
     strategy = Strategy(ulysses=2, ring=3)
     plan = data.draw(problems(strategy)).plan()
-    for name, parts in (("q_owner", strategy.world), ("kv_slot", strategy.ring)):
-        changed = getattr(plan.assignment, name).copy()
-        index = data.draw(st.integers(0, changed.size - 1))
+    assignment, keys = plan.assignment, plan.assignment.keys
+
+    def one_elsewhere(places, parts):
+        changed, index = places.copy(), data.draw(st.integers(0, places.size - 1))
         changed.flat[index] = (changed.flat[index] + 1) % parts
-        assert replace(plan.assignment, **{name: changed}).fingerprint != plan.assignment.fingerprint
+        return changed
+
+    moved_row = replace(assignment, q_owner=one_elsewhere(assignment.q_owner, strategy.world))
+    moved_block = replace(assignment, keys=replace(keys, slot=one_elsewhere(keys.slot, strategy.ring)))
+    assert len({one.fingerprint for one in (assignment, moved_row, moved_block)}) == 3
 
 
 @every_strategy
@@ -167,7 +172,7 @@ def test_a_contiguous_plan_by_hand():
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
     plan = make_plan(mask, "U1R2", "contiguous")
     assert plan.assignment.q_owner.tolist() == [[0, 0, 1, 1]]
-    assert plan.assignment.kv_slot.tolist() == [[0, 0, 1, 1]]
+    assert plan.assignment.keys.slot.tolist() == [[0, 0, 1, 1]]
     assert plan.metrics.work.tolist() == [[3, 3], [0, 4]]
     assert plan.rho == 1.4
     assert plan.moved == 0.0
@@ -182,7 +187,7 @@ def test_a_paper_plan_by_hand():
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
     plan = make_plan(mask, "U1R2", "paper", reward=0.0)
     assert plan.assignment.q_owner.tolist() == [[0, 1, 1, 0]]
-    assert plan.assignment.kv_slot.tolist() == [[0, 1, 1, 0]]
+    assert plan.assignment.keys.slot.tolist() == [[0, 1, 1, 0]]
     assert plan.metrics.work.tolist() == [[3, 3], [2, 2]]
     assert (plan.rho, plan.rho_before, plan.rho_bound) == (1.0, 1.4, 1.0)
     assert plan.moved == 0.5

@@ -94,7 +94,7 @@ def _recount(
     token_bytes = items * q.shape[3] * q.element_size()
     apart = ~np.eye(strategy.world, dtype=bool)
     to_owners, to_homes = (int((tokens * apart).sum()) for tokens in (traffic.dispatch, traffic.combine))
-    ring = int(traffic.slots.sum()) * (strategy.ring - 1) * 2 * plan.grid.block_k * token_bytes
+    ring = int(traffic.blocks[0].sum()) * (strategy.ring - 1) * 2 * plan.grid.block_k * token_bytes
     ratios = [float(w.max(axis=1).sum() * strategy.world / w.sum()) for w in (before, work)]
     return Recount(
         *(layer, now[1], now[2], str(strategy)),

@@ -310,7 +310,7 @@ def needed_keys_of_growing_masks(
     with fits:
         worst = max(session.attend(900.0 - step) for step in range(8))
     plans = session.inner.records.values()
-    return worst, session.inner.reuse.replans, [plan.assignment.needed is not None for plan in plans]
+    return worst, session.inner.reuse.replans, [plan.assignment.keys.name == "needed" for plan in plans]
 
 
 def training_with_needed_keys(rank: int, world: int, strategy: str) -> bool:
@@ -337,4 +337,4 @@ def way_of_keys(rank: int, world: int, settings: dict[str, Any], nodes: int) -> 
         q = torch.ones(1, HEADS, layout.shard, WIDTH)
         session.attend(0, q, q, q)
     (plan,) = session.records.values()
-    return str(plan.strategy), plan.assignment.needed is not None, told
+    return str(plan.strategy), plan.assignment.keys.name == "needed", told

@@ -10,6 +10,7 @@ import pytest
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.key_travel import RingKeys
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.forecast import (
     UNIT,
@@ -74,8 +75,8 @@ def test_a_foreseen_mask_has_the_counts_of_its_heads_times_whole_numbers():
     strategy = make_plan(mask, "U2R2").strategy
     assert (predicted.counts.rows == mask.counts.rows * growth[:, None]).all()
     assert (predicted.counts.columns == mask.counts.columns * growth[:, None]).all()
-    expected = Assignment(strategy, GRID, owner[head], slots[head]).work(repeated.counts)
-    assert (Assignment(strategy, GRID, owner, slots).work(predicted.counts) == expected).all()
+    expected = Assignment(strategy, GRID, owner[head], RingKeys(slots[head], strategy.ring)).work(repeated.counts)
+    assert (Assignment(strategy, GRID, owner, RingKeys(slots, strategy.ring)).work(predicted.counts) == expected).all()
     finer = GRID.resized(8, 8)
     assert (predicted.subdivided(finer).counts.rows == mask.subdivided(finer).counts.rows * growth[:, None]).all()
 

@@ -118,7 +118,7 @@ def test_plans_count_what_they_own():
             plan = make_plan(mask, strategy, planner, layout=layout)
             square = mask.subdivided(plan.grid).square().numpy()
             assignment = plan.assignment
-            owned = cell_counts(square, assignment.q_owner, assignment.kv_slot, strategy.world, strategy.ring)
+            owned = cell_counts(square, assignment.q_owner, assignment.keys.slot, strategy.world, strategy.ring)
             assert owned.sum() == plan.metrics.work.sum() == square.sum()
             assert plan.rho == imbalance_ratio(plan.metrics.work)
             assert plan.density == pytest.approx(mask.subdivided(plan.grid).density)

@@ -34,7 +34,7 @@ def bits(source: SyntheticSource, request: MaskRequest = DEMO) -> np.ndarray:
 
 def rho_under(plan: Plan, mask: np.ndarray) -> float:
     cells = cell_counts(
-        mask, plan.assignment.q_owner, plan.assignment.kv_slot, plan.strategy.world, plan.strategy.ring
+        mask, plan.assignment.q_owner, plan.assignment.keys.slot, plan.strategy.world, plan.strategy.ring
     )
     return imbalance_ratio(work_by_ring_step(cells, plan.strategy.ulysses))
 

@@ -41,7 +41,7 @@ class Draw:
     sequences: packed where there are several
     orders:    of tokens, one for all heads or one per head; for mask source "random"
     keys:      as for `make_plan`;  padded: whether ranks hold padding too
-    chunk_shares, one_ahead: of needed keys, as for `Assignment`
+    chunk_shares, one_ahead: of needed keys, as for `NeededKeys`
     planner:   a name, or "random" for any owner and any slot
     layout:    a name, "shuffled" for tokens in no order, or "least" for the one in which the fewest keys travel
     """

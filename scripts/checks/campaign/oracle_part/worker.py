@@ -22,8 +22,9 @@ from dbsp_core import (
 )
 from dbsp_core.cost.local_layout import least_keys_layout
 from dbsp_core.layout.sequence_layout import MaskProfile
-from dbsp_core.planning.needed_keys import needed_keys
+from dbsp_core.planning.key_travel import KEYS, NeededKeys
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
+from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import LocalQK
 from interpreter import interpreted
 from oracle import dense_attention
@@ -144,16 +145,17 @@ def _plan_of(case: Draw, strategy: Strategy, mask: BlockMask, layout: SequenceLa
         return _in_chunks(plan, mask, case)
     rng = np.random.default_rng(case.seed)
     owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)
-    slots = rng.integers(strategy.ring, size=plan.assignment.kv_slot.shape)
-    needed = needed_keys(mask, owners, strategy.world) if case.keys == "needed" else None
-    assignment = replace(plan.assignment, q_owner=owners, kv_slot=slots, needed=needed)
+    slots = rng.integers(strategy.ring, size=plan.assignment.keys.slot.shape)
+    keys = KEYS[case.keys].of(RowOwners(strategy, mask.grid, owners), slots, mask)
+    assignment = replace(plan.assignment, q_owner=owners, keys=keys)
     return _in_chunks(replace(plan, assignment=assignment), mask, case)
 
 
 def _in_chunks(plan: Plan, mask: BlockMask, case: Draw) -> Plan:
-    if case.keys == "ring" or Strategy.parse(case.strategy).ring == 1:
+    keys = plan.assignment.keys
+    if not isinstance(keys, NeededKeys) or plan.strategy.ring == 1:
         return plan
-    return plan.in_chunks(mask, case.chunk_shares, case.one_ahead)
+    return plan.with_keys(keys.in_chunks(case.chunk_shares, case.one_ahead), mask)
 
 
 def _expected(mask: BlockMask, tensors: list[torch.Tensor], queries: torch.Tensor) -> torch.Tensor:
