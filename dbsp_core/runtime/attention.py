@@ -21,10 +21,10 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
+from dbsp_core.runtime.forward import PreparedAttention, forward
 from dbsp_core.runtime.gradients.backward import attention_with_gradients
 from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout, dense_spans_of
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.ring import keys_to_come, ring_attention
 from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
@@ -69,7 +69,7 @@ class _Calls:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DualBalancedAttention:
+class DualBalancedAttention(PreparedAttention):
     """Attention under one plan and one mask on one rank, ready to be called for many q, k, v; made by `prepare`.
 
     Attributes:
@@ -82,10 +82,6 @@ class DualBalancedAttention:
         mask_mark: Under debug, what tells the mask from others.
     """
 
-    part: RankPlan
-    plan: Plan
-    tables: tuple[RingStepTable, ...]
-    group: SequenceGroup
     kernel: str = "auto"
     debug: bool = False
     mask_mark: int = 0
@@ -210,21 +206,9 @@ class DualBalancedAttention:
         self._check(q, k, v, scale)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if needs_gradients(q, k, v):
-            return attention_with_gradients(self, q, k, v, scale)
-        return self.route.combine(self._at_owners(q, k, v, scale), q, self.group)
-
-    def _at_owners(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """[B, Rq·Bq, D], the output of this rank's rows. What they were computed from is released with it."""
-        batch, _, _, width = q.shape
-        grid, strategy = self.plan.grid, self.plan.strategy
-        packed_q, packed_kv = self.route.dispatch(q, k, v, self.group)
-        rows = packed_q.view(-1, grid.block_q, width)
-        first_slot = [packed_kv.view(2, batch, -1, grid.block_k, width)]
-        del packed_kv  # or slot 0 would be held while all others pass
-        kernel, layout = self.kernel_for(q), self.part.head_layout
-        next_keys = keys_to_come(self.route, k, v, strategy, self.group)
-        out, _ = ring_attention(rows, first_slot.pop, next_keys, self.tables, scale, kernel, layout)
-        return out.view(batch, -1, width)
+            kernel = self.kernel_for(q, backward=True)
+            return attention_with_gradients(self, q, k, v, scale, kernel, self._check_gradient)
+        return forward(self, q, k, v, scale, self.kernel_for(q))
 
     def kernel_for(self, q: torch.Tensor, *, backward: bool = False) -> Kernel:
         """The kernel that serves inputs like q [..., D]: chosen once for a device, dtype and head size.
@@ -241,7 +225,7 @@ class DualBalancedAttention:
             self._calls.chosen = inputs, choose_kernel(self.kernel, q.device, q.dtype, needs)
         return self._calls.chosen[1]
 
-    def check_gradient(self, dout: torch.Tensor) -> None:
+    def _check_gradient(self, dout: torch.Tensor) -> None:
         """Under debug raises UserError, on all ranks together, for a gradient with values that are not finite."""
         if self.debug:
             finite = bool(dout.isfinite().all())

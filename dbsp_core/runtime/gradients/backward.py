@@ -1,4 +1,4 @@
-"""Dual-balanced attention with gradients: the executor's forward, and its backward along the same route and ring.
+"""Dual-balanced attention with gradients: its forward, and its backward along the same route and ring.
 
 What is kept is at the owners: packed q, the first slot of k and v, out and its log-sum-exp. Later slots travel again.
 So do needed keys of further chunks, from k and v outside attention, which are kept for it.
@@ -6,42 +6,35 @@ So do needed keys of further chunks, from k and v outside attention, which are k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
-from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.kernel_tables import RingStepTable
-from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.ring import hand_over, keys_to_come, ring_attention
+from dbsp_core.comm.groups import PendingTransfer
+from dbsp_core.runtime.forward import PreparedAttention, forward
+from dbsp_core.runtime.ring import hand_over
 from dbsp_kernels import BackwardInputs, Kernel, KernelInputs, block_attention_backward
 
-__all__ = ["Executor", "attention_with_gradients"]
-
-
-class Executor(Protocol):
-    """What is used of a `DualBalancedAttention`, which describes it."""
-
-    @property
-    def part(self) -> RankPlan: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def tables(self) -> tuple[RingStepTable, ...]: ...
-    @property
-    def group(self) -> SequenceGroup: ...
-    def kernel_for(self, q: torch.Tensor, *, backward: bool = False) -> Kernel: ...
-    def check_gradient(self, dout: torch.Tensor) -> None: ...
+__all__ = ["attention_with_gradients"]
 
 
 def attention_with_gradients(
-    executor: Executor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    prepared: PreparedAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    kernel: Kernel,
+    check_gradient: Callable[[torch.Tensor], None],
 ) -> torch.Tensor:
-    """As the executor computes it; backward is collective, like forward. q, k, v: [B, H, n_local, D]"""
-    out: torch.Tensor = _Attention.apply(q, k, v, executor, scale)
+    """As `forward`; backward is collective, like it. q, k, v: [B, H, n_local, D]
+
+    kernel: one that has a backward;  check_gradient: is given the output's gradient before it is used
+    """
+    out: torch.Tensor = _Attention.apply(q, k, v, prepared, scale, kernel, check_gradient)
     return out
 
 
@@ -52,52 +45,43 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        executor: Executor,
+        prepared: PreparedAttention,
         scale: float,
+        kernel: Kernel,
+        check_gradient: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
-        grid, route, group = executor.plan.grid, executor.part.route, executor.group
-        batch, _, _, width = q.shape
-        packed_q, packed_kv = route.dispatch(q, k, v, group)
-        rows = packed_q.view(-1, grid.block_q, width)
-        slot = packed_kv.view(2, batch, -1, grid.block_k, width)
-        out, lse = ring_attention(
-            rows,
-            lambda: slot,
-            keys_to_come(route, k, v, executor.plan.strategy, group),
-            executor.tables,
-            scale,
-            executor.kernel_for(q, backward=True),
-            executor.part.head_layout,
-            lse=True,
+        ctx.prepared, ctx.scale, ctx.shape = prepared, scale, q.shape
+        ctx.kernel, ctx.check_gradient = kernel, check_gradient
+        at_home = (k, v) if prepared.part.route.fetch_exchanges else ()
+        return forward(
+            prepared, q, k, v, scale, kernel, keep=lambda *at_owner: ctx.save_for_backward(*at_owner, *at_home)
         )
-        ctx.executor, ctx.scale, ctx.shape = executor, scale, q.shape
-        ctx.save_for_backward(rows, slot, out, lse, *((k, v) if route.fetch_exchanges else ()))
-        return route.combine(out.view(batch, -1, width), q, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        executor: Executor = ctx.executor
+        prepared: PreparedAttention = ctx.prepared
         rows, slot, out, lse, *at_home = ctx.saved_tensors
-        executor.check_gradient(dout)
-        route, group, wide = executor.part.backward_route, executor.group, lse.dtype
+        ctx.check_gradient(dout)
+        route, group, wide = prepared.part.backward_route, prepared.group, lse.dtype
         batch, width = ctx.shape[0], ctx.shape[3]
         # 1. dOut to the owners of rows, as queries came to them.
         dout_rows = route.to_owners(dout, group).view(rows.shape)
         # 2. The ring again, or all chunks: dQ stays, dK and dV travel with their slot.
-        call = _Call(executor, rows, out, lse, dout_rows, ctx.scale)
+        call = _Call(prepared, ctx.kernel, rows, out, lse, dout_rows, ctx.scale)
         dq, *dkv = _chunks_backward(call, slot, *at_home) if at_home else _ring_backward(call, slot)
         # 3. Back to the layout outside attention, summed over the readers of each key.
         first, *fetched = (one.reshape(2, batch, -1, width) for one in dkv)
         grads = route.from_owners(dq.view(batch, -1, width), first, fetched, ctx.shape, group)
-        return (*(grad.to(rows.dtype) if wide != rows.dtype else grad for grad in grads), None, None)
+        return (*(grad.to(rows.dtype) if wide != rows.dtype else grad for grad in grads), None, None, None, None)
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
     """One attention at its owner. rows, out, dout: [B·Rq, Bq, D]; lse: [B·Rq, Bq], of all periods together"""
 
-    executor: Executor
+    prepared: PreparedAttention
+    kernel: Kernel
     rows: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
@@ -109,7 +93,7 @@ class _Call:
 
         With the whole attention's log-sum-exp, periods need no merging.
         """
-        table, transposed = self.executor.tables[period], self.executor.part.transposed[period]
+        table, transposed = self.prepared.tables[period], self.prepared.part.transposed[period]
         keys, values = slot.flatten(1, 2).unbind(0)
         expanded, batch = table.expanded(slot.shape[1]), slot.shape[1]
         given = KernelInputs(
@@ -123,7 +107,7 @@ class _Call:
             expanded.kv_full,
         )
         inputs = BackwardInputs(given, self.dout, self.out, self.lse, lambda: transposed.table(table, batch))
-        dq, dk, dv = block_attention_backward(inputs, self.executor.kernel_for(self.rows, backward=True))
+        dq, dk, dv = block_attention_backward(inputs, self.kernel)
         return dq, torch.stack([dk, dv]).view(slot.shape)
 
 
@@ -137,7 +121,7 @@ def _ring_backward(call: _Call, slot: torch.Tensor) -> tuple[torch.Tensor, torch
     what came from ring rank r + 1 to its own and hands the sum to r − 1. The last hand-over brings every slot's sums
     to the rank that the slot started from.
     """
-    strategy, group, tables = call.executor.plan.strategy, call.executor.group, call.executor.tables
+    strategy, group, tables = call.prepared.plan.strategy, call.prepared.group, call.prepared.tables
     own = slot.shape[2]
     dq = torch.zeros_like(call.rows, dtype=call.lse.dtype)
     sums: torch.Tensor | None = None
@@ -167,10 +151,10 @@ def _chunks_backward(call: _Call, first: torch.Tensor, k: torch.Tensor, v: torch
     first: [2, B, Ck, Bk, D], the first chunk;  k, v: [B, H, n_local, D], outside attention
     returns: dq [B·Rq, Bq, D] and by chunk dk, dv, [2, B, Ck, Bk, D], of lse's dtype
     """
-    fetched = call.executor.part.route.fetch(k, v, call.executor.group)
+    fetched = call.prepared.part.route.fetch(k, v, call.prepared.group)
     dq = torch.zeros_like(call.rows, dtype=call.lse.dtype)
     chunk, dkv = first, []
-    for period in range(len(call.executor.tables)):
+    for period in range(len(call.prepared.tables)):
         coming = next(fetched, None)
         dq_part, here = call.period(period, chunk)
         dq += dq_part
