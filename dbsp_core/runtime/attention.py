@@ -21,8 +21,8 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
+from dbsp_core.runtime.backward import attention_with_gradients
 from dbsp_core.runtime.forward import PreparedAttention, forward
-from dbsp_core.runtime.gradients.backward import attention_with_gradients
 from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_head_layout, dense_spans_of
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.utils.compiling import not_compiled

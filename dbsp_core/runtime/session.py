@@ -28,10 +28,10 @@ from dbsp_core.runtime.attention import (
     SCALES_DIFFER,
     DualBalancedAttention,
 )
-from dbsp_core.runtime.gradients.recomputation import Recomputation
 from dbsp_core.runtime.mask_provider import MaskProvider, Video
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.runtime.plan_reuse.rule import ReuseCounters
+from dbsp_core.runtime.recomputation import Recomputation
 from dbsp_core.runtime.sizes.new_sizes import NewSizes
 from dbsp_core.runtime.sizes.size_context import FEW_STEPS, AttentionKey, SizeContext
 from dbsp_core.sources import LocalQK

@@ -1,1 +1,0 @@
-"""The backward of dual-balanced attention."""
