@@ -11,7 +11,7 @@ import torch
 
 from cases import Case, Inputs, attend
 from dbsp_core.comm import all_to_all_backward
-from dbsp_core.runtime.gradients import backward
+from dbsp_core.runtime import backward, forward
 from interpreter import interpreted
 from oracle import dense_attention, largest_difference
 
@@ -90,7 +90,7 @@ class _Nothing:
 
 @contextlib.contextmanager
 def _sabotaged(how: str | None) -> Iterator[None]:
-    hand_over, ring = backward.hand_over, backward.ring_attention
+    hand_over, ring = backward.hand_over, forward.ring_attention
     calls = []
 
     def all_but_the_last(kv, next_blocks, strategy, group):
@@ -112,7 +112,7 @@ def _sabotaged(how: str | None) -> Iterator[None]:
     patches = {
         None: contextlib.nullcontext,
         "a missing hand-over": lambda: patch.object(backward, "hand_over", all_but_the_last),
-        "a wrong log-sum-exp": lambda: patch.object(backward, "ring_attention", another_lse),
+        "a wrong log-sum-exp": lambda: patch.object(forward, "ring_attention", another_lse),
         "one reader of a split head": lambda: patch.object(exchange, "of", classmethod(one_reader)),
     }
     with patches[how]():
