@@ -14,7 +14,10 @@ from dbsp_core.masks.schedule import Progress
 from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, around_calls, signature_of
 
-__all__ = ["Generations", "shared_generator"]
+__all__ = ["LEFT_OUT", "Generations", "shared_generator"]
+
+LEFT_OUT = {"LTXI2VLongMultiPromptPipeline": 1}
+"""By class of pipeline, how many of its scheduler's steps its loop leaves out at the end."""
 
 
 class Generations:
@@ -74,12 +77,14 @@ class Generations:
 
         With `strength` below 1, a pipeline leaves out the first of its scheduler's.
         """
-        ours = None if self._call is None else vars(self._pipe).get("_num_timesteps")
-        if isinstance(ours, int):
-            return ours
+        left_out = LEFT_OUT.get(type(self._pipe).__name__, 0)
+        own = None if self._call is None else vars(self._pipe).get("_num_timesteps")
+        if isinstance(own, int):
+            return own - left_out
         scheduler = getattr(self._pipe, "scheduler", None)
         timesteps = getattr(scheduler, "timesteps", None)
-        return None if timesteps is None else len(timesteps) - (getattr(scheduler, "begin_index", None) or 0)
+        begin = getattr(scheduler, "begin_index", None) or 0
+        return None if timesteps is None else len(timesteps) - begin - left_out
 
     def hook(self, transformer: nn.Module, patches: PatchSet, *, whole_inputs: bool, always: bool) -> None:
         """Lets the ranks compare what the transformer is given, at the first pass of each generation.

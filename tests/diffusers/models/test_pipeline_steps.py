@@ -6,8 +6,10 @@ from them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,10 @@ import pytest
 import torch
 
 import dbsp_diffusers
+from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_diffusers.architectures import ARCHITECTURES
+from dbsp_diffusers.sharding.generations import LEFT_OUT, Generations
 from tiny_transformers import TINY, make_tiny_transformer
 
 BF16 = torch.bfloat16
@@ -259,6 +263,24 @@ def test_steps_and_passes_of_a_pipeline_in_bfloat16(case):
         pipe(num_inference_steps=steps, output_type="latent", **case.call())
         assert moments.seen == [(step, branch) for step in range(steps) for branch in range(case.passes)]
         assert dense == [step < 3 or step >= steps - 4 for step, _ in moments.seen]
+
+
+def test_the_pipelines_whose_loops_leave_out_the_last_step_are_known():
+    import diffusers
+
+    families = ("chronoedit", "cogvideo", "flux", "flux2", "hunyuan_video", "hunyuan_video1_5", "ltx", "qwenimage")
+    folders = [Path(diffusers.__file__).parent / "pipelines" / name for name in (*families, "skyreels_v2", "wan")]
+    files = [path for folder in folders for path in folder.glob("pipeline_*.py")]
+    assert len(files) > 40
+    sources = [path.read_text() for path in files]
+    left_out = [source for source in sources if "timesteps[:-1]" in source]
+    assert {name for source in left_out for name in re.findall(r"class (\w+Pipeline)\(", source)} == set(LEFT_OUT)
+
+
+def test_their_steps_are_counted_without_it():
+    pipe = type("LTXI2VLongMultiPromptPipeline", (), {"scheduler": _euler()})()  # stands for the pipeline
+    pipe.scheduler.set_timesteps(8)
+    assert Generations(pipe, SequenceGroup(0, 1)).steps() == 7
 
 
 def test_every_known_class_has_a_pipeline_here():
