@@ -75,13 +75,13 @@ def enable(
     with PatchSet() as patches:
         suspended = suspend_context_parallelism(transformers_in(model).values(), patches)
         ranks = suspended if mesh is None else ranks_of_mesh(mesh)
-        sequence = _ranks(group) if ranks is None else ranks.group
+        sequence = SequenceGroup.of(group) if ranks is None else ranks.group
         default = Strategy(sequence.size, 1) if ranks is None else ranks.strategy
-        batch = SequenceGroup(0, 1) if batch_group is None else _ranks(batch_group)
+        batch = SequenceGroup(0, 1) if batch_group is None else SequenceGroup.of(batch_group)
         whole = Host(
             name=host,
             sequence=sequence,
-            everyone=sequence if batch_group is None else _ranks(everyone),
+            everyone=sequence if batch_group is None else SequenceGroup.of(everyone),
             attentions=_attentions_of,
             choose_strategy=lambda config: config.strategy_or(
                 default if strategy is None else Strategy.parse(strategy)
@@ -163,7 +163,3 @@ def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> No
     name = model_name(model) if hasattr(model, "transformer") else type(getattr(model, "_orig_mod", model)).__name__
     write_run_report([session for _, session in state.sessions], name, state.host, folder)
     observer.restart()
-
-
-def _ranks(group: Group) -> SequenceGroup:
-    return group if isinstance(group, SequenceGroup) else SequenceGroup.of(group)

@@ -18,6 +18,7 @@ from dbsp_cli.generate.joined import Joined
 from dbsp_cli.generate.log_file import new_log, reword_log
 from dbsp_cli.generate.meeting import Meeting
 from dbsp_cli.generate.orphans import RUN, kill_orphans, signal_of_run
+from dbsp_core.comm.groups import BROKE_OFF
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import ERROR, NOTICE
 from dbsp_start.held import held
@@ -28,7 +29,6 @@ _TAG = re.compile(r"\(rank (\d+)\) ")
 _STEPS_DONE = re.compile(r"(\d+)/(\d+) \[")
 _FAILURE = re.compile(r"rank\s+: (\d+) \(local_rank.*?exitcode\s+: (-?\d+)", re.DOTALL)
 """Of a rank, in torchrun's summary; the last one is what it takes for the root cause."""
-_BROKE_OFF = "communication between the ranks of the sequence broke off"
 _TELLS_TO_END = re.compile(r"Sending process (\d+) closing signal")
 _TOLD_TO_END = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _TAIL = 30
@@ -282,7 +282,7 @@ def _root_cause(summary: str, last_lines: Mapping[str, Sequence[str]]) -> tuple[
 
     def is_consequence(failure: tuple[str, int]) -> bool:
         rank, code = failure
-        return code == -signal.SIGTERM or any(_BROKE_OFF in line for line in last_lines.get(rank, ()))
+        return code == -signal.SIGTERM or any(BROKE_OFF in line for line in last_lines.get(rank, ()))
 
     return min(reversed(failures), key=is_consequence, default=None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.transforms import outside_transforms
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["DEBUG_DIFFERS", "check_consistent", "gather_texts", "run_consistently"]
+__all__ = ["DEBUG_DIFFERS", "check_consistent", "gather_texts", "require_equal", "run_consistently"]
 
 Result = TypeVar("Result")
 
@@ -80,10 +80,15 @@ def _check_consistent(
             raised = error
         raise raised(where + texts[first]) from problem
     for complaint, of_ranks in zip(marks, list(zip(*states, strict=True))[1:], strict=True):
-        usual = max(of_ranks, key=of_ranks.count)
-        differing = [rank for rank, mark in enumerate(of_ranks) if mark != usual]
-        if differing:
-            raise error(complaint.format(differing))
+        require_equal(complaint, of_ranks, error)
+
+
+def require_equal(complaint: str, of_ranks: Sequence[int], error: type[Exception] = UserError) -> None:
+    """Raises an error about ranks whose number is not the one that most have. complaint: with {} for the ranks"""
+    usual = max(of_ranks, key=of_ranks.count)
+    differing = [rank for rank, mark in enumerate(of_ranks) if mark != usual]
+    if differing:
+        raise error(complaint.format(differing))
 
 
 _FINE, _USERS, _OURS = range(3)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from dbsp_core.comm.consistency import require_equal
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
@@ -35,11 +36,9 @@ GENERATORS_DIFFER = (
     "some ranks were given a generator and others not, or are at another call (rank(s) {}); give generator= to all "
     "ranks, with one seed, or to none"
 )
-_COMPLAINTS = {
-    "size": "the size of the video differs on rank(s) {}, or its batch or dtype; give all ranks the same input",
-    "steps": "the denoising steps, timestep or guidance differ on rank(s) {}; give all ranks the same",
-    "shapes": "the text or another condition differs in length on rank(s) {}; give all ranks the same prompt",
-}
+SIZES_DIFFER = "the size of the video differs on rank(s) {}, or its batch or dtype; give all ranks the same input"
+STEPS_DIFFER = "the denoising steps, timestep or guidance differ on rank(s) {}; give all ranks the same"
+LENGTHS_DIFFER = "the text or another condition differs in length on rank(s) {}; give all ranks the same prompt"
 LATENTS_DIFFER = (
     "the latents that a generation begins with differ on rank(s) {}; give all ranks the same seed, or leave "
     "generator= out of calls of the pipeline that db-SP was enabled on"
@@ -51,7 +50,7 @@ CONDITIONS_DIFFER = "the text or another condition differs on rank(s) {}; give a
 class PassInputs:
     """What all ranks must be given alike in a forward pass.
 
-    size, steps: of any kind, compared by how they are written
+    size, steps: of any kind, compared by how they are written; the size says shapes and dtypes of the latents
     latents, conditions: tensors that are whole on every rank, compared up to rounding; none where ranks hold parts
     """
 
@@ -78,28 +77,26 @@ class GenerationAgreement:
 
     def seed(self, mine: int) -> int:
         """The first rank's seed. Collective. Raises UserError, on all ranks, where ranks are not at the same call."""
-        return self._exchange(_SEED, mine, (0,) * len(_COMPLAINTS), torch.zeros(2 * _BUCKETS, device=_CPU))[0][2]
+        return self._exchange(_SEED, mine, (0, 0, 0), torch.zeros(2 * _BUCKETS, device=_CPU))[0][2]
 
     def compare(self, inputs: PassInputs) -> None:
         """Raises UserError, on all ranks, where they are not at the same call or were given different inputs.
 
         Collective. Reads two sketches of 32 numbers back from the tensors' device.
         """
-        if self.group.size == 1:
-            return
-        shapes = [(tuple(one.shape), one.dtype) for one in inputs.conditions]
-        latents = [(tuple(one.shape), one.dtype) for one in inputs.latents]
-        marks = fingerprint_of((inputs.size, latents)), fingerprint_of(inputs.steps), fingerprint_of(shapes)
+        lengths = [(tuple(one.shape), one.dtype) for one in inputs.conditions]
+        marks = fingerprint_of(inputs.size), fingerprint_of(inputs.steps), fingerprint_of(lengths)
         sketches = torch.cat([_sketch(inputs.latents), _sketch(inputs.conditions)])
         rows = self._exchange(_PASS, 0, marks, sketches)
-        columns = list(zip(*(row[3 : 3 + len(marks)] for row in rows), strict=True))
-        for complaint, column in zip(_COMPLAINTS.values(), columns, strict=True):
-            _require_equal(complaint, column)
+        for column, complaint in enumerate((SIZES_DIFFER, STEPS_DIFFER, LENGTHS_DIFFER), 3):
+            require_equal(complaint, [row[column] for row in rows])
         bits = torch.tensor([row[3 + len(marks) :] for row in rows], device=_CPU)
         values = bits.view(torch.float64).unflatten(1, (2, _BUCKETS))
         for complaint, of_ranks in zip((LATENTS_DIFFER, CONDITIONS_DIFFER), values.unbind(1), strict=True):
             close = torch.cdist(of_ranks, of_ranks, compute_mode="donot_use_mm_for_euclid_dist") <= _TOLERANCE
-            _require(complaint, close[int(close.sum(dim=1).argmax())].tolist())
+            far = (~close[int(close.sum(dim=1).argmax())]).nonzero().flatten().tolist()
+            if far:
+                raise UserError(complaint.format(far))
 
     def _exchange(self, kind: int, seed: int, marks: Sequence[int], sketches: torch.Tensor) -> list[list[int]]:
         """By rank: what it has come for, its calls, its seed, its marks, its sketches as bits. Collective."""
@@ -107,19 +104,9 @@ class GenerationAgreement:
         rows = self.group.control().gather_integers([kind, self.calls, seed, *marks, *bits], _CPU)
         calls = [row[1] for row in rows]
         self.calls = max(calls)
-        _require_equal(CALLS_DIFFER, calls)
-        _require_equal(GENERATORS_DIFFER, [row[0] for row in rows])
+        require_equal(CALLS_DIFFER, calls)
+        require_equal(GENERATORS_DIFFER, [row[0] for row in rows])
         return rows
-
-
-def _require_equal(complaint: str, of_ranks: Sequence[int]) -> None:
-    usual = max(of_ranks, key=of_ranks.count)
-    _require(complaint, [value == usual for value in of_ranks])
-
-
-def _require(complaint: str, fine: Sequence[bool]) -> None:
-    if not all(fine):
-        raise UserError(complaint.format([rank for rank, good in enumerate(fine) if not good]))
 
 
 def _sketch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

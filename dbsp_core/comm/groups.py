@@ -20,6 +20,7 @@ from dbsp_core.comm.auxiliary import auxiliary_group, timeout_of
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
+    "BROKE_OFF",
     "CommunicationError",
     "PendingTransfer",
     "SequenceGroup",
@@ -30,8 +31,10 @@ __all__ = [
 
 # Its name before torch 2.13 is the longer one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+BROKE_OFF = "communication between the ranks of the sequence broke off"
+"""How the words of a rank begin that has missed another."""
 _DESTROYED = (
-    "the process group that this was made for is destroyed; make executors and sessions anew for another one, on a "
+    "the process group that this was made for is destroyed; make new executors and sessions for another one, on a "
     "pipeline by disable and enable"
 )
 _OUTSIDE = "this rank is outside the process group that it was given; call db-SP on the group's ranks only"
@@ -48,9 +51,8 @@ def told_if_it_breaks_off() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CommunicationError(
-            "communication between the ranks of the sequence broke off: one of the other ranks may have died, or was "
-            "too late; look for the first error in its output, and restart all ranks "
-            f"({' '.join(str(error).split())})"
+            f"{BROKE_OFF}: one of the other ranks may have died, or was too late; look for the first error in its "
+            f"output, and restart all ranks ({' '.join(str(error).split())})"
         ) from error
 
 

@@ -73,7 +73,7 @@ class StepCounter:
         if self._index is None:  # a scheduler has none until its first step is over
             self._first_index = index - (self.now.step + 1 if self._branches else 0)
         elif index < self._index:
-            self._begin_anew()
+            self._restart()
             self._first_index = index
         self._index = index
         return index - self._first_index
@@ -81,11 +81,11 @@ class StepCounter:
     def _by_timestep(self, timestep: float, cfg_branch: int | None) -> int:
         last, self._timestep = self._timestep, timestep
         if last is None or timestep > last or self._index is not None:
-            self._begin_anew()
+            self._restart()
             return 0
         return self.now.step + int(timestep < last or cfg_branch in self._branches)
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         """Before the first pass of another denoising."""
         self._index, self._branches = None, set()
 

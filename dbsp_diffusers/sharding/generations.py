@@ -87,12 +87,14 @@ class Generations:
         return None if timesteps is None else len(timesteps) - begin - left_out
 
     def hook(self, transformer: nn.Module, patches: PatchSet, *, whole_inputs: bool, always: bool) -> None:
-        """Lets the ranks compare what the transformer is given, at the first pass of each generation.
+        """Lets ranks, where there are several, compare what the transformer is given: at the first pass of each
+        generation, hooked before anything that cuts its inputs.
 
-        Hooked before anything that cuts its inputs.
         whole_inputs: whether every rank is given all of them
         always: whether to compare at every pass
         """
+        if self.agreement.group.size == 1:
+            return
 
         @torch.compiler.disable
         def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -127,7 +129,7 @@ class Generations:
         steps = self.steps(), moment, self._passes, guidance
         latents = list(_tensors(inputs.get("hidden_states")))
         others = [value for name, value in inputs.items() if name not in ("hidden_states", "timestep")]
-        size = [tuple(one.shape) for one in latents]
+        size = [(tuple(one.shape), one.dtype) for one in latents]
         return PassInputs(size, steps, latents, list(_tensors(others))) if whole else PassInputs(size, steps)
 
 
