@@ -1,0 +1,199 @@
+"""Names in code quotes exist, retired words do not come back, and docstrings have one form."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import io
+import re
+import tokenize
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+from repository import ROOT
+
+PRODUCT = ("kernels", "dbsp_core", "dbsp_diffusers", "dbsp_xdit", "dbsp_para", "dbsp_cli", "dbsp_start")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
+OTHER_CODE = [path for folder in ("tests", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
+VOCABULARY = ROOT / "docs" / "vocabulary.md"
+RETIRED = "**Words no longer used**"
+FROM_OTHERS = {
+    # What other projects call things, in tables that translate.
+    *("cu_seqlens", "seqused_k", "softmax_lse", "extra_pos_emb", "learnable_pos_embed", "CosmosTransformer3DModel"),
+    # Files of other projects, and what users may call or set there.
+    *("sparse_reordered_all.pt", "cogvideo_lut.pt", "load_lora_weights", "NCCL_SOCKET_IFNAME", "ball.rankn.log"),
+    "xFuserArgs.add_cli_args",
+}
+"""Names that our texts quote and our code does not have."""
+_FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)
+_QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+_NAME = re.compile(r"\.?[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+def docstrings_in(tree: ast.Module) -> list[ast.Constant]:
+    """Texts that are statements: of modules, classes and functions, and those below fields."""
+    statements = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
+    return [value for value in statements if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+
+
+def docstrings_of(path: Path) -> list[str]:
+    return [text.value for text in docstrings_in(ast.parse(path.read_text(encoding="utf-8")))]
+
+
+def prose_of(path: Path) -> str:
+    """A page; of a source file its docstrings and comments."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return _FENCE.sub("", source)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return "\n".join(docstrings_of(path) + comments)
+
+
+def quoted_names(text: str) -> list[str]:
+    """What a text has in code quotes that looks like code: with an underscore or a dot, called, or in CamelCase."""
+    names = [quoted.strip() for quoted in _QUOTED.findall(text) if _NAME.fullmatch(quoted.strip())]
+    return [name for name in names if re.search(r"_|\.|\(\)$|[a-z][A-Z]", name)]
+
+
+@cache
+def words_of_code() -> frozenset[str]:
+    """Every word of the code, its texts and file names, and of settings; docstrings and comments left out."""
+    words: set[str] = set()
+    for path in SOURCES + OTHER_CODE:
+        if path == Path(__file__):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        prose = {id(text) for text in docstrings_in(tree)}
+        words.update(path.relative_to(ROOT).with_suffix("").parts, ["py"])
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+                words.update(_WORD.findall(node.value))
+            words.update(
+                name for _, value in ast.iter_fields(node) if isinstance(value, str) for name in value.split(".")
+            )
+            if isinstance(node, (ast.Global, ast.Nonlocal)):
+                words.update(node.names)
+    for pattern in ("*configs/**/*.yaml", "scripts/*", "*.toml", "docs/**/*.*", ".github/**/*.yml"):
+        for path in filter(Path.is_file, ROOT.glob(pattern)):
+            words.update(_WORD.findall(path.name))
+            if path.suffix in {"", ".yaml", ".yml", ".toml", ".sh"}:
+                words.update(_WORD.findall(path.read_text(encoding="utf-8")))
+    return frozenset(words)
+
+
+@cache
+def members() -> dict[str, frozenset[str]]:
+    """By class and by module of ours: what it defines; a class has its bases' too, None stands for unknown ones."""
+    own: dict[str, set[str]] = defaultdict(set)
+    bases: dict[str, set[str]] = defaultdict(set)
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        module = path.parent.name if path.stem == "__init__" else path.stem
+        own[module] |= {name for node in tree.body for name in _defined(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] |= {_last(base) for base in node.bases}
+                own[node.name] |= {name for inner in ast.walk(node) for name in _defined(inner)}
+        own[path.parent.name].add(path.stem)
+
+    def all_of(name: str) -> set[str]:
+        return own[name].union(*(all_of(base) for base in bases[name] if base != name))
+
+    return {name: frozenset(all_of(name)) for name in list(own)}
+
+
+def _last(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _defined(node: ast.AST) -> list[str]:
+    """Names that a statement defines: functions, classes, variables, fields, imports, and attributes of `self`."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [alias.asname or alias.name for alias in node.names]
+    if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return []
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    names = [inner for target in targets for inner in ast.walk(target) if isinstance(inner, (ast.Name, ast.Attribute))]
+    return [_last(name) for name in names]
+
+
+def exists(name: str) -> bool:
+    """Whether a name is one of our code or settings, one of an installed package, or known to be another project's."""
+    name = name.removesuffix("()").strip(".")
+    first, *rest = name.split(".")
+    if name in FROM_OTHERS:
+        return True
+    if first in {"torch", "numpy", "triton", "diffusers", "transformers", "xfuser", "para_attn"}:
+        return _exists_elsewhere(name)
+    if rest and first[:1].isupper() and first in members():
+        return rest[0] in members()[first]
+    return all(part in words_of_code() for part in (first, *rest))
+
+
+def _exists_elsewhere(name: str) -> bool:
+    """Looks a name up in the package it begins with, where that is installed."""
+    first, *rest = name.split(".")
+    if importlib.util.find_spec(first) is None or first == "xfuser":  # which cannot be imported without a GPU
+        return True
+    found, module = importlib.import_module(first), first
+    for part in rest:
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(f"{module}.{part}")
+            except ImportError:
+                return False
+        found, module = getattr(found, part), f"{module}.{part}"
+    return True
+
+
+def retired_words() -> list[str]:
+    """The first column of the vocabulary's last table."""
+    table = VOCABULARY.read_text(encoding="utf-8").partition(RETIRED)[2]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
+    return [word.strip(" `") for row in rows[2:] for word in row.split(",")]
+
+
+def test_names_in_code_quotes_exist():
+    texts = {path: prose_of(path).partition(RETIRED)[0] for path in SOURCES + PAGES}
+    wrong = {path: [name for name in quoted_names(text) if not exists(name)] for path, text in texts.items()}
+    assert {str(path.relative_to(ROOT)): names for path, names in wrong.items() if names} == {}
+
+
+def test_names_that_do_not_exist_are_found():
+    text = "`SequenceGroup.alone` `SequenceGroup.gone` `planning.nothing_there` `torch.no_grad()` `torch.gone` `a - b`"
+    assert [name for name in quoted_names(text) if not exists(name)] == [
+        "SequenceGroup.gone",
+        "planning.nothing_there",
+        "torch.gone",
+    ]
+
+
+def test_retired_words_do_not_come_back():
+    assert len(retired_words()) > 5
+    retired = re.compile(rf"\b({'|'.join(retired_words())})\b", re.I)
+    texts = [path for path in [*SOURCES, *OTHER_CODE, *PAGES] if path not in (VOCABULARY, Path(__file__))]
+    found = {path: retired.findall(path.read_text(encoding="utf-8")) for path in texts}
+    assert {str(path.relative_to(ROOT)): words for path, words in found.items() if words} == {}
+
+
+def private_forms(docstring: str) -> list[str]:
+    """Arguments and results that are said neither in a sentence nor under a heading of Google's form."""
+    sections = re.compile(r"^ *(Args|Attributes|Returns|Raises|Yields):$.*", re.M | re.S)
+    return re.findall(r"\breturns:|(?:^ *|; +)[a-z]\w*(?:, \w+)*: +\S", sections.sub("", docstring), re.M)
+
+
+def test_docstrings_have_one_form():
+    forms = {path: [form for text in docstrings_of(path) for form in private_forms(text)] for path in SOURCES}
+    assert {str(path.relative_to(ROOT)): found for path, found in forms.items() if found} == {}
+
+
+def test_private_forms_are_found():
+    assert len(private_forms("Adds two. returns: the sum\n\n    a: one;  b: two")) == 3
+    assert private_forms("Adds two: a and b.\n\nArgs:\n    a: One.\n\nReturns:\n    The sum.") == []
