@@ -20,8 +20,9 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class TransposedTable:
     """Which rows attend to each packed block: `kv_index` and `kv_count` the other way round.
 
-    rows:  int32[Ck, most], in rising order: the first `count` of each block's entries
-    count: int32[Ck]
+    Attributes:
+        rows: int32[Ck, most], in rising order: the first `count` of each block's entries.
+        count: int32[Ck].
     """
 
     rows: torch.Tensor
@@ -32,11 +33,12 @@ class TransposedTable:
 class BackwardInputs:
     """What a kernel's backward is given.
 
-    forward:    q, k, v, scale and tables, as the forward had them; `partial` and `out_dtype` are None
-    dout:       [Rq, Bq, D]
-    out, lse:   the attention's over *all* keys, those of other calls too: the gradients of calls over disjoint keys
-                then just add up, because each one's P = exp(scale·QKᵀ − lse) is its part of the whole softmax
-    transposed: makes the transposed table, for kernels that need it
+    Attributes:
+        forward: q, k, v, scale and tables, as the forward had them; `partial` and `out_dtype` are None.
+        dout: [Rq, Bq, D].
+        out, lse: The attention's over *all* keys, those of other calls too: the gradients of calls over disjoint keys
+            then just add up, because each one's P = exp(scale·QKᵀ − lse) is its part of the whole softmax.
+        transposed: Makes the transposed table, for kernels that need it.
     """
 
     forward: KernelInputs

@@ -17,8 +17,9 @@ HOPPER = (9, 0)
 class DensePart:
     """Packed rows side by side that attend to all of some packed blocks side by side.
 
-    rows, blocks: first and last, exclusive, in one copy of the batch
-    tokens: int64, the real tokens among the blocks' places; None: all of them
+    Attributes:
+        rows, blocks: First and last, exclusive, in one copy of the batch.
+        tokens: int64, the real tokens among the blocks' places; None: all of them.
     """
 
     rows: tuple[int, int]
@@ -27,7 +28,7 @@ class DensePart:
 
 
 def dense_supported(q: torch.Tensor) -> bool:
-    """Whether torch has a dense kernel that returns a log-sum-exp for q [..., D]."""
+    """Returns whether torch has a dense kernel that returns a log-sum-exp for q [..., D]."""
     if not q.is_cuda:
         return q.device.type == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
@@ -36,9 +37,14 @@ def dense_supported(q: torch.Tensor) -> bool:
 def attend_dense_part(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: DensePart, scale: float
 ) -> PartialAttention:
-    """Attention of one part. q: [B, Rq, Bq, D]; k, v: [B, Ck, Bk, D]
+    """Attention of one part.
 
-    returns: out [B, rows, Bq, D] in q's dtype and lse [B, rows, Bq], natural log
+    Args:
+        q: [B, Rq, Bq, D].
+        k, v: [B, Ck, Bk, D].
+
+    Returns:
+        out [B, rows, Bq, D] in q's dtype and lse [B, rows, Bq], natural log.
     """
     rows = q[:, slice(*part.rows)]
     keys, values = (t[:, slice(*part.blocks)].flatten(1, 2) for t in (k, v))
@@ -50,7 +56,7 @@ def attend_dense_part(
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
-    """q: [B, 1, n, D]; k, v: [B, 1, m, D]"""
+    """Attends with q [B, 1, n, D] to k and v [B, 1, m, D] on torch's kernel for the device."""
     aten = torch.ops.aten
     if not q.is_cuda:
         cpu: PartialAttention = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)[:2]

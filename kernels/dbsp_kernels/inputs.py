@@ -15,8 +15,9 @@ __all__ = ["DenseHeadLayout", "KernelInputs"]
 class DenseHeadLayout:
     """What rows and KV blocks are when they are simply all those of some heads, in order.
 
-    heads:  how many
-    tokens: of each head; only its last query block and its last KV block may be short
+    Attributes:
+        heads: How many.
+        tokens: Of each head; only its last query block and its last KV block may be short.
     """
 
     heads: int

@@ -11,7 +11,7 @@ PartialAttention = tuple[torch.Tensor, torch.Tensor]
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the log-sum-exp of queries of `dtype`: float32, or float64 for float64."""
+    """Returns the log-sum-exp's dtype for queries of `dtype`: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -20,12 +20,15 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of two disjoint key sets.
 
-    out, out_part: [..., D]
-    lse, lse_part: [...], natural log, of `lse_dtype`; a side that saw no key has lse −inf and out 0
-    returns: (out in out's dtype, lse)
-
     out = out·σ(lse − lse_part) + out_part·σ(lse_part − lse) is the usual update; where both sides are −inf the
     difference is NaN, so the weights are formed against a finite maximum instead.
+
+    Args:
+        out, out_part: [..., D].
+        lse, lse_part: [...], natural log, of `lse_dtype`; a side that saw no key has lse −inf and out 0.
+
+    Returns:
+        (out in out's dtype, lse).
     """
     top = torch.maximum(lse, lse_part)
     finite_top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)

@@ -49,13 +49,17 @@ def pack_rows(
 
     A span is a head, or one sequence of a head, that rows attend to: they share what columns stand for.
 
-    mask:    bool[n, nk] rows; or bool[n], rows of several lengths one after another
-    rows, spans, turn: int64[R], each row's place there (in bool[n] its first), its span, and what it is sorted by
-    columns: int64[y, spans, width], the KV block that a row's column stands for, counted along the mask's row
-    present: bool[y, spans, width], whether it stands for one;  full: whether that block is not short
-    as_masked: whether columns are those of the mask
-    returns: bits uint8[y, R, ceil(width / 8)]; int32[y, R] the blocks of each row and how many of them are not short;
-             int64[y, R], turn less those blocks
+    Args:
+        mask: bool[n, nk] rows; or bool[n], rows of several lengths one after another.
+        rows, spans, turn: int64[R], each row's place there (in bool[n] its first), its span, and what it is sorted by.
+        columns: int64[y, spans, width], the KV block that a row's column stands for, counted along the mask's row.
+        present: bool[y, spans, width], whether it stands for one.
+        full: Whether that block is not short.
+        as_masked: Whether columns are those of the mask.
+
+    Returns:
+        Bits uint8[y, R, ceil(width / 8)]; int32[y, R] the blocks of each row and how many of them are not short;
+        int64[y, R], turn less those blocks.
     """
     if mask.is_cuda:
         from dbsp_kernels.triton.row_bits import triton_pack_rows  # here: triton need not be installed
@@ -82,12 +86,15 @@ def expand_rows(
 ) -> torch.Tensor:
     """The table that `block_attention` reads, made where the bits are, without a host synchronisation.
 
-    bits:    uint8[R, ceil(width / 8)]: row r attends to packed block base[r] + j where its bit j is set
-    base:    int32[R]
-    kv_len:  int32[Ck]; blocks shorter than `block` are listed last
-    kv_full: int32[R], how many of each row's blocks are not short
-    returns: kv_index int32[batch · R, width]; the b-th copy of the rows has the b-th copy of the Ck blocks. What is
-             beyond a row's count is undefined.
+    Args:
+        bits: uint8[R, ceil(width / 8)]: row r attends to packed block base[r] + j where its bit j is set.
+        base: int32[R].
+        kv_len: int32[Ck]; blocks shorter than `block` are listed last.
+        kv_full: int32[R], how many of each row's blocks are not short.
+
+    Returns:
+        kv_index int32[batch · R, width]; the b-th copy of the rows has the b-th copy of the Ck blocks. What is beyond
+        a row's count is undefined.
     """
     if bits.is_cuda:
         from dbsp_kernels.triton.row_bits import triton_expand_rows  # here: triton need not be installed

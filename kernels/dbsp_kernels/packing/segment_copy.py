@@ -26,8 +26,9 @@ SLICED = 16  # mean tokens from which on the CPU copies segment by segment, rath
 class CopySegments:
     """What `copy_segments` copies; no two segments write to one place.
 
-    table: int32[n, 6], COLUMNS: `length` tokens are copied, and `zeros` zeros written behind them
-    mean:  tokens and zeros of a segment, on average
+    Attributes:
+        table: int32[n, 6], COLUMNS: `length` tokens are copied, and `zeros` zeros written behind them.
+        mean: Tokens and zeros of a segment, on average.
     """
 
     table: torch.Tensor
@@ -35,7 +36,7 @@ class CopySegments:
 
     @classmethod
     def of(cls, columns: np.ndarray, device: torch.device) -> CopySegments:
-        """columns: int[n, 6] on the host; segments in which there is nothing to write are left out."""
+        """Makes the table of columns int[n, 6] on the host; leaves out segments in which nothing is to be written."""
         size = columns[:, 4] + columns[:, 5]
         kept = np.ascontiguousarray(columns if (size > 0).all() else columns[size > 0], dtype=np.int32)
         return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
@@ -66,9 +67,11 @@ def copy_segments(
 ) -> None:
     """Copies segments of tokens: one pass over what is copied, for any strides.
 
-    source, destination: [B, heads, tokens, D] of one B, D, dtype and device; views are welcome
-    add: whether tokens are added to what is there; such segments have no zeros
     Nothing else in the destination is touched.
+
+    Args:
+        source, destination: [B, heads, tokens, D] of one B, D, dtype and device; views are welcome.
+        add: Whether tokens are added to what is there; such segments have no zeros.
     """
     if source.is_cuda:
         from dbsp_kernels.triton.segment_copy import triton_copy_segments  # here: triton need not be installed

@@ -100,11 +100,14 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program, up to TILE_Q queries of one row; see `triton_attention` for the arguments.
 
-    q, out, running: [rows, BLOCK_Q, WIDTH]; k, v: [blocks, BLOCK_K, WIDTH], the last dimension contiguous; given as
-    pointers, or with USE_TMA as tensor descriptors over [blocks · BLOCK_K, WIDTH]. FULL_FIRST: the first full[row]
-    entries are full blocks, and BLOCK_K is a multiple of TILE_K. SHORT_ONLY: those entries are left out. RUNNING: the
-    result is merged with running and running_lse, which may be out and lse themselves. INTERPRET_FP32 computes in fp32
-    where the interpreter cannot do bf16.
+    Args:
+        q, out, running: [rows, BLOCK_Q, WIDTH].
+        k, v: [blocks, BLOCK_K, WIDTH], the last dimension contiguous: pointers, or with USE_TMA tensor descriptors
+            over [blocks · BLOCK_K, WIDTH].
+        FULL_FIRST: The first full[row] entries are full blocks, and BLOCK_K is a multiple of TILE_K.
+        SHORT_ONLY: Those entries are left out.
+        RUNNING: The result is merged with running and running_lse, which may be out and lse themselves.
+        INTERPRET_FP32: Computes in fp32 where the interpreter cannot do bf16.
     """
     row = tl.load(order_ptr + tl.program_id(0)).to(tl.int64)
     queries = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
@@ -155,7 +158,8 @@ def triton_attention(
 ) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention`; tiles and use_tma override what is best for the device.
 
-    short_only: only the entries from kv_full on, which must be given; the others have been computed elsewhere
+    Args:
+        short_only: Only the entries from kv_full on, which must be given; the others have been computed elsewhere.
     """
     q, scale = inputs.positively_scaled()
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, inputs.k, inputs.v))
@@ -194,7 +198,7 @@ def triton_attention(
 
 
 def _destination(q: torch.Tensor, partial: PartialAttention | None, out_dtype: torch.dtype | None) -> PartialAttention:
-    """Where the result goes: over the partial one, unless another dtype is asked for."""
+    """Returns where the result goes: over the partial one, unless another dtype is asked for."""
     dtype = out_dtype or (partial[0].dtype if partial else q.dtype)
     lse = partial[1] if partial else torch.empty(q.shape[:2], device=q.device, dtype=torch.float32)
     if partial and partial[0].dtype == dtype:
@@ -203,13 +207,13 @@ def _destination(q: torch.Tensor, partial: PartialAttention | None, out_dtype: t
 
 
 def capability_of(device: torch.device) -> int:
-    """90 for Hopper."""
+    """Returns the compute capability as one number: 90 for Hopper."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def _copyable(t: torch.Tensor) -> bool:
-    """Whether Hopper's copy engine can fetch tiles of blocks [C, B, D] as one matrix [C·B, D]."""
+    """Returns whether Hopper's copy engine can fetch tiles of blocks [C, B, D] as one matrix [C·B, D]."""
     one_matrix = t.stride(0) == t.shape[1] * t.stride(1)
     return one_matrix and t.numel() > 0 and t.data_ptr() % 16 == 0 and t.stride(1) * t.itemsize % 16 == 0
 

@@ -41,7 +41,7 @@ def hopper_attention(inputs: KernelInputs) -> PartialAttention:
 def launch_arguments(
     inputs: KernelInputs, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[int, list[Any], dict[str, Any]]:
-    """returns: the number of programs, the kernel's arguments with q, k and v as tensors, and its constants"""
+    """Returns the number of programs, the kernel's arguments with q, k and v as tensors, and its constants."""
     q, scale = inputs.positively_scaled()
     count, index, schedule = inputs.kv_count, inputs.kv_index.contiguous(), inputs.row_schedule
     full = torch.zeros_like(count) if inputs.kv_full is None else inputs.kv_full

@@ -18,7 +18,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     out_ptr, lse_ptr, part_ptr, part_lse_ptr, tokens,
     WIDTH: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """TILE tokens a program. out, part: [tokens, WIDTH]; lse, part_lse: float32[tokens], natural log."""
+    """Merges TILE tokens a program: out and part [tokens, WIDTH] by lse and part_lse float32[tokens], natural log."""
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     width = tl.arange(0, TILE_D)
     there = token < tokens

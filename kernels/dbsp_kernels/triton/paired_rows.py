@@ -1,4 +1,4 @@
-"""Two rows that share the tiles which both need: their lists as one, and where in it each row's own blocks stand."""
+"""Two rows that share the tiles which both need: their lists as one, and where in it each row's own blocks are."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ _SHORT, _NONE = 1 << 30, (1 << 31) - 1
 
 @dataclass(frozen=True, eq=False)
 class PairedRows:
-    """rows: int32[P, 2]; the last row stands alone as a pair with itself, where their number is odd
-    list:  int32[P, 2 · width], the blocks that one or both rows need, each once, full ones first
-    tiles: int32[P], how many entries of it there are
-    turn:  int32[P, 2, width], where in the list the rows' blocks stand, in its order
+    """Rows in pairs, with the blocks that each pair and each of its rows needs.
+
+    Attributes:
+        rows: int32[P, 2]; where their number is odd, the last row is a pair with itself.
+        list: int32[P, 2 · width], the blocks that one or both rows need, each once, full ones first.
+        tiles: int32[P], how many entries of it there are.
+        turn: int32[P, 2, width], where in the list each row's own blocks are, in its order.
     """
 
     rows: torch.Tensor
@@ -32,7 +35,7 @@ def pair_rows(
 
     The arguments are those of `dbsp_kernels.block_attention`, for fewer than 2^28 blocks. A fixed number of operators.
     """
-    # 1. Who is with whom.
+    # 1. Pairs.
     rows = torch.cat([row_schedule, row_schedule[-1:]])[: 2 * -(-len(row_schedule) // 2)].view(-1, 2)
     picked, width = rows.long(), kv_index.shape[1]
     # 2. Keys that sort by short or full, then by block; of a block that both need, the first row's comes first.

@@ -1,4 +1,4 @@
-"""From masks to rows' bits, and from bits to the kernel's table, as Triton kernels: one pass over either."""
+"""Triton kernels from masks to rows' bits and from bits to the kernel's table, each in one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copying runs of tokens, as a Triton kernel."""
+"""Copying segments of tokens, as a Triton kernel."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each 
 
 @triton.jit
 def copy_kernel(  # type: ignore[no-untyped-def]
-    from_ptr, to_ptr, table_ptr, runs,
+    from_ptr, to_ptr, table_ptr, segments,
     from_batch, from_head_stride, from_token_stride, from_width, to_batch, to_head_stride, to_token_stride, to_width,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens at a time: TOKENS of each of ROWS / TOKENS runs, of one element of the batch."""
+    """ROWS tokens at a time: TOKENS of each of ROWS / TOKENS segments, of one element of the batch."""
     row = tl.arange(0, ROWS)
-    run = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
+    segment = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
     batch = tl.program_id(1).to(tl.int64)
-    there = run < runs
-    entry = table_ptr + run.to(tl.int64) * 6
+    there = segment < segments
+    entry = table_ptr + segment.to(tl.int64) * 6
     from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
     from_token = tl.load(entry + 1, mask=there, other=0).to(tl.int64)
     to_head = tl.load(entry + 2, mask=there, other=0).to(tl.int64)
@@ -53,12 +53,12 @@ def copy_kernel(  # type: ignore[no-untyped-def]
 def triton_copy_segments(
     source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float, add: bool = False
 ) -> None:
-    """The contract of `dbsp_kernels.packing.segment_copy.copy_segments`. table, mean: of its `CopySegments`"""
+    """The contract of `dbsp_kernels.packing.segment_copy.copy_segments`, given the fields of its `CopySegments`."""
     count, width = len(table), source.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return
     rows = max(1, ELEMENTS // padded(width))
-    # Where runs are short (heads with token orders of their own), a program takes many of them at once.
+    # Where segments are short (heads with token orders of their own), a program takes many of them at once.
     tokens = min(rows, 1 << (max(1, round(mean)) - 1).bit_length())
     copy_kernel[(-(-count // (rows // tokens)), source.shape[0])](
         source, destination, table, count, *source.stride(), *destination.stride(),

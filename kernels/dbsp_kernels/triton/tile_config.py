@@ -15,8 +15,10 @@ HOPPER = 90
 class Tiles:
     """How one program works.
 
-    queries: of a row, per program; keys: per step of its loop; a block larger than that takes several
-    warps, stages: Triton's num_warps and num_stages (tiles of keys and values in flight)
+    Attributes:
+        queries: Of a row, per program.
+        keys: Per step of its loop; a block larger than that takes several.
+        warps, stages: Triton's num_warps and num_stages (tiles of keys and values in flight).
     """
 
     queries: int

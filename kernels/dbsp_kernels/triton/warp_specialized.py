@@ -73,10 +73,14 @@ def _steps(  # type: ignore[no-untyped-def]
     first, last, passed, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turn_ptr, list_ptr, length_ptr,
     acc, top, total, scale_log2, MASKED: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """Blocks first … last − 1 of a group's own; turn_ptr: int32, where each stands among the program's tiles.
+    """Attends to blocks first … last − 1 of a group's own.
 
-    passed: tiles so far. A slot is given back before the group waits for another one: else a group that passes many
-    tiles would keep the one which the producer needs to get to the group's next.
+    A slot is given back before the group waits for another one: else a group that passes many tiles would keep the one
+    that the producer needs to get to the group's next.
+
+    Args:
+        passed: Tiles so far.
+        turn_ptr: int32, each block's place among the program's tiles.
     """
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_K: gl.constexpr = k_smem.shape[1]
@@ -180,10 +184,13 @@ def warp_specialized_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program: a row of 128 queries, or (PAIRED) two of 64; see `hopper_attention` for the arguments.
 
-    q, k, v: descriptors of [rows · block_q, D] and [blocks · block_k, D] with tiles of 64 and of block_k
-    rows: int32, the row, or the two rows, of each program; own, full: int32[rows], blocks of each row, full ones first
-    list: int32[., list_width], a row's blocks; PAIRED: by program those of its rows; tiles: int32, how many there are
-    turn: int32[programs · 2, turn_width], where the rows' blocks stand in their program's list; not used unless PAIRED
+    Args:
+        q_desc, k_desc, v_desc: Of [rows · block_q, D] and [blocks · block_k, D], with tiles of 64 and of block_k.
+        rows_ptr: int32, the row, or the two rows, of each program.
+        own_ptr, full_ptr: int32[rows], blocks of each row, full ones first.
+        list_ptr: int32[., list_width], a row's blocks; PAIRED: by program those of its rows.
+        tiles_ptr: int32, how many there are.
+        turn_ptr: int32[programs · 2, turn_width], places of the rows' blocks in their program's list, if PAIRED.
     """
     program = gl.program_id(0)
     if PAIRED:
