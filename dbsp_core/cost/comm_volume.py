@@ -19,12 +19,13 @@ __all__ = ["Traffic", "traffic_of"]
 class Traffic:
     """What one attention moves, in tokens of one head. To turn into bytes: times batch, head_dim and element size.
 
-    queries: float64[P, P], queries from home rank (row) to owner (column); outputs go the same way back
-    keys:    float64[exchanges, P, P], keys from home rank to the rank that computes with them first; values likewise
-    rows:    int64[P], rows each rank owns
-    blocks:  int64[periods, P], KV blocks that each rank computes with. Those of periods that no exchange serves are
-             handed on from rank (r + 1, u), which had them the period before
-    block_k: tokens of a whole KV block
+    Attributes:
+        queries: float64[P, P], queries from home rank (row) to owner (column); outputs go the same way back.
+        keys: float64[exchanges, P, P], keys from home rank to the rank that computes with them first; values likewise.
+        rows: int64[P], rows each rank owns.
+        blocks: int64[periods, P], KV blocks that each rank computes with. Those of periods that no exchange serves are
+            handed on from rank (r + 1, u), which had them the period before.
+        block_k: Tokens of a whole KV block.
     """
 
     queries: np.ndarray
@@ -52,7 +53,8 @@ class Traffic:
     def in_chunks(self, shares: Sequence[int]) -> Traffic:
         """About the same where keys come in these further chunks: as if the keys of all were alike.
 
-        shares: see `NeededKeys.shares`
+        Args:
+            shares: See `NeededKeys.shares`.
         """
         if len(self.keys) < len(self.blocks):
             raise ValueError("keys that are handed on do not come in chunks")
@@ -95,7 +97,7 @@ def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
 
 
 def _by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
-    """float64[world, n]: how many heads put each block on each rank. ranks: int64[heads, n]"""
+    """float64[world, n]: how many heads put each block on each rank, from ranks int64[heads, n]."""
     blocks = ranks.shape[1]
     flat = (ranks * blocks + np.arange(blocks)).ravel()
     return np.bincount(flat, minlength=world * blocks).reshape(world, blocks).astype(np.float64)

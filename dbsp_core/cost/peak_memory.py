@@ -28,7 +28,8 @@ __all__ = ["MemoryLimit", "head_caps", "mask_bytes", "peak_bytes", "prediction_b
 class MemoryLimit:
     """Most bytes that an attention may hold on any rank at its peak, as all ranks agreed.
 
-    free: whether that is what was free before q, k and v were made; else it is beside them
+    Attributes:
+        free: Whether that is what was free before q, k and v were made; else it is beside them.
     """
 
     size: int
@@ -44,9 +45,11 @@ def peak_bytes(
 ) -> np.ndarray:
     """float64[P]: most bytes that each rank holds at once beside its q, k and v themselves.
 
-    gradients: of a forward pass that keeps what backward needs (see `training.saved_bytes`): packed q, the first slot,
-               the output and its log-sum-exp stay until it ends
     Equal to what `scripts/bench/peak_memory.py` counts.
+
+    Args:
+        gradients: Of a forward pass that keeps what backward needs (see `training.saved_bytes`): packed q, the first
+            slot, the output and its log-sum-exp stay until it ends.
     """
     strategy, grid, token = assignment.strategy, assignment.grid, float(shape.token_bytes)
     traffic, periods = traffic_of(assignment, layout), assignment.periods
@@ -120,7 +123,8 @@ def _sequences(grid: BlockGrid) -> tuple[BlockGrid, ...]:
 def within_limit(plans: Iterable[Plan], excess: Callable[[Plan], float]) -> Plan:
     """The first of some plans that fits, or the one with the least peak.
 
-    excess: bytes by which a plan's peak is above a limit
+    Args:
+        excess: Bytes by which a plan's peak is above a limit.
     """
     best, least = None, float("inf")
     for plan in plans:

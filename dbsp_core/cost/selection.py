@@ -55,8 +55,10 @@ def fastest_plan(
 
     "dbsp" weighs an exchange by its bytes on average; the latency model knows which rank has most of them. Others are
     made only where they could save more than `WORTH_A_LOOK`: by even work, hidden P2P and an exchange without excess.
-    make: by planner, and whether Ulysses ranks must have equal numbers of heads
-    fits: whether a simpler planner's plan may be taken at all
+
+    Args:
+        make: By planner, and whether Ulysses ranks must have equal numbers of heads.
+        fits: Whether a simpler planner's plan may be taken at all.
     """
 
     plan = make("dbsp", False)
@@ -87,8 +89,10 @@ def in_fastest_chunks(
 
     Of `SHARES`, all fetched at once, the fastest within the limit. Where none is, each is fetched beside the kernel on
     the one before it, in as few as fit, or where none does, in that number that is least above it.
-    hardware: whose constants predict times; None: the fewest chunks that fit
-    excess: bytes by which a plan's peak is above a limit
+
+    Args:
+        hardware: Whose constants predict times; None: the fewest chunks that fit.
+        excess: Bytes by which a plan's peak is above a limit.
     """
     keys = plan.assignment.keys
     if plan.assignment.periods == 1 or not isinstance(keys, NeededKeys):
@@ -118,9 +122,11 @@ def _about(plan: Plan, shares: tuple[int, ...]) -> Plan:
 class StrategySelector:
     """Plans every strategy, predicts each plan's time, and takes the fastest.
 
-    layout:     the one layout of the forward pass, which plans of all strategies start from
-    hysteresis: share of the predicted time that a change of strategy must save: what a change costs is not predicted
-    chosen:     how often each strategy was
+    Attributes:
+        layout: The one layout of the forward pass, which plans of all strategies start from.
+        hysteresis: Share of the predicted time that a change of strategy must save: what a change costs is not
+            predicted.
+        chosen: How often each strategy was.
     """
 
     strategies: tuple[Strategy, ...]
@@ -139,8 +145,11 @@ class StrategySelector:
     ) -> Plan:
         """The plan to use from now on.
 
-        make: plans one strategy;  current: the strategy in use, None at first
-        excess: bytes by which a plan's peak is above a limit. Such plans drop out; where all do, the least is taken
+        Args:
+            make: Plans one strategy.
+            current: The strategy in use, None at first.
+            excess: Bytes by which a plan's peak is above a limit. Such plans drop out; where all do, the least is
+                taken.
         """
         plans = {strategy: make(strategy) for strategy in self.strategies}
         above = {strategy: excess(plan) if excess else 0.0 for strategy, plan in plans.items()}

@@ -43,9 +43,10 @@ __all__ = [
 class LayerSize:
     """A transformer's layer, all layers being alike.
 
-    token_flops:   FLOP a token of everything but self-attention's scores and values
-    text:          whether text tokens are part of self-attention's sequence
-    element_bytes: of a number of the hidden states, and of q, k and v
+    Attributes:
+        token_flops: FLOP a token of everything but self-attention's scores and values.
+        text: Whether text tokens are part of self-attention's sequence.
+        element_bytes: Of a number of the hidden states, and of q, k and v.
     """
 
     layers: int
@@ -86,7 +87,9 @@ def gamma_of(layer: LayerSize, hardware: Hardware) -> float:
 class SequenceWork:
     """What each sequence's attention computes. No bits: numbers of a mask's rows are all that is kept.
 
-    grids:    of each sequence;  row_work: int64[H, nq] of each, dense blocks by (head, query block)
+    Attributes:
+        grids: Of each sequence.
+        row_work: int64[H, nq] of each, dense blocks by (head, query block).
     """
 
     grids: tuple[BlockGrid, ...]
@@ -115,13 +118,14 @@ class SequenceWork:
 class SequencePlanMetrics:
     """The numbers of a plan, of one layer's forward pass.
 
-    tokens, blocks: int64[world], what each rank holds, and the dense blocks it computes
-    picoseconds:    int64[world], both together as `SequenceCost` has them
-    rho:            ρ_s of the attention of the bag where it is highest; ranks wait for each other within bags
-    rehomed_bytes:  hidden states that go from the ranks that loaded them to others, once
-    between_nodes_bytes: of them, to other nodes
-    sent_bytes:     float64[world], q, k, v and outputs that each rank sends in the bags' exchanges
-    seconds:        of the slowest bag: its slowest rank's computing, and its exchanges
+    Attributes:
+        tokens, blocks: int64[world], what each rank holds, and the dense blocks it computes.
+        picoseconds: int64[world], both together as `SequenceCost` has them.
+        rho: ρ_s of the attention of the bag where it is highest; ranks wait for each other within bags.
+        rehomed_bytes: Hidden states that go from the ranks that loaded them to others, once.
+        between_nodes_bytes: Of them, to other nodes.
+        sent_bytes: float64[world], q, k, v and outputs that each rank sends in the bags' exchanges.
+        seconds: Of the slowest bag: its slowest rank's computing, and its exchanges.
     """
 
     tokens: np.ndarray
@@ -152,7 +156,9 @@ def evaluate(
     """Counts what a plan makes each rank do. Attention is shared by heads and rows within each bag (Ulysses).
 
     Planner "dbsp" shares out rows evenly; KnapFormer's ranks have runs of whole heads.
-    loader: int64[n], the rank that loads each sequence
+
+    Args:
+        loader: int64[n], the rank that loads each sequence.
     """
     topology, token_bytes = plan.topology, layer.head_dim * layer.element_bytes
     lengths = work.tokens
@@ -184,8 +190,10 @@ def evaluate(
 def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayout:
     """Which of a bag's ranks holds which token of its sequences, packed one after another in their order.
 
-    tokens: int64[n], of all sequences
     Raises UserError for a bag without sequences.
+
+    Args:
+        tokens: int64[n], of all sequences.
     """
     own = np.flatnonzero(plan.bag == bag)
     if not len(own):
@@ -197,7 +205,7 @@ def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayo
 
 
 def _owners(rows: np.ndarray, ranks: int, balancer: str) -> np.ndarray:
-    """int64[H, nq]: the rank of a bag that computes each row. rows: int64[H, nq], dense blocks"""
+    """int64[H, nq]: the rank of a bag that computes each row, from rows int64[H, nq], dense blocks."""
     if ranks == 1:
         return np.zeros(rows.shape, dtype=np.int64)
     if balancer == "knapsack":
@@ -216,7 +224,7 @@ def _sent(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout) -> 
 
 
 def _exchange_s(sent: np.ndarray, first: int, hardware: Hardware, node_size: int) -> float:
-    """Seconds of an all-to-all in a bag that begins with rank `first`. sent: float64[b, b], bytes"""
+    """Seconds of an all-to-all in a bag that begins with rank `first`, from sent float64[b, b], bytes."""
     before, ranks = first % node_size, len(sent)
     if before + ranks <= node_size:
         return exchange_s(sent, hardware.constants, Topology(ranks, ranks))

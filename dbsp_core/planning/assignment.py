@@ -21,7 +21,9 @@ class Assignment(RowOwners):
     """Which rank computes each row, and how the keys that it needs travel to it: for any mask that `serves` accepts.
 
     q_owner: int64[H, nq], rank of each (head, query block)
-    keys:    which KV blocks are where in which period
+
+    Attributes:
+        keys: Which KV blocks are where in which period.
     """
 
     keys: KeyTravel
@@ -62,7 +64,11 @@ class Assignment(RowOwners):
         return self.keys.serves(self, mask)
 
     def work(self, counts: MaskCounts) -> np.ndarray:
-        """int64[periods, P]: b(i, g) of Eq. 1, dense blocks by (period, rank). counts: of a mask of this grid"""
+        """int64[periods, P]: b(i, g) of Eq. 1, dense blocks by (period, rank).
+
+        Args:
+            counts: Of a mask of this grid.
+        """
         return self.keys.work(self, counts)
 
     def blocks_by_period(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -17,14 +17,22 @@ __all__ = [
 
 
 def contiguous_heads(heads: int, ulysses_degree: int) -> np.ndarray:
-    """Heads in order, in runs as equal as they come (Ulysses). returns: int64[H], the Ulysses rank of each head."""
+    """Heads in order, in runs as equal as they come (Ulysses).
+
+    Returns:
+        int64[H], the Ulysses rank of each head.
+    """
     return np.arange(heads, dtype=np.int64) * ulysses_degree // heads
 
 
 def snake_heads(work: np.ndarray, ulysses_degree: int) -> np.ndarray:
     """Heads by falling work, dealt out back and forth: 0 1 2 2 1 0 0 1 2 …
 
-    work: int[H], dense blocks per head;  returns: int64[H], the Ulysses rank of each head
+    Args:
+        work: int[H], dense blocks per head.
+
+    Returns:
+        int64[H], the Ulysses rank of each head.
     """
     turn, place = np.divmod(np.arange(len(work)), ulysses_degree)
     ulysses_rank = np.empty(len(work), dtype=np.int64)
@@ -35,7 +43,11 @@ def snake_heads(work: np.ndarray, ulysses_degree: int) -> np.ndarray:
 def majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
     """Each block stays with the part that holds most of its tokens; ties go to the lower index (Ring).
 
-    tokens_by_part: int[n, parts];  returns: int64[n]
+    Args:
+        tokens_by_part: int[n, parts].
+
+    Returns:
+        int64[n].
     """
     return tokens_by_part.argmax(axis=1).astype(np.int64)
 
@@ -45,7 +57,12 @@ def balanced_majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
 
     For blocks whose tokens lie scattered over all parts: the most tokens would be an accident, and the same for most.
     Blocks with most to lose choose first.
-    tokens_by_part: int[n, parts];  returns: int64[n]
+
+    Args:
+        tokens_by_part: int[n, parts].
+
+    Returns:
+        int64[n].
     """
     blocks, parts = tokens_by_part.shape
     room = [-(-blocks // parts)] * parts
@@ -62,8 +79,14 @@ def assign_whole_heads(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Whole heads to Ulysses ranks and whole blocks to ring ranks and slots: owner = ring rank · x + Ulysses rank.
 
-    ulysses_rank: int64[H];  q_ring: int64[nq] or [H, nq];  slot: int64[nk] or [H, nk];  ulysses_degree: x
-    returns: int64[H, nq] owner of each row, int64[H, nk] slot of each KV block
+    Args:
+        ulysses_rank: int64[H].
+        q_ring: int64[nq] or [H, nq].
+        slot: int64[nk] or [H, nk].
+        ulysses_degree: x.
+
+    Returns:
+        int64[H, nq] owner of each row, int64[H, nk] slot of each KV block.
     """
     return q_ring * ulysses_degree + ulysses_rank[:, None], np.tile(
         slot, (len(ulysses_rank), 1)
@@ -86,9 +109,12 @@ def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: flo
     block's count, where Alg. 1 prints a constant. Ties go to the lower index. reward 0 is the unbiased greedy. A block
     without work stays where it is: to move it would cost bytes and gain nothing.
 
-    work:    int[n], dense blocks that each block takes part in, summed over heads
-    initial: int[n], the part that holds each block before the exchange
-    returns: int64[n], the part of each block
+    Args:
+        work: int[n], dense blocks that each block takes part in, summed over heads.
+        initial: int[n], the part that holds each block before the exchange.
+
+    Returns:
+        int64[n], the part of each block.
     """
     load = [0] * parts
     part = np.empty(len(work), dtype=np.int64)
@@ -104,9 +130,12 @@ def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: flo
 def greedy_heads(work: np.ndarray, ulysses_degree: int, cap: int | None = None) -> np.ndarray:
     """Largest head first, each to the Ulysses rank with the least work so far; ties go to the lower index.
 
-    work: int[H], dense blocks per head
-    cap:  most heads a Ulysses rank may take, or None for Alg. 1 as printed
-    returns: int64[H], the Ulysses rank of each head
+    Args:
+        work: int[H], dense blocks per head.
+        cap: Most heads a Ulysses rank may take, or None for Alg. 1 as printed.
+
+    Returns:
+        int64[H], the Ulysses rank of each head.
     """
     if cap is not None and cap * ulysses_degree < len(work):
         least = -(-len(work) // ulysses_degree)

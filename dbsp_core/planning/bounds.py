@@ -45,10 +45,13 @@ def whole_block_bound(
 ) -> float:
     """Bound on ρ_s for plans that give whole heads to Ulysses ranks, and whole blocks to ring ranks and slots.
 
-    row_work:    int[H, nq], dense blocks per (head, query block)
-    kv_block_work: int[H, nk], dense blocks per (head, KV block)
-    equal_heads: whether no Ulysses rank may take more than ceil(H / x) heads
-    returns: a float ≥ 1
+    Args:
+        row_work: int[H, nq], dense blocks per (head, query block).
+        kv_block_work: int[H, nk], dense blocks per (head, KV block).
+        equal_heads: Whether no Ulysses rank may take more than ceil(H / x) heads.
+
+    Returns:
+        a float ≥ 1.
     """
     total = int(row_work.sum())
     if total == 0:
@@ -75,10 +78,14 @@ def whole_row_bound(
       mean rounded up, the largest row, and what two, three, … rows must share by the pigeonhole principle;
     - M ≥ S/x for the work S of any slot. With the slots given, S is known, and with each (head, KV block) free to
       travel in any slot, the fullest slot has at least `bins_bound` of all of them in y bins.
-    row_work:    int[H, nq], dense blocks per (head, query block)
-    kv_block_work: int[H, nk], dense blocks per (head, KV block)
-    slot:    int[nk] or int[H, nk], the slot of each KV block, or None where plans may choose it
-    returns: a float ≥ 1
+
+    Args:
+        row_work: int[H, nq], dense blocks per (head, query block).
+        kv_block_work: int[H, nk], dense blocks per (head, KV block).
+        slot: int[nk] or int[H, nk], the slot of each KV block, or None where plans may choose it.
+
+    Returns:
+        a float ≥ 1.
     """
     total = int(row_work.sum())
     if total == 0:

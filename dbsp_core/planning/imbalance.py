@@ -11,7 +11,12 @@ def work_by_ring_step(work_by_slot: np.ndarray, ulysses: int) -> np.ndarray:
     """b(i, g) of Eq. 1: dense blocks by (ring step, rank).
 
     In ring step i, ring rank r computes with slot (r + i) mod y, and r = rank // ulysses.
-    work_by_slot: int64[..., world, ring];  returns: int64[..., ring, world]
+
+    Args:
+        work_by_slot: int64[..., world, ring].
+
+    Returns:
+        int64[..., ring, world].
     """
     world, ring = work_by_slot.shape[-2:]
     rank = np.arange(world)
@@ -22,7 +27,9 @@ def work_by_ring_step(work_by_slot: np.ndarray, ulysses: int) -> np.ndarray:
 def owned_work(owner: np.ndarray, work_by_slot: np.ndarray, ulysses: int) -> np.ndarray:
     """int64[y, P]: dense blocks by (ring step, rank), where each row is its owner's.
 
-    owner: int[H, nq];  work_by_slot: int[H, nq, y], dense blocks of each row by the slot their keys travel in
+    Args:
+        owner: int[H, nq].
+        work_by_slot: int[H, nq, y], dense blocks of each row by the slot their keys travel in.
     """
     ring = work_by_slot.shape[2]
     of_slot = (work_by_slot[..., slot].ravel() for slot in range(ring))
@@ -33,7 +40,8 @@ def owned_work(owner: np.ndarray, work_by_slot: np.ndarray, ulysses: int) -> np.
 def imbalance_ratio(work: np.ndarray) -> float:
     """ρ_s of Eq. 1: Σ_i max_g b(i,g) over Σ_i,g b(i,g) / P. One ring step makes it Eq. 2, P ring steps Eq. 3.
 
-    work: int64[ring steps, P]. No work at all is balanced: 1.0.
+    Args:
+        work: int64[ring steps, P]. No work at all is balanced: 1.0.
     """
     total = int(work.sum())
     if total == 0:

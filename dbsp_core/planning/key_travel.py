@@ -26,10 +26,12 @@ class KeyTravel(ABC):
     A rank's kernel runs once a period, with the KV blocks that are there. Those of the first `exchanges` periods come
     from where they live, each period's in one all-to-all; those of later periods are handed on by a ring neighbour.
 
-    name:      of the setting `keys`
-    planner:   the planner that planner "dbsp" stands for
-    lockstep:  whether ranks wait for one another in every period; else only the sum of a rank's periods must be even
-    slot:      int64[H, nk], ring rank of each (head, KV block): where it is in the first period, if it travels then
+    Attributes:
+        name: Of the setting `keys`.
+        planner: The planner that planner "dbsp" stands for.
+        lockstep: Whether ranks wait for one another in every period; else only the sum of a rank's periods must be
+            even.
+        slot: int64[H, nk], ring rank of each (head, KV block): where it is in the first period, if it travels then.
     """
 
     name: ClassVar[str]
@@ -75,11 +77,15 @@ class KeyTravel(ABC):
 
     @abstractmethod
     def all_blocks(self, rows: RowOwners, exchanged: np.ndarray) -> np.ndarray:
-        """int64[periods, P], KV blocks that each rank computes with. exchanged: int64[exchanges, P] of them"""
+        """int64[periods, P], KV blocks that each rank computes with, from exchanged int64[exchanges, P] of them."""
 
     @abstractmethod
     def work(self, rows: RowOwners, counts: MaskCounts) -> np.ndarray:
-        """int64[periods, P]: b(i, g) of Eq. 1, dense blocks by (period, rank). counts: of a mask of the rows' grid"""
+        """int64[periods, P]: b(i, g) of Eq. 1, dense blocks by (period, rank).
+
+        Args:
+            counts: Of a mask of the rows' grid.
+        """
 
     @abstractmethod
     def extra(self, rows: RowOwners) -> float:
@@ -108,7 +114,8 @@ class KeyTravel(ABC):
 class RingKeys(KeyTravel):
     """All keys, in slots that go round the ring (paper §2.3): in ring step i, ring rank r has slot (r + i) mod y.
 
-    ring: y
+    Attributes:
+        ring: y.
     """
 
     name = "ring"
@@ -183,12 +190,13 @@ class NeededKeys(KeyTravel):
     They come in chunks, first those whose slot is the rank's ring rank, which are in its ring row already, then parts
     of all others. It serves masks that need no further keys.
 
-    needed:    bool[P, H, nk], the (head, KV block) pairs that each rank's rows need
-    ulysses:   x
-    shares:    of the needed keys that are in other ring rows, how much comes in each further chunk, in relation to one
-               another: (4, 3, 1) are three, the first with half of them. Without a ring there are none
-    one_ahead: whether each chunk is fetched beside the kernel on the one before it, which takes least memory; else all
-               set off before the first kernel
+    Attributes:
+        needed: bool[P, H, nk], the (head, KV block) pairs that each rank's rows need.
+        ulysses: x.
+        shares: Of the needed keys that are in other ring rows, how much comes in each further chunk, in relation to
+            one another: (4, 3, 1) are three, the first with half of them. Without a ring there are none.
+        one_ahead: Whether each chunk is fetched beside the kernel on the one before it, which takes least memory; else
+            all set off before the first kernel.
     """
 
     name = "needed"

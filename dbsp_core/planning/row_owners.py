@@ -17,7 +17,8 @@ __all__ = ["RowOwners", "places_of"]
 class RowOwners:
     """The rank of each row.
 
-    q_owner: int64[H, nq], rank of each (head, query block)
+    Attributes:
+        q_owner: int64[H, nq], rank of each (head, query block).
     """
 
     strategy: Strategy

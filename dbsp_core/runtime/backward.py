@@ -30,9 +30,12 @@ def attention_with_gradients(
     kernel: Kernel,
     check_gradient: Callable[[torch.Tensor], None],
 ) -> torch.Tensor:
-    """As `forward`; backward is collective, like it. q, k, v: [B, H, n_local, D]
+    """As `forward`; backward is collective, like it.
 
-    kernel: one that has a backward;  check_gradient: is given the output's gradient before it is used
+    Args:
+        q, k, v: [B, H, n_local, D].
+        kernel: One that has a backward.
+        check_gradient: Is given the output's gradient before it is used.
     """
     out: torch.Tensor = _Attention.apply(q, k, v, prepared, scale, kernel, check_gradient)
     return out
@@ -78,7 +81,12 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One attention at its owner. rows, out, dout: [B·Rq, Bq, D]; lse: [B·Rq, Bq], of all periods together"""
+    """One attention at its owner.
+
+    Attributes:
+        rows, out, dout: [B·Rq, Bq, D].
+        lse: [B·Rq, Bq], of all periods together.
+    """
 
     prepared: PreparedAttention
     kernel: Kernel
@@ -114,12 +122,15 @@ class _Call:
 def _ring_backward(call: _Call, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """All periods of one attention's backward on one rank.
 
-    slot: [2, B, Ck, Bk, D], the first
-    returns: dq [B·Rq, Bq, D] and dk, dv of the first slot, [2, B, Ck, Bk, D], of lse's dtype
-
     Keys make y − 1 hand-overs, as in the forward; their gradients y, one period behind: after period i a rank adds
     what came from ring rank r + 1 to its own and hands the sum to r − 1. The last hand-over brings every slot's sums
     to the rank that the slot started from.
+
+    Args:
+        slot: [2, B, Ck, Bk, D], the first.
+
+    Returns:
+        dq [B·Rq, Bq, D] and dk, dv of the first slot, [2, B, Ck, Bk, D], of lse's dtype.
     """
     strategy, group, tables = call.prepared.plan.strategy, call.prepared.group, call.prepared.tables
     own = slot.shape[2]
@@ -148,8 +159,12 @@ def _ring_backward(call: _Call, slot: torch.Tensor) -> tuple[torch.Tensor, torch
 def _chunks_backward(call: _Call, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """All chunks of needed keys; further ones are fetched again beside the kernels of those before them.
 
-    first: [2, B, Ck, Bk, D], the first chunk;  k, v: [B, H, n_local, D], outside attention
-    returns: dq [B·Rq, Bq, D] and by chunk dk, dv, [2, B, Ck, Bk, D], of lse's dtype
+    Args:
+        first: [2, B, Ck, Bk, D], the first chunk.
+        k, v: [B, H, n_local, D], outside attention.
+
+    Returns:
+        dq [B·Rq, Bq, D] and by chunk dk, dv, [2, B, Ck, Bk, D], of lse's dtype.
     """
     fetched = call.prepared.part.route.fetch(k, v, call.prepared.group)
     dq = torch.zeros_like(call.rows, dtype=call.lse.dtype)

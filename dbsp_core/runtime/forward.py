@@ -25,10 +25,11 @@ its log-sum-exp [B·Rq, Bq]."""
 class PreparedAttention:
     """What does not depend on q, k and v.
 
-    part:   this rank's part in the plan, with its tables on the device
-    plan:   the same plan, with the numbers of the mask
-    tables: by period, those of the mask
-    group:  the ranks that share the sequence
+    Attributes:
+        part: This rank's part in the plan, with its tables on the device.
+        plan: The same plan, with the numbers of the mask.
+        tables: By period, those of the mask.
+        group: The ranks that share the sequence.
     """
 
     part: RankPlan
@@ -46,9 +47,14 @@ def forward(
     kernel: Kernel,
     keep: Keep | None = None,
 ) -> torch.Tensor:
-    """q, k, v: [B, H, n_local, D]; returns: [B, H, n_local, D]. Collective.
+    """
 
-    keep: is given what backward needs, of which nothing is held without it
+    Args:
+        q, k, v: [B, H, n_local, D].
+        keep: Is given what backward needs, of which nothing is held without it.
+
+    Returns:
+        [B, H, n_local, D]. Collective.
     """
     out = [_at_owners(prepared, q, k, v, scale, kernel, keep)]
     return prepared.part.route.combine(out.pop(), q, prepared.group)

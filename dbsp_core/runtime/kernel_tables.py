@@ -34,7 +34,10 @@ __all__ = [
 class KernelTable:
     """What the kernel reads in one period; see `dbsp_kernels.block_attention`.
 
-    kv_index: int32[B·Rq, width]; kv_count, kv_full, row_schedule: int32[B·Rq]; kv_len: int32[B·Ck]
+    Attributes:
+        kv_index: int32[B·Rq, width].
+        kv_count, kv_full, row_schedule: int32[B·Rq].
+        kv_len: int32[B·Ck].
     """
 
     kv_index: torch.Tensor
@@ -48,9 +51,10 @@ class KernelTable:
 class DenseRows:
     """Rows of heads (or of their sequences) whose every block is dense, in one period.
 
-    parts: head by head
-    every: whether they are all rows of this rank
-    kv_count, kv_full: int32[Rq], those of the table, 0 for these rows
+    Attributes:
+        parts: Head by head.
+        every: Whether they are all rows of this rank.
+        kv_count, kv_full: int32[Rq], those of the table, 0 for these rows.
     """
 
     parts: tuple[DensePart, ...]
@@ -63,12 +67,16 @@ class DenseRows:
 class RingStepTable:
     """What is kept for one period: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
 
-    bits: uint8[Rq, ceil(width / 8)], base: int32[Rq]: row r attends to packed block base[r] + j where bit j is set
-    kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short
-    dense: the rows that torch's dense kernels compute better; None: there are none, or none are known
-    row_schedule: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its rows
-           run, and no long row starts last, while the rest of the chip waits for it
-    kv_len: int32[Ck], tokens of each packed block; width: blocks of a head in any period, at most; block_k: tokens
+    Attributes:
+        bits: uint8[Rq, ceil(width / 8)], base: int32[Rq]: row r attends to packed block base[r] + j where bit j is
+            set.
+        kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short.
+        dense: The rows that torch's dense kernels compute better; None: there are none, or none are known.
+        row_schedule: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its
+            rows run, and no long row starts last, while the rest of the chip waits for it.
+        kv_len: int32[Ck], tokens of each packed block.
+        width: Blocks of a head in any period, at most.
+        block_k: Tokens.
     """
 
     bits: torch.Tensor
@@ -95,8 +103,10 @@ class RingStepTable:
 class Span(NamedTuple):
     """The packed rows and blocks of one sequence of one head: its rows attend to no others.
 
-    number: head · sequences + sequence
-    rows, blocks: first and last packed ones, exclusive;  lengths: int64, tokens of each of the blocks
+    Attributes:
+        number: Head · sequences + sequence.
+        rows, blocks: First and last packed ones, exclusive.
+        lengths: int64, tokens of each of the blocks.
     """
 
     number: int
@@ -111,15 +121,18 @@ class TableLayout:
 
     The rank's spans are the sequences of the heads whose keys come to it: S of each, 1 where nothing is packed.
 
-    spans_of: int64[Rq], each row's span;  rows: int64[Rq], its place in the mask's `row_bits`
-    turn:    int64[Rq], grows from span to span by more than any row has blocks
-    columns: int64[periods, spans, width]: column j of a row stands for this KV block of its sequence, the j-th of its
-             span's in the slot, in packing order
-    present: bool[periods, spans, width], whether there is such a block;  full: whether it has a whole block's tokens
-    spans:   by period, on the host: of each span with rows, where its rows and blocks are
-    base:    by period int32[Rq], the packed block of each row's column 0
-    kv_len:  by period int32[Ck], tokens of each packed block
-    as_masked: whether column j is KV block j for all rows: then a mask's bits are taken as they are
+    Attributes:
+        spans_of: int64[Rq], each row's span.
+        rows: int64[Rq], its place in the mask's `row_bits`.
+        turn: int64[Rq], grows from span to span by more than any row has blocks.
+        columns: int64[periods, spans, width]: column j of a row stands for this KV block of its sequence, the j-th of
+            its span's in the slot, in packing order.
+        present: bool[periods, spans, width], whether there is such a block.
+        full: Whether it has a whole block's tokens.
+        spans: By period, on the host: of each span with rows, where its rows and blocks are.
+        base: By period int32[Rq], the packed block of each row's column 0.
+        kv_len: By period int32[Ck], tokens of each packed block.
+        as_masked: Whether column j is KV block j for all rows: then a mask's bits are taken as they are.
     """
 
     spans_of: torch.Tensor
@@ -199,7 +212,13 @@ def table_layout(assignment: Assignment, rank: int) -> TableLayout:
 def _spans(
     number: np.ndarray, row_span: np.ndarray, first: np.ndarray, count: np.ndarray, lengths: np.ndarray
 ) -> tuple[Span, ...]:
-    """number, first, count: int64[spans], its own and its packed blocks'; row_span: int64[Rq]; lengths: int64[Ck]"""
+    """
+
+    Args:
+        number, first, count: int64[spans], its own and its packed blocks'.
+        row_span: int64[Rq].
+        lengths: int64[Ck].
+    """
     having_rows, start = np.unique(row_span, return_index=True)
     stop = np.append(start, len(row_span))[1:]
     return tuple(
@@ -220,7 +239,12 @@ def dense_spans_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
 def build_tables(
     layout: TableLayout, mask: BlockMask, dense_spans: np.ndarray | None = None
 ) -> tuple[RingStepTable, ...]:
-    """One table per period, on the layout's device. mask: of the plan's grid; dense_spans: see `dense_spans_of`"""
+    """One table per period, on the layout's device.
+
+    Args:
+        mask: Of the plan's grid.
+        dense_spans: See `dense_spans_of`.
+    """
     # 1. The rows' bits by period, and what rows have to do.
     bits = mask.row_bits.to(layout.rows.device, non_blocking=True)
     of_mask = layout.columns, layout.present, layout.full, layout.as_masked

@@ -17,8 +17,9 @@ __all__ = ["SessionObserver"]
 class SessionObserver:
     """Is told what a session does; each method does nothing unless it is overridden.
 
-    compares:     whether plans must tell what the contiguous plan would do
-    counts_steps: whether denoising steps must be distinguished, also where masks don't depend on them
+    Attributes:
+        compares: Whether plans must tell what the contiguous plan would do.
+        counts_steps: Whether denoising steps must be distinguished, also where masks don't depend on them.
     """
 
     compares = False
@@ -30,9 +31,11 @@ class SessionObserver:
         """A forward pass begins. timestep, cfg_branch (guidance pass), index (of the step): as the host gave them"""
 
     def mask_made(self, key: Hashable, layer: int, mask: BlockMask, lasting: bool) -> None:
-        """A mask was made. key: by which `mask_used` will name it, until another is made with that key
+        """A mask was made.
 
-        lasting: whether it may be used in later passes, or for other layers, without being made again
+        Args:
+            key: By which `mask_used` will name it, until another is made with that key.
+            lasting: Whether it may be used in later passes, or for other layers, without being made again.
         """
 
     def mask_used(self, layer: int, key: Hashable) -> None:
@@ -52,10 +55,12 @@ class SessionObserver:
     ) -> None:
         """An attention was computed, or queued on its device.
 
-        key:    of its plan;  q: float[B, H, shard, D], this rank's queries
-        latest: by key, plans with the numbers of the masks that were counted last
-        asynchronous: whether its own mask is still being counted: then the executor's plan has the last mask's
-                numbers, and `latest` has this one's once the next attention of the same key has been asked for
+        Args:
+            key: Of its plan.
+            q: float[B, H, shard, D], this rank's queries.
+            latest: By key, plans with the numbers of the masks that were counted last.
+            asynchronous: Whether its own mask is still being counted: then the executor's plan has the last mask's
+                numbers, and `latest` has this one's once the next attention of the same key has been asked for.
         """
 
     def flush(self, latest: Mapping[Hashable, Plan]) -> None:

@@ -23,11 +23,12 @@ __all__ = ["RankPlan"]
 class RankPlan:
     """What an assignment means for one rank. It holds it, so that neither is used with another's.
 
-    assignment: what it was made from
-    route:   how tensors travel between homes and owners
-    table_layout: what the kernel tables of every mask have in common
-    n_local: tokens this rank holds outside attention
-    head_layout: says that the rank's rows are those of whole heads; see `dbsp_kernels.block_attention`
+    Attributes:
+        assignment: What it was made from.
+        route: How tensors travel between homes and owners.
+        table_layout: What the kernel tables of every mask have in common.
+        n_local: Tokens this rank holds outside attention.
+        head_layout: Says that the rank's rows are those of whole heads; see `dbsp_kernels.block_attention`.
     """
 
     assignment: Assignment
@@ -38,7 +39,11 @@ class RankPlan:
 
     @classmethod
     def of(cls, assignment: Assignment, layout: SequenceLayout, rank: int, n_local: int | None = None) -> RankPlan:
-        """Made on the host, by any thread. n_local: default with the padding at the end"""
+        """Made on the host, by any thread.
+
+        Args:
+            n_local: Default with the padding at the end.
+        """
         n_local = layout.shard if n_local is None else n_local
         route = build_route(assignment, layout, rank, n_local, torch.device("cpu"))
         return cls(assignment, route, table_layout(assignment, rank), n_local, dense_head_layout(assignment, rank))

@@ -22,7 +22,11 @@ class Recomputation:
     _current: dict[int, DualBalancedAttention] | None = None
 
     def begin(self, gradients: bool) -> None:
-        """Starts a forward pass. gradients: whether backward may follow"""
+        """Starts a forward pass.
+
+        Args:
+            gradients: Whether backward may follow.
+        """
         self._current = {} if gradients else None
         if self._current is not None:
             self._pending.append(self._current)

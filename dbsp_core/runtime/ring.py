@@ -39,7 +39,8 @@ def keys_to_come(
 ) -> Callable[[torch.Tensor, int], Pending]:
     """What starts the transfer of the next period's keys: (this period's, blocks of the next) → those in flight.
 
-    k, v: [B, H, n_local, D], outside attention
+    Args:
+        k, v: [B, H, n_local, D], outside attention.
     """
     if route.fetch_exchanges:
         fetched = route.fetch(k, v, group)
@@ -60,18 +61,21 @@ def ring_attention(
 ) -> PartialAttention:
     """All periods of one attention on one rank.
 
-    q:      [B·Rq, Bq, D], the rank's packed rows
-    first_slot: hands over [2, B, Ck, Bk, D], keys and values of the slot it starts with: called once, so that nobody
-            else holds them while other slots pass
-    next_keys: see `keys_to_come`
-    tables: one per period, not yet expanded for the batch
-    head_layout: says that rows are those of whole heads; see `dbsp_kernels.block_attention`
-    lse:    whether the log-sum-exp is wanted
-    returns: out [B·Rq, Bq, D] and its log-sum-exp [B·Rq, Bq]
-
     In period i, ring rank r computes with slot (r + i) mod y: after each period a rank hands its slot to ring rank
     r − 1 and takes the next one from r + 1. The hand-over starts before the period's kernel and is waited for after.
     Each period's result is merged into the running one, in at least 32 bits until the last.
+
+    Args:
+        q: [B·Rq, Bq, D], the rank's packed rows.
+        first_slot: Hands over [2, B, Ck, Bk, D], keys and values of the slot it starts with: called once, so that
+            nobody else holds them while other slots pass.
+        next_keys: See `keys_to_come`.
+        tables: One per period, not yet expanded for the batch.
+        head_layout: Says that rows are those of whole heads; see `dbsp_kernels.block_attention`.
+        lse: Whether the log-sum-exp is wanted.
+
+    Returns:
+        out [B·Rq, Bq, D] and its log-sum-exp [B·Rq, Bq].
     """
     kv = first_slot()
     batch = kv.shape[1]

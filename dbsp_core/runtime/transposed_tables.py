@@ -17,8 +17,11 @@ __all__ = ["TransposedLayout", "transposed_layouts"]
 class TransposedLayout:
     """Where the rows of each packed block are, in one period: those of its span, one after the other.
 
-    first:  int32[Ck], the first of them;  rows: int64[Ck], how many;  column: int64[Ck], the block's in these rows
-    most:   rows of a span, at most
+    Attributes:
+        first: int32[Ck], the first of them.
+        rows: int64[Ck], how many.
+        column: int64[Ck], the block's in these rows.
+        most: rows of a span, at most.
     """
 
     first: torch.Tensor

@@ -74,7 +74,12 @@ def denoise_packed(pipe: Any, requests: Sequence[PackedRequest], *, output_type:
 
 @dataclass(eq=False, repr=False)
 class _Run:
-    """A request on its way. latents: float32[1, C, F, H, W];  text, negative: [1, n, d], the latter where guided"""
+    """A request on its way.
+
+    Attributes:
+        latents: float32[1, C, F, H, W].
+        text, negative: [1, n, d], the latter where guided.
+    """
 
     request: PackedRequest
     scheduler: Any
@@ -144,7 +149,11 @@ class _Run:
         return self.request.guidance_scale if second is None or not self._is_late(pipe, index) else second
 
     def sample(self, text: torch.Tensor, index: int, patch: Sequence[int]) -> PackedSample:
-        """What the transformer is given at a step. text: the prompt, or the negative one"""
+        """What the transformer is given at a step.
+
+        Args:
+            text: The prompt, or the negative one.
+        """
         time = self.timesteps[index]
         if self.by_token:
             frames, height, width = self.latents.shape[2:]
@@ -153,7 +162,11 @@ class _Run:
 
 
 def _step(pipe: Any, model: Any, runs: Sequence[_Run], index: int, time: float) -> None:
-    """One step of the runs that this transformer takes. time: falls from step to step"""
+    """One step of the runs that this transformer takes.
+
+    Args:
+        time: Falls from step to step.
+    """
     if not runs:
         return
     patch = model.config.patch_size

@@ -27,9 +27,11 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 class Exchange:
     """How this rank's samples and the tokens that it computes on belong together.
 
-    own:   the sequences of its samples, in their order
-    given: by sequence that has tokens here, its timesteps and prompt
-    take:  from this rank's samples to the layout;  gather: back
+    Attributes:
+        own: The sequences of its samples, in their order.
+        given: By sequence that has tokens here, its timesteps and prompt.
+        take: From this rank's samples to the layout.
+        gather: Back.
     """
 
     own: Sequence[int]
@@ -49,9 +51,10 @@ def exchange_of(
 ) -> Exchange:
     """The exchange of one packed pass. Collective where ranks are given samples of their own.
 
-    present: bool[ranks, sequences], which rank has tokens of which sequence
-    config:  of the transformer
-    debug:   whether all ranks compare what they exchange before every exchange
+    Args:
+        present: bool[ranks, sequences], which rank has tokens of which sequence.
+        config: Of the transformer.
+        debug: Whether all ranks compare what they exchange before every exchange.
     """
     if batch.loaders is None:
         shards = StreamShards(layout, group, 0, layout.tokens, batch.device)

@@ -23,9 +23,10 @@ class Placement:
     Padding counts as the first sequence that the rank has tokens of, or as sequence 0 where it has none: so every rank
     computes with every parameter, and gradients are waited for by all alike.
 
-    sequence: int64[n], by place, which sequence the token there is of
-    position: int64[n], by place, which token of its sequence; 0 at padding
-    everyone: bool[ranks, sequences], which rank has tokens of which sequence
+    Attributes:
+        sequence: int64[n], by place, which sequence the token there is of.
+        position: int64[n], by place, which token of its sequence; 0 at padding.
+        everyone: bool[ranks, sequences], which rank has tokens of which sequence.
     """
 
     sequence: np.ndarray
@@ -34,7 +35,11 @@ class Placement:
 
     @classmethod
     def of(cls, layout: SequenceLayout, grids: Sequence[Size], rank: int) -> Placement:
-        """grids: each sequence's token grid"""
+        """
+
+        Args:
+            grids: Each sequence's token grid.
+        """
         tokens = [math.prod(grid) for grid in grids]
         sequences, firsts = np.repeat(np.arange(len(grids)), tokens), np.cumsum([0, *tokens])
         cells = np.bincount(layout.rank * len(grids) + sequences, minlength=layout.world * len(grids))
@@ -65,7 +70,8 @@ class Placement:
     def by_token(self, table: Callable[[int], torch.Tensor], dim: int) -> torch.Tensor:
         """One row a place, gathered from each present sequence's table, of which one is held at a time.
 
-        table: gives sequence s's tensor, which has its tokens along `dim`
+        Args:
+            table: Gives sequence s's tensor, which has its tokens along `dim`.
         """
         parts, places = [], []
         for sequence in self.present:

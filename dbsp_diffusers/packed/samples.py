@@ -21,7 +21,10 @@ Size = tuple[int, int, int]
 class Condition:
     """What a sequence is denoised by.
 
-    timesteps: [1], or [tokens];  text: float[n, d];  image: float[m, e], where the model has it
+    Attributes:
+        timesteps: [1], or [tokens].
+        text: float[n, d].
+        image: float[m, e], where the model has it.
     """
 
     timesteps: torch.Tensor
@@ -67,13 +70,14 @@ class PackedSample:
 class PackedBatch:
     """What a transformer is called with for several samples at once.
 
-    samples:  those that this rank is given
-    sizes:    latents' frames, rows and columns of all sequences of the call, in the order in which they are packed
-    device:   of the samples
-    timestep: the largest of all, or another number that falls from step to step of a denoising
-    loaders:  by sequence, the rank that is given it; None: every rank is given all
-    lengths:  by sequence, tokens of text and of image, and number of timesteps, where loaders differ
-    text_type: of text and image, where loaders differ
+    Attributes:
+        samples: Those that this rank is given.
+        sizes: Latents' frames, rows and columns of all sequences of the call, in the order in which they are packed.
+        device: Of the samples.
+        timestep: The largest of all, or another number that falls from step to step of a denoising.
+        loaders: By sequence, the rank that is given it; None: every rank is given all.
+        lengths: By sequence, tokens of text and of image, and number of timesteps, where loaders differ.
+        text_type: Of text and image, where loaders differ.
     """
 
     samples: tuple[PackedSample, ...]

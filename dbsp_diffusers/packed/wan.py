@@ -51,12 +51,13 @@ def attach_packed_wan(transformer: Any, session: AttentionSession, patches: Patc
 class _Pass:
     """What every block of one packed pass is given beside this rank's n tokens.
 
-    rows:    float[R, 6, C], the modulations that the tokens have: one a sequence, or one for each of its timesteps
-    ids:     int64[n], each token's row
-    prompts: float[1, m, C] each, text (and image) of the sequences that are present
-    runs:    (index in `prompts`, first token, one past the last) of each run of one sequence's tokens
-    rotary:  cosines and sines, [1, n, 1, D]
-    joint:   whether db-SP answers self-attention, over all ranks' tokens; else runs are whole sequences
+    Attributes:
+        rows: float[R, 6, C], the modulations that the tokens have: one a sequence, or one for each of its timesteps.
+        ids: int64[n], each token's row.
+        prompts: float[1, m, C] each, text (and image) of the sequences that are present.
+        runs: (index in `prompts`, first token, one past the last) of each run of one sequence's tokens.
+        rotary: Cosines and sines, [1, n, 1, D].
+        joint: Whether db-SP answers self-attention, over all ranks' tokens; else runs are whole sequences.
     """
 
     rows: torch.Tensor
@@ -67,7 +68,7 @@ class _Pass:
     joint: bool
 
     def modulated(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        """x · (1 + scale) + shift of each token's row. scale, shift: [R, C]"""
+        """x · (1 + scale) + shift of each token's row, from scale and shift [R, C]."""
         return scaled(x, 1 + scale, self.ids) + shift.index_select(0, self.ids)
 
     def by_run(self, part: Callable[[int, slice], torch.Tensor]) -> torch.Tensor:
@@ -117,8 +118,9 @@ def _forward(
 ) -> list[torch.Tensor]:
     """The predictions for this rank's samples, [C, F, H, W] each, and a 0 that depends on all of it. Collective.
 
-    layout: which rank has which of the packed tokens within the blocks
-    session: None where db-SP is not enabled
+    Args:
+        layout: Which rank has which of the packed tokens within the blocks.
+        session: None where db-SP is not enabled.
     """
     patch: Size = tuple(transformer.config.patch_size)
     grids = batch.grids(patch)
