@@ -28,7 +28,7 @@ __all__ = ["MOST_MASKS", "fastest_layout", "least_keys_layout"]
 MOST_MASKS = 4
 """Masks that are looked at, evenly spread over those given: each costs a plan for every order."""
 HEAD_DIM = 128
-"""Of queries and keys, assumed by `fastest_layout`: the layout is chosen before the first of them is seen."""
+"""Head size that `fastest_layout` assumes: the layout is chosen before the first of them is seen."""
 
 
 def least_keys_layout(

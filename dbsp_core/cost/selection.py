@@ -28,9 +28,9 @@ WORTH_A_LOOK = 0.005
 SHARES = ((1,), (1, 1), (2, 1), (1, 1, 1), (3, 2, 1), (1, 1, 1, 1))
 """Further chunks of needed keys that are tried, all fetched at once: see `NeededKeys.shares`."""
 ONE_AHEAD = tuple((1,) * chunks for chunks in (2, 4, 8, 16))
-"""Those, fetched one ahead, that are tried where a memory limit asks for it."""
+"""Numbers of chunks, fetched one ahead, that are tried where a memory limit asks for it."""
 AUTO = "auto"
-"""Stands where a strategy would, to leave the choice to `StrategySelector`."""
+"""Leaves the choice of a strategy to `StrategySelector`."""
 
 
 def candidates(world: int, grid: BlockGrid, merges: bool = True) -> tuple[Strategy, ...]:

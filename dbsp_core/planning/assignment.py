@@ -20,9 +20,8 @@ __all__ = ["Assignment"]
 class Assignment(RowOwners):
     """Which rank computes each row, and how the keys that it needs travel to it: for any mask that `serves` accepts.
 
-    q_owner: int64[H, nq], rank of each (head, query block)
-
     Attributes:
+        q_owner: int64[H, nq], rank of each (head, query block).
         keys: Which KV blocks are where in which period.
     """
 

@@ -26,7 +26,7 @@ def contiguous_heads(heads: int, ulysses_degree: int) -> np.ndarray:
 
 
 def snake_heads(work: np.ndarray, ulysses_degree: int) -> np.ndarray:
-    """Heads by falling work, dealt out back and forth: 0 1 2 2 1 0 0 1 2 …
+    """Heads by falling work, assigned back and forth: 0 1 2 2 1 0 0 1 2 …
 
     Args:
         work: int[H], dense blocks per head.
@@ -53,7 +53,7 @@ def majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
 
 
 def balanced_majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
-    """As `majority_rank`, but no part gets more than its even share of blocks, rounded up.
+    """Assigns as `majority_rank` does, but no part gets more than its even share of blocks, rounded up.
 
     For blocks whose tokens lie scattered over all parts: the most tokens would be an accident, and the same for most.
     Blocks with most to lose choose first.

@@ -46,7 +46,7 @@ class KeyTravel(ABC):
     @classmethod
     @abstractmethod
     def of(cls, rows: RowOwners, slot: np.ndarray, mask: BlockMask) -> KeyTravel:
-        """For one mask, on the grid of the rows."""
+        """Returns these keys for one mask, on the grid of the rows."""
 
     @property
     @abstractmethod
@@ -73,7 +73,7 @@ class KeyTravel(ABC):
 
     @abstractmethod
     def copies(self, rows: RowOwners, heads: np.ndarray) -> Sequence[np.ndarray]:
-        """By exchange, number[P, nk]: how many of these heads each rank gets each KV block of."""
+        """Yields for each exchange number[P, nk]: how many of these heads each rank gets each KV block of."""
 
     @abstractmethod
     def all_blocks(self, rows: RowOwners, exchanged: np.ndarray) -> np.ndarray:
@@ -150,7 +150,7 @@ class RingKeys(KeyTravel):
         return [(piece // self.slot.shape[1], piece % self.slot.shape[1]) for piece in pieces]
 
     def holders(self, rows: RowOwners, exchange: int, heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """Those that hold them in ring step 0: of the block's slot, one for each Ulysses rank that needs them."""
+        """Returns the ranks that hold them in ring step 0: of the block's slot, one for each Ulysses rank in need."""
         ulysses = rows.strategy.ulysses
         ranks = self.slot[np.ix_(heads, blocks)][..., None] * ulysses + np.arange(ulysses)
         return np.where(rows.head_ulysses_ranks[heads][:, None, :], ranks, -1)
@@ -185,7 +185,7 @@ class RingKeys(KeyTravel):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NeededKeys(KeyTravel):
-    """To each rank the keys that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2).
+    """Each rank is sent the keys that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2).
 
     They come in chunks, first those whose slot is the rank's ring rank, which are in its ring row already, then parts
     of all others. It serves masks that need no further keys.
@@ -230,7 +230,7 @@ class NeededKeys(KeyTravel):
 
     @cached_property
     def chunks(self) -> tuple[np.ndarray, ...]:
-        """By period bool[P, H, nk], what comes for it."""
+        """bool[P, H, nk] for each period, the keys that come for it."""
         if self.periods == 1:
             return (self.needed,)
         in_its_row = self.slot == np.arange(len(self.needed))[:, None, None] // self.ulysses
@@ -269,7 +269,7 @@ class NeededKeys(KeyTravel):
         return np.stack([np.where(chunk, of_key, 0).sum(axis=(1, 2), dtype=np.int64) for chunk in self.chunks])
 
     def extra(self, rows: RowOwners) -> float:
-        """Of all ranks but the first that needs them."""
+        """Share of keys that are sent to more ranks than the first that needs them."""
         length = rows.grid.k_axis.lengths
         extra = int((self.needed.sum(axis=0) - 1).clip(min=0).sum(axis=0) @ length)
         return extra * 2 / (3 * rows.heads * rows.grid.tokens)

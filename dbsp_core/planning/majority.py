@@ -1,4 +1,4 @@
-"""Where blocks are before the exchange, and the assignment that leaves them there: plain Ulysses, Ring and USP."""
+"""The assignment that leaves blocks where they are before the exchange: plain Ulysses, Ring and USP."""
 
 from __future__ import annotations
 

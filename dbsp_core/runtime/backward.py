@@ -30,7 +30,7 @@ def attention_with_gradients(
     kernel: Kernel,
     check_gradient: Callable[[torch.Tensor], None],
 ) -> torch.Tensor:
-    """As `forward`; backward is collective, like it.
+    """Computes `forward` with gradients; backward is collective too.
 
     Args:
         q, k, v: [B, H, n_local, D].

@@ -47,7 +47,7 @@ def forward(
     kernel: Kernel,
     keep: Keep | None = None,
 ) -> torch.Tensor:
-    """
+    """Computes attention under a prepared plan and mask. Collective.
 
     Args:
         q, k, v: [B, H, n_local, D].

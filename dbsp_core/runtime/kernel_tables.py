@@ -68,8 +68,8 @@ class RingStepTable:
     """What is kept for one period: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
 
     Attributes:
-        bits: uint8[Rq, ceil(width / 8)], base: int32[Rq]: row r attends to packed block base[r] + j where bit j is
-            set.
+        bits: uint8[Rq, ceil(width / 8)]; row r attends to packed block base[r] + j where bit j is set.
+        base: int32[Rq].
         kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short.
         dense: The rows that torch's dense kernels compute better; None: there are none, or none are known.
         row_schedule: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its
@@ -212,13 +212,7 @@ def table_layout(assignment: Assignment, rank: int) -> TableLayout:
 def _spans(
     number: np.ndarray, row_span: np.ndarray, first: np.ndarray, count: np.ndarray, lengths: np.ndarray
 ) -> tuple[Span, ...]:
-    """
-
-    Args:
-        number, first, count: int64[spans], its own and its packed blocks'.
-        row_span: int64[Rq].
-        lengths: int64[Ck].
-    """
+    """Makes the spans with rows, from each span's number, first packed block and count of them, int64[spans]."""
     having_rows, start = np.unique(row_span, return_index=True)
     stop = np.append(start, len(row_span))[1:]
     return tuple(

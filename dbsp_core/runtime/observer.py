@@ -42,7 +42,7 @@ class SessionObserver:
         """A layer's attention is about to use the mask of this key."""
 
     def attention_begins(self, device: torch.device) -> None:
-        """Before the planning of an attention on this device."""
+        """An attention on this device will be planned and computed."""
 
     def attention_ends(
         self,

@@ -50,7 +50,7 @@ class RankPlan:
 
     @cached_property
     def transposed(self) -> tuple[TransposedLayout, ...]:
-        """By period, how its kernel tables are transposed, for backward. Made at the first use."""
+        """What transposes the kernel tables of each period, for backward. Made at the first use."""
         return transposed_layouts(self.table_layout)
 
     @cached_property

@@ -15,7 +15,7 @@ __all__ = ["TransposedLayout", "transposed_layouts"]
 
 @dataclass(frozen=True, eq=False)
 class TransposedLayout:
-    """Where the rows of each packed block are, in one period: those of its span, one after the other.
+    """The rows of each packed block in one period: those of its span, one after the other.
 
     Attributes:
         first: int32[Ck], the first of them.
@@ -50,7 +50,7 @@ class TransposedLayout:
 
 
 def transposed_layouts(layout: TableLayout) -> tuple[TransposedLayout, ...]:
-    """By period, what the transposed tables of all masks under one plan have in common. Synchronises."""
+    """Returns for each period what the transposed tables of all masks under one plan share. Synchronises."""
     per_span = torch.bincount(layout.spans_of, minlength=layout.columns.shape[1])  # rows are packed span by span
     first = per_span.cumsum(0) - per_span
     most = int(per_span.max()) if len(per_span) else 0

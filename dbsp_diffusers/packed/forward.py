@@ -78,7 +78,7 @@ class LocalPredictions:
 def packed_forward_local(
     model: Any, samples: Sequence[PackedSample], *, timestep: float | None = None
 ) -> LocalPredictions:
-    """As `packed_forward`, but every rank is given its own samples, as its data loader has them, maybe none.
+    """Computes `packed_forward` of samples that each rank has of its own, as from its data loader, maybe none.
 
     Tokens go to the ranks that share all of them evenly, and predictions come back, in one all-to-all each
     (KnapFormer, Zhang et al., 2025, §3). Timesteps and prompts go to the ranks that have tokens of their sequence. The

@@ -35,11 +35,7 @@ class Placement:
 
     @classmethod
     def of(cls, layout: SequenceLayout, grids: Sequence[Size], rank: int) -> Placement:
-        """
-
-        Args:
-            grids: Each sequence's token grid.
-        """
+        """Makes the placement of sequences with these token grids."""
         tokens = [math.prod(grid) for grid in grids]
         sequences, firsts = np.repeat(np.arange(len(grids)), tokens), np.cumsum([0, *tokens])
         cells = np.bincount(layout.rank * len(grids) + sequences, minlength=layout.world * len(grids))

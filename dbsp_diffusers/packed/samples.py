@@ -56,7 +56,7 @@ class PackedSample:
 
     @property
     def size(self) -> Size:
-        """Of the latents."""
+        """(frames, height, width) of the latents."""
         frames, height, width = self.latents.shape[1:]
         return frames, height, width
 
