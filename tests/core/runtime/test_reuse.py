@@ -13,8 +13,8 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
-from dbsp_core.runtime.plan_reuse.rule import PlanUsage, ReplanRule
+from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
+from dbsp_core.runtime.plan_reuse.rule import KeptPlan, ReplanRule
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
@@ -36,7 +36,7 @@ ABOVE = mask_of(7, 3, 2, 4)
 
 @pytest.fixture
 def cache():
-    cache = PlanCache(ReplanRule(1.25))
+    cache = SyncPlanCache(ReplanRule(1.25))
     assert cache.plan_for(0, FIRST, PlansBy(plan_u2)).plan.rho == 1.0
     return cache
 
@@ -88,7 +88,7 @@ MIRRORED = mask_of(1, 1, 1, 9)
 
 class TestAMaskWhoseBestPlanIsAboveTheThreshold:
     @pytest.mark.parametrize("budget", [None, 0.3])
-    @pytest.mark.parametrize("kind", [PlanCache, AsyncPlanCache])
+    @pytest.mark.parametrize("kind", [SyncPlanCache, AsyncPlanCache])
     def test_is_planned_once(self, kind, budget):
         group = {"group": SequenceGroup(0, 1)} if kind is AsyncPlanCache else {}
         cache = kind(ReplanRule(1.25, budget), **group)
@@ -98,7 +98,7 @@ class TestAMaskWhoseBestPlanIsAboveTheThreshold:
             assert cache.count_reuse(0, plan, "uneven")
         assert (cache.counters.calls, cache.counters.replans) == (9, 1)
 
-    @pytest.mark.parametrize("kind", [PlanCache, AsyncPlanCache])
+    @pytest.mark.parametrize("kind", [SyncPlanCache, AsyncPlanCache])
     def test_is_planned_once_after_others(self, kind):
         group = {"group": SequenceGroup(0, 1)} if kind is AsyncPlanCache else {}
         cache = kind(ReplanRule(1.25), **group)
@@ -110,25 +110,25 @@ class TestAMaskWhoseBestPlanIsAboveTheThreshold:
         assert cache.latest[0].rho == 1.5
 
     def test_a_plan_made_for_another_mask_expires(self):
-        cache = PlanCache(ReplanRule(1.25))
+        cache = SyncPlanCache(ReplanRule(1.25))
         for mask, name in ((UNEVEN, "uneven"), (MIRRORED, "mirrored"), (UNEVEN, "uneven"), (UNEVEN, "uneven")):
             assert cache.plan_for(0, mask, PlansBy(plan_u2), name).plan.rho == 1.5
         assert cache.counters.replans == 3
 
     def test_without_a_name_it_could_be_any_mask(self):
-        cache = PlanCache(ReplanRule(1.25))
+        cache = SyncPlanCache(ReplanRule(1.25))
         for _ in range(3):
             cache.plan_for(0, UNEVEN, PlansBy(plan_u2))
         assert cache.counters.replans == 3
 
     def test_another_plan_than_the_one_made_for_it_expires(self):
-        usage, rule = PlanUsage.of(plan_u2(UNEVEN), "uneven"), ReplanRule(1.25)
-        assert not usage.expired_by(plan_u2(UNEVEN), rule, "uneven")
-        assert usage.expired_by(plan_u2(MIRRORED).evaluate(UNEVEN), rule, "uneven")
-        assert usage.expired_by(plan_u2(UNEVEN).evaluate(MIRRORED), rule, "mirrored")
+        kept, rule = KeptPlan.new(plan_u2(UNEVEN), "uneven"), ReplanRule(1.25)
+        assert not rule.expired(kept.used_with(plan_u2(UNEVEN)), "uneven")
+        assert rule.expired(kept.used_with(plan_u2(MIRRORED).evaluate(UNEVEN)), "uneven")
+        assert rule.expired(kept.used_with(plan_u2(UNEVEN).evaluate(MIRRORED)), "mirrored")
 
     def test_an_attention_that_begins_with_its_plan_goes_on_with_it(self):
-        cache = PlanCache(ReplanRule(1.25))
+        cache = SyncPlanCache(ReplanRule(1.25))
         cache.plan_for("one step", UNEVEN, PlansBy(plan_u2), "uneven")
         cache.begin_with("the next", "one step")
         cache.plan_for("the next", UNEVEN, PlansBy(plan_u2), "uneven")
@@ -270,8 +270,8 @@ def test_ranks_that_agree_go_on(pool):
     ("settings", "kind"),
     [
         ({"mask": SpargeSource(cdf=0.9)}, AsyncPlanCache),
-        ({"mask": SpargeSource(cdf=0.9), "reuse": {"mode": "sync"}}, PlanCache),
-        ({"mask": WindowSource()}, PlanCache),
+        ({"mask": SpargeSource(cdf=0.9), "reuse": {"mode": "sync"}}, SyncPlanCache),
+        ({"mask": WindowSource()}, SyncPlanCache),
         ({"mask": WindowSource(), "reuse": {"mode": "async"}}, AsyncPlanCache),
     ],
 )
