@@ -1,4 +1,4 @@
-"""How much memory is free on a device, or, for CPUs, on the host."""
+"""How much memory is free on a device, or, for CPUs, on the host, and the limit that ranks agree on by it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["free_memory"]
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.nodes import ranks_on_this_node
+from dbsp_core.cost.peak_memory import MemoryLimit
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["agree_on_memory", "free_memory"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -30,3 +35,27 @@ def free_memory(device: torch.device) -> int | None:
         return min(free, most - used)
     except (OSError, ValueError):  # no container, or "max"
         return free
+
+
+def agree_on_memory(limit: int | str | None, group: SequenceGroup, device: torch.device) -> MemoryLimit | None:
+    """The memory that no rank's attention is to exceed, the same on all ranks.
+
+    Args:
+        limit: `planner.memory_limit`: bytes; "auto" for the least that is free on any rank now; None for no limit.
+        group: The ranks, which gather what is free for "auto": it is a collective call then.
+        device: Where attention runs. Of a CPU's free memory each of the host's ranks is given an even share.
+
+    Raises:
+        UserError: On all ranks, where one cannot tell how much is free.
+    """
+    if not isinstance(limit, str):
+        return None if limit is None else MemoryLimit(limit)
+    mine = free_memory(device)
+    if mine is not None and device.type != "cuda":
+        mine //= ranks_on_this_node() or group.size
+    least = min(free for (free,) in group.gather_integers([-1 if mine is None else mine], device))
+    if least < 0:
+        raise UserError(
+            "planner.memory_limit: auto cannot tell how much memory is free here; write an amount, as 8GiB"
+        )
+    return MemoryLimit(least, free=True)

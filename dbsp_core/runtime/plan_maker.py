@@ -9,19 +9,10 @@ import torch
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.nodes import ranks_on_this_node
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.free_memory import free_memory
 from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
-from dbsp_core.cost.peak_memory import (
-    MemoryLimit,
-    head_caps,
-    mask_bytes,
-    peak_bytes,
-    prediction_bytes,
-    within_limit,
-)
+from dbsp_core.cost.peak_memory import MemoryLimit, head_caps, mask_bytes, peak_bytes, prediction_bytes, within_limit
 from dbsp_core.cost.selection import AUTO, StrategySelector, candidates, fastest_plan, in_fastest_chunks, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -32,12 +23,11 @@ from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.utils.byte_sizes import in_bytes
-from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
-__all__ = ["ConfiguredPlanMaker", "agree_on_memory", "load_constants", "strategies_of"]
+__all__ = ["ConfiguredPlanMaker", "load_constants", "strategies_of"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +83,7 @@ class ConfiguredPlanMaker:
         return replace(self, shape=shape, gradients=gradients)
 
     def make(self, mask: BlockMask, current: Plan | None) -> Plan:
-        """See `plan_reuse.plan_cache.PlanMaker`."""
+        """See `PlanMaker`."""
         if self.strategy is not None:
             plan = self._plan(self.strategy, mask)
         elif self.selector is None:
@@ -107,14 +97,8 @@ class ConfiguredPlanMaker:
                 self._warn_of(plan, above)
         return plan
 
-    def make_later(self, later: BlockMask, mask: BlockMask, strategy: Strategy) -> Plan | None:
-        """See `plan_reuse.plan_cache.PlanMaker`."""
-        if self.config.effective_keys != "ring":  # what is sent follows from the mask at hand
-            return None
-        return self._ring_plan(strategy, later, mask)
-
     def rank_plan(self, assignment: Assignment) -> RankPlan:
-        """See `plan_reuse.plan_cache.PlanMaker`."""
+        """See `PlanMaker`."""
         return RankPlan.of(assignment, self.layout, self.group.rank)
 
     @property
@@ -127,7 +111,7 @@ class ConfiguredPlanMaker:
         """With keys as configured: for "auto" whichever plan is predicted faster, among those within the limit."""
         keys, plans = self.config.effective_keys, []
         if keys != "needed":
-            plans.append(self._ring_plan(strategy, mask, mask))
+            plans.append(self._ring_plan(strategy, mask))
         if keys != "ring":
             plans.append(self._plan_of_needed_keys(strategy, mask))
         if len(plans) == 1 or self.hardware is None:
@@ -145,12 +129,11 @@ class ConfiguredPlanMaker:
         plan = make_plan(mask, strategy, self.config.planner, layout=self.layout, compare=self.compare, keys="needed")
         return in_fastest_chunks(plan, mask, self._shape, self.hardware, self.topology, self.layout, self._excess)
 
-    def _ring_plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
-        """real: the mask at hand, where `mask` is a predicted one"""
-        planner = replace(self.config.planner, exchange_cost=self._exchange_cost(strategy, real))
+    def _ring_plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
+        planner = replace(self.config.planner, exchange_cost=self._exchange_cost(strategy, mask))
 
         def make_by(config: PlannerConfig) -> Plan:
-            return make_plan(mask, strategy, config, layout=self.layout, compare=self.compare and mask is real)
+            return make_plan(mask, strategy, config, layout=self.layout, compare=self.compare)
 
         def make(name: str, equal_heads: bool) -> Plan:
             return make_by(replace(planner, name=name, paper=replace(planner.paper, equal_heads=equal_heads)))
@@ -204,25 +187,6 @@ class ConfiguredPlanMaker:
         if self.hardware is None:
             return 0.0
         return exchange_cost_of(mask, strategy, self._shape, self.hardware, self.topology)
-
-
-def agree_on_memory(config: DbspConfig, group: SequenceGroup, device: torch.device) -> MemoryLimit | None:
-    """The limit that is set, or for "auto" the least that is free on any rank now. Collective then.
-
-    On CPUs: of what the host has free, an even share for each of its ranks.
-    """
-    limit = config.planner.memory_limit
-    if not isinstance(limit, str):
-        return None if limit is None else MemoryLimit(limit)
-    mine = free_memory(device)
-    if mine is not None and device.type != "cuda":
-        mine //= ranks_on_this_node() or group.size
-    least = min(free for (free,) in group.gather_integers([-1 if mine is None else mine], device))
-    if least < 0:
-        raise UserError(
-            "planner.memory_limit: auto cannot tell how much memory is free here; write an amount, as 8GiB"
-        )
-    return MemoryLimit(least, free=True)
 
 
 def load_constants(

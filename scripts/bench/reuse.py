@@ -2,12 +2,13 @@
 """How often plans are made, and how even work is meanwhile, over denoising steps of drifting masks.
 
 scripts/bench/reuse.py                      Wan2.1 under SpargeAttn, drift fitted to the paper's Fig. 11
+scripts/bench/reuse.py --masks FILE         recorded masks: a mask file with a group for every step, or a folder
 scripts/bench/reuse.py --json > FILE        the same numbers for a program
 
-Each rule is run by db-SP's own caches. "walk" and "jumps" are these masks in another order: back and forth by one step
-at random, and any of twelve steps at random, so that there is no trend to foresee. Beside the rules stand what no rule
-could beat that plans for the mask at hand ("now"), or for any of the run's masks ("any"), had it known all masks
-beforehand: found by dynamic programming, for as many plans.
+Each rule is run by db-SP's own caches. "walk" and "jumps" are the synthetic masks in another order: back and forth by
+one step at random, and any of twelve steps at random. "oracle" is what no rule could beat that plans for the mask at
+hand ("now"), or for any of the run's masks ("any"), had it known all masks beforehand: found by dynamic programming,
+for as many plans.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_core import BlockMask, Plan, SequenceGroup, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
+from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
@@ -33,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
 from fig11 import PRESET, masks_by_step
 
 LABEL = "measured on synthetic masks, drift fitted to the paper's one point"
+RECORDED = "measured on recorded masks"
 
 
 def orders(calls: int, seed: int) -> dict[str, list[int]]:
@@ -57,7 +60,7 @@ def planner_of(strategy: Strategy, layout: SequenceLayout) -> Callable[[BlockMas
 
 def run(masks: Sequence[BlockMask], plan: Callable[[BlockMask], Plan], rule: ReplanRule, behind: bool) -> list[float]:
     """[plans made, mean and worst ρ_s used]"""
-    cache = AsyncPlanCache(rule, group=SequenceGroup(0, 1)) if behind else PlanCache(rule)
+    cache = AsyncPlanCache(rule, group=SequenceGroup(0, 1)) if behind else SyncPlanCache(rule)
     for mask in masks:
         cache.plan_for(0, mask, PlansBy(plan))
     cache.flush()
@@ -84,17 +87,27 @@ def placed(cost: np.ndarray, most: int) -> list[float]:
     return found
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, object]]:
-    """One row per strategy, kind of drift and rule; means over layers."""
+def masks_by_layer(args: argparse.Namespace) -> Iterator[dict[str, list[BlockMask]]]:
+    """Of each layer, by kind of drift: the masks of its calls."""
+    if args.masks is not None:
+        series = MaskSeries.read(args.masks)
+        for layer in series.layers[: args.layers]:
+            yield {"recorded": [series.get(step, layer) for step in series.steps]}
+        return
     options = argparse.Namespace(seed=args.seed, coarsen=1)
-    found: dict[tuple[str, str, str], list[list[float]]] = {}
     for layer in range(args.layers):
         by_step = masks_by_step(layer, options)
+        yield {kind: [by_step[step] for step in steps] for kind, steps in orders(len(by_step), layer).items()}
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, object]]:
+    """One row per strategy, kind of drift and rule; means over layers."""
+    found: dict[tuple[str, str, str], list[list[float]]] = {}
+    for by_kind in masks_by_layer(args):
         for name in args.strategies:
             strategy = Strategy.parse(name)
-            plan = planner_of(strategy, SequenceLayout.striped(by_step[0].grid, strategy))
-            for kind, steps in orders(len(by_step), layer).items():
-                masks = [by_step[step] for step in steps]
+            for kind, masks in by_kind.items():
+                plan = planner_of(strategy, SequenceLayout.striped(masks[0].grid, strategy))
                 for rule_name, rule in rules(args).items():
                     for behind in (False, True):
                         way = f"{rule_name}, {'async' if behind else 'sync'}"
@@ -112,6 +125,7 @@ def row(strategy: str, kind: str, rule: str, values: list[list[float]]) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--masks", type=Path, help="recorded masks instead of synthetic ones")
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the masks")
     parser.add_argument("--strategies", nargs="+", default=["U8R1", "U4R2", "U1R8"])
@@ -120,11 +134,12 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=5, help="how many an oracle may make")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
-    rows = measure(args)
+    rows, label = measure(args), RECORDED if args.masks else LABEL
+    preset, masks = (None, args.masks.name) if args.masks else (PRESET, None)
     if args.json:
-        print(json.dumps({"label": LABEL, "preset": PRESET, **vars(args), "rows": rows}, indent=1))
+        print(json.dumps({"label": label, "preset": preset, **vars(args), "masks": masks, "rows": rows}, indent=1))
         return
-    table = Table(title=f"{PRESET}, P_s {args.threshold}, 50 steps, means over {args.layers} layers", caption=LABEL)
+    table = Table(title=f"{preset or masks}, P_s {args.threshold}, means over layers", caption=label)
     for name in ("strategy", "masks", "rule", "plans made", "mean ρ_s used", "worst"):
         table.add_column(name)
     for one in rows:

@@ -9,6 +9,7 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.free_memory import agree_on_memory
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import Topology
 from dbsp_core.cost.local_layout import fastest_layout
@@ -20,9 +21,9 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import require_slots
 from dbsp_core.runtime.mask_provider import MaskProvider, Video
-from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, agree_on_memory, load_constants, strategies_of
+from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, load_constants, strategies_of
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
+from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, SyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
 from dbsp_core.runtime.sizes.size_context import SizeContext
 from dbsp_core.utils.log import log
@@ -68,7 +69,7 @@ class NewSizes:
         if self.strategy is not None:
             require_slots(self.strategy, grid)
         self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
-        self._memory = self._memory or agree_on_memory(self.config, self.group, device)
+        self._memory = self._memory or agree_on_memory(self.config.planner.memory_limit, self.group, device)
         split_text = len(size) == 1 and size[0][1] > 0
         layout = self._layout(grid, split_text, text_last, device) if host_layout is None else host_layout()
         maker = ConfiguredPlanMaker.of(
@@ -117,7 +118,7 @@ class NewSizes:
         rule = ReplanRule(self.config.reuse.threshold, self.config.reuse.budget)
         if self.config.effective_planning == "async":
             return AsyncPlanCache(rule, self.counters, self.compare, group=self.group)
-        return PlanCache(rule, self.counters, self.compare)
+        return SyncPlanCache(rule, self.counters, self.compare)
 
     def _profile(self, device: torch.device) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from dbsp_core import SequenceGroup
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost import free_memory
 from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.cost.peak_memory import peak_bytes
-from dbsp_core.runtime import plan_maker
 from dbsp_core.runtime.session import AttentionSession
 
 
@@ -61,7 +61,7 @@ def plans_within(
     handler.emit = lambda record: told.append(record.getMessage())
     logger.addHandler(handler)
     try:
-        with mock.patch.object(plan_maker, "free_memory", return_value=free.get(rank, 2**40)):
+        with mock.patch.object(free_memory, "free_memory", return_value=free.get(rank, 2**40)):
             for batch in batches:
                 layout = session.begin((3, 8, 8))
                 q = torch.ones(batch, heads, layout.shard, 16)
