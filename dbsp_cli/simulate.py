@@ -9,7 +9,7 @@ import numpy as np
 
 from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.hardware import Hardware
-from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
+from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict
 from dbsp_core.cost.local_layout import least_keys_layout
 from dbsp_core.cost.selection import candidates, fastest_plan, in_fastest_chunks, in_ns
 from dbsp_core.cost.training import predict_backward, saved_bytes, sent_backward, sent_forward
@@ -57,7 +57,6 @@ class SimulationResult:
     rho_before, rho:  means over layers, of the contiguous plan and of this one
     attention_s:      of all self-attentions of a video
     exchange_s, exposed_p2p_s, pack_s: parts of it
-    printed_s:        what Eq. 4 as printed predicts for attention_s
     other_s:          linear layers and all else, divided over the GPUs, and what only one device does
     speedup, attention_speedup: over the contiguous planner on the same strategy; 1 for itself
     keys:             "ring", or "needed"
@@ -72,7 +71,6 @@ class SimulationResult:
     exchange_s: float
     exposed_p2p_s: float
     pack_s: float
-    printed_s: float
     other_s: float
     attention_speedup: float = 1.0
     speedup: float = 1.0
@@ -90,7 +88,6 @@ class LayerTime:
 
     plan: Plan
     prediction: Prediction
-    printed_s: float
 
 
 def simulate_layer(
@@ -110,8 +107,7 @@ def simulate_layer(
     else:
         plan = make(run.planner, False)
     plan = in_fastest_chunks(plan, mask, shape, hardware, topology, layout)
-    prediction = predict(plan, shape, hardware, topology, layout)
-    return LayerTime(plan, prediction, predict_as_printed(plan, mask.density, shape, hardware, topology))
+    return LayerTime(plan, predict(plan, shape, hardware, topology, layout))
 
 
 def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hardware: Hardware) -> SimulationResult:
@@ -128,7 +124,6 @@ def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hard
         exchange_s=calls * sum(t.prediction.exchange_s for t in times),
         exposed_p2p_s=calls * sum(t.prediction.exposed_s for t in times),
         pack_s=calls * sum(t.prediction.pack_s for t in times),
-        printed_s=calls * sum(t.printed_s for t in times),
         keys=run.keys,
         other_s=model.calls * model.linear_flops / known.linear_flops_per_s / world + known.serial_s,
     )
