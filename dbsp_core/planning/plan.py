@@ -180,7 +180,6 @@ def make_plan(
     planner: PlannerConfig | str = "dbsp",
     *,
     layout: SequenceLayout | None = None,
-    reward: float | None = None,
     compare: bool = True,
     keys: str = "ring",
 ) -> Plan:
@@ -191,7 +190,6 @@ def make_plan(
         strategy: How many ranks share heads and how many form a ring, such as "U4R2" (paper §2.3).
         planner: A name from `dbsp_core.planning.planners.PLANNERS`, or that and what else it is told.
         layout: Which rank holds which tokens before and after. Default: contiguous shards of ceil(tokens / P).
-        reward: R_b of planner "paper" (§4.2.2), in place of the one in `planner`.
         compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
         keys: "ring", or "needed": each rank is sent the keys and values that its rows need, and no others (as DSV
             does, Tan et al. 2025, §5.2). Planner "dbsp" then cuts rows as "local" does, and the plan serves masks
@@ -209,8 +207,6 @@ def make_plan(
     config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)
     if config.name == "dbsp":
         config = replace(config, name=way.planner)
-    if reward is not None:
-        config = replace(config, paper=replace(config.paper, reward=reward))
     chosen = require_planner(config.name)
     require_slots(strategy, mask.grid)
     layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)

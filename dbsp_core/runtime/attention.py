@@ -300,7 +300,6 @@ def dual_balanced_attention(
     *,
     planner: PlannerConfig | str = "dbsp",
     layout: SequenceLayout | None = None,
-    reward: float | None = None,
     group: SequenceGroup | ProcessGroup | None = None,
     scale: float | None = None,
     kernel: str = "auto",
@@ -319,7 +318,6 @@ def dual_balanced_attention(
         strategy: How many ranks share heads and how many form a ring, such as "U4R2".
         planner: See `make_plan`.
         layout: Which rank holds which tokens. Default: contiguous shards of ceil(tokens / P).
-        reward: See `make_plan`.
         group: Default: all ranks of torch.distributed.
         scale: Of the scores; default D^−1/2.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
@@ -339,7 +337,7 @@ def dual_balanced_attention(
         parsed = Strategy.parse(strategy)
         parsed.require_world(group.size)
         placed = layout or SequenceLayout.contiguous(mask.grid.tokens, parsed.world)
-        return make_plan(mask, parsed, planner, layout=placed, reward=reward, keys=keys), placed
+        return make_plan(mask, parsed, planner, layout=placed, keys=keys), placed
 
     with outside_transforms():  # planning is no part of what is differentiated
         plan, layout = run_consistently(

@@ -15,7 +15,7 @@ from common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 from dbsp_core import Plan, Strategy, make_plan
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
-from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from dbsp_core.sources.synthetic.presets import PRESETS
 
 
@@ -43,11 +43,12 @@ def measure(preset: str, options: argparse.Namespace) -> list[Row]:
     layers = list(masks(preset, options))
     profile = MaskProfile.of(layers)
     plans: dict[tuple[str, str, str], list[Plan]] = {}
+    paper = PaperConfig(reward=options.reward)
     for strategy, way in itertools.product(STRATEGIES, options.ways):
         planner, home = way.split("@")
         layout = SequenceLayout.named(home, layers[0].grid, Strategy.parse(strategy), profile=profile)
         plans[strategy, planner, home] = [
-            make_plan(mask, strategy, planner, layout=layout, reward=options.reward) for mask in layers
+            make_plan(mask, strategy, PlannerConfig(planner, paper=paper), layout=layout) for mask in layers
         ]
     return [_row(preset, *key, here) for key, here in plans.items()]
 
@@ -106,7 +107,7 @@ def main() -> None:
     default = [f"{planner}@contiguous" for planner in whole] + ["contiguous@striped", "dbsp@striped", "dbsp@learned"]
     parser.add_argument("--ways", nargs="+", choices=choices, default=default, help="PLANNER@HOME to compare")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["wan2.1-t2v-14b", "cogvideox1.5-5b"])
-    parser.add_argument("--reward", type=float, default=1.0, help="R_b of planners that have one")
+    parser.add_argument("--reward", type=float, default=1.0, help="R_b of planner paper")
     options = parser.parse_args()
     rows = [row for preset in options.presets for row in measure(preset, options)]
     publish("balanced", "ρ_s after balancing, 8 GPUs", rows, draw(rows), options.out)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
-from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from generators import EVERY_STRATEGY, SEEDS, examples, problems, random_bits
 
 every_strategy = pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
@@ -185,7 +185,7 @@ def test_a_paper_plan_by_hand():
     # (1; 1, 2) and 2 in slot 0 (0; 0). Period 0: 3, 3; period 1: 2, 2. ρ_s = 5 / 5 = 1.
     # At home ring rank 0 has blocks 0, 1: query blocks 1 and 3, KV blocks 1 and 3 have moved, half of everything.
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
-    plan = make_plan(mask, "U1R2", "paper", reward=0.0)
+    plan = make_plan(mask, "U1R2", PlannerConfig("paper", paper=PaperConfig(reward=0.0)))
     assert plan.assignment.q_owner.tolist() == [[0, 1, 1, 0]]
     assert plan.assignment.keys.slot.tolist() == [[0, 1, 1, 0]]
     assert plan.metrics.work.tolist() == [[3, 3], [2, 2]]
@@ -215,7 +215,7 @@ class TestErrors:
     @pytest.mark.parametrize("reward", [-0.1, float("nan")])
     def test_a_reward_below_zero_or_none_at_all(self, reward):
         with pytest.raises(ValueError, match=r"reward=.* must not be negative"):
-            make_plan(self.MASK, "U2R1", reward=reward)
+            make_plan(self.MASK, "U2R1", PlannerConfig(paper=PaperConfig(reward=reward)))
 
     def test_a_strategy_of_another_form(self):
         with pytest.raises(ValueError, match="not of the form UxRy"):
