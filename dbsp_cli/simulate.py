@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
 from dbsp_core.cost.local_layout import least_keys_layout
@@ -16,6 +15,7 @@ from dbsp_core.cost.training import predict_backward, saved_bytes, sent_backward
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 

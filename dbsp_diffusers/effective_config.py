@@ -13,10 +13,10 @@ import torch
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
-from dbsp_core.config.models import ModelSignature, model_signature, variant_of
 from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
+from dbsp_core.models.table import ModelSignature, model_signature, variant_of
 from dbsp_core.sources import SOURCES, DenseSource
 from dbsp_core.utils.errors import UserError, kind_of
 from dbsp_core.utils.log import log

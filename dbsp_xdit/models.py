@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import (
+from dbsp_core.config.preflight import require_possible
+from dbsp_core.models.table import (
     MODEL_SPECS,
     PIPELINES,
     ModelSignature,
@@ -18,8 +19,7 @@ from dbsp_core.config.models import (
     find_model_spec,
     signature_of_model,
 )
-from dbsp_core.config.preflight import require_possible
-from dbsp_core.config.video import side_complaint
+from dbsp_core.models.video import side_complaint
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_core.utils.paths import require_folder_place
 from dbsp_xdit.flags import config_from, parse_known

@@ -20,7 +20,10 @@ from dbsp_cli.generate.log_file import require_own_log
 from dbsp_cli.generate.meeting import Meeting
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import (
+from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
+from dbsp_core.config.preflight import dense_complaint, duration_notice, require_possible
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.models.table import (
     MODEL_SPECS,
     TINY,
     TINY_MODELS,
@@ -29,10 +32,7 @@ from dbsp_core.config.models import (
     signature_of_model,
     tiny_architecture,
 )
-from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
-from dbsp_core.config.preflight import dense_complaint, duration_notice, require_possible
-from dbsp_core.config.video import VideoSettings
-from dbsp_core.layout.strategy import Strategy
+from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
 from dbsp_core.utils.packages import missing_packages, require_packages
 from dbsp_core.utils.paths import require_file_place, require_folder_place

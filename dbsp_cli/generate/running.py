@@ -17,8 +17,8 @@ from dbsp_cli.generate.job import GenerateJob
 from dbsp_cli.generate.launcher import LogFollower, RunFailed, run_watched
 from dbsp_cli.generate.work_folder import WorkFolder, folder_at, put_file, put_folder, remove_left_over, work_folder
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
-from dbsp_core.config.models import TINY
 from dbsp_core.config.preflight import memory_complaint, require_checkpoint
+from dbsp_core.models.table import TINY
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import NOTICE
 from dbsp_core.utils.yaml_file import Settings, read_settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import ModelSignature, ModelSpec, signature_of_model
+from dbsp_core.models.table import ModelSignature, ModelSpec, signature_of_model
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.yaml_file import shipped_configs
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import ModelSpec, find_model_spec
-from dbsp_core.config.video import VideoSettings
 from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.models.table import ModelSpec, find_model_spec
+from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_kernels import choose_kernel
 

@@ -16,8 +16,8 @@ from dbsp_cli.generate.launcher import LogFollower
 from dbsp_core import Strategy
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.config.of_model import DEFAULT_ORIGIN
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_diffusers.effective_config import resolve_config
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_xdit.flags import config_from, parse_known

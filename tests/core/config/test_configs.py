@@ -10,9 +10,9 @@ import torch
 
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import MODEL_SPECS, ModelSignature, find_model_spec, signature_of_model, token_grid
 from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
-from dbsp_core.config.video import GenerateSettings, VideoSettings
+from dbsp_core.models.table import MODEL_SPECS, ModelSignature, find_model_spec, signature_of_model, token_grid
+from dbsp_core.models.video import GenerateSettings, VideoSettings
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.schema import setting_names

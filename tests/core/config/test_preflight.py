@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from dbsp_core.config import preflight
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import MODEL_SPECS, require_model
 from dbsp_core.config.preflight import (
     dense_complaint,
     duration_notice,
@@ -19,6 +18,7 @@ from dbsp_core.config.preflight import (
     require_checkpoint,
     require_possible,
 )
+from dbsp_core.models.table import MODEL_SPECS, require_model
 from dbsp_core.utils.errors import SettingError, UserError
 
 WAN = require_model("wan2.1-t2v-14b")

@@ -8,8 +8,8 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dbsp_core.config.pipelines import PIPELINES, Pipeline, token_grid
-from dbsp_core.config.signature import (
+from dbsp_core.models.pipelines import PIPELINES, Pipeline, token_grid
+from dbsp_core.models.signature import (
     PUBLISHED,
     TINY,
     TINY_NAMES,
@@ -18,7 +18,7 @@ from dbsp_core.config.signature import (
     model_signature,
     variant_of,
 )
-from dbsp_core.config.video import TOKEN_PIXELS, VideoSettings
+from dbsp_core.models.video import TOKEN_PIXELS, VideoSettings
 from dbsp_core.utils.errors import UserError, did_you_mean
 
 __all__ = [

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dbsp_core.config.pipelines import PIPELINES
-from dbsp_core.config.video import VideoSettings, side_complaint
+from dbsp_core.models.pipelines import PIPELINES
+from dbsp_core.models.video import VideoSettings, side_complaint
 from dbsp_core.utils.errors import SettingError, bad_value
 
 __all__ = ["PUBLISHED", "TINY", "TINY_NAMES", "ModelSignature", "Variant", "model_signature", "variant_of"]
@@ -80,7 +80,7 @@ class ModelSignature:
 
 
 PUBLISHED: dict[ModelSignature, Any] = {}
-"""By signature, the model of the table in `config.models`, which fills it."""
+"""By signature, the model of the table in `models.table`, which fills it."""
 TINY_NAMES: dict[ModelSignature, str] = {}
 """By signature, the name of a tiny model; filled there too."""
 
