@@ -15,7 +15,7 @@ from dbsp_core.cost.training import predict_backward, saved_bytes, sent_backward
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.models.table import ModelSpec
+from dbsp_core.models.spec import ModelSpec
 from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 

@@ -24,7 +24,7 @@ from dbsp_core.cost.sequences import (
 )
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.models.table import require_model
+from dbsp_core.models.lookup import require_model
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.sequence_plan import BALANCERS, SequencePlan, plan_sequences
 from dbsp_core.planning.sequences.streams import (

@@ -13,7 +13,8 @@ import torch
 
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.models.table import ModelSpec, find_model_spec
+from dbsp_core.models.lookup import find_model_spec
+from dbsp_core.models.spec import ModelSpec
 from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_kernels import choose_kernel

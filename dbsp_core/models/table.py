@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-from dbsp_core.models.pipelines import PIPELINES, Pipeline, token_grid
-from dbsp_core.models.signature import (
-    PUBLISHED,
-    TINY,
-    TINY_NAMES,
-    ModelSignature,
-    Variant,
-    model_signature,
-    variant_of,
-)
-from dbsp_core.models.video import TOKEN_PIXELS, VideoSettings
-from dbsp_core.utils.errors import UserError, did_you_mean
+from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.video import VideoSettings
 
-__all__ = [
-    "MODEL_SPECS",
-    "PIPELINES",
-    "TINY",
-    "TINY_MODELS",
-    "ModelSignature",
-    "ModelSpec",
-    "Pipeline",
-    "Variant",
-    "find_model_spec",
-    "model_signature",
-    "require_model",
-    "signature_of_model",
-    "signature_of_name",
-    "tiny_architecture",
-    "token_grid",
-    "variant_of",
-]
+__all__ = ["MODEL_SPECS", "PUBLISHED", "TINY", "TINY_MODELS", "TINY_NAMES"]
 
 _WAN_NEGATIVE = (
     "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
@@ -47,101 +17,6 @@ _WAN_NEGATIVE = (
     "legs, many people in the background, walking backwards"
 )
 """From Wan's model card and the example in diffusers' WanPipeline."""
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A published video diffusion transformer, with the settings of its model card.
-
-    name:       short; also names its files in configs/
-    hub:        repository on Hugging Face
-    aliases:    other names, of other repositories or in xfuser's registry
-    pipeline:   diffusers' class
-    layers, heads: of self-attention; VACE's few layers for the control video come on top
-    head_dim:   the width of a head
-    patch_frames: latent frames that make one token (patch_size_t)
-    ffn:        width of the MLP
-    cross_text: text tokens that cross-attention looks at; 0: there is none
-    parameters: of transformer and text encoder together, as published
-    preset:     of dbsp_core.sources.synthetic.presets, whose masks stand for its own
-    video:      the usual one; all is set but prompt and seed, and flow_shift where the scheduler comes with one
-    paper_thw:  the token grid that times are predicted for, where that is not the usual video's
-    variant:    see `Variant`
-    token_pixels: height and width of a token
-    """
-
-    name: str
-    hub: str
-    aliases: tuple[str, ...]
-    pipeline: str
-    layers: int
-    heads: int
-    head_dim: int
-    patch_frames: int
-    ffn: int
-    cross_text: int
-    parameters: int
-    preset: str
-    video: VideoSettings
-    paper_thw: tuple[int, int, int] | None = None
-    variant: Variant = ""
-    token_pixels: int = TOKEN_PIXELS
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, self.hub, *self.aliases)
-
-    @property
-    def signature(self) -> ModelSignature:
-        return ModelSignature(self.pipeline, (self.layers, self.heads, self.head_dim, self.patch_frames), self.variant)
-
-    @property
-    def text_tokens(self) -> int:
-        """Text tokens that are part of self-attention's sequence."""
-        return PIPELINES[self.pipeline].text_tokens
-
-    @property
-    def thw(self) -> tuple[int, int, int]:
-        """Frames, rows and columns of the video's token grid."""
-        if self.paper_thw is not None:
-            return self.paper_thw
-        frames, height, width = (getattr(self.video, name) for name in ("num_frames", "height", "width"))
-        return token_grid(frames, height, width, self.patch_frames, self.token_pixels)
-
-    @property
-    def tokens(self) -> int:
-        return self.text_tokens + math.prod(self.thw)
-
-    @property
-    def width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def steps(self) -> int:
-        """Of a denoising."""
-        return self.video.steps or 0
-
-    @property
-    def calls(self) -> int:
-        """Forward passes of one video: two a step, of classifier-free guidance, also where they are one batch."""
-        return 2 * self.steps
-
-    @property
-    def linear_flops(self) -> float:
-        """FLOP of one forward pass but for self-attention's scores: projections, MLP, cross-attention.
-
-        The keys and values of cross-attention's text are left out: 512 tokens beside tens of thousands.
-        """
-        projections = 4 * self.width**2 + 2 * self.width * self.ffn
-        if self.cross_text:
-            projections += 2 * self.width**2 + 2 * self.width * self.cross_text
-        return 2.0 * self.layers * self.tokens * projections
-
-    @property
-    def dense_attention_flops(self) -> float:
-        """FLOP of the scores and values of self-attention in one forward pass, all of them."""
-        return 4.0 * self.layers * self.tokens**2 * self.width
-
 
 _WAN_14B = ModelSpec(
     name="wan2.1-t2v-14b",
@@ -262,25 +137,11 @@ _WAN_VACE_1_3B = replace(
 _WANS = (_WAN_14B, _WAN_1_3B, _WAN_2_2, _WAN_I2V, _WAN_I2V_480P, _WAN_2_2_I2V, _WAN_2_2_DISTILLED, _WAN_2_2_TI2V)
 MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
 """By name. Of several with one signature and one repository, the first is what their weights are known as."""
-PUBLISHED.update({spec.signature: spec for spec in reversed(MODEL_SPECS.values())})
+PUBLISHED = {spec.signature: spec for spec in reversed(MODEL_SPECS.values())}
+"""By signature, the first of `MODEL_SPECS` that has it."""
 
-
-def find_model_spec(name: str) -> ModelSpec | None:
-    """The model of that name, upper or lower case, or None."""
-    wanted = name.casefold()
-    return next((s for s in MODEL_SPECS.values() if wanted in {known.casefold() for known in s.names}), None)
-
-
-def require_model(name: str) -> ModelSpec:
-    """The model of that name. Raises UserError when there is none."""
-    spec = find_model_spec(name)
-    if spec is None:
-        raise UserError(
-            f"unknown model {name!r}; use one of {', '.join(MODEL_SPECS)}{did_you_mean(name, MODEL_SPECS)}"
-        )
-    return spec
-
-
+TINY = "tiny-"
+"""Before a key of `TINY_MODELS`, the name of a model that is made where it is needed."""
 TINY_MODELS = {
     "wan": ModelSignature("WanPipeline", (4, 12, 24, 1)),
     "wan-trained": ModelSignature("WanPipeline", (4, 12, 24, 1)),
@@ -291,31 +152,5 @@ TINY_MODELS = {
     "cogvideox": ModelSignature("CogVideoXPipeline", (2, 6, 16, 2)),
 }
 """Tiny checkpoints that db-SP can make for demonstrations and tests, by name."""
-TINY_NAMES.update({signature: name for name, signature in reversed(TINY_MODELS.items())})
-
-
-def tiny_architecture(model: str) -> str | None:
-    """The key of `TINY_MODELS` that a model's name asks for ("tiny-wan": "wan"), or None."""
-    name = model.removeprefix(TINY)
-    return name if model.startswith(TINY) and name in TINY_MODELS and not Path(model).exists() else None
-
-
-def signature_of_name(name: str) -> ModelSignature | None:
-    """Of a checkpoint's name, or a tiny model's; None for what is neither."""
-    spec, tiny = find_model_spec(name), tiny_architecture(name)
-    return spec.signature if spec is not None else None if tiny is None else TINY_MODELS[tiny]
-
-
-def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
-    """Of a checkpoint's name, a tiny model's, or a local folder in diffusers' form; None for what is neither."""
-    text = os.fspath(model)
-    known = signature_of_name(text)
-    if known is not None:
-        return known
-    try:
-        index = json.loads((Path(text) / "model_index.json").read_text())
-        config = json.loads((Path(text) / "transformer" / "config.json").read_text())
-        variant = variant_of((index.get("transformer_2") or [None])[0] is not None, index)
-        return model_signature(str(index["_class_name"]), config, variant)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+TINY_NAMES = {signature: name for name, signature in reversed(TINY_MODELS.items())}
+"""By signature, the first of `TINY_MODELS` that has it."""

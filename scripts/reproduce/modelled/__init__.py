@@ -11,7 +11,8 @@ from dbsp_cli.simulate import LayerTime, RunConfig, SimulationResult, simulate_l
 from dbsp_core import BlockMask, Strategy
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import Topology
-from dbsp_core.models.table import MODEL_SPECS, ModelSpec
+from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import MODEL_SPECS
 
 MODELLED = "modelled, synthetic masks"
 

@@ -18,7 +18,8 @@ from dbsp_core.config.preflight import (
     require_checkpoint,
     require_possible,
 )
-from dbsp_core.models.table import MODEL_SPECS, require_model
+from dbsp_core.models.lookup import require_model
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.utils.errors import SettingError, UserError
 
 WAN = require_model("wan2.1-t2v-14b")
