@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core.comm.groups import told_if_it_breaks_off
-from dbsp_core.comm.timeouts import limit_group_timeouts
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.models.lookup import model_title, signature_of_model
 from dbsp_core.models.pipelines import PIPELINES
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError, exit_on_user_error
+from dbsp_diffusers.group_timeouts import limit_group_timeouts
 from dbsp_diffusers.patching import in_float64
 
 __all__ = ["check", "generate"]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.preflight import require_possible
 from dbsp_core.models.lookup import find_model_spec, published_model, signature_of_model
 from dbsp_core.models.pipelines import PIPELINES
 from dbsp_core.models.signature import ModelSignature
@@ -19,6 +18,7 @@ from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.models.video import side_complaint
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_core.utils.paths import require_folder_place
+from dbsp_diffusers.preflight import require_possible
 from dbsp_xdit.flags import config_from, parse_known
 
 __all__ = ["Model", "find_model", "preflight", "require_video_size", "settings_of"]

@@ -18,10 +18,10 @@ from dbsp_cli.generate.joined import Joined
 from dbsp_cli.generate.launcher import Launch
 from dbsp_cli.generate.log_file import require_own_log
 from dbsp_cli.generate.meeting import Meeting
+from dbsp_cli.generate.resources import duration_notice
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
-from dbsp_core.config.preflight import dense_complaint, duration_notice, require_possible
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.lookup import (
     find_model_spec,
@@ -170,6 +170,8 @@ class GenerateJob:
 
 def resolve(request: GenerateRequest) -> GenerateJob:
     """Everything that can be known before a process is launched. Raises UserError for what the user must change."""
+    from dbsp_diffusers.preflight import require_possible  # here: it takes seconds to import
+
     settings = _settings(request)
     config = DbspConfig.load(settings)
     model, identity = _model(request, config, settings)
@@ -197,7 +199,7 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         raise UserError(f"--timeout {request.timeout:g} must be {bound} seconds; {TIMEOUT_S:g} is usual")
     tiny, named = tiny_architecture(model), find_model_spec(model)
     warnings = (
-        dense_complaint(config, video.steps),
+        config.dense_schedule.complaint(video.steps),
         duration_notice(spec, video, launch.world),
         unknown_words(TRAINED_WAN if tiny == "wan-trained" else Path(model), video.prompt),
     )

@@ -163,8 +163,10 @@ _TORCH = (
     PrivateName("torch.distributed:ProcessGroup._device_types", "dbsp_core.comm.auxiliary"),
     PrivateName("torch.distributed:ProcessGroup._get_backend", "dbsp_core.comm.auxiliary"),
     PrivateName("torch.distributed:ProcessGroupGloo._Options._timeout", "dbsp_core.comm.auxiliary"),
-    PrivateName("torch.distributed.distributed_c10d:init_process_group", "dbsp_core.comm.timeouts", ("timeout",)),
-    PrivateName("torch.distributed.distributed_c10d:new_group", "dbsp_core.comm.timeouts", ("timeout",)),
+    PrivateName(
+        "torch.distributed.distributed_c10d:init_process_group", "dbsp_diffusers.group_timeouts", ("timeout",)
+    ),
+    PrivateName("torch.distributed.distributed_c10d:new_group", "dbsp_diffusers.group_timeouts", ("timeout",)),
     PrivateName("torch.distributed:ProcessGroup.group_name", "dbsp_core.comm.auxiliary"),
     PrivateName(
         "torch.distributed.distributed_c10d:_new_process_group_helper",
@@ -173,7 +175,7 @@ _TORCH = (
     ),
     PrivateName("torch.distributed.distributed_c10d:_get_default_store", "dbsp_core.comm.auxiliary"),
     PrivateName("torch.distributed.distributed_c10d:_world.pg_group_ranks", "dbsp_core.comm.auxiliary"),
-    PrivateName("torch.distributed.device_mesh:new_group", "dbsp_core.comm.timeouts"),
+    PrivateName("torch.distributed.device_mesh:new_group", "dbsp_diffusers.group_timeouts"),
     PrivateName("torch.distributed.device_mesh:DeviceMesh._flatten", "dbsp_para.mesh"),
     PrivateName("torch.accelerator:is_available", "dbsp_xdit.cpu_shim"),
     PrivateName("torch._C._functorch:is_functorch_wrapped_tensor", "dbsp_core.comm.transforms"),
