@@ -20,10 +20,10 @@ from dbsp_core.reports.observed import observed_session
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.attention.checks import check_not_compiled, check_not_parallelized
-from dbsp_diffusers.effective_config import identify, log_config, resolve_config
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
+from dbsp_diffusers.resolve import identify, log_config, resolve_config
+from dbsp_diffusers.sharding.checks import check_not_compiled, check_not_parallelized
 from dbsp_diffusers.sharding.generations import Generations
 
 __all__ = [

@@ -14,10 +14,10 @@ from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.architectures import Packing, architecture_of
 from dbsp_diffusers.attach import attached_to
-from dbsp_diffusers.caching import ForwardRanks
-from dbsp_diffusers.packed.samples import PackedBatch, PackedSample, check_samples
+from dbsp_diffusers.models import Packing, architecture_of
+from dbsp_diffusers.models.packed_samples import PackedBatch, PackedSample, check_samples
+from dbsp_diffusers.sharding.step_caches import ForwardRanks
 
 __all__ = ["LocalPredictions", "packed_forward", "packed_forward_local"]
 

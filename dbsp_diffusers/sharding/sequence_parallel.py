@@ -14,14 +14,14 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.architectures import Cut, TokenSequence, architecture_of
-from dbsp_diffusers.architectures.cuts import modules_at
-from dbsp_diffusers.attention.backends import NativeBackend
-from dbsp_diffusers.attention.intercept import intercept_self_attention
-from dbsp_diffusers.caching import ForwardRanks, StepCaches
-from dbsp_diffusers.packed.samples import PackedBatch
+from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
+from dbsp_diffusers.models.cuts import modules_at
+from dbsp_diffusers.models.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
+from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
+from dbsp_diffusers.sharding.intercept import intercept_self_attention
+from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
 __all__ = ["shard_transformer"]

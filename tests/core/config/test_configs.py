@@ -20,7 +20,7 @@ from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.schema import setting_names
 from dbsp_core.utils.yaml_file import find_config, read_settings, shipped_configs
-from dbsp_diffusers.effective_config import describe_mask
+from dbsp_diffusers.resolve import describe_mask
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
 MODELS = ("wan2.1-t2v-14b", "wan2.1-t2v-1.3b", "cogvideox1.5-5b")

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.architectures.architecture import Architecture, Packing
-from dbsp_diffusers.architectures.cuts import Cut, Cuts, DerivedCuts
-from dbsp_diffusers.architectures.token_sequence import (
+from dbsp_diffusers.models.architecture import Architecture, Packing
+from dbsp_diffusers.models.cuts import Cut, Cuts, DerivedCuts
+from dbsp_diffusers.models.token_sequence import (
     TokenSequence,
     no_grid,
     position_grid,

@@ -1,9 +1,9 @@
 """What db-SP must know of a transformer class, as data: where self-attention is, what is cut, what the tokens are."""
 
-from dbsp_diffusers.architectures.architecture import Architecture, Packing
-from dbsp_diffusers.architectures.cuts import Cut, Cuts, DerivedCuts
-from dbsp_diffusers.architectures.known import ARCHITECTURES, REFUSED, architecture_of, register_architecture
-from dbsp_diffusers.architectures.token_sequence import TokenSequence, sample_grid, valid_tokens
+from dbsp_diffusers.models.architecture import Architecture, Packing
+from dbsp_diffusers.models.cuts import Cut, Cuts, DerivedCuts
+from dbsp_diffusers.models.known import ARCHITECTURES, REFUSED, architecture_of, register_architecture
+from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, valid_tokens
 
 __all__ = [
     "ARCHITECTURES",

@@ -22,7 +22,7 @@ from dbsp_core.sources import SOURCES, DenseSource
 from dbsp_core.utils.errors import UserError, kind_of
 from dbsp_core.utils.log import log
 from dbsp_core.utils.yaml_file import Settings
-from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
+from dbsp_diffusers.models import ARCHITECTURES, architecture_of
 from dbsp_kernels import choose_kernel
 
 __all__ = ["describe_mask", "identify", "log_config", "resolve_config"]

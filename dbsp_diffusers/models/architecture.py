@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_diffusers.architectures.cuts import Cuts, DerivedCuts, modules_at
-from dbsp_diffusers.architectures.token_sequence import TokenSequence
-from dbsp_diffusers.packed.samples import PackedBatch
+from dbsp_diffusers.models.cuts import Cuts, DerivedCuts, modules_at
+from dbsp_diffusers.models.packed_samples import PackedBatch
+from dbsp_diffusers.models.token_sequence import TokenSequence
 from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["Architecture", "Packing"]

@@ -19,11 +19,11 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.of_model import DEFAULT_ORIGIN
 from dbsp_core.models.lookup import published_model
 from dbsp_core.models.table import MODEL_SPECS
-from dbsp_diffusers.effective_config import resolve_config
 from dbsp_diffusers.reference import attach_single_process
+from dbsp_diffusers.resolve import resolve_config
 from dbsp_xdit.flags import config_from, parse_known
-from effective_config_cases import attach_to_another_model, settings_by_rank
 from repository import ROOT
+from resolve_cases import attach_to_another_model, settings_by_rank
 from transformers_for_tests import make_transformer
 from workers import WorkerError
 
