@@ -16,7 +16,8 @@ from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.api import disable, session_of
-from dbsp_diffusers.attach import Host, attach_host, attached_to, transformers_of
+from dbsp_diffusers.attach import Host, attach_host
+from dbsp_diffusers.attached import attached_to, transformers_of
 from dbsp_diffusers.models import ARCHITECTURES, architecture_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_or_say_why_not, shown_name

@@ -33,12 +33,30 @@ _PLANNED = (
     *("LTXVideoTransformer3DModel", "FluxTransformer2DModel", "Flux2Transformer2DModel"),
     *("QwenImageTransformer2DModel", "MiniMaxH3Transformer3DModel"),
 )
+_FAMILIES = {
+    "Wan": "wan",
+    "SkyReels": "wan",
+    "ChronoEdit": "wan",
+    "CogVideoX": "cogvideox",
+    "Hunyuan": "hunyuan",
+    "LTX": "ltx",
+    "Flux": "flux",
+    "Qwen": "qwen",
+    "MiniMax": "minimax",
+}
+"""By the beginning of a class's name, the file that knows it."""
+
+
+def _family(name: str) -> str:
+    return next(file for beginning, file in _FAMILIES.items() if name.startswith(beginning))
+
+
 _SINCE = {"MiniMaxH3Transformer3DModel": "0.40"}
 _DIFFUSERS = (
     *(
         PrivateName(
             f"diffusers:{cls}.forward",
-            "dbsp_diffusers.models.known",
+            f"dbsp_diffusers.models.{_family(cls)}",
             ("self", *arguments),
             since=_SINCE.get(cls, ""),
         )
