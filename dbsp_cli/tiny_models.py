@@ -284,4 +284,4 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "cogvideox": _cogvideox,
     "hunyuan1.5": _hunyuan_15,
 }
-"""How each of `dbsp_core.config.models.TINY_MODELS` is made, and what only `dbsp_diffusers` runs."""
+"""How each of `dbsp_core.models.table.TINY_MODELS` is made, and what only `dbsp_diffusers` runs."""

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.comm.timeouts import limit_group_timeouts
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import ModelSignature, signature_of_model
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.models.lookup import signature_of_model
+from dbsp_core.models.signature import ModelSignature
+from dbsp_diffusers.group_timeouts import limit_group_timeouts
 from dbsp_xdit.models import preflight
 from dbsp_xdit.patches import install
 

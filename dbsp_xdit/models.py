@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import (
-    MODEL_SPECS,
-    PIPELINES,
-    ModelSignature,
-    ModelSpec,
-    find_model_spec,
-    signature_of_model,
-)
-from dbsp_core.config.preflight import require_possible
-from dbsp_core.config.video import side_complaint
+from dbsp_core.models.lookup import find_model_spec, published_model, signature_of_model
+from dbsp_core.models.pipelines import PIPELINES
+from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.models.video import side_complaint
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_core.utils.paths import require_folder_place
+from dbsp_diffusers.preflight import require_possible
 from dbsp_xdit.flags import config_from, parse_known
 
 __all__ = ["Model", "find_model", "preflight", "require_video_size", "settings_of"]
@@ -126,7 +123,7 @@ def _most_like(signature: ModelSignature) -> ModelSpec:
     same = [s for s in MODEL_SPECS.values() if (s.pipeline, s.variant) == (signature.pipeline, signature.variant)]
     same = same or [spec for spec in MODEL_SPECS.values() if spec.pipeline == signature.pipeline]
     alike = (spec for spec in same if spec.patch_frames == signature.sizes[3])
-    return signature.spec or next(alike, same[0])
+    return published_model(signature) or next(alike, same[0])
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

@@ -78,7 +78,7 @@ def _patch_cli(module: ModuleType, patches: PatchSet) -> None:
 
     @functools.wraps(original)
     def main(args: list[str] | None = None) -> None:
-        from dbsp_core.config.preflight import require_checkpoint
+        from dbsp_diffusers.preflight import require_checkpoint
         from dbsp_xdit.models import preflight
 
         with exit_on_user_error():
