@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +14,12 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.predicted.distributed_pooling import gather_bits, pool_own_heads
-from dbsp_core.sources.predicted.parts import select_in_parts
+from dbsp_core.sources.distributed_pooling import gather_bits, pool_own_heads
 from dbsp_core.utils.errors import SettingError, blame_setting, require_value
-from dbsp_kernels.packing.block_selection import pooled_scores
+from dbsp_kernels.packing.block_selection import pairs_at_once, pooled_scores, select_blocks
 from dbsp_kernels.packing.h2d import to_device
 
-__all__ = ["SpargeSource", "SpargeThresholds", "always_dense"]
+__all__ = ["SpargeSource", "SpargeThresholds", "always_dense", "select_in_parts"]
 
 
 @dataclass(frozen=True)
@@ -135,3 +135,38 @@ def always_dense(grid: BlockGrid, text: bool, attention_sink: bool, device: torc
     q, k = ((axis.starts < grid.text_tokens) & text for axis in (grid.q_axis, grid.k_axis))
     k[0] |= attention_sink
     return to_device(np.concatenate([q, k]), device)
+
+
+def select_in_parts(
+    scores_of: Callable[[int, int], torch.Tensor],
+    chance_of: Callable[[torch.Tensor], torch.Tensor],
+    dense: torch.Tensor,
+    nq: int,
+    limits: tuple[float | None, int],
+) -> torch.Tensor:
+    """`select_blocks` of all heads, as many at once as are few pairs of blocks, and of larger heads some rows.
+
+    scores_of: float64[heads, nq, nk] of the heads from the first to before the second;  chance_of: makes some rows'
+               scores chances, each row on its own: so the parts cannot change a bit
+    dense, limits: as for `select_blocks`
+    """
+    heads, nk = len(dense), dense.shape[1] - nq
+    at_once = pairs_at_once(dense.is_cuda)
+    together = max(1, at_once // (nq * nk))
+    rows = nq if nq * nk <= at_once else max(1, at_once // nk)
+    found = []
+    for first in range(0, max(1, heads), together):
+        scores, own = scores_of(first, first + together), dense[first : first + together]
+        by_rows = [
+            select_blocks(chance_of(some), _of_rows(own, nq, row, some.shape[1]), *limits)
+            for row, some in zip(range(0, nq, rows), scores.split(rows, dim=1), strict=True)
+        ]
+        found.append(by_rows[0] if len(by_rows) == 1 else torch.cat(by_rows, dim=1))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _of_rows(dense: torch.Tensor, nq: int, first: int, count: int) -> torch.Tensor:
+    """bool[heads, count + nk]: of some rows, and of all columns."""
+    if count == nq:
+        return dense
+    return torch.cat([dense[:, first : first + count], dense[:, nq:]], dim=1)

@@ -21,9 +21,8 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.predicted.distributed_pooling import assigned_heads, exchange_heads, gather_bits
-from dbsp_core.sources.predicted.parts import select_in_parts
-from dbsp_core.sources.predicted.sparge import SpargeThresholds, always_dense
+from dbsp_core.sources.distributed_pooling import assigned_heads, exchange_heads, gather_bits
+from dbsp_core.sources.sparge import SpargeThresholds, always_dense, select_in_parts
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_kernels.packing.h2d import to_device
