@@ -13,7 +13,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, print_json, print_tables
+from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, TextTable, print_json, print_tables
 from dbsp_cli.simulate import SimulationResult, TrainingResult, simulate, simulate_training
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
@@ -23,7 +23,6 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.planning.key_travel import require_keys
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.reports.tables import TextTable
 from dbsp_core.sources import SOURCES, MaskRequest, StaticMaskSource, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.atomic_io import write_atomically
