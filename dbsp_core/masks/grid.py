@@ -189,7 +189,7 @@ class BlockGrid:
         return sum(grid.nq * grid.nk for grid in self.sequences)
 
     def subdivides(self, other: BlockGrid) -> bool:
-        """Whether this grid's blocks are the other's, or parts of them."""
+        """Returns whether this grid's blocks are the other's, or parts of them."""
         if self.resized(other.block_q, other.block_k) != other:
             return False
         return other.block_q % self.block_q == 0 and other.block_k % self.block_k == 0

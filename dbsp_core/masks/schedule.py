@@ -135,7 +135,7 @@ class DenseSchedule:
 
     @property
     def by_step(self) -> bool:
-        """Whether the answer depends on the step."""
+        """True if the answer depends on the step."""
         return self.first_steps > 0 or self.last_steps > 0
 
     def is_dense(self, layer: int, layers: int, step: int, steps: int | None) -> bool:

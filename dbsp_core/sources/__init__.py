@@ -1,4 +1,4 @@
-"""Where masks come from."""
+"""Mask sources, which make the masks of attentions."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ SOURCES: dict[str, type[MaskSource]] = {
     "callable": CallableSource,
     "synthetic": SyntheticSource,
 }
-"""By the name after `source:` in a configuration."""
+"""Mask sources by the name after `source:` in a configuration."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,13 +24,16 @@ __all__ = ["SpargeSource", "SpargeThresholds", "always_dense", "select_in_parts"
 
 @dataclass(frozen=True)
 class SpargeThresholds:
-    """How blocks are chosen in each row of pooled attention probabilities, largest first. Exactly one of cdf and topk.
+    """Limits by which each row's blocks are chosen, largest pooled attention probability first.
 
-    cdf:        as many as have a cumulative probability of at most this, but at least one
-    topk:       this share of the row's blocks, rounded down, but at least one
-    similarity: rows and columns of blocks whose tokens' mean cosine is at or below this are dense: a mean says
-                little about them
-    Raises ValueError for both or neither of cdf and topk, or values out of range.
+    Attributes:
+        cdf: Largest cumulative probability of the chosen blocks, of which there is at least one. Either this or topk.
+        topk: Share of the row's blocks, rounded down, but at least one.
+        similarity: Rows and columns of blocks whose tokens have a mean cosine of at most this are dense, as a mean
+            does not represent them.
+
+    Raises:
+        SettingError: For both or neither of cdf and topk, or values out of range.
     """
 
     cdf: float | None = None
@@ -47,7 +50,7 @@ class SpargeThresholds:
         require_value(self, "similarity", is_cosine, "is a cosine: it must lie between -1 and 1")
 
     def limits(self, blocks: int) -> tuple[float | None, int]:
-        """For `select_blocks`: the largest cumulative probability, or None and how many blocks of a row."""
+        """The arguments of `select_blocks`: largest cumulative probability, if any, and most blocks of a row."""
         if self.topk is not None:
             return None, max(1, math.floor(self.topk * blocks + 1e-9))
         return (None if self.cdf == 1 else self.cdf), blocks
@@ -55,23 +58,23 @@ class SpargeThresholds:
 
 LARGEST_BLOCK = 1 << 16
 USUAL_CDF = 0.92
-"""xDiT's."""
+"""xDiT's value."""
 
 
 @dataclass(frozen=True)
 class SpargeSource(BlockSizes):
-    """SpargeAttn's block predictor: each head's pooled attention says where most of its probability will be.
+    """SpargeAttn's block predictor: pooled attention of each head tells where most of its probability will be.
 
-    cdf, topk, similarity: see `SpargeThresholds`; where neither cdf nor topk is given, cdf is 0.92, as in xDiT
-    attention_sink: whether the first key block is dense in every row
-    dense_text:     whether rows and columns of text are dense
-    token_order:    the token order that is cut into blocks; see `dbsp_core.masks.token_order`
+    Each rank pools blocks of its own tokens, each head is predicted by one rank, and the bits are gathered, so that
+    the plan is known before any q, k or v travels. The bits do not depend on ranks and layout. Every sample of a batch
+    has its own masks, as B·H heads. (Zhang et al., SpargeAttn: Accurate and Training-Free Sparse Attention
+    Accelerating Any Model Inference, 2025. Self-similarity is the mean cosine of a block's tokens, as in its code.)
 
-    Blocks are pooled from each rank's own tokens, each head is predicted by one rank, and the bits are gathered, so
-    that the plan is known before any q, k or v travels, for every strategy. The bits are those that a single process
-    would predict, for any ranks and layout. Every sample of a batch has masks of its own, as B·H heads.
-    Zhang et al., SpargeAttn: Accurate and Training-Free Sparse Attention Accelerating Any Model Inference, 2025. As in
-    its published implementation, self-similarity is the mean cosine of a block's tokens.
+    Attributes:
+        cdf: See `SpargeThresholds`, as for topk and similarity; 0.92 as in xDiT if neither cdf nor topk is given.
+        attention_sink: Whether the first key block is dense in every row.
+        dense_text: Whether rows and columns of text are dense.
+        token_order: The token order that is cut into blocks; see `dbsp_core.masks.token_order`.
     """
 
     cdf: float | None = None
@@ -102,21 +105,20 @@ class SpargeSource(BlockSizes):
         return "per_call"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        sizes = request.tokens, request.text_tokens, self.block_q, self.block_k
-        return BlockGrid(*sizes, request.thw, (self.token_order,))
+        return replace(super().grid(request), orders=(self.token_order,))
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
-        """Collective."""
+        """Predicts the mask. Collective."""
         grid, how = self.grid(request), self.thresholds
         rows = pool_own_heads(tokens, grid)
         samples, rows = rows.shape[1], rows.flatten(0, 1)
 
         def scores(first: int, last: int) -> torch.Tensor:
-            """In float64, by operations on each head alone: which others a rank predicts cannot change a bit of it."""
+            """float64 scores by operations on single heads: the other heads of a rank cannot change a bit."""
             return pooled_scores(rows[first:last], grid.nq, tokens.scale, how.similarity)
 
         def chance(scores: torch.Tensor) -> torch.Tensor:
-            """NaN where every key block is dissimilar, hence dense."""
+            """Probabilities; NaN in rows whose key blocks are all dissimilar and therefore dense."""
             return torch.softmax(scores, dim=-1)
 
         dense = (rows[..., -1] <= how.similarity) | always_dense(
@@ -128,10 +130,7 @@ class SpargeSource(BlockSizes):
 
 @functools.lru_cache(maxsize=8)
 def always_dense(grid: BlockGrid, text: bool, attention_sink: bool, device: torch.device) -> torch.Tensor:
-    """bool[nq + nk]: query blocks and then key blocks that are dense whatever the tokens are.
-
-    text: whether blocks of text are;  attention_sink: whether the first key block is
-    """
+    """bool[nq + nk]: query blocks, then key blocks, that are dense for any tokens: text, and the first key block."""
     q, k = ((axis.starts < grid.text_tokens) & text for axis in (grid.q_axis, grid.k_axis))
     k[0] |= attention_sink
     return to_device(np.concatenate([q, k]), device)
@@ -144,11 +143,14 @@ def select_in_parts(
     nq: int,
     limits: tuple[float | None, int],
 ) -> torch.Tensor:
-    """`select_blocks` of all heads, as many at once as are few pairs of blocks, and of larger heads some rows.
+    """`select_blocks` for all heads, part by part, so that memory does not grow with the square of the tokens.
 
-    scores_of: float64[heads, nq, nk] of the heads from the first to before the second;  chance_of: makes some rows'
-               scores chances, each row on its own: so the parts cannot change a bit
-    dense, limits: as for `select_blocks`
+    Args:
+        scores_of: Maps (first, last) to the scores of these heads, float64[heads, nq, nk].
+        chance_of: Turns rows of scores into probabilities, each row by itself, so that parts cannot change a bit.
+        dense: As for `select_blocks`, and so limits.
+        nq: Number of query blocks.
+        limits: See dense.
     """
     heads, nk = len(dense), dense.shape[1] - nq
     at_once = pairs_at_once(dense.is_cuda)
@@ -166,7 +168,7 @@ def select_in_parts(
 
 
 def _of_rows(dense: torch.Tensor, nq: int, first: int, count: int) -> torch.Tensor:
-    """bool[heads, count + nk]: of some rows, and of all columns."""
+    """bool[heads, count + nk]: `dense` for some rows and all columns."""
     if count == nq:
         return dense
     return torch.cat([dense[:, first : first + count], dense[:, nq:]], dim=1)
