@@ -6,9 +6,9 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Annotated, Any
 
@@ -17,9 +17,17 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
-from dbsp_core.reports.tables import TextTable
-
-__all__ = ["LARGEST_SEED", "MOST_GPUS", "JsonFlag", "as_text", "options_for", "print_json", "print_tables", "working"]
+__all__ = [
+    "LARGEST_SEED",
+    "MOST_GPUS",
+    "JsonFlag",
+    "TextTable",
+    "as_text",
+    "options_for",
+    "print_json",
+    "print_tables",
+    "working",
+]
 
 MOST_GPUS = 4096
 """Of a prediction or a plan; tables grow with the square of it."""
@@ -28,6 +36,23 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object an
 
 _GAP = "  "
 _NARROWEST = 8
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of words; none of them is markup.
+
+    title, caption: lines above and below
+    columns: their names;  left: of those that hold words, not numbers
+    spare: of those to leave out, the first one first, where there is no room
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    left: Collection[str] = ()
+    spare: Sequence[str] = ()
 
 
 def options_for(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:

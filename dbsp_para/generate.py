@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dbsp_core.comm.groups import told_if_it_breaks_off
+from dbsp_core.comm.groups import explain_broken_connection
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.models.lookup import model_title, signature_of_model
 from dbsp_core.models.pipelines import PIPELINES
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> Any:
     limit_group_timeouts(float(seconds))
     if torch.cuda.is_available():
         torch.cuda.set_device(_device())
-    with told_if_it_breaks_off():
+    with explain_broken_connection():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         with exit_on_user_error():

@@ -13,9 +13,8 @@ import torch
 import typer
 
 from dbsp_cli.calibrate.calibrate import Calibration, Checked, calibrate, check
-from dbsp_cli.output import JsonFlag, print_json, print_tables, working
+from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.cost.hardware import Hardware, load_hardware, save_hardware, warn_if_elsewhere
-from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.paths import require_file_place
 from dbsp_kernels import choose_kernel

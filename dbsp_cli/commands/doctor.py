@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from dbsp_cli.output import JsonFlag, print_json, print_tables, working
-from dbsp_core.reports.tables import TextTable
+from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.packages import installed_version, missing_packages
 from dbsp_kernels import KERNELS, available, explain_auto

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dbsp_cli.commands.sequences import FLUX_NAME, SequenceRequest, print_sequence_plans
-from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, options_for, print_json, print_tables
+from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, TextTable, options_for, print_json, print_tables
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.local_layout import least_keys_layout
 from dbsp_core.cost.selection import candidates
@@ -22,7 +22,6 @@ from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.key_travel import require_keys
 from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
-from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["plan_command"]

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
+from dbsp_cli.comparison import compare
 from dbsp_cli.output import JsonFlag, print_json, print_tables
-from dbsp_core.reports.compare import compare
-from dbsp_core.reports.html import comparison_page, report_page
+from dbsp_cli.report_tables import comparison_page, comparison_tables, run_tables
+from dbsp_core.reports.html import report_page
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.summary import layer_summaries
-from dbsp_core.reports.tables import comparison_tables, run_tables
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.paths import require_file_place

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dbsp_cli.output import print_json, print_tables
+from dbsp_cli.output import TextTable, print_json, print_tables
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.sequences import (
@@ -33,7 +33,6 @@ from dbsp_core.planning.sequences.streams import (
     draw,
     parse_streams,
 )
-from dbsp_core.reports.tables import TextTable
 from dbsp_core.sources import MaskRequest, StaticMaskSource
 from dbsp_core.utils.byte_sizes import in_bytes
 from dbsp_core.utils.errors import UserError

@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, print_json, print_tables
+from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, TextTable, print_json, print_tables
 from dbsp_cli.simulate import SimulationResult, simulate
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware, load_hardware
@@ -24,7 +24,6 @@ from dbsp_core.models.spec import ModelSpec
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.key_travel import require_keys
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.reports.tables import TextTable
 from dbsp_core.sources import SOURCES, MaskRequest, StaticMaskSource, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.atomic_io import write_atomically

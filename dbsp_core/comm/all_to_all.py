@@ -1,10 +1,9 @@
 """The uneven all-to-all that takes (head, block) pieces from the ranks that hold them to their owners, and back.
 
-Each piece goes straight from holder to owner, q, k and v packed into one exchange (or q apart, where memory asks for
-it, see `exchange_q_separately`; or needed keys of other ring rows in further ones, that attention to the first hides);
-what does not change rank does not travel. An exchange is tables of segments, made
-from blocks and shards: one pass over memory packs what is sent, straight from the host's own strides, and one unpacks
-what came, straight into what the kernel reads.
+Each piece goes straight from holder to owner; nothing is sent to the rank that holds it. q, k and v share one
+exchange, except that q has its own where memory is short (`exchange_q_separately`), and so do needed keys of other
+ring rows, which arrive while attention to the first keys runs. An exchange is made of tables of segments: one pass
+over memory packs what is sent, from the host's own strides, and one unpacks what arrives, into the kernel's form.
 """
 
 from __future__ import annotations
@@ -23,17 +22,19 @@ from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
 __all__ = ["Exchange", "PendingKeys", "Route", "by_batch", "exchange_q_separately"]
 
 UNEVEN = 1.05
-"""Rows of the rank that has most over their mean, from which on memory counts more than one more exchange."""
+"""Most rows of a rank over the mean. Above it, saving memory is worth an exchange more."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Exchange:
     """One rank's side of an all-to-all of uneven parts.
 
-    sent, received: tokens by destination and by source
-    pack:   for each tensor that is sent, from its places to the send buffer, in which each destination's tokens of the
-            tensors follow one another
-    unpack: for each tensor that is made of what came, from the receive buffer to its places
+    Attributes:
+        sent: Tokens by destination.
+        received: Tokens by source.
+        pack: Copies each input tensor to the send buffer. There the tokens of all tensors for one destination follow
+            one another.
+        unpack: Copies the receive buffer to each output tensor.
     """
 
     sent: tuple[int, ...]
@@ -54,13 +55,13 @@ class Exchange:
         return buffer
 
     def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-        """[tokens received, B, D], for what was packed into a send buffer."""
+        """Exchanges a send buffer for [tokens received, B, D]."""
         return group.all_to_all(buffer, self.received, self.sent)
 
 
 @dataclass(frozen=True)
 class PendingKeys:
-    """Keys and values in flight; `wait` unpacks them: [2, B, Ck, Bk, D], zero beyond short blocks."""
+    """Keys and values in flight. `wait` returns them as [2, B, Ck, Bk, D], zero beyond short blocks."""
 
     transfer: PendingTransfer
     unpack: CopySegments
@@ -76,14 +77,17 @@ class PendingKeys:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Route:
-    """How one rank's tensors travel between the layout outside attention and the owners of rows.
+    """The exchanges that take one rank's tensors from their homes to the owners of rows, and the output back.
 
-    dispatch_exchanges: one of q, k and v; or one of q, and then one of k and v
-    combine_exchange:   of the output, on its way back
-    q_places, kv_places: Rq·Bq and Ck·Bk, tokens with the places beyond short blocks
-    block_k: tokens of a KV block
-    fetch_exchanges:    of k and v, where those of later periods come from home too; `fetched_blocks` in each
-    at_once:            whether all of them set off together, and not each when the one before it has come
+    Attributes:
+        dispatch_exchanges: One for q, k and v; or one for q, then one for k and v.
+        combine_exchange: Returns the output.
+        q_places: Rq·Bq, tokens with the places beyond short blocks.
+        kv_places: Ck·Bk, likewise.
+        block_k: Tokens of a KV block.
+        fetch_exchanges: For the k and v of later periods, where these come from their homes too.
+        fetched_blocks: KV blocks that each of these brings.
+        at_once: Whether they all start together. Otherwise each starts when the one before it has arrived.
     """
 
     dispatch_exchanges: tuple[Exchange, ...]
@@ -97,32 +101,33 @@ class Route:
 
     def to(self, device: torch.device) -> Route:
         """The same with its tables on a device."""
-        there, fetch = (
-            tuple(exchange.to(device) for exchange in some) for some in (self.dispatch_exchanges, self.fetch_exchanges)
-        )
         return replace(
-            self, dispatch_exchanges=there, combine_exchange=self.combine_exchange.to(device), fetch_exchanges=fetch
+            self,
+            dispatch_exchanges=tuple(one.to(device) for one in self.dispatch_exchanges),
+            combine_exchange=self.combine_exchange.to(device),
+            fetch_exchanges=tuple(one.to(device) for one in self.fetch_exchanges),
         )
 
     @property
     def key_exchanges(self) -> tuple[Exchange, ...]:
-        """Those that take q, k and v to owners: `dispatch_exchanges` and `fetch_exchanges`."""
+        """All exchanges that bring q, k and v to their owners."""
         return (*self.dispatch_exchanges, *self.fetch_exchanges)
 
     def tokens_sent(self, rank: int) -> tuple[int, int]:
-        """How many tokens of one head `rank`, whose route this is, sends to others: in dispatch, and in combine."""
-        dispatch, combine = (
-            sum(sum(one.sent) - one.sent[rank] for one in exchanges)
-            for exchanges in (self.key_exchanges, (self.combine_exchange,))
-        )
-        return dispatch, combine
+        """Tokens of one head that `rank`, the owner of this route, sends to others: in dispatch, and in combine."""
+
+        def to_others(exchange: Exchange) -> int:
+            return sum(exchange.sent) - exchange.sent[rank]
+
+        return sum(map(to_others, self.key_exchanges)), to_others(self.combine_exchange)
 
     def dispatch(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q, k, v: [B, H, n_local, D] outside attention, of any strides.
+        """Brings q, k and v, [B, H, n_local, D] of any strides, to their owners. Collective.
 
-        returns: packed q [B, Rq·Bq, D] and packed k, v together [2, B, Ck·Bk, D], zero beyond short blocks
+        Returns:
+            Packed q [B, Rq·Bq, D], and packed k and v [2, B, Ck·Bk, D]; zero beyond short blocks.
         """
         batch, _, _, width = q.shape
         first, *second = self.dispatch_exchanges
@@ -137,10 +142,7 @@ class Route:
         return packed_q, packed_kv
 
     def fetch(self, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup) -> Iterator[PendingKeys]:
-        """The keys of later periods, in flight: all from the first on, or each from when it is asked for.
-
-        k, v: [B, H, n_local, D], outside attention
-        """
+        """Yields the keys and values of later periods, in flight: k and v are [B, H, n_local, D]. Collective."""
 
         def start(exchange: Exchange, blocks: int) -> PendingKeys:
             transfer = group.start_all_to_all(exchange.send_buffer(k, v), exchange.received, exchange.sent)
@@ -151,13 +153,13 @@ class Route:
             yield from started
             return
         in_flight = deque(started)
-        while in_flight:  # what has come is not held here
+        while in_flight:  # popped: what has arrived is not kept alive here
             yield in_flight.popleft()
 
     def combine(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-        """The way back. out: packed [B, Rq·Bq, D]; returns: [B, H, n_local, D], strided as `like`, zero at padding."""
+        """Returns the packed output [B, Rq·Bq, D] as [B, H, n_local, D], strided as `like`, zero at padding."""
         buffer = self.combine_exchange.send_buffer(out[:, None])
-        del out  # before what comes is allocated
+        del out  # before the receive buffer is allocated
         came = self.combine_exchange.run(buffer, group)
         del buffer
         local = torch.empty_like(like, dtype=came.dtype)
@@ -170,16 +172,16 @@ def _moved(segments: tuple[CopySegments, ...], device: torch.device) -> tuple[Co
 
 
 def by_batch(buffer: torch.Tensor) -> torch.Tensor:
-    """A buffer [tokens, B, D] as the one head [B, 1, tokens, D] that it is to segments."""
+    """Views a buffer [tokens, B, D] as one head, [B, 1, tokens, D], which is what segments copy."""
     return buffer.transpose(0, 1)[:, None]
 
 
 def exchange_q_separately(assignment: Assignment) -> bool:
-    """Whether queries have an exchange of their own, before that of keys and values.
+    """Returns whether queries are exchanged and unpacked before keys and values, which lowers the peak.
 
-    With Ulysses only, memory is fullest when q, k and v are at their owner twice, as they came and as the kernel reads
-    them. Where a rank has many more rows than most, because they are sparse, that would be more than plain Ulysses
-    takes, so that queries are unpacked first. Rings are fullest later.
+    Without a ring the peak is where the owner has q, k and v twice: as received, and as the kernel reads them. A rank
+    whose rows are sparse owns many of them, and would then need more memory than under plain Ulysses. With a ring the
+    peak comes later.
     """
     world = assignment.strategy.world
     if assignment.strategy.ring > 1 or world == 1:

@@ -1,7 +1,7 @@
 """The route of gradients: dispatch and combine are linear, so their backward is their tables read from right to left.
 
-What a rank unpacked it packs, what it packed it unpacks and adds: a split head's keys and values went to several ranks
-whose gradients add up in the order of those ranks, so that sums have the same bits every time.
+A rank packs what forward unpacked, and unpacks, adding, what forward packed: the keys and values of a split head went
+to several ranks, whose gradients are added in the order of ranks, so that sums have the same bits every time.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _REVERSED = [2, 3, 0, 1, 4]  # columns: to becomes from
 
 @dataclass(frozen=True, eq=False)
 class _BackwardExchange:
-    """An exchange the other way round.
+    """An exchange in the opposite direction.
 
-    exchange: packs what the forward one unpacked, and sends it; unpacks nothing
-    unpack:   by tensor that the forward one sent, from the receive buffer to its places: several copies one after the
-              other, each of which writes to no place twice
+    Attributes:
+        exchange: Packs and sends what the forward exchange unpacked; unpacks nothing.
+        unpack: For each tensor that the forward exchange sent, copies to be done one after another, none of which
+            writes to a place twice.
     """
 
     exchange: Exchange
@@ -40,7 +41,7 @@ class _BackwardExchange:
         return cls(Exchange(exchange.received, exchange.sent, pack, ()), unpack)
 
     def run(self, packed: tuple[torch.Tensor, ...], homes: tuple[torch.Tensor, ...], group: SequenceGroup) -> None:
-        """Adds the gradients of what was made, [B, heads, places, D] each, to those of what was sent."""
+        """Sends the gradients `packed` of what forward made, and adds them to `homes`; all [B, heads, places, D]."""
         came = self.exchange.run(self.exchange.send_buffer(*packed), group)
         for tensor, layers in zip(homes, self.unpack, strict=True):
             for segments in layers:
@@ -49,12 +50,7 @@ class _BackwardExchange:
 
 @dataclass(frozen=True, eq=False)
 class BackwardRoute:
-    """One rank's route for gradients; see `Route` for its fields.
-
-    combine:  the output's gradient, to owners
-    dispatch: those of q, k and v, back to the layout outside attention
-    fetch:    those of the further chunks of needed keys, likewise
-    """
+    """One rank's route for gradients; its fields reverse those of `Route` with the same names."""
 
     combine: _BackwardExchange
     dispatch: tuple[_BackwardExchange, ...]
@@ -70,7 +66,7 @@ class BackwardRoute:
         return cls(_BackwardExchange.of(route.combine_exchange), dispatch, route.q_places, fetch)
 
     def to_owners(self, dout: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-        """dout: [B, H, n_local, D]; returns: packed [B, Rq·Bq, D], zero beyond short blocks."""
+        """Brings the output's gradient [B, H, n_local, D] to owners: [B, Rq·Bq, D], zero beyond short blocks."""
         packed = dout.new_zeros(dout.shape[0], self.q_places, dout.shape[3])
         self.combine.run((dout,), (packed[:, None],), group)
         return packed
@@ -83,9 +79,16 @@ class BackwardRoute:
         shape: torch.Size,
         group: SequenceGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq: packed [B, Rq·Bq, D], dkv: [2, B, Ck·Bk, D]; returns: those of q, k and v, of `shape` each.
+        """Brings packed gradients home.
 
-        fetched: those of the further chunks, like dkv
+        Args:
+            dq: [B, Rq·Bq, D].
+            dkv: [2, B, Ck·Bk, D].
+            fetched: Like dkv, of each further chunk of needed keys.
+            shape: [B, H, n_local, D].
+
+        Returns:
+            The gradients of q, k and v, each of `shape`.
         """
         dq_home, dk_home, dv_home = (dq.new_zeros(shape) for _ in range(3))
         packed_q, packed_kv = dq[:, None], dkv.transpose(0, 1)
@@ -101,16 +104,16 @@ class BackwardRoute:
 
 
 def _reversed(segments: CopySegments, table: np.ndarray) -> CopySegments:
-    """Rows of a segments' table, from right to left; the zeros, which follow from nothing, are left out."""
+    """The copies in rows of a segments' table, in the opposite direction and without filling in zeros."""
     columns = np.zeros_like(table)
     columns[:, :5] = table[:, _REVERSED]
     return CopySegments.of(columns, segments.table.device)
 
 
 def _layers(segments: CopySegments) -> tuple[CopySegments, ...]:
-    """Reversed segments, so divided that none writes to a place twice: the n-th holds each place's n-th reader.
+    """Reverses segments and divides them so that none writes to a place twice: the n-th has each place's n-th reader.
 
-    Readers of a place read the same segment, so that places are equal where their first tokens are.
+    Readers of a place read the same segment, so places are equal where their first tokens are.
     """
     table = segments.table.cpu().numpy()
     _, place = np.unique(table[:, 0].astype(np.int64) << 32 | table[:, 1], return_inverse=True)

@@ -1,4 +1,4 @@
-"""Groups of our own beside a process group: the same ranks over gloo, for collectives that must meet no others."""
+"""Auxiliary groups of a process group: its ranks over gloo, for collectives that must not be mixed with others."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, _Beside] = weakref.WeakKey
 
 
 def auxiliary_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """The ranks of `group` in a gloo group of their own, one for each purpose, with the group's own timeout.
+    """Returns a gloo group of the ranks of `group`, one for each purpose, with the same timeout.
 
-    Collective at the first call. It is destroyed with `group`: with all of torch's, or when that one is gone.
+    Collective at the first call. It is destroyed when `group` or all of torch's groups are.
     """
     beside = _BESIDE.get(group)
     if beside is None:
@@ -34,7 +34,7 @@ def auxiliary_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """After which a group's collectives fail; None where its backend does not tell."""
+    """Time after which a group's collectives fail; None where its backend does not have the option."""
     for device_type in group._device_types:
         options = getattr(group._get_backend(device_type), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -44,10 +44,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def _made(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """As `dist.new_group(use_local_synchronization=True)` makes one, but under a name that is never used again.
+    """Makes a group as `dist.new_group(use_local_synchronization=True)` does, but under a name that is not reused.
 
-    Its own names come from the ranks and from how many groups this rank has: that is another number on another rank,
-    and the same number again once a group was destroyed, with addresses in the store at which nobody answers.
+    torch names a group after its ranks and the number of groups that this rank has. That number differs between ranks,
+    and it repeats once a group was destroyed, whose addresses in the store nobody answers any more.
     """
     make: Any = distributed_c10d._new_process_group_helper
     made: dist.ProcessGroup
@@ -61,12 +61,12 @@ def _made(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
         timeout=timeout_of(group) or default_pg_timeout,
     )
     distributed_c10d._world.pg_group_ranks[made] = dict(distributed_c10d._world.pg_group_ranks[group])
-    dist.barrier(made)  # a rank that destroyed it at once would cut off those that are still connecting
+    dist.barrier(made)  # a rank that destroyed it at once would cut off others that are still connecting
     return made
 
 
 def _destroy(beside: _Beside) -> None:
-    """Each rank on its own: nothing is sent."""
+    """Destroys a group's auxiliary groups. Not collective."""
     for known in beside.values():
         made = known()
         if made is not None:

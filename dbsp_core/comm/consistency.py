@@ -1,4 +1,4 @@
-"""Errors on all ranks together: a rank that stops alone leaves the others waiting for it."""
+"""Errors that all ranks raise together: if one rank stopped, the others would wait for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DEBUG_DIFFERS", "check_consistent", "gather_texts", "require_equal",
 Result = TypeVar("Result")
 
 DEBUG_DIFFERS = "debug differs on rank(s) {}; set it on all ranks or on none"
-"""A complaint for `check_consistent`: ranks with debug compare more often, and the others would not come."""
+"""A complaint for `check_consistent`: ranks with debug compare more often, and would wait for the others."""
 
 
 def run_consistently(
@@ -26,10 +26,18 @@ def run_consistently(
     fingerprint: Callable[[Result], int] = lambda _: 0,
     what: str = "the result",
 ) -> Result:
-    """function(), called by every rank; when it raises on some, or its results differ, all ranks raise. Collective.
+    """Calls a function on every rank, and raises on all where it raises on some or its results differ. Collective.
 
-    What is raised is a `UserError` where the first rank that failed had one, or results differ; else a ValueError.
-    fingerprint: below 2^63, equal for equal results
+    Args:
+        group: The ranks.
+        function: Called without arguments.
+        device: Where the ranks' numbers are exchanged.
+        fingerprint: Of a result: below 2^63, equal for equal results.
+        what: Names the result in the message.
+
+    Raises:
+        UserError: Where results differ, or the first rank that failed raised one.
+        ValueError: Where the first rank that failed raised another error.
     """
     problem: Exception | None = None
     result, mark = None, 0
@@ -40,7 +48,7 @@ def run_consistently(
         problem = error
     complaint = f"{what} differs on rank(s) {{}}; it must be the same on every rank"
     check_consistent(group, problem, {complaint: mark}, device)
-    return result  # type: ignore[return-value]  # agree raised where there is none
+    return result  # type: ignore[return-value]  # there is one, or check_consistent has raised
 
 
 def check_consistent(
@@ -50,11 +58,15 @@ def check_consistent(
     device: torch.device,
     error: type[Exception] = UserError,
 ) -> None:
-    """Raises on all ranks when any of them has a problem, or a mark that most don't have. Collective.
+    """Raises on all ranks when any of them has a problem, or a mark that most ranks don't have. Collective.
 
-    marks: below 2^63, by the complaint about ranks whose mark differs, with {} for the ranks
-    error: what is raised where marks differ. A problem is raised as a `UserError` where it is one, else as ValueError,
-           or as `error` where that is no UserError
+    Args:
+        group: The ranks.
+        problem: This rank's, if any.
+        marks: Numbers below 2^63, by the complaint about ranks whose number differs, with {} for the ranks.
+        device: Where the ranks' numbers are exchanged.
+        error: Raised where marks differ. A problem is raised as UserError where it is one, else as ValueError; if
+            `error` is no UserError, every problem is raised as `error`.
     """
     with outside_transforms():
         _check_consistent(group, problem, marks, device, error)
@@ -68,7 +80,7 @@ def _check_consistent(
     error: type[Exception],
 ) -> None:
     states = [(_kind(problem), *marks.values())]
-    if not group.alone:  # without, this rank decides for all: a plan's part may be looked at alone
+    if not group.alone:  # without a process group one rank of several may be examined
         states = [tuple(state) for state in group.gather_integers(states[0], device)]
     failed = [rank for rank, (kind, *_) in enumerate(states) if kind != _FINE]
     if failed:
@@ -84,7 +96,7 @@ def _check_consistent(
 
 
 def require_equal(complaint: str, of_ranks: Sequence[int], error: type[Exception] = UserError) -> None:
-    """Raises an error about ranks whose number is not the one that most have. complaint: with {} for the ranks"""
+    """Raises an error about ranks whose number is not the most frequent one; `complaint` has {} for the ranks."""
     usual = max(of_ranks, key=of_ranks.count)
     differing = [rank for rank, mark in enumerate(of_ranks) if mark != usual]
     if differing:

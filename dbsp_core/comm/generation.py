@@ -1,8 +1,8 @@
-"""The ranks' agreement that they are at the same generation: nothing else tells one rank's request from another's.
+"""The ranks' agreement that they run the same generation.
 
-Collectives match by their order alone. Where one rank's call fails, is caught, and the rank goes on with the next
-request, attentions of two requests meet, and every later video is a mixture. So ranks compare, over a group of their
-own, which call each is at and what it is given, before the first attention of a generation.
+Collectives match by their order only. If one rank's call fails, and the rank goes on with the next request, attentions
+of two requests are mixed, in every later video too. So before the first attention of a generation the ranks compare,
+over a group of their own, which call they are at and what they were given.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ __all__ = ["GenerationAgreement", "PassInputs"]
 
 _CPU = torch.device("cpu")
 _SEED, _PASS = range(2)
-"""What a rank has come for."""
-
+"""Why a rank takes part in an exchange."""
 _BUCKETS = 32
 _TOLERANCE = 2**-5
-"""Of two sketches of unit length: what another order of sums in a text encoder may change, and no other prompt."""
+"""Largest distance of two unit-length sketches that rounding in a text encoder explains; other prompts differ more."""
 
 CALLS_DIFFER = (
     "the ranks are not at the same call: rank(s) {} have begun another number of them; a call that fails on one rank "
@@ -48,10 +47,13 @@ CONDITIONS_DIFFER = "the text or another condition differs on rank(s) {}; give a
 
 @dataclass(frozen=True)
 class PassInputs:
-    """What all ranks must be given alike in a forward pass.
+    """The inputs of a forward pass that must be the same on all ranks.
 
-    size, steps: of any kind, compared by how they are written; the size says shapes and dtypes of the latents
-    latents, conditions: tensors that are whole on every rank, compared up to rounding; none where ranks hold parts
+    Attributes:
+        size: Shapes and dtypes of the latents; compared by `repr`.
+        steps: Timestep, guidance and the like; compared by `repr`.
+        latents: Tensors that every rank has whole, compared up to rounding; empty where ranks have parts.
+        conditions: Likewise, text and other conditions.
     """
 
     size: object = None
@@ -62,27 +64,27 @@ class PassInputs:
 
 @dataclass
 class GenerationAgreement:
-    """The ranks that make one video together, and how many calls this rank has begun.
+    """The ranks that make one video together, and the number of calls that this rank has begun.
 
-    Its collectives run on the group's control group, all of one length: whatever two ranks have come for, they get
-    each other's numbers, and both raise.
+    Its collectives run on the group's control group and have one length: ranks at different ones receive each other's
+    numbers, and raise.
     """
 
     group: SequenceGroup
     calls: int = field(default=0, init=False)
 
     def begin_call(self) -> None:
-        """Counts a call of a pipeline, or a generation that is seen to begin without one. Not collective."""
+        """Counts a call of a pipeline, or a generation that begins outside one. Not collective."""
         self.calls += 1
 
     def seed(self, mine: int) -> int:
-        """The first rank's seed. Collective. Raises UserError, on all ranks, where ranks are not at the same call."""
+        """The first rank's seed. Raises UserError on all ranks unless they are at the same call. Collective."""
         return self._exchange(_SEED, mine, (0, 0, 0), torch.zeros(2 * _BUCKETS, device=_CPU))[0][2]
 
     def compare(self, inputs: PassInputs) -> None:
-        """Raises UserError, on all ranks, where they are not at the same call or were given different inputs.
+        """Raises UserError on all ranks unless they are at the same call with the same inputs. Collective.
 
-        Collective. Reads two sketches of 32 numbers back from the tensors' device.
+        Waits for the tensors' device, to read two sketches of 32 numbers.
         """
         lengths = [(tuple(one.shape), one.dtype) for one in inputs.conditions]
         marks = fingerprint_of(inputs.size), fingerprint_of(inputs.steps), fingerprint_of(lengths)
@@ -99,7 +101,7 @@ class GenerationAgreement:
                 raise UserError(complaint.format(far))
 
     def _exchange(self, kind: int, seed: int, marks: Sequence[int], sketches: torch.Tensor) -> list[list[int]]:
-        """By rank: what it has come for, its calls, its seed, its marks, its sketches as bits. Collective."""
+        """Gathers from each rank: `kind`, its number of calls, seed, marks, and sketches as bits. Collective."""
         bits = sketches.to(torch.float64).view(torch.int64).tolist()
         rows = self.group.control().gather_integers([kind, self.calls, seed, *marks, *bits], _CPU)
         calls = [row[1] for row in rows]
@@ -110,10 +112,10 @@ class GenerationAgreement:
 
 
 def _sketch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """float64[32] on the CPU, as far apart for two lists of tensors as the tensors themselves, each at unit length.
+    """float64[32] on the CPU: a count sketch of tensors that are scaled to unit length.
 
-    Values are added up with pseudo-random signs in 32 sums (a count sketch: Charikar, Chen and Farach-Colton, 2002),
-    which in expectation keeps the squared distance.
+    Values are added up with pseudo-random signs in 32 sums, which in expectation keeps squared distances (Charikar,
+    Chen and Farach-Colton, 2002).
     """
     total: torch.Tensor | None = None
     for tensor in tensors:

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from dbsp_core.comm.auxiliary import auxiliary_group, timeout_of
 from dbsp_core.utils.errors import UserError
@@ -25,14 +27,15 @@ __all__ = [
     "PendingTransfer",
     "SequenceGroup",
     "barrier",
+    "explain_broken_connection",
+    "gather_shards",
     "report_group",
-    "told_if_it_breaks_off",
 ]
 
 # Its name before torch 2.13 is the longer one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BROKE_OFF = "communication between the ranks of the sequence broke off"
-"""How the words of a rank begin that has missed another."""
+"""Beginning of the message of a rank that has lost another."""
 _DESTROYED = (
     "the process group that this was made for is destroyed; make new executors and sessions for another one, on a "
     "pipeline by disable and enable"
@@ -41,12 +44,12 @@ _OUTSIDE = "this rank is outside the process group that it was given; call db-SP
 
 
 class CommunicationError(RuntimeError):
-    """Another rank has gone, or was too late. Nothing more can be sent between the ranks of the group."""
+    """Another rank has ended or was too late. Nothing more can be sent within the group."""
 
 
 @contextmanager
-def told_if_it_breaks_off() -> Iterator[None]:
-    """Says in plain words what a broken connection means; the process group's own words stand behind."""
+def explain_broken_connection() -> Iterator[None]:
+    """Explains a broken connection inside as a `CommunicationError`, which quotes the process group's message."""
     try:
         yield
     except RuntimeError as error:
@@ -58,14 +61,14 @@ def told_if_it_breaks_off() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PendingTransfer:
-    """A tensor in flight from other ranks; `wait` returns it. Keeps what is being sent alive until then."""
+    """A tensor in flight from other ranks, which `wait` returns. Keeps the tensor being sent alive until then."""
 
     received: torch.Tensor
     sent: torch.Tensor
     works: tuple[dist.Work, ...]
 
     def wait(self) -> torch.Tensor:
-        with told_if_it_breaks_off():
+        with explain_broken_connection():
             for work in self.works:
                 work.wait()
         return self.received
@@ -73,10 +76,10 @@ class PendingTransfer:
 
 @dataclass(frozen=True, init=False)
 class SequenceGroup:
-    """`rank` of `size` in a process group; without one, a single process that is alone.
+    """`rank` of `size` in a process group, or a single process without one.
 
-    torch keeps the process group until it is destroyed; this does not. An executor, or a loss with its graph, may be
-    there for longer, and a group that is left when Python ends may abort it.
+    torch holds the process group until it is destroyed; this has only a weak reference. Executors and graphs of losses
+    may live longer, and a group that is left when Python ends may abort it.
     """
 
     rank: int
@@ -95,8 +98,9 @@ class SequenceGroup:
     def of(cls, group: dist.ProcessGroup | SequenceGroup | None = None) -> SequenceGroup:
         """The given group, or the default one; a single process where torch.distributed is not initialised.
 
-        Raises UserError in one of several processes without torch.distributed, where each would do all of the work by
-        itself, and on a rank outside the group.
+        Raises:
+            UserError: In one of several processes without torch.distributed, each of which would do all of the work;
+                and on a rank outside the group.
         """
         if isinstance(group, SequenceGroup):
             return group
@@ -112,12 +116,12 @@ class SequenceGroup:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no process group: this rank decides by itself."""
+        """True without a process group, where there is nobody to agree with."""
         return self._held_by_torch is None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group; not to be kept. Raises UserError once it is destroyed."""
+        """The process group, to be used and not kept. Raises UserError once it is destroyed."""
         if self._held_by_torch is None:
             return None
         group = self._held_by_torch()
@@ -127,32 +131,29 @@ class SequenceGroup:
 
     @property
     def timeout(self) -> timedelta | None:
-        """After which its collectives fail; None where that is not known."""
+        """Time after which its collectives fail; None where it is not known."""
         group = self.group
         return None if group is None else timeout_of(group)
 
     def control(self) -> SequenceGroup:
-        """The same ranks in a gloo group of their own, for what the calling thread must agree on with CPU tensors.
-
-        Collective at the first call.
-        """
+        """The group `beside` this one in which the calling thread agrees on things, with CPU tensors."""
         return self.beside("control")
 
     def beside(self, purpose: str) -> SequenceGroup:
-        """The same ranks in a gloo group of their own, one for each purpose: its collectives meet no others.
+        """The same ranks in an auxiliary gloo group for one purpose, whose collectives are mixed with no others.
 
-        It has this group's timeout, and goes with it. Collective at the first call.
+        It has this group's timeout and is destroyed with it. Collective at the first call.
         """
         group = self.group
         if group is None:
             return self
-        with told_if_it_breaks_off():
+        with explain_broken_connection():
             return SequenceGroup(self.rank, self.size, auxiliary_group(group, purpose))
 
     def all_to_all(
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> torch.Tensor:
-        """Uneven all-to-all along dim 0. returns: [Σ receive_splits, ...], by source rank."""
+        """Uneven all-to-all along dim 0; returns [Σ receive_splits, ...], by source rank."""
         return self.start_all_to_all(sent, receive_splits, send_splits, asynchronous=False).wait()
 
     def start_all_to_all(
@@ -163,12 +164,12 @@ class SequenceGroup:
         *,
         asynchronous: bool = True,
     ) -> PendingTransfer:
-        """`all_to_all`, to be waited for later, unless it is not asynchronous: then it is done."""
+        """Starts an `all_to_all`, which is complete on return only if not `asynchronous`."""
         if self.size == 1:
             return PendingTransfer(sent, sent, ())
         received = sent.new_empty(sum(receive_splits), *sent.shape[1:])
         splits = list(receive_splits), list(send_splits)
-        with told_if_it_breaks_off():
+        with explain_broken_connection():
             work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=asynchronous)
         return PendingTransfer(received, sent, (work,) if asynchronous else ())
 
@@ -183,31 +184,31 @@ class SequenceGroup:
             operations.append(dist.P2POp(dist.isend, sent, dist.get_global_rank(group, to), group))
         if received.numel():
             operations.append(dist.P2POp(dist.irecv, received, dist.get_global_rank(group, source), group))
-        with told_if_it_breaks_off():
+        with explain_broken_connection():
             works = dist.batch_isend_irecv(operations) if operations else []
         return PendingTransfer(received, sent, tuple(works))
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, by rank; all of one shape."""
+        """Every rank's tensor, by rank; all have one shape."""
         if self.size == 1:
             return [mine]
         mine = mine.contiguous()
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        with told_if_it_breaks_off():
+        with explain_broken_connection():
             dist.all_gather(everyone, mine, group=self.group)
         return everyone
 
     def all_gather_along(self, mine: torch.Tensor) -> torch.Tensor:
-        """Every rank's tensor, contiguous and of one shape, one after the other along dim 0, by rank."""
+        """Every rank's contiguous tensor, concatenated along dim 0 by rank; all have one shape."""
         if self.size == 1:
             return mine
         everyone = mine.new_empty(self.size * len(mine), *mine.shape[1:])
-        with told_if_it_breaks_off():
+        with explain_broken_connection():
             _all_gather_single(everyone, mine, group=self.group)
         return everyone
 
     def gather_integers(self, values: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Every rank's integers (below 2^63), by rank: for checks that all ranks must decide alike."""
+        """Every rank's integers (below 2^63), by rank."""
         mine = torch.tensor(values, dtype=torch.int64, device=device)
         return [rank_values.tolist() for rank_values in self.all_gather(mine)]
 
@@ -222,16 +223,12 @@ def _require_alone() -> None:
 
 
 def report_group(group: SequenceGroup) -> SequenceGroup:
-    """The ranks in a gloo group of their own, which nothing else uses. Collective at the first call.
-
-    What becomes of it when a rank does not come disturbs no attention. Ranks wait for one another as long as the
-    group's own timeout says.
-    """
+    """The group `beside` this one that only reports use: a rank that misses a report disturbs no attention."""
     return group.beside("meeting")
 
 
 def barrier(group: SequenceGroup) -> None:
-    """Returns once all ranks of a meeting group have called it. Raises RuntimeError where one does not in time."""
+    """Returns once all ranks of a report group have called it. Raises RuntimeError where one does not in time."""
     if group.alone:
         return
     try:
@@ -241,3 +238,27 @@ def barrier(group: SequenceGroup) -> None:
         raise RuntimeError(
             f"not all ranks came within {limit}; the run may have failed on one ({' '.join(str(error).split())})"
         ) from error
+
+
+def gather_shards(shard: torch.Tensor, dim: int, group: SequenceGroup) -> torch.Tensor:
+    """Concatenates every rank's shard, by rank, along `dim`; all have one shape. Collective and differentiable.
+
+    Backward gives each rank the gradient of its own shard and sends nothing, as every rank computes the whole loss.
+    The gradients of a rank's parameters are then its part of a sum over the group.
+    """
+    if group.size == 1:
+        return shard
+    gathered: torch.Tensor = _Gather.apply(shard, dim % shard.ndim, group)
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, dim: int, group: SequenceGroup) -> torch.Tensor:
+        ctx.dim, ctx.first, ctx.size = dim, group.rank * shard.shape[dim], shard.shape[dim]
+        return torch.cat(group.all_gather(shard), dim=dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient.narrow(ctx.dim, ctx.first, ctx.size), None, None

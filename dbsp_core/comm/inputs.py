@@ -1,4 +1,4 @@
-"""What q, k and v must be on every rank before ranks exchange them."""
+"""Checks of q, k and v before ranks exchange them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ INPUTS_DIFFER = (
 
 
 def needs_gradients(*tensors: torch.Tensor) -> bool:
-    """Whether autograd would have to follow what is computed from these tensors."""
+    """Returns whether autograd records what is computed from these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def inputs_fingerprint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Below 2^63, equal for inputs [B, H, n, D] that ranks can exchange: of one batch, head size and dtype, and with
-    gradients or without."""
+    """Returns a number below 2^63 that is equal for inputs that ranks can exchange.
+
+    These agree in batch, heads, head size and dtype, and in whether they need gradients.
+    """
     return fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, needs_gradients(q, k, v)))
 
 
 def problem_of_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, tokens: int, why: str
 ) -> str | None:
-    """What is wrong with the inputs, seen from this rank alone.
+    """Returns what is wrong with this rank's inputs, or None.
 
-    heads, tokens: that they must have;  why: says where these come from
+    q, k and v must be [B, `heads`, `tokens`, D]; `why` says in the message where these numbers come from.
     """
     lost = unfollowed(q, k, v)
     if lost is not None:

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a node."""
+"""The nodes of a group's ranks."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ __all__ = ["gather_nodes", "ranks_on_this_node"]
 
 
 def gather_nodes(group: SequenceGroup) -> tuple[int, ...]:
-    """The node of each rank, numbered as they come; on all ranks alike, whatever each has been told. Collective.
+    """Returns the node of each rank, numbered by first appearance; the same on all ranks. Collective.
 
-    Told by torchrun's GROUP_RANK, where every rank has one; else by LOCAL_WORLD_SIZE, where it is one number on all
-    ranks: so many that follow one another share a node; else by the names of the hosts.
+    Nodes are known from torchrun's GROUP_RANK where every rank has one; else from LOCAL_WORLD_SIZE, where all ranks
+    have the same: that many consecutive ranks share a node; else from the names of the hosts.
     """
     process_group = group.group
     if process_group is None:
         return (0,) * group.size
     mine = [_number("GROUP_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), fingerprint_of(socket.gethostname())]
     agents, sizes, hosts = zip(*group.control().gather_integers(mine, torch.device("cpu")), strict=True)
-    told: Sequence[int] = hosts
+    names: Sequence[int] = hosts
     if min(agents) >= 0:
-        told = agents
+        names = agents
     elif sizes[0] > 0 and len(set(sizes)) == 1:
-        told = [rank // sizes[0] for rank in dist.get_process_group_ranks(process_group)]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(told))}
-    return tuple(numbers[name] for name in told)
+        names = [rank // sizes[0] for rank in dist.get_process_group_ranks(process_group)]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
 
 
 def ranks_on_this_node() -> int | None:
-    """As the launcher says it; None where it does not."""
-    told = _number("LOCAL_WORLD_SIZE", 1)
-    return None if told < 0 else told
+    """Number of ranks on this node as the launcher gives it, or None."""
+    count = _number("LOCAL_WORLD_SIZE", 1)
+    return None if count < 0 else count
 
 
 def _number(variable: str, least: int) -> int:
-    """An environment variable's; −1 where it has none, or one below the least."""
+    """The number in an environment variable; −1 without one, or for one below `least`."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() and len(text) < 10 and int(text) >= least else -1

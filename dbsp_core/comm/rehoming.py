@@ -1,9 +1,9 @@
 """Re-homing: tokens go from one sequence layout to another in one uneven all-to-all, and back in another one.
 
-Data loaders leave whole sequences on ranks; attention and linear layers want as many tokens on each. Whatever goes
-with the tokens (hidden states, positions, timestep indices, labels) travels together, of any dtypes. (One exchange in
-and one out is KnapFormer's way: Zhang et al., KnapFormer: An Online Load Balancer for Efficient Diffusion
-Transformers Training, 2025.)
+Data loaders leave whole sequences on ranks; attention and linear layers want the same number of tokens on each. All
+tensors of the tokens (hidden states, positions, timestep indices, labels) travel together, of any dtypes. One exchange
+in and one out follows KnapFormer (Zhang et al., KnapFormer: An Online Load Balancer for Efficient Diffusion
+Transformers Training, 2025).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dbsp_core.utils.fingerprint import fingerprint_of
 __all__ = ["Rehoming"]
 
 TENSORS_DIFFER = (
-    "number, dtypes or sizes beside the tokens of what is re-homed, or whether it needs gradients, differ on "
-    "rank(s) {}; give all ranks the same"
+    "the tensors to re-home differ on rank(s) {} in number, dtypes, sizes apart from tokens, or whether they need "
+    "gradients; give all ranks the same"
 )
 LAYOUTS_DIFFER = "the layouts to re-home between differ on rank(s) {}; make them from the same sequences on all ranks"
 
@@ -36,10 +36,14 @@ LAYOUTS_DIFFER = "the layouts to re-home between differ on rank(s) {}; make them
 class _Way:
     """One rank's side of one direction.
 
-    take: int64[n], places of the tokens that leave, by destination;  sent: how many go to each rank
-    put:  int64[m], places of the tokens that come, by source;  received: how many come from each rank
-    kept_from, kept_to: int64[k], places of the tokens that stay on their rank
-    places: of this rank before and after, padding included
+    Attributes:
+        take: int64[n], places of the tokens that leave, by destination.
+        sent: Tokens that leave for each rank.
+        put: int64[m], places of the tokens that arrive, by source.
+        received: Tokens that arrive from each rank.
+        kept_from: int64[k], places before of the tokens that stay on this rank.
+        kept_to: int64[k], their places after.
+        places: This rank's number of places before and after, padding included.
     """
 
     take: torch.Tensor
@@ -53,7 +57,7 @@ class _Way:
     @classmethod
     def of(cls, source: SequenceLayout, target: SequenceLayout, rank: int, places: tuple[int, int]) -> _Way:
         here, there = source.rank == rank, target.rank == rank
-        # Between two ranks tokens travel in the order of their places at the target: both ends know it.
+        # Between two ranks tokens travel in the order of their places at the target, which both ends know.
         leaving, coming = np.flatnonzero(here & ~there), np.flatnonzero(there & ~here)
         leaving = leaving[np.lexsort((target.local[leaving], target.rank[leaving]))]
         coming = coming[np.lexsort((target.local[coming], source.rank[coming]))]
@@ -69,7 +73,7 @@ class _Way:
         )
 
     def reversed(self) -> _Way:
-        """The way back, in the same order of tokens."""
+        """The opposite direction, with tokens in the same order."""
         places = self.places[::-1]
         return _Way(self.put, self.received, self.take, self.sent, self.kept_to, self.kept_from, places)
 
@@ -79,12 +83,12 @@ class _Way:
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def run(self, tensors: Sequence[torch.Tensor], group: SequenceGroup) -> tuple[torch.Tensor, ...]:
-        """Tensors [places before, …] as [places after, …], zero at padding, in one exchange of bytes."""
-        # 1. What leaves: each token's bytes, those of all tensors side by side.
+        """Takes tensors [places before, …] to [places after, …], zero at padding, in one exchange of bytes."""
+        # 1. Tokens leave, each with its bytes in all tensors.
         leaving = [_as_bytes(tensor.index_select(0, self.take)) for tensor in tensors]
         together = leaving[0] if len(leaving) == 1 else torch.cat(leaving, dim=1)
         came = group.all_to_all(together, self.received, self.sent)
-        # 2. What came and what stayed take their places.
+        # 2. Tokens that stayed and tokens that arrived take their places.
         found = []
         for tensor, own in zip(tensors, came.split([part.shape[1] for part in leaving], dim=1), strict=True):
             after = tensor.new_zeros(self.places[1], *tensor.shape[1:])
@@ -101,13 +105,13 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rehoming:
-    """The way of tokens from one layout to another, and back; of one rank, made by `of`. Nothing that stays travels.
+    """One rank's part in taking tokens from one layout to another and back; made by `of`.
 
     Attributes:
         source: The layout that `there` starts from, such as `SequenceLayout.whole_sequences`.
-        target: Where it leads, such as `SequenceLayout.striped`.
+        target: The layout it leads to, such as `SequenceLayout.striped`.
         group: The ranks of both.
-        debug: Whether all ranks compare what they re-home before every exchange, and not only before the first.
+        debug: Whether ranks compare what they re-home before every exchange, and not only before the first.
     """
 
     source: SequenceLayout
@@ -131,16 +135,16 @@ class Rehoming:
         target_places: int | None = None,
         debug: bool = False,
     ) -> Rehoming:
-        """Makes this rank's side. Not collective.
+        """Makes this rank's part. Not collective.
 
         Args:
-            source: Where the tokens are.
-            target: Where they are to be, on the same ranks.
+            source: See `Rehoming`, as for target and debug.
+            target: A layout of the same tokens and ranks.
             group: Default: all ranks of torch.distributed.
-            source_places: Places that this rank has at the source, with or without the padding at the end. Default:
-                with, `source.shard`.
+            source_places: This rank's places at the source, with or without padding at the end. Default: with it,
+                `source.shard`.
             target_places: The same at the target.
-            debug: See `Rehoming`.
+            debug: See source.
 
         Raises:
             UserError: For layouts of other tokens or ranks, or places that don't hold the rank's tokens.
@@ -161,20 +165,20 @@ class Rehoming:
     @overload
     def there(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> tuple[torch.Tensor, ...]: ...
     def there(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Tensors of this rank's tokens under `source`, as those under `target`. Collective: one all-to-all for all.
+        """Takes tensors of this rank's tokens from `source` to `target`. Collective: one all-to-all for all tensors.
 
-        Differentiable: gradients take the way back. Backward is collective too, so that every rank has to call it,
-        one without sequences for a sum over its nothing.
+        Differentiable: gradients are taken back. Backward is collective too: every rank has to call it, a rank without
+        sequences on the sum of an empty tensor.
 
         Args:
             tensors: Of any dtypes, on one device; `dim` has a place for each token.
-            dim: Of all tensors, or one of each.
+            dim: One for all tensors, or one for each.
 
         Returns:
-            The same tensors with as many places as the rank has there, zero at padding; one alone is no tuple.
+            The tensors with the rank's places at the target, zero at padding; a single tensor is not put in a tuple.
 
         Raises:
-            UserError: On all ranks together at the first call and under debug, where tensors don't fit.
+            UserError: For tensors that don't fit; on all ranks together at the first call and under debug.
         """
         return self._run(tensors, dim, back=False)
 
@@ -183,11 +187,11 @@ class Rehoming:
     @overload
     def back(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> tuple[torch.Tensor, ...]: ...
     def back(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Tensors under `target`, as those under `source`; otherwise as `there`, of which it is the inverse."""
+        """The inverse of `there`: takes tensors from `target` to `source`."""
         return self._run(tensors, dim, back=True)
 
     def bytes_sent(self, token_bytes: int) -> tuple[int, int]:
-        """What this rank sends to others there, and back. token_bytes: of one token in all tensors"""
+        """Bytes that this rank sends to others there, and back, if a token has `token_bytes` in all tensors."""
         there, back = self._ways[torch.device("cpu")]
         return sum(there.sent) * token_bytes, sum(back.sent) * token_bytes
 
@@ -208,7 +212,7 @@ class Rehoming:
         return self._ways[device][back]
 
     def _check(self, tensors: Sequence[torch.Tensor], dims: Sequence[int], back: bool) -> None:
-        """Raises UserError for tensors that don't fit: on all ranks together at the first call, and under debug."""
+        """Raises UserError for tensors that don't fit; on all ranks together at the first call and under debug."""
         problem = self._problem(tensors, dims, back)
         error = None if problem is None else UserError(problem)
         if self.debug or back not in self._agreed:
@@ -222,7 +226,7 @@ class Rehoming:
             raise error
 
     def _problem(self, tensors: Sequence[torch.Tensor], dims: Sequence[int], back: bool) -> str | None:
-        """What is wrong with the inputs, seen from this rank alone."""
+        """Returns what is wrong with this rank's tensors, or None."""
         if not tensors or len(dims) != len(tensors):
             return f"re-homing needs at least one tensor, and one dim for all or one for each, got {len(tensors)}"
         if len({tensor.device for tensor in tensors}) > 1:
@@ -240,7 +244,7 @@ class Rehoming:
 
 
 def _places(layout: SequenceLayout, rank: int, places: int | None) -> int:
-    """How many places a rank has. Raises UserError for a number that does not hold its tokens."""
+    """Number of places of a rank. Raises UserError for one that does not hold its tokens."""
     places = layout.shard if places is None else places
     least = int(layout.local[layout.rank == rank].max(initial=-1)) + 1
     if not least <= places <= layout.shard:
@@ -249,7 +253,7 @@ def _places(layout: SequenceLayout, rank: int, places: int | None) -> int:
 
 
 def _fingerprint(tensors: Sequence[torch.Tensor], dims: Sequence[int]) -> int:
-    """Below 2^63, equal for tensors that can be exchanged."""
+    """A number below 2^63 that is equal for tensors that ranks can exchange."""
     follows = torch.is_grad_enabled()
     shapes = [tensor.movedim(own, 0).shape[1:] for tensor, own in zip(tensors, dims, strict=True)]
     each = zip(tensors, shapes, strict=True)

@@ -1,4 +1,4 @@
-"""Building routes: from an assignment and a sequence layout to one rank's tables of segments."""
+"""Builds routes: from an assignment and a sequence layout to one rank's tables of segments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build_route(
     world, grid = assignment.strategy.world, assignment.grid
     queries, keys = _axes(assignment, layout)
     own_rows, (own_blocks, *later) = assignment.rows_of(rank), assignment.blocks_by_period(rank)
-    # 1. Where this rank's pieces are: at home, by the rank that wants them; packed, by the rank they come from.
+    # 1. Places of this rank's pieces: at home by the rank that needs them, packed by the rank they come from.
     q_home = queries.at_home(rank, lambda heads, blocks: assignment.q_owner[np.ix_(heads, blocks)][..., None])
     kv_homes = [
         keys.at_home(rank, functools.partial(assignment.keys.holders, assignment, exchange))
@@ -37,13 +37,13 @@ def build_route(
     of_q, of_kv = _Travelling.of_one(q_home, q_packed), _Travelling.of_keys(kv_homes[0], kv_packed)
     apart = exchange_q_separately(assignment)
     dispatch = [_exchange(world, part, device) for part in (([of_q], [of_kv]) if apart else ([of_q, of_kv],))]
-    # 3. Further keys that come from where they live have exchanges of their own.
+    # 3. Keys that are fetched for later periods have exchanges of their own.
     fetch = tuple(
         _exchange(world, [_Travelling.of_keys(home, keys.packed(*blocks))], device)
         for home, blocks in zip(kv_homes[1:], later, strict=False)
     )
     fetched_blocks = tuple(len(head) for head, _ in later[: len(fetch)])
-    # 4. The output goes back as queries came, and fills padding with zeros.
+    # 4. The output returns the way the queries came, with zeros at padding.
     combine = _exchange(world, [_Travelling.of_one(q_packed, q_home)], device, zeros=empty)
     places = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
     return Route(tuple(dispatch), combine, *places, grid.block_k, fetch, fetched_blocks, assignment.keys.at_once)
@@ -51,7 +51,7 @@ def build_route(
 
 @dataclass(frozen=True, eq=False)
 class _Travelling:
-    """Tensors that become one. here: places of each, sorted by destination;  there: by source, of what is made"""
+    """Tensors that become one tensor: their places at the sender by destination, and at the receiver by source."""
 
     here: tuple[_Places, ...]
     there: tuple[_Places, ...]
@@ -69,7 +69,7 @@ class _Travelling:
 def _exchange(
     world: int, parts: Sequence[_Travelling], device: torch.device, zeros: np.ndarray | None = None
 ) -> Exchange:
-    """The exchange of these tensors together. zeros: further columns of Runs for the first that is made"""
+    """The exchange of several tensors together; `zeros` is added to the table that unpacks the first one."""
     sent, send = _buffer_places(world, *(here for part in parts for here in part.here))
     received, receive = _buffer_places(world, *(there for part in parts for there in part.there))
     pack = [_to_buffer(*one) for one in zip((here for part in parts for here in part.here), send, strict=True)]
@@ -86,11 +86,14 @@ def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopyS
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Places of (head, fragment) pieces, sorted by the other rank that each goes to or comes from. All int64[n].
+    """Places of (head, fragment) pieces, sorted by the other rank that each goes to or comes from; all int64[n].
 
-    rank:        the other rank
-    head, token: the first token's place
-    length:      tokens;  zeros: places behind them to be filled with zeros
+    Attributes:
+        rank: The other rank.
+        head: The piece's head in the tensor.
+        token: Place of its first token.
+        length: Tokens.
+        zeros: Places after them to be filled with zeros.
     """
 
     rank: np.ndarray
@@ -101,7 +104,7 @@ class _Places:
 
     @classmethod
     def sorted_by_rank(cls, parts: list[tuple[np.ndarray, ...]]) -> _Places:
-        """From the fields of several parts, whose order is kept within each rank."""
+        """Joins the fields of several parts, keeping their order within each rank."""
         rank, *others = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(rank.astype(np.uint16), kind="stable")
         return cls(rank[order], *(column[order] for column in others))
@@ -111,33 +114,35 @@ class _Places:
 class _Axis:
     """One axis of a plan's grid and the fragments that homes cut its blocks into.
 
-    groups: (int64 heads, their fragments): heads with the same token order share fragments. Every rank walks through
-            them alike, so that what is sent in one order is expected in the same
+    Attributes:
+        groups: (int64 heads, their fragments): heads with the same token order share fragments. All ranks go through
+            them in this order, so that pieces arrive in the order in which they are expected.
+        axis: The axis.
     """
 
     groups: tuple[tuple[np.ndarray, ShardSegments], ...]
     axis: BlockAxis
 
-    def at_home(self, rank: int, wanting: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> _Places:
-        """Home places of the pieces that are on `rank`, once for each rank that wants them.
+    def at_home(self, rank: int, ranks_needing: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> _Places:
+        """Home places of the pieces that are on `rank`, once for each rank that needs them.
 
-        wanting: (heads, blocks) -> int[heads, blocks, most], the ranks that want each block, filled up with -1
+        `ranks_needing` maps heads and blocks to int[heads, blocks, most]: the ranks, then -1.
         """
         parts: list[tuple[np.ndarray, ...]] = []
         for heads, fragments in self.groups:
             here = np.flatnonzero(fragments.rank == rank)
-            ranks = wanting(heads, fragments.block[here])
-            wanted = np.flatnonzero(ranks >= 0)  # in one dimension: faster
-            head, piece = np.divmod(wanted // ranks.shape[2], ranks.shape[1])
+            ranks = ranks_needing(heads, fragments.block[here])
+            needed = np.flatnonzero(ranks >= 0)  # in one dimension: faster
+            head, piece = np.divmod(needed // ranks.shape[2], ranks.shape[1])
             taken = here[piece]
             length = fragments.length[taken]
-            parts.append((ranks.ravel()[wanted], heads[head], fragments.local[taken], length, np.zeros_like(length)))
+            parts.append((ranks.ravel()[needed], heads[head], fragments.local[taken], length, np.zeros_like(length)))
         return _Places.sorted_by_rank(parts)
 
     def packed(self, head: np.ndarray, block: np.ndarray) -> _Places:
-        """Packed places, all of head 0, of the pieces that packed blocks are made of. (head, block): of each, in order
+        """Packed places, all in head 0, of the pieces of packed blocks, given by head and block in packing order.
 
-        The last piece of a short block has the zeros behind it that fill the block.
+        The last piece of a short block is followed by the zeros that fill the block.
         """
         parts: list[tuple[np.ndarray, ...]] = []
         for heads, fragments in self.groups:
@@ -156,7 +161,7 @@ class _Axis:
 
 
 def _axes(assignment: Assignment, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
-    """Those of queries and of keys."""
+    """The axes of queries and of keys."""
     grid = assignment.grid
     found = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(assignment.heads)]
     queries, keys = (tuple((heads, both[axis]) for heads, both in found) for axis in (0, 1))
@@ -164,9 +169,10 @@ def _axes(assignment: Assignment, layout: SequenceLayout) -> tuple[_Axis, _Axis]
 
 
 def _buffer_places(world: int, *parts: _Places) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
-    """Where the pieces of each part are in a buffer that holds, rank after rank, all parts of that rank in turn.
+    """Lays out a buffer that holds, rank after rank, the pieces of all parts for that rank.
 
-    returns: tokens of each rank, and of each part int64[n], its pieces' first places
+    Returns:
+        Tokens of each rank; and for each part int64[n], the places of its pieces' first tokens.
     """
     tokens = np.stack([np.bincount(part.rank, part.length, world) for part in parts]).astype(np.int64)
     sizes = tokens.sum(axis=0)
@@ -179,18 +185,18 @@ def _buffer_places(world: int, *parts: _Places) -> tuple[tuple[int, ...], tuple[
 
 
 def _to_buffer(source: _Places, start: np.ndarray) -> np.ndarray:
-    """Columns of Runs, int32[n, 6], that pack pieces into a buffer of one head."""
+    """Segments, int32[n, 6], that pack pieces into a buffer of one head."""
     return _columns(len(start), source.head, source.token, 0, start, source.length, 0)
 
 
 def _from_buffer(start: np.ndarray, destination: _Places) -> np.ndarray:
-    """Columns of Runs, int32[n, 6], that unpack pieces from a buffer of one head, with the zeros behind them."""
+    """Segments, int32[n, 6], that unpack pieces from a buffer of one head, with the zeros after them."""
     one = destination
     return _columns(len(start), 0, start, one.head, one.token, one.length, one.zeros)
 
 
 def _columns(rows: int, *columns: np.ndarray | int) -> np.ndarray:
-    """int32[rows, 6] from the columns of Runs, some of which are one number throughout."""
+    """int32[rows, 6] from the columns of `CopySegments`, some of which are one number throughout."""
     table = np.empty((rows, len(columns)), dtype=np.int32)
     for place, column in enumerate(columns):
         table[:, place] = column
@@ -198,7 +204,7 @@ def _columns(rows: int, *columns: np.ndarray | int) -> np.ndarray:
 
 
 def _padding(home: SequenceLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
-    """Columns of Runs that write zeros at the places of `rank` that hold no token."""
+    """Segments, int64[n, 6], that write zeros at the places of `rank` without a token."""
     empty = np.ones(n_local, dtype=bool)
     empty[home.tokens_at(rank)[1]] = False
     edges = np.flatnonzero(np.diff(empty, prepend=False, append=False))

@@ -1,4 +1,4 @@
-"""Derivatives and batching that torch carries within tensors, and that no exchange between ranks can follow."""
+"""Derivatives and batching that torch keeps inside tensors, and that are lost in an exchange between ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRANSFORMED = (
 
 
 def unfollowed(*tensors: torch.Tensor) -> str | None:
-    """What is to be said of tensors whose derivatives would be lost, or that stand for others."""
+    """Returns the complaint about tensors whose derivatives or batching would be lost, or None."""
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
         return _TRANSFORMED
     if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
@@ -29,9 +29,9 @@ def unfollowed(*tensors: torch.Tensor) -> str | None:
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Within it tensors are plain, also where the caller is inside a transform of torch.func: ranks can exchange them.
+    """Leaves the caller's transform of torch.func, if any: ranks can exchange tensors that are made within the block.
 
-    Not for tensors that were made inside the transform.
+    Tensors that were made inside the transform stay part of it.
     """
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()

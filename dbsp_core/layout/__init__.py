@@ -1,1 +1,1 @@
-"""Who holds which tokens outside attention."""
+"""Strategies and sequence layouts: the ranks, and the tokens that each holds outside attention."""

@@ -1,4 +1,4 @@
-"""What layout "learned" learns from masks, and how it distributes blocks by it."""
+"""Sequence layout "learned": profiles of masks, and a distribution of blocks that makes them even."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from dbsp_core.masks.grid import BlockAxis, BlockGrid
 
 __all__ = ["MaskProfile", "balanced_layout"]
 
-MAX_SWAPS = 4096  # a safety net: the loop ends by itself when no swap helps
+MAX_SWAPS = 4096  # not reached in practice: the loop ends when no swap helps
 
 
 def balanced_layout(profiles: np.ndarray, parts: int) -> np.ndarray:
-    """Distributes blocks to parts, as many to each (up to one), so that every profile is even over the parts.
+    """Distributes blocks to parts of equal size (up to one block), so that every profile is even over the parts.
 
-    profiles: float[n, d], what each block weighs in each of d profiles (work as queries, work as keys)
-    returns:  int64[n], the part of each block
+    Args:
+        profiles: float[n, d], the weight of each block in each of d profiles, such as work as queries and as keys.
+        parts: Number of parts.
 
+    Returns:
+        int64[n], the part of each block.
     """
     mean = profiles.mean(axis=0)
     weight = profiles / np.where(mean > 0, mean, 1)
     part = np.empty(len(weight), dtype=np.int64)
     load = np.zeros((parts, weight.shape[1]))
-    # 1. Rounds of `parts` blocks, heaviest rounds first: the heavier of a round to the part with less so far.
+    # 1. Rounds of `parts` blocks, heaviest rounds first: the heavier a block, the less its part has so far.
     order = np.argsort(-weight.sum(axis=1), kind="stable")
     for first in range(0, len(order), parts):
         round_ = order[first : first + parts]
         lightest = np.argsort(load.sum(axis=1), kind="stable")[: len(round_)]
         part[round_] = lightest
         load[lightest] += weight[round_]
-    # 2. Swaps of blocks between the fullest and the emptiest part, while that lowers the squared loads.
+    # 2. Swaps of blocks between the fullest and the emptiest part, as long as they lower the squared loads.
     for _ in range(MAX_SWAPS):
         if not _swap(weight, part, load):
             break
@@ -41,7 +44,7 @@ def balanced_layout(profiles: np.ndarray, parts: int) -> np.ndarray:
 
 
 def _swap(weight: np.ndarray, part: np.ndarray, load: np.ndarray) -> bool:
-    """Makes the best swap between the parts that are furthest apart in some profile. returns: whether it helped."""
+    """Makes the best swap between the parts that are furthest apart in some profile; returns whether one helps."""
     spread = np.ptp(load, axis=0)
     profile = int(spread.argmax())
     full, empty = int(load[:, profile].argmax()), int(load[:, profile].argmin())
@@ -63,8 +66,10 @@ def _swap(weight: np.ndarray, part: np.ndarray, load: np.ndarray) -> bool:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MaskProfile:
-    """Work per token summed over many masks: the dense blocks of its query block and of its key block, each divided by
-    the block's tokens. queries, keys: float64[tokens], by canonical position."""
+    """Work per token, summed over many masks; float64[tokens] each, by canonical position.
+
+    It is the number of dense blocks of the token's query block, and of its key block, over the block's tokens.
+    """
 
     queries: np.ndarray
     keys: np.ndarray
@@ -81,7 +86,7 @@ class MaskProfile:
 
 
 def _per_token(axis: BlockAxis, counts: np.ndarray, grid: BlockGrid) -> np.ndarray:
-    """float64[tokens]: counts int64[H, n] of blocks, divided among their tokens."""
+    """float64[tokens]: counts of blocks, int64[H, n], divided among their tokens."""
     tokens = np.zeros(grid.tokens)
     for order, heads in grid.order_groups(len(counts)):
         tokens[grid.token_permutation(order)] += (counts[heads].sum(axis=0) / axis.lengths)[axis.block_of]

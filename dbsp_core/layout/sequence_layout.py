@@ -1,4 +1,4 @@
-"""Sequence layouts: which rank holds which tokens outside attention, and in which order."""
+"""Sequence layouts: the rank and place of every token outside attention."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ __all__ = ["LAYOUT_ORDERS", "SequenceLayout", "ShardSegments"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ShardSegments:
-    """The segments that shards cut blocks into: each is a run of one block's tokens, contiguous on one rank.
+    """The segments that shards cut blocks into: runs of one block's tokens that are contiguous on one rank.
 
-    Sorted by (block, offset); every token is in exactly one segment. All int64[F]:
-    block:  the block
-    offset: first token's place within the block
-    rank:   the rank that holds the segment
-    local:  first token's place among that rank's tokens
-    length: tokens in the segment
+    Sorted by (block, offset); every token is in one segment.
+
+    Attributes:
+        block: int64[F], as the other fields.
+        offset: First token's place within the block.
+        rank: The rank that holds the segment.
+        local: First token's place on that rank.
+        length: Tokens.
     """
 
     block: np.ndarray
@@ -45,14 +47,14 @@ class ShardSegments:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SequenceLayout:
-    """Which rank holds which token outside attention. A rank's places without a token are padding.
+    """The rank and place of every token outside attention. A rank's places without a token are padding.
 
     Attributes:
         rank: int64[tokens], the rank of each token (by canonical position: text, then video in (t, h, w)).
-        local: int64[tokens], at which of its rank's places.
+        local: int64[tokens], each token's place on its rank.
         world: Number of ranks.
         shard: Places of each rank.
-        position: int64[tokens], where each token is in the order that planner "local" cuts rows in; None: token order.
+        position: int64[tokens], each token's place in the order in which planner "local" cuts rows; None: token order.
 
     Raises:
         ValueError: Unless every token is at a place of its own, on one of the ranks.
@@ -79,10 +81,10 @@ class SequenceLayout:
 
     @classmethod
     def from_streams(cls, streams: Sequence[np.ndarray], world: int) -> SequenceLayout:
-        """Each stream is cut into `world` equal shards, the last of them padded; a rank holds its shard of each.
+        """Cuts each stream into `world` equal shards, the last of them padded; a rank holds its shard of each.
 
         Args:
-            streams: int64 token positions, in the order in which each stream is sharded; together every token once.
+            streams: int64 canonical positions, in the order in which each stream is sharded; every token once.
             world: Number of ranks.
         """
         if world < 1:
@@ -102,22 +104,22 @@ class SequenceLayout:
 
     @classmethod
     def contiguous(cls, tokens: int, world: int) -> SequenceLayout:
-        """Tokens stay in token order: rank r holds the r-th run of ceil(tokens / world)."""
+        """Rank r holds the r-th run of ceil(tokens / world) tokens, in token order."""
         return cls.from_streams([np.arange(tokens)], world)
 
     @classmethod
     def whole_sequences(cls, lengths: Sequence[int], ranks: Sequence[int], world: int) -> SequenceLayout:
-        """Each sequence of a packed grid lies whole on a rank, as data loaders leave them; a rank may have none.
+        """Each sequence of a packed grid is whole on one rank, as data loaders leave them; a rank may have none.
 
-        A rank holds its sequences in the order given, and all have as many places as the fullest.
+        A rank holds its sequences in the order given. All ranks have as many places as the fullest.
 
         Args:
             lengths: Tokens of each sequence, text included.
-            ranks: Of each sequence.
+            ranks: The rank of each sequence.
             world: Number of ranks.
 
         Raises:
-            UserError: For no sequences, other numbers of lengths and ranks, or ranks that there are not.
+            UserError: For no sequences, different numbers of lengths and ranks, or ranks that do not exist.
         """
         if not len(lengths) or len(lengths) != len(ranks) or min(lengths) < 1:
             raise UserError(
@@ -135,7 +137,7 @@ class SequenceLayout:
 
     @classmethod
     def striped(cls, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
-        """Block b is on ring rank b mod y (up to equal shards), so that profiles average out over the ring."""
+        """Puts block b on ring rank b mod y (up to equal shards), so that profiles average out over the ring."""
         return cls.named("striped", grid, strategy)
 
     @classmethod
@@ -153,8 +155,7 @@ class SequenceLayout:
 
         Args:
             name: A key of `LAYOUT_ORDERS`: "contiguous", "striped", "learned" or "local".
-            grid: The blocks that are distributed, in the order that "local" keeps: `planning.local_layout` finds the
-                best one.
+            grid: The blocks that are distributed; "local" keeps the order of the grid.
             strategy: The ranks; only its ring matters for the order.
             split_text: Whether text and video are sharded separately, as hosts with two streams do; the texts of a
                 packed grid are then one stream, and its videos one.
@@ -167,7 +168,7 @@ class SequenceLayout:
         if name not in LAYOUT_ORDERS:
             raise UserError(f"unknown sequence layout {in_short(name)}; use one of {', '.join(LAYOUT_ORDERS)}")
         video = np.delete(np.arange(grid.tokens), grid.text_positions if split_text else [])
-        # A ring of one rank has all tokens: no order is better than another, and hosts are spared the permutation.
+        # A ring of one rank has all tokens: no order is better than another, and none saves hosts a permutation.
         streams = [LAYOUT_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]
         if split_text:
             streams.insert(len(streams) if text_last else 0, grid.text_positions)
@@ -185,7 +186,7 @@ class SequenceLayout:
 
     @cached_property
     def fingerprint(self) -> int:
-        """63 bits that differ between layouts, to compare ranks by."""
+        """A number below 2^63 that differs between layouts, for ranks to compare."""
         digest = hashlib.blake2b(f"{self.world} {self.shard}".encode(), digest_size=8)
         for part in (self.rank, self.local, self.position):
             digest.update(b"" if part is None else part.astype(np.int64).tobytes())
@@ -193,20 +194,17 @@ class SequenceLayout:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """int64[tokens]: token-order positions rank after rank, padding left out."""
+        """int64[tokens]: canonical positions rank after rank, without padding."""
         return np.argsort(self._place)
 
     def tokens_at(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(token-order position, place) of the tokens that `rank` holds, int64[n] each, by place."""
+        """(canonical position, place) of the tokens that `rank` holds, int64[n] each, by place."""
         here = np.flatnonzero(self.rank == rank)
         here = here[np.argsort(self.local[here])]
         return here, self.local[here]
 
     def segments(self, axis: BlockAxis, token_permutation: np.ndarray | None = None) -> ShardSegments:
-        """The segments that this layout and the blocks of `axis` cut the tokens into.
-
-        token_permutation: int64[tokens], the tokens in the order of the blocks; None: as they are
-        """
+        """The segments of an axis's blocks, whose tokens are in the order of int64[tokens] `token_permutation`."""
         rank, local, block = self.rank, self.local, axis.block_of
         if token_permutation is not None:
             rank, local = rank[token_permutation], local[token_permutation]
@@ -216,7 +214,7 @@ class SequenceLayout:
         return ShardSegments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
 
     def block_segments(self, grid: BlockGrid, order: Order) -> tuple[ShardSegments, ShardSegments]:
-        """The segments of a grid's query blocks and of its KV blocks in one token order. Made once, then kept."""
+        """The segments of a grid's query blocks and of its KV blocks in one token order; computed once."""
         key = grid, order
         if key not in self._segments:
             permutation = grid.token_permutation(order)
@@ -252,13 +250,13 @@ def _as_learned(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile
 
 
 def _in_common_order(tokens: np.ndarray, grid: BlockGrid) -> np.ndarray:
-    """The given tokens in the order that all heads share; unchanged where heads differ."""
+    """The given tokens in the token order of all heads; in canonical order where heads differ."""
     token_permutation = grid.token_permutation(grid.common_order or CANONICAL)
     return token_permutation[np.isin(token_permutation, tokens)]
 
 
 def _by_token(values: np.ndarray, grid: BlockGrid) -> np.ndarray:
-    """Values of the tokens in the order of the blocks, by canonical position."""
+    """Rearranges tokens' values from the order of the blocks to canonical positions."""
     by_token = np.empty_like(values)
     by_token[grid.token_permutation(grid.common_order or CANONICAL)] = values
     return by_token
@@ -269,7 +267,7 @@ def _larger_axis(grid: BlockGrid) -> BlockAxis:
 
 
 def _in_rows(tokens: np.ndarray, grid: BlockGrid, strategy: Strategy, profile: MaskProfile | None) -> np.ndarray:
-    """Runs of tokens for the ring rows, each striped over its row's ranks so that all of them send as much."""
+    """Runs of tokens for the ring rows, each striped over the row's ranks so that these send equally much."""
     in_order = _in_common_order(tokens, grid)
     row = np.arange(len(in_order)) // max(1, -(-len(in_order) // strategy.world) * strategy.ulysses)
     stripe = _by_token(_larger_axis(grid).block_of, grid)[in_order] % strategy.ulysses
@@ -282,4 +280,4 @@ LAYOUT_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy, MaskProfile 
     "learned": _as_learned,
     "local": _in_rows,
 }
-"""By the name of the layout: the order in which a stream's tokens are sharded."""
+"""Functions that return the order in which a stream's tokens are sharded, by the name of the layout."""

@@ -1,4 +1,4 @@
-"""The parallel strategy UxRy: x GPUs in a Ulysses group (heads) times y GPUs in a Ring group (blocks)."""
+"""The parallel strategy UxRy: x Ulysses ranks (heads) times y ring ranks (blocks)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Strategy:
         ring: y, ranks among which each head's keys and values rotate.
 
     Raises:
-        ValueError: For a degree below 1.
+        UserError: For a degree below 1.
     """
 
     ulysses: int
@@ -33,7 +33,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str | Strategy) -> Strategy:
-        """Reads "U4R2" (any case). Raises ValueError when `text` is not of that form."""
+        """Reads "U4R2" (any case). Raises UserError when `text` is not of that form."""
         if isinstance(text, Strategy):
             return text
         if not isinstance(text, str) or text.strip().lower() == "auto":
@@ -56,7 +56,7 @@ class Strategy:
         return self.ulysses * self.ring
 
     def require_world(self, world: int) -> None:
-        """Raises ValueError unless the strategy uses exactly `world` ranks."""
+        """Raises UserError unless the strategy uses exactly `world` ranks."""
         if self.world != world:
             choices = ", ".join(str(s) for s in Strategy.all_for(world))
             raise UserError(

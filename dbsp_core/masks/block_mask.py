@@ -19,70 +19,66 @@ __all__ = ["BlockMask", "require_mask", "row_places"]
 
 Value = TypeVar("Value")
 
-AT_ONCE = 2**20  # bits to fingerprint together
+AT_ONCE = 2**20
+"""Bits that are fingerprinted together."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
-    """Which (query block, key block) pairs each head computes.
+    """The (query block, key block) pairs that each head computes.
 
     Attributes:
-        bits: bool[H, nq, nk], a tensor on any device or a numpy array; True is a dense block. Rows may be empty. Of a
-            packed grid bool[H · pairs]: those of its sequences, each [H, nq, nk] of its own, one after another. What
-            lies between two sequences is no bit at all. An array is copied. What was counted of a tensor is
-            counted anew once it has been set in place; plans and executors stay as they were made.
-        grid: How tokens are cut into blocks.
+        bits: bool[H, nq, nk], a tensor on any device or a numpy array, which is copied; True is a dense block. Rows
+            may be empty. On a packed grid bool[H · pairs]: one sequence's [H, nq, nk] after another, and nothing
+            between sequences. Counts are renewed once a tensor has been set in place; plans and executors are not.
+        grid: The blocks.
 
     Raises:
-        ValueError: When the bits are not bool, or their shape does not fit the grid.
+        UserError: When the bits are not bool, or their shape does not fit the grid.
     """
 
     bits: torch.Tensor
     grid: BlockGrid
     _derived: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
-    """By name what was made of the bits, after the version of them that it was made of."""
+    """Results by name, each with the version of the bits that it was computed from."""
 
     def __post_init__(self) -> None:
         bits, grid = _with_version(self.bits), self.grid
         if bits.dtype != torch.bool:
             raise UserError(f"mask bits must be bool, got {bits.dtype}; compare with a threshold first")
-        if grid.packed_from:
-            if bits.ndim != 1 or len(bits) == 0 or len(bits) % grid.pairs:
-                raise UserError(
-                    f"mask of shape {tuple(bits.shape)} does not fit a packed grid of {len(grid.packed_from)} "
-                    "sequences, which has bits for each of them; give their masks to BlockMask.packed"
-                )
-        elif bits.ndim != 3 or tuple(bits.shape[1:]) != (grid.nq, grid.nk) or bits.shape[0] < 1:
-            raise UserError(
-                f"mask of shape {tuple(bits.shape)} does not fit {grid.tokens} tokens in blocks of "
-                f"{grid.block_q}×{grid.block_k}: expected [heads, {grid.nq}, {grid.nk}]"
-            )
         object.__setattr__(self, "bits", bits)
+        if self.heads < 1 or tuple(bits.shape) != _shape(grid, self.heads):
+            wanted = (
+                f"a packed grid of {len(grid.packed_from)} sequences, which has bits for each of them; give their "
+                "masks to BlockMask.packed"
+                if grid.packed_from
+                else f"{grid.tokens} tokens in blocks of {grid.block_q}×{grid.block_k}: expected "
+                f"[heads, {grid.nq}, {grid.nk}]"
+            )
+            raise UserError(f"mask of shape {tuple(bits.shape)} does not fit {wanted}")
         if len(grid.orders) not in (1, self.heads):
             raise UserError(f"the grid has token orders for {len(grid.orders)} heads, the mask {self.heads} heads")
 
     def __repr__(self) -> str:
         grid, device = self.grid, self.bits.device
-        dense = f"density {self.density:.3f}" if device.type == "cpu" else f"on {device}"  # to read bits is to wait
+        dense = f"density {self.density:.3f}" if device.type == "cpu" else f"on {device}"  # reading would wait for it
         packed = f", {len(grid.packed_from)} sequences packed" if grid.packed_from else ""
         size = f"{self.heads} heads of {grid.nq} × {grid.nk} blocks"
         return f"<{type(self).__name__} of {size}{packed}, {grid.tokens} tokens, {dense}>"
 
     @classmethod
     def dense(cls, heads: int, grid: BlockGrid) -> BlockMask:
-        """Every block of every head; of a packed grid, within each sequence."""
-        shape = (heads * grid.pairs,) if grid.packed_from else (heads, grid.nq, grid.nk)
-        return cls(torch.ones(shape, dtype=torch.bool, device="cpu"), grid)
+        """Every block of every head, within each sequence of a packed grid."""
+        return cls(torch.ones(_shape(grid, heads), dtype=torch.bool, device="cpu"), grid)
 
     @classmethod
     def packed(cls, masks: Sequence[BlockMask]) -> BlockMask:
-        """Several sequences' masks as one, in which no sequence attends to another.
+        """Packs the masks of several sequences into one, in which no sequence attends to another.
 
-        Args:
-            masks: With equal heads and block sizes. Where some are on a GPU, so is the packed one.
+        It is on a GPU if one of the masks is.
 
         Raises:
-            UserError: For no masks, or heads or block sizes that differ.
+            UserError: For no masks, or different numbers of heads or block sizes.
         """
         if not masks:
             raise UserError("BlockMask.packed needs at least one sequence's mask, got none")
@@ -100,7 +96,7 @@ class BlockMask:
 
     @cached_property
     def parts(self) -> tuple[BlockMask, ...]:
-        """The sequences' masks, whose bits are these; a plain mask is its own."""
+        """The masks of the sequences, views of these bits; a plain mask has itself."""
         if not self.grid.packed_from:
             return (self,)
         pieces = self.bits.split([self.heads * grid.nq * grid.nk for grid in self.grid.sequences])
@@ -109,18 +105,15 @@ class BlockMask:
 
     @property
     def heads(self) -> int:
-        return len(self.bits) // self.grid.pairs if self.grid.packed_from else len(self.bits)
+        return self.bits.numel() // self.grid.pairs
 
     @property
     def density(self) -> float:
-        """Share of blocks that are dense; of a packed mask, of those within its sequences."""
+        """Share of dense blocks, counting those within sequences."""
         return int(self.bits.sum()) / self.bits.numel()
 
     def square(self, heads: int | slice | np.ndarray = slice(None)) -> torch.Tensor:
-        """bool[..., nq, nk] of some heads, False between sequences: for what shows or checks a mask.
-
-        It grows with the square of all sequences' blocks together.
-        """
+        """bool[..., nq, nk] of some heads, False between sequences, to show or check a mask."""
         if not self.grid.packed_from:
             return self.bits[heads]
         chosen = [part.bits[heads] for part in self.parts]
@@ -131,17 +124,17 @@ class BlockMask:
 
     @property
     def row_bits(self) -> torch.Tensor:
-        """bool[H · nq, nk]; of a packed mask bool[H · pairs], whose rows have several lengths. See `row_places`."""
+        """bool[H · nq, nk], or of a packed mask bool[H · pairs], whose rows have several lengths; see `row_places`."""
         return self.bits if self.grid.packed_from else self.bits.flatten(0, 1)
 
     @property
     def fingerprint(self) -> int:
-        """63 bits that differ between masks, to compare ranks by."""
+        """A number below 2^63 that differs between masks, for ranks to compare."""
         return self._of_bits("fingerprint", self._fingerprint)
 
     def _fingerprint(self) -> int:
         digest = hashlib.blake2b(str(self.grid).encode(), digest_size=8)
-        for piece in self.bits.split(AT_ONCE if self.grid.packed_from else 1):
+        for piece in self.bits.flatten().split(AT_ONCE):
             digest.update(np.packbits(piece.cpu().numpy()).tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
 
@@ -165,7 +158,7 @@ class BlockMask:
         return self._of_bits("counts", lambda: MaskCounts(*(part.bits for part in self.parts)))
 
     def _of_bits(self, name: str, make: Callable[[], Value]) -> Value:
-        """What was made of the bits before, unless they have been set in place since; else it is made now."""
+        """Returns a result that was computed before, or computes it if the bits have been set in place since."""
         version, known = self.bits._version, self._derived.get(name)
         if known is None or known[0] != version:
             known = self._derived[name] = version, make()
@@ -173,7 +166,7 @@ class BlockMask:
 
 
 def require_mask(mask: object) -> None:
-    """Raises UserError for what is no BlockMask."""
+    """Raises UserError unless the argument is a BlockMask."""
     if isinstance(mask, BlockMask):
         return
     if isinstance(mask, (torch.Tensor, np.ndarray)):
@@ -183,8 +176,13 @@ def require_mask(mask: object) -> None:
     raise UserError(f"mask must be a BlockMask, got a {type(mask).__name__}; {fix}")
 
 
+def _shape(grid: BlockGrid, heads: int) -> tuple[int, ...]:
+    """Shape of a mask's bits."""
+    return (heads * grid.pairs,) if grid.packed_from else (heads, grid.nq, grid.nk)
+
+
 def _with_version(bits: torch.Tensor | np.ndarray) -> torch.Tensor:
-    """The same tensor, or a copy of what could be set in place without its version telling of it."""
+    """Returns the same tensor, or a copy of one that does not count its changes in `_version`."""
     if isinstance(bits, np.ndarray):
         return torch.from_numpy(bits.copy())
     if not isinstance(bits, torch.Tensor):
@@ -196,9 +194,9 @@ def _with_version(bits: torch.Tensor | np.ndarray) -> torch.Tensor:
 
 
 def row_places(grid: BlockGrid, heads: int, head: np.ndarray, block: np.ndarray) -> np.ndarray:
-    """int64[n]: where rows are in `row_bits` of a mask: which rows, or of a packed mask where they begin.
+    """Places of rows, given by head and query block, in a mask's `row_bits`; all int64[n].
 
-    head, block: int64[n], of each row;  heads: of the mask
+    A place is a row's number, or in a packed mask its first bit.
     """
     if not grid.packed_from:
         return head * grid.nq + block

@@ -24,12 +24,13 @@ Order = str | tuple[str, ...]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockAxis:
-    """One axis (queries or keys) of a grid.
+    """The blocks of queries or of keys.
 
-    starts:  int64[n], token-order position of each block's first token
-    lengths: int64[n], tokens in each block, 1..block
-    block:   the block size; a segment's last block may be shorter
-    bounds:  int64[S + 1], the first block of each sequence, and the number of all
+    Attributes:
+        starts: int64[n], token-order position of each block's first token.
+        lengths: int64[n], tokens in each block.
+        block: The block size; the last block of text or video may be shorter.
+        bounds: int64[S + 1], the first block of each sequence, and the number of blocks.
     """
 
     starts: np.ndarray
@@ -60,17 +61,16 @@ class BlockGrid:
 
     Attributes:
         tokens: Text and video together.
-        text_tokens: Of them, text. In a packed grid of all sequences.
+        text_tokens: Text of all sequences.
         block_q: Tokens per query block.
         block_k: Tokens per key block.
         thw: Frames, rows and columns of the video's token grid; needed for orders other than "thw". None in a packed
             grid, whose sequences have their own.
-        orders: The order of video tokens (see `dbsp_core.masks.token_order`), one for all heads or one per head:
-            where they differ, a block holds other tokens in other heads.
+        orders: The order of video tokens (see `dbsp_core.masks.token_order`), one for all heads or one per head.
         packed_from: The sequences of a packed grid, which `packed` makes; see `sequences`.
 
     Raises:
-        ValueError: For sizes that make no grid, or orders that do not fit.
+        UserError: For sizes that make no grid, or orders that do not fit.
     """
 
     tokens: int
@@ -128,18 +128,15 @@ class BlockGrid:
         block_q: int | None = None,
         block_k: int | None = None,
     ) -> BlockGrid:
-        """A grid of equal blocks; `tokens` counts text and video together. `block_q`, `block_k` override `block`."""
+        """A grid of blocks of one size; `tokens` counts text and video. `block_q` and `block_k` override `block`."""
         return cls(tokens, text_tokens, block if block_q is None else block_q, block if block_k is None else block_k)
 
     @classmethod
     def packed(cls, grids: Sequence[BlockGrid]) -> BlockGrid:
-        """Several sequences as one: their tokens one after another, each sequence in blocks of its own.
-
-        Args:
-            grids: Of the sequences, with equal block sizes; packed ones count as the sequences they hold.
+        """Packs sequences, each in blocks of its own, one after another; packed grids count as their sequences.
 
         Raises:
-            UserError: For no sequences, block sizes that differ, or token orders for different numbers of heads.
+            UserError: For no sequences, different block sizes, or token orders for different numbers of heads.
         """
         sequences = tuple(sequence for grid in grids for sequence in grid.sequences)
         if not sequences:
@@ -154,17 +151,17 @@ class BlockGrid:
 
     @property
     def sequences(self) -> tuple[BlockGrid, ...]:
-        """The grids of the sequences that this one holds; a plain grid holds itself alone."""
+        """The grids of the packed sequences; a plain grid has itself."""
         return self.packed_from or (self,)
 
     @cached_property
     def token_bounds(self) -> np.ndarray:
-        """int64[S + 1]: the first token of each sequence, and the number of all."""
+        """int64[S + 1]: the first token of each sequence, and the number of tokens."""
         return np.cumsum([0, *(grid.tokens for grid in self.sequences)])
 
     @cached_property
     def text_positions(self) -> np.ndarray:
-        """int64[text_tokens]: where the text is."""
+        """int64[text_tokens]: canonical positions of the text."""
         starts = zip(self.token_bounds, self.sequences, strict=False)
         return np.concatenate([first + np.arange(grid.text_tokens) for first, grid in starts])
 
@@ -188,11 +185,11 @@ class BlockGrid:
 
     @cached_property
     def pairs(self) -> int:
-        """Number of (query block, key block) pairs of a head: nq · nk, or in a packed grid the sum over sequences."""
+        """Number of (query block, key block) pairs of a head: the sum of nq · nk over sequences."""
         return sum(grid.nq * grid.nk for grid in self.sequences)
 
     def subdivides(self, other: BlockGrid) -> bool:
-        """Whether this grid's blocks are the other's, or parts of them."""
+        """Returns whether this grid's blocks are the other's, or parts of them."""
         if self.resized(other.block_q, other.block_k) != other:
             return False
         return other.block_q % self.block_q == 0 and other.block_k % self.block_k == 0
@@ -229,7 +226,7 @@ class BlockGrid:
         having: dict[Order, list[int]] = {}
         for head, order in enumerate(self.orders):
             having.setdefault(order, []).append(head)
-        return [(order, np.array(those)) for order, those in having.items()]
+        return [(order, np.array(numbers)) for order, numbers in having.items()]
 
     def token_permutation(self, order: Order) -> np.ndarray:
         """int64[tokens]: canonical position (text, then video in (t, h, w)) of each token in `order`."""
@@ -241,7 +238,7 @@ class BlockGrid:
         return np.concatenate([first + grid.token_permutation(own) for first, grid, own in each])
 
     def make_text_dense(self, bits: np.ndarray | torch.Tensor) -> None:
-        """Sets all rows and columns of text, within each sequence. bits: bool[..., nq, nk]"""
+        """Sets all rows and columns of text in bool[..., nq, nk], within each sequence."""
         q_bounds, k_bounds = self.q_axis.bounds, self.k_axis.bounds
         for place, grid in enumerate(self.sequences):
             (q, k), ends = (q_bounds[place], k_bounds[place]), (q_bounds[place + 1], k_bounds[place + 1])
@@ -263,7 +260,7 @@ class BlockGrid:
 def _packed_sizes(
     sequences: tuple[BlockGrid, ...],
 ) -> tuple[int, int, int, int, None, tuple[Order, ...]]:
-    """The fields of a grid packed from these, whose blocks are equal. Raises UserError where heads differ."""
+    """The fields of a grid packed from sequences with one block size. Raises UserError where heads differ."""
     heads = sorted({len(grid.orders) for grid in sequences} - {1})
     if len(heads) > 1:
         raise UserError(

@@ -15,30 +15,19 @@ from safetensors.numpy import save
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Order
-from dbsp_core.masks.mask_values import (
-    block_counts,
-    head_values,
-    mask_bits,
-    mask_values,
-)
+from dbsp_core.masks.mask_values import block_counts, head_values, mask_bits, mask_values
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
 from dbsp_core.utils.errors import UserError, in_short
 
-__all__ = [
-    "MaskFile",
-    "MaskLayout",
-    "mask_file_bytes",
-    "save_mask",
-    "write_masks",
-]
+__all__ = ["MaskFile", "MaskLayout", "mask_file_bytes", "save_mask", "write_masks"]
 
 Orders = tuple[Order, ...]
 
 _MOST_SEQUENCES = 1 << 16
 _MOST_ORDERS = 256
-"""As many as a byte can name."""
+"""What a byte can number."""
 _SIZES = ("tokens", "text_tokens", "block_q", "block_k")
 
 
@@ -46,16 +35,16 @@ class MaskFile:
     """A safetensors file with one tensor of masks; docs/mask-files.md describes it.
 
     The tensor is `mask`, uint8 0/1 of shape [H, nq, nk] (one mask for every layer), [L, H, nq, nk] or, with step
-    groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. Of packed sequences one dimension
-    stands for H, nq and nk: the values of the first sequence's heads, then the second's. Masks are read one layer at a
+    groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. For packed sequences one dimension
+    replaces H, nq and nk: the values of the first sequence's heads, then the second's. Masks are read one layer at a
     time.
 
     Attributes:
-        grid: Of every mask, apart from token orders.
+        grid: The grid of every mask, apart from token orders.
         groups: The step groups; None where masks hold for all steps.
 
     Raises:
-        ValueError: For a file that is not one; names the file and the fix.
+        UserError: For a file that is no mask file; names the file and the fix.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -110,14 +99,14 @@ class MaskFile:
             if (grid.tokens, grid.text_tokens, thw) != (tokens, text_tokens, None) or not grid.packed_from:
                 raise UserError(
                     f"sequences have {grid.tokens} tokens, {grid.text_tokens} of text: tokens and text_tokens must "
-                    "say so, two sequences at least are needed, and thw stands with each"
+                    "say so, two sequences at least are needed, and thw belongs to each"
                 )
             return grid, groups
         except UserError as error:
             raise UserError(f"mask file {self.path}: bad metadata: {error}") from error
 
     def _checked_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of groups, layers and one mask: a mask's own dimensions are `_own` many."""
+        """Returns the shape if it fits the metadata: groups, layers and the `_own` dimensions of a mask."""
         own, wanted = (1, "values") if self.grid.packed_from else (3, "heads, nq, nk")
         usual = (own + 2,) if self.groups else (own, own + 1)
         if dtype != "U8" or len(shape) not in usual or 0 in shape:
@@ -142,7 +131,7 @@ class MaskFile:
         return shape
 
     def _order_table(self, names: list[str], index: np.ndarray | None) -> np.ndarray:
-        """str[..., heads or 1, sequences or 1]: the token orders of each head, once every order is known to be one."""
+        """str[..., heads or 1, sequences or 1]: the token orders of each head, after checking them."""
         leading = (*self._shape[: len(self._shape) - self._own], self.heads)
         each = (len(self.grid.sequences),) if self.grid.packed_from else ()
         table = np.zeros(1, dtype=np.uint8) if index is None else index
@@ -176,7 +165,7 @@ class MaskFile:
 
     @property
     def layers(self) -> int:
-        """Number of layers; 1 when one mask serves all."""
+        """Number of layers; 1 when all have the same mask."""
         return self._shape[-self._own - 1] if self.per_layer else 1
 
     @property
@@ -198,11 +187,11 @@ class MaskFile:
         """The mask of one layer.
 
         Args:
-            index: The layer; ignored where one mask serves all.
+            index: The layer; ignored where all layers have the same mask.
             group: The step group.
 
         Raises:
-            ValueError: For a layer or group the file lacks, or values other than 0 and 1.
+            UserError: For a layer or group the file lacks, or values other than 0 and 1.
         """
         if self.per_layer and not 0 <= index < self.layers:
             raise UserError(f"mask file {self.path} has {self.layers} layers, there is no layer {index}")
@@ -224,12 +213,17 @@ class MaskFile:
 
 @dataclass(frozen=True)
 class MaskLayout:
-    """What a mask file says about its masks.
+    """The description of the masks in a file.
 
-    grid:   of every mask, apart from token orders
-    layers: number of layers; None: one mask for every layer
-    orders: the token orders of each mask, by group and layer; or of all masks, where it has one element
-    Raises ValueError for orders that don't fit the grid.
+    Attributes:
+        grid: The grid of every mask, apart from token orders.
+        heads: Number of heads.
+        layers: Number of layers; None: one mask for every layer.
+        groups: The step groups, if any.
+        orders: The token orders of each mask, by group and layer; a single element is for all masks.
+
+    Raises:
+        UserError: For orders that don't fit the grid.
     """
 
     grid: BlockGrid
@@ -249,7 +243,7 @@ class MaskLayout:
         return groups + layers
 
     def metadata(self) -> tuple[dict[str, str], ByteTensor | None]:
-        """The strings, and the tensor `orders` where heads or layers differ."""
+        """The file's metadata, and its tensor `orders` where heads or layers differ."""
         texts = {key: str(getattr(self.grid, key)) for key in _SIZES}
         if self.grid.thw is not None:
             texts["thw"] = ",".join(map(str, self.grid.thw))
@@ -281,9 +275,9 @@ class MaskLayout:
 def write_masks(
     path: str | os.PathLike[str], layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool = False
 ) -> int:
-    """Writes a mask file with one mask in memory at a time; it appears whole or not at all. returns: its bytes.
+    """Writes a mask file with one mask in memory at a time, whole or not at all, and returns its size in bytes.
 
-    masks: bits of a `BlockMask` each, by group and layer, as `layout` says
+    `masks` are the bits of a `BlockMask` each, by group and layer.
     """
     pieces: Iterator[bytes] = (mask_values(bits, layout.grid, packed).tobytes() for bits in masks)
     metadata, orders = layout.metadata()
@@ -300,16 +294,16 @@ def save_mask(
     groups: StepGroups | str | None = None,
     packed: bool = False,
 ) -> None:
-    """Writes a mask file, which appears whole or not at all.
+    """Writes a mask file, whole or not at all.
 
     Args:
-        path: Of the file, usually *.safetensors.
+        path: The file, usually *.safetensors.
         masks: One mask for all layers, a list with one mask per layer, or with `groups` a list of such lists.
         groups: The step groups, such as "5-9,10-24,25-49": steps before the first are dense.
         packed: Whether to store eight blocks in a byte.
 
     Raises:
-        ValueError: When masks don't go together.
+        UserError: When masks don't go together.
     """
     groups = StepGroups.parse(groups) if isinstance(groups, str) else groups
     given: list[BlockMask | Sequence[BlockMask]] = [masks] if isinstance(masks, BlockMask) else list(masks)
@@ -340,12 +334,12 @@ def mask_file_bytes(mask: BlockMask) -> bytes:
 
 
 def one_or_each(orders: Sequence[Order]) -> Orders:
-    """One order where all heads have the same."""
+    """One order if all heads have the same, otherwise one per head."""
     return (orders[0],) if len(set(orders)) == 1 else tuple(orders)
 
 
 def _orders_of(names: Sequence[Sequence[str]]) -> Orders:
-    """Of each head, from the names of its sequences; one name stands for all."""
+    """Orders of heads from the names of their sequences' orders; a single name is for all sequences."""
     return tuple(of_head[0] if len(of_head) == 1 else tuple(of_head) for of_head in names)
 
 

@@ -1,4 +1,4 @@
-"""The values of one mask in a mask file: its bits, a byte each or eight in a byte, sequence after sequence."""
+"""The values of one mask in a mask file: its bits, one or eight in a byte, sequence after sequence."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["block_counts", "head_values", "mask_bits", "mask_values", "pack_mask
 
 
 def block_counts(grid: BlockGrid) -> tuple[int, int]:
-    """(nq, nk), without the arrays that the grid would make: a file's numbers may be absurd."""
+    """(nq, nk), computed without the grid's arrays, as a file's numbers may be absurd."""
     segments = [part for one in grid.sequences for part in (one.text_tokens, one.tokens - one.text_tokens)]
     nq, nk = (sum(-(-segment // block) for segment in segments) for block in (grid.block_q, grid.block_k))
     return nq, nk
 
 
 def head_values(grid: BlockGrid, packed: bool) -> int:
-    """How many values a file has for one head: those of each of the grid's sequences, row by row."""
+    """Number of values that a file has for one head."""
     counts = map(block_counts, grid.sequences)
     return sum(nq * (-(-nk // 8) if packed else nk) for nq, nk in counts)
 
@@ -36,7 +36,7 @@ def unpack_mask_bits(packed: np.ndarray, nk: int) -> torch.Tensor:
 
 
 def mask_values(bits: torch.Tensor, grid: BlockGrid, packed: bool) -> np.ndarray:
-    """uint8, what a file has of a `BlockMask`'s bits; of packed sequences in one dimension."""
+    """uint8, the values of a `BlockMask`'s bits; in one dimension for packed sequences."""
     parts = BlockMask(bits, grid.with_orders((CANONICAL,))).parts
     values = [pack_mask_bits(part.bits) if packed else part.bits.cpu().to(torch.uint8).numpy() for part in parts]
     return np.concatenate([one.ravel() for one in values]) if grid.packed_from else values[0]

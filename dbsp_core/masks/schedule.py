@@ -1,4 +1,4 @@
-"""Which denoising step a forward pass belongs to, and which steps are dense."""
+"""The denoising step of a forward pass, and the steps that are dense."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ __all__ = ["DenoisingStep", "DenseSchedule", "Progress", "StepClock", "StepCount
 
 @dataclass(frozen=True)
 class DenoisingStep:
-    """step: of the denoising, 0 for the first;  cfg_branch: of the step's guidance passes, 0 for the first"""
+    """A step of the denoising and a guidance pass of the step, both counted from 0."""
 
     step: int = 0
     cfg_branch: int = 0
 
 
 class Progress(NamedTuple):
-    """How far a host's denoising is, as far as the host says it.
+    """What a host knows about the progress of its denoising.
 
-    generation: an object that is another one for each generation
-    step_index: a number that grows by one from step to step, as diffusers' schedulers have it; None before a
-                generation's first step is over, and where the host has none
+    Attributes:
+        generation: A different object for each generation.
+        step_index: Grows by one from step to step, as in diffusers' schedulers; None before a generation's first step
+            is over, and where the host has none.
     """
 
     generation: object = None
@@ -35,29 +36,29 @@ class Progress(NamedTuple):
 class StepCounter:
     """Counts the steps and guidance passes of one generation.
 
-    Where the host gives an index, steps go by that. Else timesteps fall from step to step and rise with a new
-    denoising. Where they stay, as some schedulers repeat them (Heun), the next step begins with a guidance pass that
-    this one has had; where the host does not say which pass it is, each is taken for another one of the same step.
-    Neighbouring timesteps that are equal once rounded, as bfloat16 rounds them, cannot be distinguished without an
-    index.
+    Where the host gives an index, it decides. Otherwise timesteps fall from step to step and rise with a new
+    denoising. Where a timestep is repeated, as some schedulers do (Heun), the next step begins with a guidance pass
+    that this one has had; if the host does not name the pass, each is taken for another one of the same step.
+    Timesteps that become equal by rounding to bfloat16 cannot be distinguished without an index.
     """
 
     now: DenoisingStep = field(default_factory=DenoisingStep)
     _timestep: float | None = None
     _index: int | None = None
     _first_index: int = 0
-    """The index that step 0 has or would have."""
+    """Index of step 0."""
     _branches: set[int] = field(default_factory=set)
-    """Of the current step."""
+    """Guidance passes of the current step."""
 
     def advance(
         self, timestep: Callable[[], float] | float, cfg_branch: int | None = None, index: int | None = None
     ) -> DenoisingStep:
-        """The step of a forward pass, which follows the passes counted before.
+        """Counts a forward pass and returns its step.
 
-        timestep:   or what reads it, called only where there is no index
-        cfg_branch: of the step's passes, where the host says it
-        index:      of the step, where the host says it
+        Args:
+            timestep: A number, or a function that reads it, which is called only without an index.
+            cfg_branch: The guidance pass, if the host names it.
+            index: The host's index of the step, if any.
         """
         if index is None:
             step = self._by_timestep(timestep() if callable(timestep) else timestep, cfg_branch)
@@ -86,16 +87,17 @@ class StepCounter:
         return self.now.step + int(timestep < last or cfg_branch in self._branches)
 
     def _restart(self) -> None:
-        """Before the first pass of another denoising."""
+        """Prepares for the first pass of another denoising."""
         self._index, self._branches = None, set()
 
 
 @dataclass
 class StepClock:
-    """Counts the steps of one generation after another. Transformers that take turns in a generation share one.
+    """Counts the steps of one generation after another.
 
-    progress: gives what a host says of its denoising
-    shared:   whether several transformers advance it: then each must, at every forward pass
+    Attributes:
+        progress: Returns the host's progress.
+        shared: Whether several transformers of a generation advance it; each must then do so at every forward pass.
     """
 
     progress: Callable[[], Progress] = Progress
@@ -104,21 +106,20 @@ class StepClock:
     _generation: object = None
 
     def advance(self, timestep: Callable[[], float] | float, cfg_branch: int | None = None) -> DenoisingStep:
-        """As `StepCounter.advance`."""
+        """Counts a forward pass and returns its step; see `StepCounter.advance`."""
         now = self.progress()
         if now.generation is not self._generation:
-            # The last one may have failed at the step with which this one begins.
+            # The last generation may have failed at the step with which this one begins.
             self._generation, self._counter = now.generation, StepCounter()
         return self._counter.advance(timestep, cfg_branch, now.step_index)
 
 
 @dataclass(frozen=True)
 class DenseSchedule:
-    """Where attention stays dense, as methods ask for: what forms the picture first, and what refines it last.
+    """The denoising steps and layers, at either end, whose attention stays dense.
 
-    first_steps, last_steps:   denoising steps at either end
-    first_layers, last_layers: layers at either end
-    Raises ValueError for negative numbers.
+    Raises:
+        SettingError: For negative numbers.
     """
 
     first_steps: int = 0
@@ -134,11 +135,15 @@ class DenseSchedule:
 
     @property
     def by_step(self) -> bool:
-        """Whether it depends on the step."""
+        """True if the answer depends on the step."""
         return self.first_steps > 0 or self.last_steps > 0
 
     def is_dense(self, layer: int, layers: int, step: int, steps: int | None) -> bool:
-        """steps: of the whole denoising; None where the host does not say. Raises ValueError when it would matter."""
+        """Returns whether a layer is dense at a step of `steps`.
+
+        Raises:
+            UserError: When the answer depends on the number of steps and the host does not know it (None).
+        """
         if layer < self.first_layers or layer >= layers - self.last_layers or step < self.first_steps:
             return True
         if self.last_steps == 0:

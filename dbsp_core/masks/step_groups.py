@@ -1,4 +1,4 @@
-"""Step groups: which denoising steps share their masks."""
+"""Step groups: runs of denoising steps that share their masks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ _RANGE = re.compile(r"\s*(\d{1,9})(?:(-)(\d{0,9}))?\s*")
 
 @dataclass(frozen=True)
 class StepGroups:
-    """Runs of denoising steps, one after the other without a gap. Steps before the first group are dense.
+    """Consecutive runs of denoising steps. Steps before the first group are dense.
 
-    starts: first step of each group, ascending
-    end:    one past the last group's last step; None: it has no end
-    Raises ValueError for groups that are empty or out of order.
+    Attributes:
+        starts: First step of each group, ascending.
+        end: One past the last group's last step; None if it has no end.
+
+    Raises:
+        UserError: For groups that are empty or out of order.
     """
 
     starts: tuple[int, ...]
@@ -33,9 +36,10 @@ class StepGroups:
 
     @classmethod
     def parse(cls, text: str) -> StepGroups:
-        """From "5-9,10-24,25-49": first and last step of each group; the last may be open, "25-".
+        """Reads "5-9,10-24,25-49": first and last step of each group; the last group may be open, "25-".
 
-        Raises ValueError for anything else, and for groups with gaps between them.
+        Raises:
+            UserError: For anything else, and for groups with gaps between them.
         """
         starts, end = [], None
         for index, part in enumerate(text.split(",")):
@@ -58,8 +62,10 @@ class StepGroups:
     def even(cls, groups: int, steps: int, dense_steps: int = 0) -> StepGroups:
         """Groups as PAROAttention maps steps to masks: step s of n gets mask floor(s · groups / n).
 
-        dense_steps: leading steps that are to be dense, taken from the first group
-        Raises ValueError for fewer steps than groups, or a first group without steps.
+        Leading `dense_steps` are taken from the first group.
+
+        Raises:
+            UserError: For fewer steps than groups, or a first group without steps.
         """
         if not 1 <= groups <= steps or not 0 <= dense_steps < steps:
             raise UserError(f"{groups} step groups don't fit into {steps} steps, {dense_steps} of them dense")
@@ -79,7 +85,7 @@ class StepGroups:
         return ",".join(f"{a}-{'' if b is None else b - 1}" for a, b in zip(self.starts, ends, strict=True))
 
     def find(self, step: int) -> int | None:
-        """The group of a step; None for a dense step before the first. Raises ValueError beyond the last."""
+        """The group of a step; None for a dense step before the first. Raises UserError beyond the last."""
         if self.end is not None and step >= self.end:
             raise UserError(
                 f"has masks for steps {self.starts[0]} to {self.end - 1} (groups {self}), none for step {step}"

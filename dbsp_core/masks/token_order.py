@@ -1,4 +1,4 @@
-"""Token orders: in which order a mask reads video tokens."""
+"""Token orders: the order in which a mask reads video tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TILES = re.compile(r"tile:([1-9]\d{0,8})x([1-9]\d{0,8})x([1-9]\d{0,8})")
 
 
 def require_order(order: str) -> None:
-    """Raises ValueError for what is neither one of AXIS_ORDERS nor "tile:TxHxW"."""
+    """Raises UserError for anything but one of AXIS_ORDERS or "tile:TxHxW"."""
     if order not in AXIS_ORDERS and not _TILES.fullmatch(order):
         raise UserError(
             f"unknown token order {order!r}; use one of {', '.join(AXIS_ORDERS)}, or tiles such as 'tile:4x4x4' "
@@ -30,11 +30,15 @@ def require_order(order: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
-    """int64[t·h·w]: the (t, h, w) position of each video token in `order`. Not to be written to.
+    """Read-only int64[t·h·w]: the (t, h, w) position of each video token in `order`.
 
-    order: one of AXIS_ORDERS, or "tile:TxHxW": tile after tile in (t, h, w) order, and so within each tile (Sliding
-           Tile Attention); tiles at the far sides are smaller
-    Raises ValueError for an unknown order.
+    Args:
+        order: One of AXIS_ORDERS, or "tile:TxHxW" (Sliding Tile Attention): tile after tile in (t, h, w) order, and in
+            this order within each tile; tiles at the far sides are smaller.
+        thw: Frames, rows and columns.
+
+    Raises:
+        UserError: For an unknown order.
     """
     require_order(order)
     tiles = _TILES.fullmatch(order)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.summary import headline, in_seconds, layer_summaries
-from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.byte_sizes import in_bytes
 
-__all__ = ["comparison_page", "report_page"]
+__all__ = ["render_page", "report_page"]
 
 _TEMPLATES = Path(__file__).with_name("pages")
 
@@ -31,7 +30,7 @@ def report_page(report: RunReport) -> str:
         ("sum", totals.bytes_sent),
         ("plain USP would send", totals.bytes_usp),
     ]
-    return _render(
+    return render_page(
         "report.html",
         report=report,
         totals=totals,
@@ -45,12 +44,8 @@ def report_page(report: RunReport) -> str:
     )
 
 
-def comparison_page(names: tuple[str, str], tables: Sequence[TextTable]) -> str:
-    """HTML of a comparison."""
-    return _render("comparison.html", names=names, tables=tables)
-
-
-def _render(name: str, **values: Any) -> str:
+def render_page(name: str, **values: Any) -> str:
+    """HTML of a template in the folder `pages`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

@@ -1,4 +1,4 @@
-"""Where masks come from."""
+"""Mask sources, which make the masks of attentions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dbsp_core.sources.base import (
     packed_mask,
 )
 from dbsp_core.sources.callable import CallableSource
-from dbsp_core.sources.predicted.lowrank import LowRankSource
-from dbsp_core.sources.predicted.record_qk import RecordQKSource
-from dbsp_core.sources.predicted.sparge import SpargeSource
+from dbsp_core.sources.lowrank import LowRankSource
 from dbsp_core.sources.radial import RadialSource
+from dbsp_core.sources.record_qk import RecordQKSource
+from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
 from dbsp_core.sources.svg import SvgSource
 from dbsp_core.sources.synthetic.source import SyntheticSource
@@ -54,4 +54,4 @@ SOURCES: dict[str, type[MaskSource]] = {
     "callable": CallableSource,
     "synthetic": SyntheticSource,
 }
-"""By the name after `source:` in a configuration."""
+"""Mask sources by the name after `source:` in a configuration."""

@@ -1,4 +1,4 @@
-"""What a mask source is, and how several are asked for the mask of packed sequences."""
+"""The protocols of mask sources, and the mask of packed sequences, each from its own source."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ Changes = Literal["never", "per_step", "per_call"]
 class MaskRequest:
     """One attention that needs a mask.
 
-    thw:    frames, rows and columns of the video's token grid, in token order (t, h, w)
-    step:   the denoising step, 0 for the first
-    cfg_branch: the guidance pass, 0 for the first (classifier-free guidance runs the transformer twice a step)
-    layers: how many layers the model has; None where that is not known
+    Attributes:
+        thw: Frames, rows and columns of the video's token grid.
+        step: The denoising step, from 0.
+        cfg_branch: The guidance pass, from 0: classifier-free guidance runs the transformer twice a step.
+        layers: Number of the model's layers, if known.
     """
 
     layer: int
@@ -56,10 +57,14 @@ class MaskRequest:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalQK:
-    """The queries and keys of one attention where they are before the exchange, for masks predicted from them.
+    """A rank's queries and keys of one attention before the exchange, for masks predicted from them.
 
-    q, k:  [B, H, n_local, D], this rank's tokens as `layout` distributes them over the ranks of `group`
-    scale: of the scores
+    Attributes:
+        q: [B, H, n_local, D], this rank's tokens.
+        k: Likewise.
+        layout: The distribution of tokens over the ranks.
+        group: The ranks.
+        scale: Factor of the scores.
     """
 
     q: torch.Tensor
@@ -70,27 +75,27 @@ class LocalQK:
 
     @classmethod
     def alone(cls, q: torch.Tensor, k: torch.Tensor, scale: float | None = None) -> LocalQK:
-        """All tokens, in one process."""
+        """All tokens in one process."""
         layout = SequenceLayout.contiguous(q.shape[2], 1)
         return cls(q, k, layout, SequenceGroup(0, 1), q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 class MaskSource(Protocol):
-    """Where masks come from: a `StaticMaskSource` or a `DynamicMaskSource`.
+    """Makes masks: a `StaticMaskSource` or a `DynamicMaskSource`.
 
-    The sources of db-SP are frozen dataclasses: their fields are the keys beside `source:` in a configuration.
+    The sources of db-SP are frozen dataclasses, whose fields are the keys next to `source:` in a configuration.
 
     Attributes:
-        changes: How often a layer's mask may change. "per_call" says that the source is a dynamic one.
+        changes: How often a layer's mask may change; "per_call" if and only if the source is a dynamic one.
     """
 
     @property
     def changes(self) -> Changes: ...
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        """A block grid of these tokens, known before any mask is: sequence layouts are made from it.
+        """The block grid of the request's tokens, from which sequence layouts are made before there is a mask.
 
-        The masks' own grids may have other token orders.
+        Masks may have grids with other token orders.
 
         Raises:
             ValueError: When the request does not fit the source.
@@ -99,12 +104,12 @@ class MaskSource(Protocol):
 
 
 class StaticMaskSource(MaskSource, Protocol):
-    """Masks that are known from the request. Every rank asks for the same ones and must get the same bits."""
+    """Makes masks from requests. Every rank makes the same requests and must get the same bits."""
 
     def cache_key(self, request: MaskRequest) -> Hashable:
         """Requests of one video size with equal keys get equal masks, which are made once.
 
-        Asked by each rank for itself: an error is for `grid` or `mask` to raise, which all ranks then do together.
+        Must not raise: ranks raise together only what `grid` or `mask` raises.
         """
         ...
 
@@ -118,7 +123,7 @@ class StaticMaskSource(MaskSource, Protocol):
 
 
 class DynamicMaskSource(MaskSource, Protocol):
-    """Masks that are predicted from each attention's queries and keys, by all ranks together."""
+    """Predicts masks from each attention's queries and keys, by all ranks together."""
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """The mask, equal on all ranks. May use collectives of `tokens.group`.
@@ -134,7 +139,7 @@ class DynamicMaskSource(MaskSource, Protocol):
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """block_q, block_k: tokens per query and key block."""
+    """Base of mask sources: the tokens of a query block and of a key block."""
 
     block_q: int = 64
     block_k: int = 64
@@ -158,18 +163,17 @@ def packed_mask(
     request: MaskRequest,
     tokens: LocalQK | None = None,
 ) -> BlockMask:
-    """The mask of packed sequences, each of which asks its own source with its own size.
+    """Makes the mask of packed sequences, each by its own source for its own size.
 
     Args:
-        sequences: The grid and the source of each; of the grid the numbers of tokens and thw are heeded. Block sizes
-            and token orders are the source's.
-        request: The attention: its layer, heads and step. Its thw and text_tokens are not heeded.
-        tokens: The packed queries and keys of one sample, for sources that predict from them; these are asked in turn,
-            which is collective. Not needed for others.
+        sequences: The grid and the source of each. Only the grid's numbers of tokens and thw are used: block sizes and
+            token orders are the source's.
+        request: The attention, of which layer, heads and step are used.
+        tokens: The packed queries and keys of one sample, needed by dynamic sources; these make the call collective.
 
     Raises:
-        UserError: For no sequences, one without thw, a predicting source without tokens, several samples, or masks
-            that can't be packed.
+        UserError: For no sequences, one without thw, a dynamic source without tokens, several samples, or masks that
+            can't be packed.
     """
     bounds = np.cumsum([0, *(grid.tokens for grid, _ in sequences)])
     if tokens is not None and (tokens.layout.tokens, len(tokens.q)) != (bounds[-1], 1):

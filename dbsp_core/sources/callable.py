@@ -1,4 +1,4 @@
-"""Masks from a function of the user's own."""
+"""Masks from a user's function."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ __all__ = ["CallableSource"]
 
 @dataclass(frozen=True)
 class CallableSource(BlockSizes):
-    """Imports a function and asks it for masks: function(grid, request, **parameters).
+    """Imports a function and gets masks from it: function(grid, request, **parameters).
 
-    function:     "package.module:name". It is given the BlockGrid and the MaskRequest and returns bits, a bool numpy
-                  array or tensor of shape [heads, nq, nk], or [nq, nk] for all heads; the same on every rank
-    parameters:   passed to it as keywords
-    depends_on:   what its masks depend on. "nothing": one mask for all layers and steps; "layer": one per layer;
-                  "step": one per layer, denoising step and guidance pass. The request says 0 where the mask must not
-                  depend on layer, step or cfg_branch.
-    token_orders: the token order, or one per head, in which the function's blocks are cut (see `BlockGrid`)
-    Raises ValueError, naming the function and the fix, when it cannot be imported, raises, or returns something else.
+    Attributes:
+        function: "package.module:name". It is given the BlockGrid and the MaskRequest, and returns a bool numpy array
+            or tensor [heads, nq, nk], or [nq, nk] for all heads; the same on every rank.
+        parameters: Passed to it as keywords.
+        depends_on: "nothing": one mask for all layers and steps; "layer": one per layer; "step": one per layer,
+            denoising step and guidance pass. The request has 0 for what the mask must not depend on.
+        token_orders: The token order, or one per head, in which the function's blocks are cut (see `BlockGrid`).
+
+    Raises:
+        UserError: When the function cannot be imported, raises, or returns something else.
     """
 
     function: str = ""
@@ -48,7 +50,7 @@ class CallableSource(BlockSizes):
             message = f"parameters of {self.function} need names, {strange[0]!r} is none; quote it"
             raise SettingError(message, ("parameters",))
         with blame_setting("function"):
-            self._function  # noqa: B018  a bad name is found out at once, not at the first attention
+            self._function  # noqa: B018  a bad name is refused now, not at the first attention
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
@@ -106,7 +108,7 @@ class CallableSource(BlockSizes):
         return replace(request, layer=request.layer if self.depends_on == "layer" else 0, step=0, cfg_branch=0)
 
     def _bits(self, result: Any, heads: int, grid: BlockGrid) -> torch.Tensor:
-        """bool[heads, nq, nk], a copy: the function may go on with its own."""
+        """bool[heads, nq, nk], a copy, as the function may change its own."""
         if not isinstance(result, (np.ndarray, torch.Tensor)):
             raise UserError(
                 f"mask function {self.function} returned {kind_of(result)}; return a bool numpy array or torch tensor"

@@ -1,7 +1,7 @@
-"""Blocks as segments of lines: what patterns that measure distances are made with. Only numpy.
+"""Masks of patterns that measure distances along lines, from blocks cut into segments. Only numpy.
 
-A line is what a pattern measures along: the tokens of a frame, a row of tiles, the whole video. A pair of blocks
-is dense as soon as one token of the first may attend to one of the other: exact, without looking at pairs of tokens.
+A line may be the tokens of a frame, a row of tiles or the whole video. A pair of blocks is dense if one token of the
+first may attend to one of the second: exact, without looking at pairs of tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ __all__ = ["LineSegments", "distances", "line_segments", "reduce_to_blocks"]
 class LineSegments:
     """The video blocks of one axis, cut where a line ends.
 
-    line:        int64[n], the line of each segment
-    first, last: int64[n], positions of its first and last token along the line
-    begins:      int64[video blocks], each block's first segment
+    Attributes:
+        line: int64[n], the line of each segment.
+        first: int64[n], position of its first token along the line.
+        last: int64[n], position of its last token.
+        begins: int64[video blocks], each block's first segment.
     """
 
     line: np.ndarray
@@ -33,8 +35,8 @@ class LineSegments:
 def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegments:
     """The segments of one axis's video blocks.
 
-    line, at: int64[video tokens] in the order of the blocks: each token's line, and its position there, which never
-              falls along the line
+    `line` and `at` are int64[video tokens] in the order of the blocks: each token's line, and its position there,
+    which never falls along the line.
     """
     text_tokens = len(axis.block_of) - len(line)
     block = axis.block_of[text_tokens:]
@@ -45,16 +47,13 @@ def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegm
 
 
 def distances(q: LineSegments, k: LineSegments) -> np.ndarray:
-    """int64[q segments, k segments]: the least distance between their positions on any lines, 0 if they overlap."""
+    """int64[q segments, k segments]: least distance of their positions, whatever their lines; 0 if they overlap."""
     gap = np.maximum(k.first[None] - q.last[:, None], q.first[:, None] - k.last[None])
     return np.maximum(gap, 0)
 
 
 def reduce_to_blocks(grid: BlockGrid, dense: np.ndarray, q: LineSegments, k: LineSegments) -> np.ndarray:
-    """bool[nq, nk]: blocks that hold a dense pair of segments, and all rows and columns of text.
-
-    dense: bool[q segments, k segments]
-    """
+    """bool[nq, nk]: blocks with a pair of segments in `dense`, bool[q segments, k segments], and all text."""
     rows = np.logical_or.reduceat(dense, q.begins, axis=0)
     bits = np.ones((grid.nq, grid.nk), dtype=bool)
     bits[grid.nq - len(q.begins) :, grid.nk - len(k.begins) :] = np.logical_or.reduceat(rows, k.begins, axis=1)

@@ -1,4 +1,4 @@
-"""Radial attention: what a query sees of a frame shrinks with the distance in time."""
+"""Radial attention: the part of a frame that a query attends to shrinks with the distance in time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ __all__ = ["RadialSource", "radial_bits"]
 class RadialSource(BlockSizes):
     """Radial Attention (Li et al., 2025, arXiv:2506.19852, §4), the same for every head; see `radial_bits`.
 
-    width:       what a query sees of its own frame and the next, as a share of a frame
-    decay:       what is left of it each time the distance in frames doubles
-    sink_frames: first frames that every query sees whole
+    Attributes:
+        width: Share of its own frame and of the next that a query attends to.
+        decay: Factor of this share each time that the distance in frames doubles.
+        sink_frames: Number of first frames that every query attends to.
     """
 
     width: float = 1.0
@@ -46,12 +47,12 @@ class RadialSource(BlockSizes):
 def radial_bits(
     grid: BlockGrid, thw: tuple[int, int, int], width: float, decay: float, sink_frames: int
 ) -> np.ndarray:
-    """bool[nq, nk]: blocks with a pair of tokens that may attend to each other, rows and columns of text.
+    """bool[nq, nk]: blocks with a pair of tokens that may attend to each other, and all text.
 
     A frame has s tokens; a query at place x of frame i may attend to a key at place y of frame j if, with d = |i − j|
     and b = width · s · decay^⌊log₂ max(d, 1)⌋,
         |x − y| + 1 ≤ b                                if b ≥ B = max(block_q, block_k)
-        |x − y| + 1 ≤ B, and d is a multiple of ⌈B/b⌉  if b < B: a block's width of some frames, not less of all
+        |x − y| + 1 ≤ B, and d is a multiple of ⌈B/b⌉  if b < B: a block's width of some frames, not less of each
         j < sink_frames                                whatever the distance
     With width 1, decay ½ and B = 1 this is the paper's mask; B is a block because a thinner band costs as much.
     """
@@ -65,7 +66,7 @@ def radial_bits(
 
 
 def _reach(frames: int, bandwidth: float, decay: float, thinnest: int) -> np.ndarray:
-    """int64[frames]: by distance in frames, how far apart places may be, 1 for only the same place; 0 for none."""
+    """int64[frames]: by distance in frames, one more than how far apart places may be; 0 for no pair."""
     reach = []
     for distance in range(frames):
         if distance > 1 and distance & (distance - 1) == 0:

@@ -19,8 +19,7 @@ _BETWEEN_KEYS = re.compile(r",(?=\s*[A-Za-z_]\w*\s*=)")
 
 
 def names_mask(text: str) -> bool:
-    """Whether text that may name a configuration file is meant for a mask, be it a wrong one: then `mask_settings`, or
-    its source, says what is wrong with it."""
+    """Returns whether text that may also name a configuration file is meant as a mask, even a wrong one."""
     name, colon, _ = text.partition(":")
     if text.endswith(".safetensors") or Path(text).is_file():
         return text.endswith(".safetensors")
@@ -29,10 +28,13 @@ def names_mask(text: str) -> bool:
 
 
 def mask_settings(text: str) -> dict[str, Any]:
-    """What a configuration has under `mask:`, from one word of a command line.
+    """The mapping under `mask:` of a configuration, from one word of a command line.
 
-    text: NAME, NAME:key=value,key=value with values as YAML has them (window:window=[7,21,33]), or a mask file's path
-    Raises ValueError, naming the fix, for text that is none of these; the source itself checks keys and values.
+    Args:
+        text: NAME; NAME:key=value,key=value with values in YAML (window:window=[7,21,33]); or a mask file's path.
+
+    Raises:
+        UserError: For anything else. Keys and values are checked by the source.
     """
     name, colon, rest = text.partition(":")
     if name not in SOURCES:
@@ -55,10 +57,10 @@ def mask_settings(text: str) -> dict[str, Any]:
 
 
 def mask_in_words(source: MaskSource) -> str:
-    """A source and what it was told beside its defaults, such as "sparge:cdf=0.92"; long values are cut short."""
+    """A source and its settings that are not defaults, such as "sparge:cdf=0.92"; long values are cut short."""
     name = next((name for name, known in SOURCES.items() if type(source) is known), type(source).__name__)
-    told: list[Field[Any]] = [field for field in fields(source) if field.init] if is_dataclass(source) else []
-    values = ((field, getattr(source, field.name)) for field in told)
+    settings: list[Field[Any]] = [field for field in fields(source) if field.init] if is_dataclass(source) else []
+    values = ((field, getattr(source, field.name)) for field in settings)
     parts = [f"{field.name}={_shortly(value)}" for field, value in values if value != field.default and value != {}]
     return f"{name}:{','.join(parts)}" if parts else name
 

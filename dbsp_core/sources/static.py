@@ -1,4 +1,4 @@
-"""Static masks by step group, layer and head, each head in a token order of its own, as PAROAttention has them."""
+"""Dense masks, and masks from files: by layer, or by step group, layer and head as PAROAttention has them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["DenseSource", "FileSource", "ParoSource", "StoredMasks"]
 
 @dataclass(frozen=True)
 class StoredMasks:
-    """path: a mask file (see docs/mask-files.md).
+    """Base of sources that read the mask file at `path` (see docs/mask-files.md).
 
-    A bad file is refused at once, or where ranks have joined already by `grid`, at the first forward pass: there all
-    ranks raise together, also when the file is bad on only one of them.
+    A bad file is refused when the source is made, or with several ranks by `grid` at the first forward pass, where all
+    ranks raise together even if the file is bad on only one.
     """
 
     path: str = ""
@@ -43,7 +43,7 @@ class StoredMasks:
         return MaskFile(self.path)
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        """The file's grid in canonical order. Raises ValueError when the file is for another model or video."""
+        """The file's grid in canonical order. Raises UserError when the file is for another model or video."""
         file, grid = self._file, self._file.grid
         if grid.packed_from:
             raise UserError(
@@ -79,7 +79,7 @@ class DenseSource(BlockSizes):
 
 @dataclass(frozen=True)
 class FileSource(StoredMasks):
-    """path: a mask file with one mask per layer or one for all, and no step groups."""
+    """Reads a mask file with one mask per layer or one for all, and no step groups."""
 
     changes: ClassVar[Changes] = "never"
 
@@ -101,9 +101,10 @@ class FileSource(StoredMasks):
 
 @dataclass(frozen=True)
 class ParoSource(StoredMasks):
-    """path: a mask file; without step groups, its masks hold for all steps. Rows and columns of text are made dense.
+    """Reads a mask file with or without step groups. Rows and columns of text are made dense.
 
-    dense_steps: number of leading steps that are dense; None: those before the file's first group
+    Attributes:
+        dense_steps: Number of leading steps that are dense; None: those before the file's first group.
     """
 
     dense_steps: int | None = None
@@ -130,7 +131,7 @@ class ParoSource(StoredMasks):
         return BlockMask(bits, mask.grid)
 
     def _group(self, step: int) -> int | None:
-        """The step group; None for a dense step. Raises ValueError beyond the last group."""
+        """The step group; None for a dense step. Raises UserError beyond the last group."""
         if self.dense_steps is not None and step < self.dense_steps:
             return None
         groups = self._file.groups

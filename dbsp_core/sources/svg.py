@@ -1,4 +1,4 @@
-"""Sparse VideoGen: some heads attend around them in space, the others along time."""
+"""Sparse VideoGen: some heads attend to frames nearby, the others to the same place in all frames."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ TIME_FASTEST = "hwt"
 class SvgSource(BlockSizes):
     """Sparse VideoGen (Xi et al., 2025, arXiv:2502.01776, §4); see `spatial_bits` and `temporal_bits`.
 
-    frames:         frames around its own, counted both ways together, that a spatial head's query sees
-    bandwidth:      places around its own, counted both ways together, that a temporal head's query sees in every
-                    frame, as a share of a frame
-    sink_frames:    first frames that every query of a spatial head sees
-    temporal_heads: which heads are temporal, alike in every layer: a share, spread evenly, or their numbers. The paper
-                    decides it at every call, from a sample of the head's queries, which this source does not see.
-    Temporal heads are in order "hwt", as in the paper: a place's tokens of all frames share a block.
+    Temporal heads have token order "hwt", as in the paper: a place's tokens of all frames share a block.
+
+    Attributes:
+        frames: Number of frames, centred on its own, that a query of a spatial head attends to.
+        bandwidth: Share of every frame, centred on its place, that a query of a temporal head attends to.
+        sink_frames: Number of first frames that every query of a spatial head attends to.
+        temporal_heads: The temporal heads of every layer: a share, spread evenly, or their numbers. The paper decides
+            it at every call from a sample of the head's queries, which this source does not have.
     """
 
     frames: int = 7
@@ -49,7 +50,7 @@ class SvgSource(BlockSizes):
             raise bad_value(self, "temporal_heads", "must be a share between 0 and 1, or a list of head numbers")
 
     def temporal(self, heads: int) -> np.ndarray:
-        """bool[heads]: which are temporal. Raises ValueError for a head that the model lacks."""
+        """bool[heads]: True for temporal heads. Raises UserError for a head that the model lacks."""
         numbers = np.arange(heads)
         if isinstance(self.temporal_heads, tuple):
             if max(self.temporal_heads, default=0) >= heads:
@@ -87,7 +88,7 @@ def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], bandwidth: float) 
     """bool[nq, nk] of tokens in order "hwt": blocks with a pair of tokens that may attend to each other, and text.
 
     A query at place x of any frame may attend to place y of every frame if |x − y| ≤ ⌊bandwidth · s / 2⌋, of s places
-    in a frame. The first frame is no sink here: every block holds some of it, so that all blocks would be dense.
+    in a frame. The first frame is no sink here: every block has tokens of it, so that all blocks would be dense.
     """
     places = thw[1] * thw[2]
     place = np.repeat(np.arange(places), thw[0])

@@ -21,12 +21,13 @@ Sizes = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class WindowSource(BlockSizes):
-    """The same for every head. Sizes are frames, rows and columns.
+    """A window, the same for every head. Sizes are frames, rows and columns.
 
-    window: what a query sees around itself, counted both ways together: in tokens, [5, 9, 9] if not given (see
-            `window_bits`), or in tiles, [3, 3, 3] if not given (see `tile_bits`)
-    tile:   tokens of a tile: they are then ordered tile after tile, and queries see whole tiles, as in Sliding Tile
-            Attention (Zhang et al., 2025, arXiv:2502.04507). Best where tiles divide the video and a block is a tile.
+    Attributes:
+        window: Size of the window around a query: in tokens, [5, 9, 9] if not given (see `window_bits`), or with
+            `tile` in tiles, [3, 3, 3] if not given (see `tile_bits`).
+        tile: Size of a tile. Tokens are then ordered tile after tile, and queries attend to whole tiles, as in Sliding
+            Tile Attention (Zhang et al., 2025, arXiv:2502.04507). Best where tiles divide the video and are blocks.
     """
 
     window: Sizes | None = None
@@ -70,7 +71,7 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes) -> np.nda
     """bool[nq, nk] of tokens in order "tile:TxHxW": blocks with a pair of tokens within the window of tiles, and text.
 
     Along each axis, a query in tile a of n may attend to `window` tiles from clip(a − ⌊window / 2⌋, 0, n − window) on:
-    the window is shifted inside at the borders, so that every query sees as many tiles.
+    at the borders the window is shifted inside, so that every query attends to equally many tiles.
     """
     tiles = [-(-size // each) for size, each in zip(thw, tile, strict=True)]
     at = np.stack(np.unravel_index(video_order(_tile_order(tile), thw), thw)) // np.array(tile)[:, None]
@@ -80,19 +81,19 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes) -> np.nda
     first, last = _window_of(np.arange(tiles[2]), tiles[2], window[2])
     dense = in_time[np.ix_(q.line // tiles[1], k.line // tiles[1])]
     dense &= in_height[np.ix_(q.line % tiles[1], k.line % tiles[1])]
-    # A segment's tiles are contiguous, and so are their windows: together they reach from the first's to the last's.
+    # A segment's tiles are contiguous, so their windows reach from that of the first to that of the last.
     dense &= (first[q.first][:, None] <= k.last) & (k.first <= last[q.last][:, None])
     return reduce_to_blocks(grid, dense, q, k)
 
 
 def _window_of(tile: np.ndarray, tiles: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """(first, last) tile that each of these tiles sees along one axis of `tiles` tiles."""
+    """First and last tile of each tile's window along an axis of `tiles` tiles."""
     first = np.clip(tile - window // 2, 0, max(tiles - window, 0))
     return first, first + window - 1
 
 
 def _sees(tiles: int, window: int) -> np.ndarray:
-    """bool[tiles, tiles]"""
+    """bool[tiles, tiles]: True where the second tile is in the first one's window."""
     keys = np.arange(tiles)
     first, last = _window_of(keys, tiles, window)
     return (first[:, None] <= keys) & (keys <= last[:, None])
@@ -103,7 +104,7 @@ def _tile_order(tile: Sizes) -> str:
 
 
 def _boxes(axis: BlockAxis, thw: Sizes, text_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Least and greatest (t, h, w) of each block's tokens, int64[n, 3] each. Text counts as the first video token."""
+    """Least and greatest (t, h, w) of each block's tokens, int64[n, 3]. Text has that of the first video token."""
     video = np.maximum(np.arange(axis.lengths.sum()) - text_tokens, 0)
     place = np.stack(np.unravel_index(video, thw), axis=1)
     return np.minimum.reduceat(place, axis.starts), np.maximum.reduceat(place, axis.starts)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Writes files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["ByteTensor", "open_atomically", "write_atomically", "write_byte_tens
 
 @contextmanager
 def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write: readers see the old one until the block ends well, and then the new one.
+    """Opens a file to write: readers see the old one until the block ends without an error, and then the new one.
 
-    A link stays one, and what it leads to is written. A file that is there keeps its mode; a new one gets the usual.
+    Links are followed. An existing file keeps its mode.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None
 
 @dataclass(frozen=True)
 class ByteTensor:
-    """A uint8 tensor that is written piece by piece. pieces: its bytes in row-major order"""
+    """A uint8 tensor that is written piece by piece, in row-major order."""
 
     shape: tuple[int, ...]
     pieces: Iterable[bytes]
@@ -54,9 +54,13 @@ class ByteTensor:
 def write_byte_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, ByteTensor], metadata: Mapping[str, str]
 ) -> int:
-    """Writes a safetensors file with one piece in memory at a time, whole or not at all. returns: its size in bytes.
+    """Writes a safetensors file with one piece in memory at a time, whole or not at all.
 
-    Raises ValueError when a tensor's pieces don't add up to its shape.
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        ValueError: When a tensor's pieces don't add up to its shape.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0

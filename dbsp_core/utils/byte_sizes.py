@@ -1,4 +1,4 @@
-"""Amounts of memory, as users write and read them."""
+"""Amounts of memory as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT"
 
 
 def parse_size(text: str) -> int:
-    """Bytes, from "2GiB", "500 MB" or a plain number. Raises UserError for anything else."""
+    """Bytes from "2GiB", "500 MB" or a plain number. Raises UserError for anything else."""
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2] not in _UNITS:
         raise UserError(f"size {text!r} is not of the form '2GiB'; units are {', '.join(u for u in _UNITS if u)}")
@@ -22,7 +22,7 @@ def parse_size(text: str) -> int:
 
 
 def in_bytes(count: float) -> str:
-    """For example "512 B", "1.25 MiB"."""
+    """A number of bytes as text, such as "512 B" or "1.25 MiB"."""
     amount, unit = float(count), "B"
     for bigger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(amount) < 1024:

@@ -1,4 +1,4 @@
-"""What torch.compile leaves alone, said without importing its compiler, which takes longer than all of db-SP."""
+"""Excludes functions from torch.compile without importing its compiler, which takes longer than all of db-SP."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Result = TypeVar("Result")
 
 
 def not_compiled(function: Callable[P, Result]) -> Callable[P, Result]:
-    """As torch.compiler.disable: a compiled caller's graph breaks here, and what is called is run as it is written.
+    """Works as torch.compiler.disable: a compiled caller's graph breaks here, and the function runs as it is written.
 
-    While nothing has imported torch's compiler, nothing can be compiled. Not for hooks of modules: what
-    torch.compile(fullgraph=True) leaves out calls those itself, and would then compile this function's wrapper.
+    Nothing is compiled while nothing has imported torch's compiler. Not for hooks of modules: what
+    torch.compile(fullgraph=True) leaves out calls them itself, and would compile this wrapper.
     """
     excluded: list[Callable[P, Result]] = []
 

@@ -1,8 +1,4 @@
-"""The environment variables of db-SP that the core reads; docs/configuration.md lists all.
-
-Those of packages that load nothing of the core are named there: DBSP_KERNEL and DBSP_DEBUG in dbsp_kernels,
-DBSP_AUTOLOAD in dbsp_cli.autoload and dbsp_xdit.autoload, DBSP_LAUNCHER in dbsp_start, DBSP_RUN in dbsp_cli.
-"""
+"""The environment variables that the core reads; docs/configuration.md lists all of db-SP's."""
 
 from __future__ import annotations
 
@@ -13,13 +9,13 @@ __all__ = ["RECORD", "RECORD_EVERY", "RECORD_LAYERS", "RECORD_LIMIT", "read"]
 RECORD = "DBSP_RECORD"
 """Folder for the masks of a run, where the configuration names none."""
 RECORD_EVERY = "DBSP_RECORD_EVERY"
-"""n: each n-th denoising step is recorded."""
+"""Distance of denoising steps that are recorded: with 3, every third."""
 RECORD_LAYERS = "DBSP_RECORD_LAYERS"
 """The layers that are recorded, such as "0,5,10-12"."""
 RECORD_LIMIT = "DBSP_RECORD_LIMIT"
-"""Most bytes on disk, such as "2GiB"."""
+"""Most bytes that a recording may take on disk, such as "2GiB"."""
 
 
 def read(name: str) -> str | None:
-    """The variable's value; an empty one counts as none."""
+    """The variable's value, or None if it is missing or empty."""
     return os.environ.get(name) or None

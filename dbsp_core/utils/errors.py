@@ -1,7 +1,4 @@
-"""Errors that are the user's to mend: `UserError`, and `SettingError`, which knows the setting at fault.
-
-The lowest package defines the first, so that every package can raise it.
-"""
+"""A user's mistakes: `UserError`, which the lowest package defines, and `SettingError`, which names the setting."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ __all__ = [
 
 
 def kind_of(value: object) -> str:
-    """What a value is, for a message: "an int"."""
+    """The type of a value for a message, such as "an int"."""
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
@@ -35,7 +32,7 @@ _LONGEST = 200
 
 
 def in_short(value: object) -> str:
-    """A value as Python writes it, for a message; of a long one the beginning, and how long it is."""
+    """A value's `repr` for a message; of a long one the beginning and the length."""
     return _cut(repr(value))
 
 
@@ -44,10 +41,11 @@ def _cut(text: str) -> str:
 
 
 class SettingError(UserError):
-    """A setting that cannot be.
+    """A mistake in a setting.
 
-    path: its keys, from the outermost on, as seen by who checks it. All but the last may be missing: what is wrong may
-          be that nothing was given. Where several settings don't go together, one of them
+    Attributes:
+        path: The setting's keys, outermost first, from where it is checked. The setting may be missing, as that can be
+            the mistake. Where several settings don't go together, it is one of them.
     """
 
     def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
@@ -55,32 +53,32 @@ class SettingError(UserError):
         self.path = path
 
     def within(self, key: object) -> SettingError:
-        """The same, seen from one level further out."""
+        """The same error with `key` as outermost key."""
         return SettingError(str(self), (str(key), *self.path))
 
 
 def bad_value(settings: object, name: str, complaint: str, section: str = "") -> SettingError:
-    """An error about one attribute of `settings`: "NAME=VALUE COMPLAINT". section: for the message, before the name"""
+    """An error "SECTIONNAME=VALUE COMPLAINT" about one attribute of `settings`."""
     value = getattr(settings, name)
     shown = _cut(str(list(value) if isinstance(value, tuple) else value))
     return SettingError(f"{section}{name}={shown} {complaint}", (name,))
 
 
 def require_value(settings: object, name: str, fits: bool, complaint: str, section: str = "") -> None:
-    """Raises what `bad_value` makes unless the attribute fits."""
+    """Raises a `bad_value` unless the attribute fits."""
     if not fits:
         raise bad_value(settings, name, complaint, section)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """What may have been meant, to end a message with: "; did you mean 'sparge'?", or nothing."""
+    """The end of a message, such as "; did you mean 'sparge'?"; empty if no known word is close."""
     close = difflib.get_close_matches(str(word), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 @contextmanager
 def blame_setting(key: object) -> Iterator[None]:
-    """What is wrong inside is the setting `key`, or a setting in it."""
+    """Turns a UserError inside into a SettingError about `key`, or about a setting within it."""
     try:
         yield
     except SettingError as error:
@@ -91,7 +89,7 @@ def blame_setting(key: object) -> Iterator[None]:
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turns a user's error inside into one line and exit code 2. Also a decorator."""
+    """Turns a UserError inside into one line and exit code 2. Also a decorator."""
     try:
         yield
     except UserError as error:

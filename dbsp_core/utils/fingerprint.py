@@ -1,4 +1,4 @@
-"""Numbers that stand for values when ranks compare what they have."""
+"""Numbers by which ranks compare values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The logger "dbsp": one line each on standard error, `dbsp: …`, unless the application gave it handlers of its own.
+"""The logger "dbsp": lines `dbsp: …` on standard error, unless the application gave it handlers of its own.
 
-`dbsp generate` reads the lines of its ranks by these prefixes.
+`dbsp generate` recognises the lines of its ranks by these prefixes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import sys
 __all__ = ["ERROR", "NOTICE", "log"]
 
 NOTICE = "dbsp: "
-"""Before a line for the user."""
+"""Prefix of lines for the user."""
 ERROR = NOTICE + "error: "
-"""Before the line that names a user's mistake."""
+"""Prefix of the line that names a user's mistake."""
 
 
 class _StandardError(logging.Handler):
-    """Writes to what `sys.stderr` is at the time."""
+    """Writes to `sys.stderr` as it is at the time."""
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = ERROR if record.levelno >= logging.ERROR else NOTICE

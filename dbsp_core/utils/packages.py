@@ -1,4 +1,4 @@
-"""Which packages are there, and the versions of those that decide what is computed and exchanged."""
+"""Installed packages, and the versions of those on which results and exchanges depend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("dbsp-attention", "torch", "numpy", "triton", "diffusers", "transfo
 
 
 def installed_version(name: str) -> str | None:
-    """Of a package as pip knows it; None where it is not installed."""
+    """Version of a package, by pip's name; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -25,12 +25,12 @@ def installed_version(name: str) -> str | None:
 
 
 def missing_packages(names: Iterable[str]) -> list[str]:
-    """Those that cannot be found, by the names they are imported by."""
+    """The packages, by import name, that cannot be found."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def require_packages(what: str, names: Iterable[str], extra: str) -> None:
-    """Raises UserError where `what` cannot run for want of packages. extra: installs them"""
+    """Raises UserError if packages that `what` needs are missing, which `extra` would install."""
     missing = missing_packages(names)
     if missing:
         raise UserError(f"{what} lacks {', '.join(missing)}; pip install 'dbsp-attention[{extra}]'")
@@ -38,13 +38,13 @@ def require_packages(what: str, names: Iterable[str], extra: str) -> None:
 
 @functools.cache
 def package_versions() -> dict[str, str]:
-    """Of Python and of those packages that are installed, by name."""
+    """Versions of Python and of the installed packages among `_PACKAGES`, by name."""
     found = {name: installed_version(name) for name in _PACKAGES}
     return {"python": platform.python_version()} | {name: one for name, one in found.items() if one is not None}
 
 
 def version_marks(compare: bool) -> dict[str, int]:
-    """For `check_consistent`: a complaint and a mark for each package. compare: whether marks tell versions apart"""
+    """Complaints and marks of packages for `check_consistent`; unless `compare`, marks don't depend on versions."""
     found = package_versions() if compare else {}
     complaint = "the version of {} differs on rank(s) {{}}; install the same for all ranks"
     return {complaint.format(name): fingerprint_of(found.get(name)) for name in ("python", *_PACKAGES)}

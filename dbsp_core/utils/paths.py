@@ -1,4 +1,4 @@
-"""Whether results can be written where a user wants them: looked at before anything is computed."""
+"""Checks, before anything is computed, that results can be written to the places that a user gave."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ __all__ = ["require_file_place", "require_folder_place", "require_place"]
 
 
 def require_file_place(path: Path, what: str) -> None:
-    """Raises UserError where a file cannot be written there. what: names the path in the message"""
+    """Raises UserError unless a file can be written there; `what` names the path in the message."""
     if path.is_dir():
         raise UserError(f"{what} {path} is a folder; give the name of a file")
     require_place(path, what)
 
 
 def require_folder_place(path: Path, what: str) -> None:
-    """Raises UserError where a folder of that name cannot be made or written to."""
+    """Raises UserError unless the folder can be made and written to."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{what} {path} is a file; give the name of a folder")
     _require_writable(Path(os.path.realpath(path)), f"{what} {path}")
 
 
 def require_place(path: Path, what: str) -> None:
-    """Raises UserError where nothing of that name can be put in the folder around it, or, a link, where it leads."""
+    """Raises UserError unless something can be put there, or where it leads if it is a link."""
     _require_writable(Path(os.path.realpath(path)).parent, f"{what} {path}")
 
 
 def _require_writable(folder: Path, what: str) -> None:
-    """Tried, too: there are file systems that take nothing from anybody."""
+    """Raises UserError unless the folder can be made and written to; permissions do not say all, so it is tried."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not there.is_dir():
         raise UserError(f"{what}: {there} is a file, not a folder; give another place")

@@ -1,4 +1,4 @@
-"""Settings as frozen dataclasses: built from the mappings that YAML gives, strictly, by the types of their fields."""
+"""Builds settings, which are frozen dataclasses, from mappings as YAML has them, strictly by the types of fields."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ __all__ = ["build", "checked", "convert", "keys_within", "plain_value", "require
 _EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")
 """Numbers that YAML takes for text unless they have a point and a sign."""
 _LARGEST = 2**63 - 1
-"""What PyTorch, NumPy and files can hold."""
+"""Largest integer of PyTorch, NumPy and files."""
 
 
 def setting_names(cls: type) -> list[str]:
-    """The keys that a mapping for a settings class may have: its fields, except those with metadata setting=False."""
+    """The keys of a settings class: its fields, except those with metadata setting=False."""
     return [f.name for f in fields(cls) if f.metadata.get("setting", True)]
 
 
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
-    """cls(**values), once every key is known, none is missing and every value of the right type. Raises SettingError.
+    """Returns `cls(**values)` after checking keys and types.
 
-    where: the values are, in words; "" where the error's place says it
+    Args:
+        cls: A settings class.
+        values: Its settings.
+        where: Place of the values for messages; "" if the error's place says it.
+
+    Raises:
+        SettingError: For an unknown or missing key, a value of another type, or one that `cls` refuses.
     """
     settings = checked(cls, values, where)
     needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
@@ -40,12 +46,12 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
         return cls(**settings)
     except SettingError:
         raise
-    except UserError as error:  # what makes no sense together is blamed on the whole
+    except UserError as error:  # about no single setting
         raise SettingError(str(error)) from error
 
 
 def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values of a dataclass's fields, converted to the fields' types. Raises SettingError otherwise.
+    """The values of a dataclass's fields, converted to the fields' types; see `build`.
 
     A field with metadata read=function is converted by function(value, its name in words).
     """
@@ -62,7 +68,7 @@ def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def keys_within(cls: type) -> dict[str, str]:
-    """The keys of a settings class's own settings classes, and under which of its keys they belong."""
+    """Maps the keys of nested settings classes to the key that they belong under."""
     inner: dict[str, str] = {}
     for name, hint in get_type_hints(cls).items():
         if isinstance(hint, type) and is_dataclass(hint) and name in setting_names(cls):
@@ -72,9 +78,9 @@ def keys_within(cls: type) -> dict[str, str]:
 
 
 def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
-    """`value` as YAML gives it, for a field of type `hint`. Raises UserError for a value of another type.
+    """Converts a value from YAML for a field of type `hint`. Raises UserError for a value of another type.
 
-    name: of the setting, in words;  key: its key, for errors in a mapping that it holds
+    `name` is the setting in words, and `key` its key, for errors in a mapping that it holds.
     """
     for number in value if isinstance(value, (list, tuple)) else (value,):
         if type(number) is int and abs(number) > _LARGEST:
@@ -108,7 +114,7 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """A setting as YAML and JSON can hold it."""
+    """Converts a setting for YAML and JSON."""
     if is_dataclass(value) and not isinstance(value, type) and type(value).__str__ is object.__str__:
         return {f.name: plain_value(getattr(value, f.name)) for f in fields(value) if f.repr}
     if isinstance(value, Mapping):
@@ -125,7 +131,7 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def _in_words(option: Any) -> str:
-    """What a value of that type is called."""
+    """Name of a type for users."""
     origin = get_origin(option)
     if origin is tuple:
         return f"a list of {get_args(option)[0].__name__}"
@@ -139,6 +145,6 @@ def _in_words(option: Any) -> str:
 
 
 def require_choice(key: str, value: object, choices: tuple[str, ...], section: str = "") -> None:
-    """Raises SettingError for a value that is none of the choices. section: for the message, before the key"""
+    """Raises SettingError for a value that is none of the choices; `section` precedes the key in the message."""
     if value not in choices:
         raise SettingError(f"unknown {section}{key} {in_short(value)}; use one of {', '.join(choices)}", (key,))

@@ -1,4 +1,4 @@
-"""Reading YAML files strictly: what every settings file has in common, and where in the file each setting is."""
+"""Reads YAML files strictly, and remembers the line of each setting."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ KeyPath = tuple[str, ...]
 
 _MOST_VALUES = 100_000
 _UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""ValueError: of text, numbers and dates that Python cannot read."""
+"""ValueError is raised for text, numbers and dates that Python cannot read."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings as YAML gives them.
+    """Settings as YAML has them.
 
-    places: by path of keys, where each was given, for example {("mask", "cdf"): "my.yaml:7"}
-    origin: the file they come from
+    Attributes:
+        values: By key.
+        places: Where each was given, by path of keys, for example {("mask", "cdf"): "my.yaml:7"}.
+        origin: The file.
     """
 
     values: Mapping[str, Any]
@@ -36,12 +38,12 @@ class Settings:
     origin: str = ""
 
     def place_of(self, path: KeyPath) -> str:
-        """Where a setting, or else the innermost one around it, was given."""
+        """The place where a setting was given, or else the innermost one around it."""
         around = (path[:length] for length in range(len(path), 0, -1))
         return next((self.places[outer] for outer in around if outer in self.places), self.origin)
 
     def changed(self, path: Sequence[str], value: Any, place: str) -> Settings:
-        """A copy with one setting replaced or added. Raises UserError where there is something else than a mapping."""
+        """A copy with one setting replaced or added. Raises UserError if a key on the path has no mapping."""
         values = _put(self.values, path, value, place)
         inside = tuple(path)
         places = {known: where for known, where in self.places.items() if known[: len(inside)] != inside}
@@ -49,7 +51,7 @@ class Settings:
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Puts the place of the setting before what a SettingError says."""
+        """Adds the setting's place to the message of a SettingError inside."""
         try:
             yield
         except SettingError as error:
@@ -66,9 +68,10 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, place: str)
 
 
 def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
-    """The mapping in a YAML file (empty for an empty file). Raises UserError for others, naming file and line.
+    """Reads the mapping in a YAML file, which may be empty; `what` names it, for example "configuration file".
 
-    what: it is, for example "configuration file"
+    Raises:
+        UserError: For anything else, naming file and line.
     """
     path = Path(path)
     if not path.is_file():
@@ -90,7 +93,7 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
 
 
 def parse_value(text: str, what: str) -> Any:
-    """One value in YAML. Raises UserError for what is none. what: it is, in words"""
+    """Reads one value in YAML, named `what` in words. Raises UserError for text that is none."""
     try:
         return _parsed(text, _Places(what, lines=False))
     except UserError:
@@ -111,9 +114,13 @@ def _parsed(text: str, places: _Places) -> Any:
 
 @dataclass
 class _Places:
-    """Where each key of a document is, while it is looked through.
+    """Collects the places of a document's keys.
 
-    origin: of the document, in words;  lines: whether a place is a line of it;  found: by path of keys, the places
+    Attributes:
+        origin: The document, in words.
+        lines: Whether places have line numbers.
+        found: Places by path of keys.
+        values: Number of values so far.
     """
 
     origin: str
@@ -122,9 +129,10 @@ class _Places:
     values: int = 0
 
     def note(self, node: yaml.Node, path: KeyPath | None, above: list[yaml.Node]) -> None:
-        """Notes the keys in `node`, at `path`; None: they are in a list or a key, and are not noted.
+        """Notes the keys in `node` at `path`, unless that is None, within lists and keys; `above` has the outer nodes.
 
-        Raises UserError for a key that is given twice, and for what aliases make endless, or as good as.
+        Raises:
+            UserError: For a key that is given twice, and for aliases that make the document endless or too large.
         """
         self.values += 1
         if any(node is outer for outer in above):
@@ -150,10 +158,13 @@ class _Places:
 
 
 def require_known(key: object, known: Collection[str], where: str, elsewhere: Mapping[str, str] | None = None) -> None:
-    """Raises SettingError, naming the nearest valid key, for a key that is not known.
+    """Raises SettingError for a key that is not known, naming the nearest one that is.
 
-    where:     the keys are, in words; "" where the error's place says it
-    elsewhere: keys that are valid in a mapping under another key, and which
+    Args:
+        key: The key.
+        known: The valid keys.
+        where: Place of the keys for the message; "" if the error's place says it.
+        elsewhere: Keys that belong under another key, by which.
     """
     if key in known:
         return
@@ -164,7 +175,7 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
 
 
 def shipped_configs() -> Path:
-    """Where the configurations that come with db-SP are: in the repository, or installed as `dbsp_configs`."""
+    """The folder of the shipped configurations: in the repository, or installed as `dbsp_configs`."""
     repository = Path(__file__).resolve().parents[2] / "configs"
     found = None if repository.is_dir() else importlib.util.find_spec("dbsp_configs")
     locations = list(found.submodule_search_locations or ()) if found is not None else []
@@ -172,7 +183,7 @@ def shipped_configs() -> Path:
 
 
 def find_config(name: str | os.PathLike[str]) -> Path:
-    """The configuration file at a path, or else the shipped one of that name. Raises UserError for neither."""
+    """Finds a configuration file by path, or else a shipped one by name. Raises UserError for neither."""
     if Path(name).is_file():
         return Path(name)
     shipped = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}

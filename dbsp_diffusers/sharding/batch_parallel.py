@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from dbsp_core.comm.consistency import check_consistent
-from dbsp_core.comm.gather import gather_shards
-from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet, signature_of
 

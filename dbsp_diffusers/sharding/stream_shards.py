@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dbsp_core.comm.gather import gather_shards
-from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.layout.sequence_layout import SequenceLayout
 
 __all__ = ["PackedShards", "StreamShards"]

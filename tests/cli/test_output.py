@@ -6,8 +6,7 @@ import pytest
 from rich.cells import cell_len
 
 from dbsp_cli import output
-from dbsp_cli.output import as_text
-from dbsp_core.reports.tables import TextTable
+from dbsp_cli.output import TextTable, as_text
 
 NAMES = ("strategy", "planner", "exchange", "exposed", "end to end")
 ROWS = [("U8R1", "contiguous", "123456.7", "+323.5%", "1.0"), ("U4R2", "[red]dbsp[/b]", "1.2", "+0.1%", "98765.4")]

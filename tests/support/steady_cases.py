@@ -52,9 +52,9 @@ VIEWS = {
 """Operators that compute nothing, or only make room."""
 FUSED = (
     *("dbsp_core.comm.all_to_all.copy_segments", "dbsp_core.runtime.kernel_tables.expand_rows"),
-    *("dbsp_core.runtime.kernel_tables.pack_rows", "dbsp_core.sources.predicted.distributed_pooling.sum_tokens"),
-    *("dbsp_core.sources.predicted.distributed_pooling.pool_rows", "dbsp_core.sources.predicted.sparge.pooled_scores"),
-    *("dbsp_core.sources.predicted.parts.select_blocks", "dbsp_core.comm.groups.SequenceGroup.shift"),
+    *("dbsp_core.runtime.kernel_tables.pack_rows", "dbsp_core.sources.distributed_pooling.sum_tokens"),
+    *("dbsp_core.sources.distributed_pooling.pool_rows", "dbsp_core.sources.sparge.pooled_scores"),
+    *("dbsp_core.sources.sparge.select_blocks", "dbsp_core.comm.groups.SequenceGroup.shift"),
 )
 """What on a GPU is one kernel each, whatever the CPU takes: ours, and a send batched with a receive by NCCL."""
 

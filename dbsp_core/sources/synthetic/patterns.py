@@ -1,6 +1,6 @@
-"""What attention heads of video models look at: the shapes that PAROAttention and SpargeAttn show. Only numpy.
+"""Patterns of attention heads of video models, as PAROAttention and SpargeAttn show them. Only numpy.
 
-A pattern says how likely each (query block, key block) pair is to be dense, from 0 (background) to 1 (the shape).
+A pattern gives each (query block, key block) pair a value from 0 (background) to 1 (likely to be dense).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ KNOTS = 9
 
 @dataclass(frozen=True, eq=False)
 class BlockPositions:
-    """Where the blocks of one axis are in the video.
+    """The positions of one axis's blocks in the video.
 
-    middle:   float64[n], video token at each block's middle; 0 for text
-    is_text:  bool[n]
-    frame:    tokens per frame
-    tokens:   tokens of the video
+    Attributes:
+        middle: float64[n], video token at each block's middle; 0 for text.
+        is_text: bool[n].
+        frame: Tokens per frame.
+        tokens: Tokens of the video.
     """
 
     middle: np.ndarray
@@ -46,7 +47,7 @@ class BlockPositions:
 
 
 def _frames(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """Blocks on the diagonal: each frame attends to itself, and less to the frames beside it."""
+    """Blocks on the diagonal: each frame attends to itself, and less to its neighbours."""
     apart = np.abs(q.frame_number[:, None] - k.frame_number[None, :])
     return np.clip(1 - apart / 3, 0, 1)
 
@@ -59,7 +60,7 @@ def _stripes(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> 
 
 
 def _sinks(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """Sink columns: the first frame, and a few key blocks anywhere, draw every query."""
+    """Sink columns: every query attends to the first frame and to a few key blocks anywhere."""
     drawn = (k.frame_number == 0) | (rng.random(len(k.middle)) < 0.04)
     return np.broadcast_to(drawn, (len(q.middle), len(k.middle))).astype(np.float64)
 
@@ -75,11 +76,11 @@ PATTERNS: tuple[Callable[[BlockPositions, BlockPositions, np.random.Generator], 
     _sinks,
     _scattered,
 )
-"""Each takes query and key places and a generator, and gives float64[nq, nk] from 0 to 1."""
+"""Functions of query and key positions and a generator that return float64[nq, nk]."""
 
 
 def always_dense(grid: BlockGrid) -> np.ndarray:
-    """bool[nq, nk]: each query block's own place, and all rows and columns of text."""
+    """bool[nq, nk]: the diagonal, and all rows and columns of text."""
     q, k = grid.q_axis, grid.k_axis
     dense = np.zeros((len(q), len(k)), dtype=bool)
     dense[np.arange(len(q)), k.block_of[q.starts + q.lengths // 2]] = True
@@ -90,7 +91,7 @@ def always_dense(grid: BlockGrid) -> np.ndarray:
 def profile_basis(places: BlockPositions) -> np.ndarray:
     """float64[B, n]: a profile is a weighted sum of these rows with standard normal weights.
 
-    A slow wave over the video, as scenes have; a wave over the frame, the same in every frame, as pictures have.
+    It has a slow wave over the video, as scenes have, and a wave over the frame, the same in every frame.
     """
     slow = _hats(places.middle / places.tokens, KNOTS)
     within = _hats(places.middle % places.frame / places.frame, 4)

@@ -1,4 +1,4 @@
-"""What synthetic masks look like: the numbers behind `source: synthetic`, and presets fitted to Table 1."""
+"""Statistics of synthetic masks, and presets that are fitted to the paper's Table 1."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ __all__ = ["DEFAULT_STYLE", "PRESETS", "MaskStyle", "Preset"]
 
 @dataclass(frozen=True)
 class MaskStyle:
-    """Statistics of synthetic masks. Raises ValueError for values out of range.
+    """Statistics of synthetic masks.
 
-    density:             mean share of dense blocks over the heads of a layer, met exactly
-    spread:              how much rows and columns differ: standard deviation of their profiles, in logits
-    head_concentration:  α + β of the Beta distribution of head densities; the smaller, the more heads differ
-    profile_correlation: correlation of the row and column profiles of two heads of a layer
-    layer_similarity:    correlation of the profiles that two layers' heads share
-    pattern_strength:    how far a head's pattern stands out of the background, in logits
-    drift:               share of a mask drawn again from one call to the next; 0 makes masks static
+    Attributes:
+        density: Mean share of dense blocks over the heads of a layer, met exactly.
+        spread: Standard deviation of the profiles of rows and columns, in logits.
+        head_concentration: α + β of the Beta distribution of head densities; the smaller, the more heads differ.
+        profile_correlation: Correlation of the row and column profiles of two heads of a layer.
+        layer_similarity: Correlation of the profiles that two layers' heads share.
+        pattern_strength: Height of a head's pattern over the background, in logits.
+        drift: Share of a mask that is drawn again from one step to the next; 0 makes masks static.
+
+    Raises:
+        SettingError: For values out of range.
     """
 
     density: float
@@ -72,4 +76,4 @@ PRESETS: dict[str, Preset] = {
     "wan2.1-t2v-14b-sparge": _sparge(_WAN, head_concentration=2.18, drift=0.015),
     "cogvideox1.5-5b-sparge": _sparge(_COGVIDEOX, head_concentration=0.78, drift=0.015),
 }
-"""By the name after `preset:` in a configuration. PAROAttention's static masks unless -sparge."""
+"""Presets by the name after `preset:` in a configuration: PAROAttention's static masks unless -sparge."""

@@ -1,4 +1,4 @@
-"""From scores to blocks: how many blocks each head takes, and which. Integers, so that bits agree on every machine."""
+"""Chooses each head's number of blocks, and the blocks, from integer scores, so that bits agree on every machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ __all__ = ["ALWAYS_DENSE", "DriftingRng", "choose_best", "exact_counts", "logist
 class DriftingRng:
     """Random numbers that drift from step to step, each a function of (seed, key, time) on every machine.
 
-    A `key` of ints ≥ 0 names each quantity. Between two keyframes, whole numbers of `time`, values are mixed.
-    seed: ≥ 0
-    time: drift · step, the number of keyframes passed
+    A `key` of ints ≥ 0 names each quantity. Between keyframes, which are whole numbers of `time`, values are mixed.
+
+    Attributes:
+        seed: At least 0.
+        time: drift · step, the number of keyframes passed.
     """
 
     seed: int
@@ -47,7 +49,7 @@ class DriftingRng:
 
     @property
     def _position(self) -> tuple[int, float]:
-        """(last keyframe passed, position between it and the next, 0 ≤ … < 1)."""
+        """Last keyframe, and position between it and the next, from 0 to below 1."""
         keyframe = math.floor(self.time)
         return keyframe, self.time - keyframe
 
@@ -63,30 +65,29 @@ STEPS = 512
 """Scores are whole multiples of 1/STEPS logit, int16: their sums do not depend on a processor's rounding."""
 
 ALWAYS_DENSE = np.iinfo(np.int16).max
-"""The score of what is dense in any case."""
+"""Score of blocks that are always dense."""
 
 _MIDDLES = (np.arange(65536) + 0.5) / 65536
 _LOGISTIC = np.round(np.log(_MIDDLES / (1 - _MIDDLES)) * STEPS).astype(np.int16)
 
 
 def quantize_logits(logits: np.ndarray) -> np.ndarray:
-    """Logits as scores, int16. Cut at ±12, odds of 1 to 160,000: sums of noise and three more stay in range."""
+    """Logits as int16 scores, cut at ±12 (odds of 1 to 160,000), so that noise and three more add up within range."""
     return np.round(np.clip(logits, -12, 12) * STEPS).astype(np.int16)
 
 
 def logistic_noise(uniform: np.ndarray) -> np.ndarray:
-    """Scores of logistic noise, which turns a threshold on scores into odds. uniform: uint16;  returns: int16."""
+    """Logistic noise as int16 scores from uniform uint16; it turns a threshold on scores into odds."""
     noise: np.ndarray = _LOGISTIC[uniform]
     return noise
 
 
 def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np.ndarray:
-    """Blocks per head in proportion to `densities`, each from `least` to `most`, summing to `total` exactly.
+    """int64[H]: blocks per head in proportion to float64[H] `densities` ≥ 0, from `least` to `most`.
 
-    densities: float64[H], ≥ 0;  a total that the limits forbid is moved to the nearest they allow
-    returns: int64[H]
+    They add up to `total`, or to the nearest number that the limits allow.
     """
-    # 1. The scale at which clipped shares sum up to the total: a bisection, as the sum grows with the scale.
+    # 1. The scale at which clipped shares add up to the total, by bisection.
     heads = len(densities)
     total = min(max(total, heads * least), heads * most)
     weights = np.maximum(densities, 1e-6)
@@ -97,7 +98,7 @@ def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np
             low = scale
         else:
             high = scale
-    # 2. Whole blocks, and those left to the heads that rounding down took most from.
+    # 2. Whole blocks; the rest goes to the heads that lost most by rounding down.
     exact = np.clip(weights * low, least, most)
     counts = np.floor(exact).astype(np.int64)
     open_heads = np.flatnonzero(counts < most)
@@ -107,13 +108,13 @@ def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np
 
 
 def choose_best(scores: np.ndarray, count: int, out: np.ndarray) -> None:
-    """Sets `out` (bool, like scores) to the `count` highest scores (int16); of equal ones, some spread evenly."""
-    # 1. The threshold, by a histogram of all scores: at_least[s] is the number of scores of s or more.
+    """Sets `out` (bool, like scores) at the `count` highest int16 scores; equal ones are taken evenly spread."""
+    # 1. The threshold from a histogram: at_least[s] is the number of scores of s or more.
     lowest = np.iinfo(np.int16).min
     number = np.bincount(scores.ravel().astype(np.int64) - lowest, minlength=65536)
     at_least = np.cumsum(number[::-1])[::-1]
     threshold = int(np.flatnonzero(at_least >= count)[-1])
-    # 2. All above it, and of those at it as many as are missing.
+    # 2. All scores above it, and as many equal to it as are missing.
     np.greater(scores, threshold + lowest, out=out)
     missing = count - (int(at_least[threshold]) - int(number[threshold]))
     equal = np.flatnonzero(scores.ravel() == threshold + lowest)

@@ -1,4 +1,4 @@
-"""Seeded synthetic masks: uneven heads with patterns, profiles that heads share, drift from step to step."""
+"""Seeded synthetic masks: uneven heads with patterns, shared profiles, and drift from step to step."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ __all__ = ["SyntheticSource"]
 
 
 class _Stream(IntEnum):
-    """First part of every key: which quantity is drawn."""
+    """First part of every key: the quantity that is drawn."""
 
     DENSITY, BETA, PATTERN, STRENGTH, SINKS, ROWS, COLUMNS, SHARED_ROWS, SHARED_COLUMNS, NOISE = range(10)
 
 
 _ALL_LAYERS = 1 << 30
-"""In the place of a layer's number, for what layers share."""
+"""Replaces the layer's number in keys of quantities that all layers share."""
 
 
 @dataclass(frozen=True)
 class SyntheticSource(BlockSizes):
-    """Masks of a style: a preset's or the default's, with each key that is given replacing its own; see `MaskStyle`.
+    """Masks of a preset's or the default style, in which given settings replace its own; see `MaskStyle`.
 
-    A block is dense with odds of exp(pattern + row profile + column profile + the head's own level), except that each
-    head takes exactly the number of best-scored blocks that its density says. The diagonal and all text are dense,
-    whatever the density. Every (seed, layer, step) has one mask, no matter what was asked for before.
+    A block is dense with odds of exp(pattern + row profile + column profile + the head's level), except that each head
+    has exactly as many blocks, those with the best scores, as its density says. The diagonal and all text are dense,
+    whatever the density. The mask depends on seed, layer and step only.
     """
 
     preset: str | None = None
@@ -66,7 +66,7 @@ class SyntheticSource(BlockSizes):
 
     @property
     def style(self) -> MaskStyle:
-        """The effective statistics."""
+        """The statistics in effect."""
         base = PRESETS[self.preset].style if self.preset else DEFAULT_STYLE
         given = {f.name: getattr(self, f.name) for f in fields(MaskStyle)}
         return replace(base, **{name: value for name, value in given.items() if value is not None})
@@ -86,7 +86,7 @@ class SyntheticSource(BlockSizes):
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's mask at one step. Heads are made one after the other: one head's scores are in memory at a time."""
+    """One layer's mask at one step. One head's scores are in memory at a time."""
 
     style: MaskStyle
     rng: DriftingRng
@@ -98,17 +98,17 @@ class _Layer:
         heads, layer = self.request.heads, self.request.layer
         axes, text_tokens = (self.grid.q_axis, self.grid.k_axis), self.grid.text_tokens
         q, k = (BlockPositions.of(axis, text_tokens, self.request.thw) for axis in axes)
-        # 1. What heads share: the logits of rows, columns and patterns.
+        # 1. Scores of rows, columns and patterns.
         rows = quantize_logits(self._profiles(q, _Stream.ROWS, _Stream.SHARED_ROWS))
         columns = quantize_logits(self._profiles(k, _Stream.COLUMNS, _Stream.SHARED_COLUMNS))
         sinks = (self.rng.constant(_Stream.SINKS, layer) for _ in PATTERNS)
         patterns = [self._pattern_scores(pattern(q, k, rng)) for pattern, rng in zip(PATTERNS, sinks, strict=True)]
         kinds = self.rng.constant(_Stream.PATTERN, layer).integers(0, len(PATTERNS), heads)
         strengths = self.rng.constant(_Stream.STRENGTH, layer).integers(8, 24, heads, dtype=np.int16, endpoint=True)
-        # 2. How many blocks each head takes.
+        # 2. Number of blocks of each head.
         forced = always_dense(self.grid)
         counts = self._counts(int(forced.sum()), forced.size)
-        # 3. Head by head, that many of its best-scored blocks.
+        # 3. The best blocks of each head.
         bits = np.empty((heads, *forced.shape), dtype=bool)
         for head in range(heads):
             scores = logistic_noise(self.rng.uniform(forced.shape, _Stream.NOISE, layer, head))
@@ -120,16 +120,16 @@ class _Layer:
         return bits
 
     def _pattern_scores(self, pattern: np.ndarray) -> np.ndarray:
-        """int16[nq, nk]: a sixteenth of the pattern's scores, to be multiplied by a head's strength in sixteenths."""
+        """int16[nq, nk]: a sixteenth of the pattern's scores; a head's strength is in sixteenths."""
         return quantize_logits(pattern * (self.style.pattern_strength / 16))
 
     def _counts(self, least: int, most: int) -> np.ndarray:
-        """int64[H]: dense blocks of each head, Beta-distributed, of exactly the mean density asked for."""
+        """int64[H]: dense blocks of each head, Beta-distributed, with exactly the style's mean density."""
         total = round(self.style.density * self.request.heads * most)
         return exact_counts(self._densities(), total, least, most)
 
     def _densities(self) -> np.ndarray:
-        """float64[H], Beta-distributed; a head's place in the distribution drifts, the distribution does not."""
+        """float64[H], Beta-distributed; a head's quantile drifts, the distribution does not."""
         concentration = self.style.head_concentration
         alpha = max(self.style.density, 1e-3) * concentration
         beta = max(1 - self.style.density, 1e-3) * concentration
@@ -161,5 +161,5 @@ class _Layer:
 
 
 def _blend(common: np.ndarray, own: np.ndarray, correlation: float) -> np.ndarray:
-    """Standard normals that share `common` so far that two of them correlate by `correlation`."""
+    """Standard normals that share as much of `common` as gives two of them this correlation."""
     return math.sqrt(correlation) * common + math.sqrt(1 - correlation) * own

@@ -287,7 +287,7 @@ def _mask_agreement(setting: Setting, block_q: int, block_k: int) -> Row:
     from spas_sage_attn.utils import get_block_map_meansim
 
     from dbsp_core.sources.base import LocalQK, MaskRequest
-    from dbsp_core.sources.predicted.sparge import SpargeSource
+    from dbsp_core.sources.sparge import SpargeSource
 
     shape = (1, setting.heads, setting.tokens, setting.width)
     q, k = (torch.randn(shape, device=setting.device, dtype=setting.dtype).cumsum(2) / 30 for _ in range(2))

@@ -26,7 +26,7 @@ from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, SequenceL
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources import DenseSource, LocalQK, LowRankSource, MaskRequest, RecordQKSource
-from dbsp_core.sources.predicted.lowrank import LowRankProjections, predicted_mass
+from dbsp_core.sources.lowrank import LowRankProjections, predicted_mass
 from dbsp_diffusers.reference import attach_single_process
 from small_model import FRAMES, HEIGHT, MEASURED_HERE, PROMPTS, WIDTH, load_pipeline
 

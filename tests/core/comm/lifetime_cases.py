@@ -18,8 +18,7 @@ from dbsp_core import (
     dual_balanced_attention,
     make_plan,
 )
-from dbsp_core.comm.gather import gather_shards
-from dbsp_core.comm.groups import report_group
+from dbsp_core.comm.groups import gather_shards, report_group
 from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy

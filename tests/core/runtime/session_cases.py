@@ -28,7 +28,7 @@ from dbsp_core.runtime.plan_reuse.async_plan_cache import PlanningThread
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest
 from dbsp_core.sources.base import BlockSizes
-from dbsp_core.sources.predicted.distributed_pooling import gather_bits
+from dbsp_core.sources.distributed_pooling import gather_bits
 from dbsp_core.utils.packages import package_versions
 from dbsp_diffusers.reference import masked_attention
 
@@ -198,7 +198,7 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
     try:
         with (
             mock.patch("dbsp_core.utils.packages.package_versions", return_value=versions),
-            mock.patch("dbsp_core.sources.predicted.sparge.gather_bits", gathered),
+            mock.patch("dbsp_core.sources.sparge.gather_bits", gathered),
         ):
             session = Session(PREDICTED | {"debug": debug}, f"U{world}R1", layers=2).inner
             layout = session.begin(given["thw"], 0, 900.0, cfg_branch=given["cfg_branch"])

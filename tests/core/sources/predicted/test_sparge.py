@@ -61,7 +61,7 @@ def test_follows_the_paper(case):
 def test_chosen_in_parts_they_are_the_same(case, at_once, monkeypatch):
     """Some heads at a time, and some rows of a head."""
     whole = alone(case)
-    monkeypatch.setattr("dbsp_core.sources.predicted.parts.pairs_at_once", lambda on_gpu: at_once)
+    monkeypatch.setattr("dbsp_core.sources.sparge.pairs_at_once", lambda on_gpu: at_once)
     assert torch.equal(alone(case).bits, whole.bits)
 
 

@@ -1,6 +1,6 @@
-"""Pooled queries and keys from all ranks' tokens, each head's on one rank, before any query or key itself travels.
+"""Pools the queries and keys of all ranks, each head on one rank, before any query or key travels.
 
-A block that is complete on one rank is sent as its mean and similarity; of one that straddles ranks each sends sums.
+A block that is complete on one rank is sent as its mean and similarity; if it straddles ranks, each sends its sums.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ __all__ = ["assigned_heads", "exchange_heads", "gather_bits", "pool_own_heads", 
 
 
 def assigned_heads(rank: int, heads: int, ranks: int) -> np.ndarray:
-    """The heads whose masks `rank` predicts: even runs. int64"""
+    """The heads whose masks `rank` predicts, int64: even runs."""
     return np.flatnonzero(contiguous_heads(heads, ranks) == rank)
 
 
 def pool_own_heads(tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
-    """q and k of the heads whose masks this rank predicts, pooled over all ranks. Collective.
+    """Pools the q and k of the heads whose masks this rank predicts over all ranks. Collective.
 
-    returns: float32[Hs, B, nq + nk, D + 1], of every query block and then of every key block its mean and similarity
+    Returns:
+        float32[Hs, B, nq + nk, D + 1], the mean and similarity of every query block and then of every key block.
     """
     group, device = tokens.group, tokens.q.device
     batch, heads, _, width = tokens.q.shape
     blocks = _ShardedBlocks.of(tokens.layout, grid)
     q, k = (blocks.places(side, group.rank, device) for side in (0, 1))
-    # 1. Each rank sums its own tokens of all heads: complete blocks become means, straddling ones stay integer sums.
+    # 1. Each rank sums its tokens of all heads. Complete blocks become means, straddling ones remain integer sums.
     sums = [sum_tokens(t, *side.blocks) for t, side in zip((tokens.q, tokens.k), (q, k), strict=True)]
     means = [pool_rows(one[:, :, : len(side.lengths)], side.lengths) for one, side in zip(sums, (q, k), strict=True)]
     shared = [one[:, :, len(side.lengths) :] for one, side in zip(sums, (q, k), strict=True)]
@@ -48,7 +49,7 @@ def pool_own_heads(tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
     shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
     complete = exchange_heads(torch.cat(means, dim=2), shares, [len(own) for own in blocks.complete], group)
     straddling = exchange_heads(torch.cat(shared, dim=2), shares, [len(own) for own in blocks.straddling], group)
-    # 3. There means take their blocks' places, and sums of straddling blocks are added up and become means.
+    # 3. That rank puts means in their blocks' places, and adds up the sums of straddling blocks to means.
     copies, lengths = shares[group.rank] * batch, blocks.lengths
     order, into, split, of_split = blocks.arrivals(copies, device)
     if len(complete):
@@ -63,10 +64,9 @@ def pool_own_heads(tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
 
 
 def gather_bits(mine: torch.Tensor, heads: int, batch: int, columns: int, group: SequenceGroup) -> torch.Tensor:
-    """Every rank's heads' bits. Collective.
+    """Gathers the bits of all heads, bool[B · heads, nq, columns]. Collective.
 
-    mine:    uint8[Hs · B, nq, ceil(columns / 8)], of `assigned_heads(rank)`, from `pack_bits`
-    returns: bool[B · heads, nq, columns]
+    `mine` is uint8[Hs · B, nq, ceil(columns / 8)] from `pack_bits`, the bits of `assigned_heads(rank)`.
     """
     # 1. Ranks send equally many heads, the last ones of some being padding.
     most = -(-heads // group.size) * batch
@@ -74,13 +74,13 @@ def gather_bits(mine: torch.Tensor, heads: int, batch: int, columns: int, group:
     if padded is not mine:
         padded[: len(mine)] = mine
     everyone = group.all_gather_along(padded)
-    # 2. Heads take their places, the padding is dropped, and bits are unpacked.
+    # 2. Heads take their places without padding, and bits are unpacked.
     return unpack_bits(everyone.index_select(0, _gathered_heads(heads, batch, group.size, mine.device)), columns)
 
 
 @functools.lru_cache(maxsize=8)
 def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) -> torch.Tensor:
-    """int64[B · heads]: where each sample's heads are among what all ranks gathered."""
+    """int64[B · heads]: places of each sample's heads in what all ranks gathered."""
     most = -(-heads // ranks)
     places = np.concatenate(
         [rank * most + np.arange(len(assigned_heads(rank, heads, ranks))) for rank in range(ranks)]
@@ -89,7 +89,7 @@ def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) ->
 
 
 def traffic(layout: SequenceLayout, grid: BlockGrid, heads: int, width: int, batch: int = 1) -> int:
-    """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and the other heads' bits."""
+    """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and bits of other heads."""
     most, others = -(-heads // layout.world), layout.world - 1
     blocks = _ShardedBlocks.of(layout, grid)
     complete = sum(map(len, blocks.complete)) * 4 * (width + 1)
@@ -99,7 +99,7 @@ def traffic(layout: SequenceLayout, grid: BlockGrid, heads: int, width: int, bat
 
 
 class _OwnBlocks(NamedTuple):
-    """A rank's blocks of q or of k. blocks: for `sum_tokens`;  lengths: int64, tokens of each complete one"""
+    """A rank's blocks of q or of k: the arguments of `sum_tokens`, and int64 tokens of each complete block."""
 
     blocks: tuple[torch.Tensor, torch.Tensor, BlockRuns]
     lengths: torch.Tensor
@@ -107,11 +107,14 @@ class _OwnBlocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _ShardedBlocks:
-    """How the blocks of queries, and after them those of keys, are distributed over the ranks.
+    """The distribution of blocks over the ranks; blocks of queries are followed by those of keys.
 
-    token_permutation: int64[tokens], the tokens in the order of the blocks
-    complete:   by rank, int64, the blocks that it has all tokens of
-    straddling: by rank, int64, the blocks that it has some tokens of
+    Attributes:
+        layout: The distribution of tokens.
+        axes: Queries and keys.
+        token_permutation: int64[tokens], the tokens in the order of the blocks.
+        complete: By rank, int64, the blocks of which it has all tokens.
+        straddling: By rank, int64, the blocks of which it has some tokens.
     """
 
     layout: SequenceLayout
@@ -140,7 +143,7 @@ class _ShardedBlocks:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
     def places(self, side: int, rank: int, device: torch.device) -> _OwnBlocks:
-        """The rank's blocks, complete ones first. side: 0 for q, 1 for k"""
+        """A rank's blocks of q (side 0) or k (side 1), complete ones first."""
         axis, offset = self.axes[side], side * len(self.axes[0])
         mine = np.flatnonzero(self.layout.rank[self.token_permutation] == rank)
         whole, parts = (kind[rank] - offset for kind in (self.complete, self.straddling))
@@ -157,10 +160,11 @@ class _ShardedBlocks:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
     def arrivals(self, copies: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """What becomes of the rows that arrive: rank after rank, `copies` heads and samples, a rank's blocks.
+        """Places of received rows, which are ordered by source rank, head and sample (`copies`), and block.
 
-        returns: int64[copies · blocks], the complete row of every block; int64[straddling rows], into which of the
-                 `copies` · straddling blocks each is added up; int64, the blocks that straddle, and their lengths
+        Returns:
+            int64[copies · blocks], the row of every complete block; int64[straddling rows], the one of
+            `copies` · straddling blocks to which each row is added; int64, the straddling blocks, and their lengths.
         """
         split = np.unique(np.concatenate(self.straddling))
         order = np.zeros((copies, len(self.lengths)), dtype=np.int64)
@@ -179,8 +183,14 @@ def exchange_heads(
 ) -> torch.Tensor:
     """Sends each rank the rows of its heads. Collective, unless no rank has any.
 
-    rows:    [H, B, this rank's blocks, W];  shares: heads by rank;  blocks: of each rank
-    returns: [n, W], by source rank [Hs, B, that rank's blocks]
+    Args:
+        rows: [H, B, this rank's blocks, W].
+        shares: Number of heads by rank.
+        blocks: Number of blocks by rank.
+        group: The ranks.
+
+    Returns:
+        [n, W], by source rank [Hs, B, that rank's blocks].
     """
     _, batch, own, width = rows.shape
     if not any(blocks):

@@ -1,4 +1,4 @@
-"""Masks from a low-rank form of queries and keys, fitted for each layer and head (DSV)."""
+"""Masks predicted from low-rank projections of queries and keys, fitted for each layer and head (DSV)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import re
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -21,9 +21,8 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.predicted.distributed_pooling import assigned_heads, exchange_heads, gather_bits
-from dbsp_core.sources.predicted.parts import select_in_parts
-from dbsp_core.sources.predicted.sparge import SpargeThresholds, always_dense
+from dbsp_core.sources.distributed_pooling import assigned_heads, exchange_heads, gather_bits
+from dbsp_core.sources.sparge import SpargeThresholds, always_dense, select_in_parts
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_kernels.packing.h2d import to_device
@@ -38,9 +37,12 @@ FIT = "fit one with: dbsp masks fit RECORDING -o FILE.safetensors"
 
 @dataclass(frozen=True, eq=False)
 class LowRankProjections:
-    """What was fitted: q·k is near (q·query)·(k·key). By layer, float32[H, D, rank] each.
+    """Fitted projections: q·k is near (q·query)·(k·key).
 
-    layers: of the model, or None where the recording did not know
+    Attributes:
+        query: float32[H, D, rank] by layer.
+        key: Likewise.
+        layers: Number of the model's layers, or None if the recording did not know it.
     """
 
     query: Mapping[int, torch.Tensor]
@@ -49,7 +51,7 @@ class LowRankProjections:
 
     @classmethod
     def load(cls, path: str) -> LowRankProjections:
-        """Raises UserError, naming the file and the fix, for one that is not what `dbsp masks fit` writes."""
+        """Reads a file from `dbsp masks fit`. Raises UserError for anything else, naming the file and the fix."""
         if not Path(path).is_file():
             raise UserError(f"fitted file {path} does not exist; {FIT}")
         sides: dict[str, dict[int, torch.Tensor]] = {"query": {}, "key": {}}
@@ -74,12 +76,12 @@ class LowRankProjections:
 
     @property
     def width(self) -> int:
-        """D"""
+        """Head size D."""
         return next(iter(self.query.values())).shape[1]
 
     @property
     def fingerprint(self) -> int:
-        """Equal for projections that are."""
+        """A number below 2^63 that is equal for equal projections."""
         numbers = [
             (layer, self.query[layer].numpy().tobytes(), self.key[layer].numpy().tobytes()) for layer in self.query
         ]
@@ -88,17 +90,18 @@ class LowRankProjections:
 
 @dataclass(frozen=True)
 class LowRankSource(BlockSizes):
-    """DSV's predictor: scores of queries and keys projected to a few dimensions, which were fitted beforehand.
+    """DSV's predictor: scores of queries and keys that are projected to a few dimensions.
 
-    path:      a file from `dbsp masks fit`
-    cdf, topk: as for `SpargeThresholds`, of each row's predicted attention; one of them is needed
-    queries:   "mean": of each query block its mean query alone is scored (DSV's proxy query); "all": every query
-    dense_text, attention_sink, token_order: as for `SpargeSource`
+    Each rank projects its own tokens, the projections travel to the rank that predicts their head, and the bits are
+    gathered. They do not depend on ranks and layout. (Tan et al., DSV: Exploiting Dynamic Sparsity to Accelerate
+    Large-Scale Video DiT Training, 2025. DSV trains the projections together with the model and chooses single keys;
+    here they are fitted in closed form, and blocks are chosen.)
 
-    Every rank projects its own tokens, the projections travel to the rank that predicts their head, and the bits are
-    gathered. What is computed of a head depends on its tokens alone, in one order: as a single process would have it.
-    Tan et al., DSV: Exploiting Dynamic Sparsity to Accelerate Large-Scale Video DiT Training, 2025, which trains the
-    projections beside the model and chooses single keys; here they are fitted in closed form and blocks are chosen.
+    Attributes:
+        path: A file from `dbsp masks fit`.
+        cdf: See `SpargeThresholds`, as for topk, one of which is needed.
+        queries: "mean": only the mean query of each query block is scored (DSV's proxy query); "all": every query.
+        attention_sink: See `SpargeSource`, as for dense_text and token_order.
     """
 
     path: str = ""
@@ -122,7 +125,7 @@ class LowRankSource(BlockSizes):
             if not self.path:
                 raise UserError(f"mask source 'lowrank' needs the path of a fitted file; {FIT}")
             if not (dist.is_available() and dist.is_initialized()):
-                self._fitted  # noqa: B018  refused at once; where ranks have joined, by `grid`, on all together
+                self._fitted  # noqa: B018  refused now; several ranks refuse it together in `grid`
 
     @cached_property
     def _fitted(self) -> LowRankProjections:
@@ -130,7 +133,7 @@ class LowRankSource(BlockSizes):
 
     @cached_property
     def _agreed(self) -> weakref.WeakSet[dist.ProcessGroup]:
-        """Groups whose ranks are known to have read the same."""
+        """Groups whose ranks have compared their files."""
         return weakref.WeakSet()
 
     @property
@@ -147,18 +150,17 @@ class LowRankSource(BlockSizes):
                 f"fitted file {self.path} is for {fitted.layers or 'unknown'} layers of {fitted.heads} heads, the "
                 f"model has {request.layers} of {request.heads}; {FIT}, from a recording of this model"
             )
-        sizes = request.tokens, request.text_tokens, self.block_q, self.block_k
-        return BlockGrid(*sizes, request.thw, (self.token_order,))
+        return replace(super().grid(request), orders=(self.token_order,))
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
-        """Collective."""
+        """Predicts the mask. Collective."""
         grid, device = self.grid(request), tokens.q.device
         self._require_fit(request.layer, tokens)
         query, key = (side[request.layer].to(device) for side in (self._fitted.query, self._fitted.key))
         # 1. Each rank projects its own tokens; the projections travel to the rank that predicts their head.
         projected = torch.cat([_project(tokens.q, query), _project(tokens.k, key)], dim=-1)
         heads = _gather_own_heads(projected, tokens, grid)
-        # 2. There each head's predicted attention is summed by blocks, and the blocks of most are chosen.
+        # 2. That rank sums each head's predicted attention by blocks, and chooses the largest.
         width = query.shape[-1]
         own = heads.flatten(0, 1)
 
@@ -175,7 +177,7 @@ class LowRankSource(BlockSizes):
         return BlockMask(gather_bits(mine, request.heads, heads.shape[1], grid.nk, tokens.group), grid)
 
     def _require_fit(self, layer: int, tokens: LocalQK) -> None:
-        """Raises UserError for a file that cannot serve; on all ranks together at a group's first call. Collective."""
+        """Raises UserError for a file of another model; on all ranks together at a group's first call. Collective."""
         fitted, width = self._fitted, tokens.q.shape[-1]
 
         def check() -> LowRankProjections:
@@ -195,15 +197,15 @@ class LowRankSource(BlockSizes):
 
 
 def _project(tokens: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
-    """float32[B, H, n, rank]: each token's products, added up in one fixed order. onto: float32[H, D, rank]"""
+    """float32[B, H, n, rank]: tokens projected by float32[H, D, rank], with sums in one fixed order."""
     wide = tokens.float()
     return torch.stack([halving_sum(wide * column[:, None]) for column in onto.unbind(-1)], dim=-1)
 
 
 def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
-    """All tokens of the heads that this rank predicts, in the order of the grid. Collective.
+    """Gathers all tokens of the heads that this rank predicts, in the order of the grid. Collective.
 
-    projected: [B, H, n_local, W];  returns: [Hs, B, tokens, W]
+    Takes [B, H, n_local, W] to [Hs, B, tokens, W].
     """
     group, (batch, heads, _, width) = tokens.group, projected.shape
     ids, places = zip(*(tokens.layout.tokens_at(rank) for rank in range(group.size)), strict=True)
@@ -224,9 +226,15 @@ def predicted_mass(
 ) -> torch.Tensor:
     """The attention that scores query·key predict, summed over each key block and averaged over each query block.
 
-    query, key: [tokens, W] of one head, in the order of the grid
-    every_query: whether each query's attention is averaged, or the attention of the block's mean query is taken
-    returns: float64[nq, nk], rows add up to 1
+    Args:
+        query: [tokens, W] of one head, in the order of the grid.
+        key: Likewise.
+        grid: The blocks.
+        scale: Factor of the scores.
+        every_query: Whether to average every query's attention, rather than take that of the block's mean query.
+
+    Returns:
+        float64[nq, nk], with rows that add up to 1.
     """
     (q_place, q_real), (k_place, k_real) = (_padded(grid, side, query.device) for side in (0, 1))
     rows = query.double()[q_place] * q_real[..., None]  # [nq, Bq, W]
@@ -252,9 +260,9 @@ def predicted_mass(
 
 @functools.lru_cache(maxsize=8)
 def _padded(grid: BlockGrid, side: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64[blocks, block], places of each block's tokens, and bool, which are real: others repeat the last one.
+    """Places of the tokens of query blocks (side 0) or key blocks (side 1), int64[blocks, block].
 
-    side: 0 for query blocks, 1 for key blocks
+    Short blocks repeat their last token; the second result, bool[blocks, block], is False there.
     """
     axis = (grid.q_axis, grid.k_axis)[side]
     within = np.arange(axis.block)

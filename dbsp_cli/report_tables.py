@@ -1,33 +1,17 @@
-"""Reports and comparisons as tables: titles, columns and rows, for the terminal and for pages."""
+"""Reports and comparisons of runs as tables, for the terminal and for pages."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from dbsp_core.reports.compare import Comparison
+from dbsp_cli.comparison import Comparison
+from dbsp_cli.output import TextTable
+from dbsp_core.reports.html import render_page
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.reports.summary import LayerSummary, headline, in_seconds, layer_summaries
 from dbsp_core.utils.byte_sizes import in_bytes
 
-__all__ = ["TextTable", "comparison_tables", "run_tables"]
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A table of words; none of them is markup.
-
-    title, caption: lines above and below
-    columns: their names;  left: of those that hold words, not numbers
-    spare: of those to leave out, the first one first, where there is no room
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    caption: str = ""
-    left: Collection[str] = ()
-    spare: Sequence[str] = ()
+__all__ = ["comparison_page", "comparison_tables", "run_tables"]
 
 
 def run_tables(report: RunReport) -> list[TextTable]:
@@ -65,6 +49,11 @@ def comparison_tables(names: tuple[str, str], comparison: Comparison) -> list[Te
         TextTable("whole runs", ["number", *pair, "B over A"], numbers, left=("number",)),
         TextTable("by layer, A → B", of_layers, layers, spare=("density", "plans")),
     ]
+
+
+def comparison_page(names: tuple[str, str], tables: Sequence[TextTable]) -> str:
+    """HTML of a comparison."""
+    return render_page("comparison.html", names=names, tables=tables)
 
 
 def _pairs(a: LayerSummary | None, b: LayerSummary | None) -> list[str]:

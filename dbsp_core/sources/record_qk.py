@@ -1,4 +1,4 @@
-"""Recording what low-rank projections are fitted to: second moments of queries and keys, under dense attention."""
+"""Records second moments of queries and keys under dense attention, to which low-rank projections are fitted."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["Moments", "RecordQKSource", "second_moments"]
 
 
 class Moments:
-    """Sums over the tokens of all calls on one rank; written whenever a pass begins again, and when the process ends.
+    """Second moments by layer and side, float32[H, D, D], Σ x xᵀ over the tokens of all calls on one rank.
 
-    By layer and side, float32[H, D, D], Σ x xᵀ; divided by the number of tokens where it is written.
+    They are divided by the number of tokens and written whenever a pass begins, and when the process ends.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class Moments:
         atexit.register(self.write)
 
     def add(self, request: MaskRequest, tokens: LocalQK) -> None:
-        """This rank's tokens of one attention."""
+        """Adds this rank's tokens of one attention."""
         if request.layer <= self._last:
             self.write()
         self._last, self._rank = request.layer, tokens.group.rank
@@ -48,7 +48,7 @@ class Moments:
             self._tokens[name] = self._tokens.get(name, 0) + tensor.shape[0] * len(places)
 
     def write(self) -> None:
-        """One file of this rank, whole or not at all."""
+        """Writes this rank's file, whole or not at all."""
         if self._sums:
             tensors = {name: (total / self._tokens[name]).cpu() for name, total in self._sums.items()}
             counts = {f"tokens of {name}": str(count) for name, count in self._tokens.items()}
@@ -57,17 +57,14 @@ class Moments:
 
 
 def second_moments(tokens: torch.Tensor) -> torch.Tensor:
-    """float32[H, D, D], Σ over samples and tokens of x xᵀ. tokens: [B, H, n, D]"""
+    """float32[H, D, D], Σ x xᵀ over samples and tokens of [B, H, n, D]."""
     wide = tokens.detach().float()
     return torch.einsum("bhnd,bhne->hde", wide, wide)
 
 
 @dataclass(frozen=True)
 class RecordQKSource(BlockSizes):
-    """Dense masks, under which the second moments of each layer's queries and keys are written, for `dbsp masks fit`.
-
-    path: folder to write to, one file a rank
-    """
+    """Dense masks; writes each layer's second moments of queries and keys to folder `path` for `dbsp masks fit`."""
 
     path: str = ""
 

@@ -1,1 +1,0 @@
-"""Masks predicted from queries and keys, by all ranks together."""

@@ -1,0 +1,174 @@
+"""Masks predicted from each attention's own queries and keys, before they travel (SpargeAttn)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.token_order import CANONICAL, require_order
+from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
+from dbsp_core.sources.distributed_pooling import gather_bits, pool_own_heads
+from dbsp_core.utils.errors import SettingError, blame_setting, require_value
+from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.prediction.block_selection import pairs_at_once, pooled_scores, select_blocks
+
+__all__ = ["SpargeSource", "SpargeThresholds", "always_dense", "select_in_parts"]
+
+
+@dataclass(frozen=True)
+class SpargeThresholds:
+    """Limits by which each row's blocks are chosen, largest pooled attention probability first.
+
+    Attributes:
+        cdf: Largest cumulative probability of the chosen blocks, of which there is at least one. Either this or topk.
+        topk: Share of the row's blocks, rounded down, but at least one.
+        similarity: Rows and columns of blocks whose tokens have a mean cosine of at most this are dense, as a mean
+            does not represent them.
+
+    Raises:
+        SettingError: For both or neither of cdf and topk, or values out of range.
+    """
+
+    cdf: float | None = None
+    topk: float | None = None
+    similarity: float = 0.3
+
+    def __post_init__(self) -> None:
+        if (self.cdf is None) == (self.topk is None):
+            message = "mask source 'sparge' needs either cdf or topk, and not both; cdf: 0.92 is what xDiT uses"
+            raise SettingError(message, ("cdf",))
+        for name, value in (("cdf", self.cdf), ("topk", self.topk)):
+            require_value(self, name, value is None or 0 < value <= 1, "must be above 0 and at most 1")
+        is_cosine = -1 <= self.similarity <= 1
+        require_value(self, "similarity", is_cosine, "is a cosine: it must lie between -1 and 1")
+
+    def limits(self, blocks: int) -> tuple[float | None, int]:
+        """The arguments of `select_blocks`: largest cumulative probability, if any, and most blocks of a row."""
+        if self.topk is not None:
+            return None, max(1, math.floor(self.topk * blocks + 1e-9))
+        return (None if self.cdf == 1 else self.cdf), blocks
+
+
+LARGEST_BLOCK = 1 << 16
+USUAL_CDF = 0.92
+"""xDiT's value."""
+
+
+@dataclass(frozen=True)
+class SpargeSource(BlockSizes):
+    """SpargeAttn's block predictor: pooled attention of each head tells where most of its probability will be.
+
+    Each rank pools blocks of its own tokens, each head is predicted by one rank, and the bits are gathered, so that
+    the plan is known before any q, k or v travels. The bits do not depend on ranks and layout. Every sample of a batch
+    has its own masks, as B·H heads. (Zhang et al., SpargeAttn: Accurate and Training-Free Sparse Attention
+    Accelerating Any Model Inference, 2025. Self-similarity is the mean cosine of a block's tokens, as in its code.)
+
+    Attributes:
+        cdf: See `SpargeThresholds`, as for topk and similarity; 0.92 as in xDiT if neither cdf nor topk is given.
+        attention_sink: Whether the first key block is dense in every row.
+        dense_text: Whether rows and columns of text are dense.
+        token_order: The token order that is cut into blocks; see `dbsp_core.masks.token_order`.
+    """
+
+    cdf: float | None = None
+    topk: float | None = None
+    similarity: float = 0.3
+    attention_sink: bool = False
+    dense_text: bool = True
+    token_order: str = CANONICAL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        with blame_setting("token_order"):
+            require_order(self.token_order)
+        if self.cdf is None and self.topk is None:
+            object.__setattr__(self, "cdf", USUAL_CDF)
+        self.thresholds  # noqa: B018  raises for values out of range
+        for name in ("block_q", "block_k"):
+            if getattr(self, name) > LARGEST_BLOCK:
+                message = f"mask source 'sparge' takes blocks of at most {LARGEST_BLOCK} tokens; 64 is usual"
+                raise SettingError(message, (name,))
+
+    @property
+    def thresholds(self) -> SpargeThresholds:
+        return SpargeThresholds(self.cdf, self.topk, self.similarity)
+
+    @property
+    def changes(self) -> Changes:
+        return "per_call"
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        return replace(super().grid(request), orders=(self.token_order,))
+
+    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+        """Predicts the mask. Collective."""
+        grid, how = self.grid(request), self.thresholds
+        rows = pool_own_heads(tokens, grid)
+        samples, rows = rows.shape[1], rows.flatten(0, 1)
+
+        def scores(first: int, last: int) -> torch.Tensor:
+            """float64 scores by operations on single heads: the other heads of a rank cannot change a bit."""
+            return pooled_scores(rows[first:last], grid.nq, tokens.scale, how.similarity)
+
+        def chance(scores: torch.Tensor) -> torch.Tensor:
+            """Probabilities; NaN in rows whose key blocks are all dissimilar and therefore dense."""
+            return torch.softmax(scores, dim=-1)
+
+        dense = (rows[..., -1] <= how.similarity) | always_dense(
+            grid, self.dense_text, self.attention_sink, rows.device
+        )
+        mine = select_in_parts(scores, chance, dense, grid.nq, how.limits(grid.nk))
+        return BlockMask(gather_bits(mine, request.heads, samples, grid.nk, tokens.group), grid)
+
+
+@functools.lru_cache(maxsize=8)
+def always_dense(grid: BlockGrid, text: bool, attention_sink: bool, device: torch.device) -> torch.Tensor:
+    """bool[nq + nk]: query blocks, then key blocks, that are dense for any tokens: text, and the first key block."""
+    q, k = ((axis.starts < grid.text_tokens) & text for axis in (grid.q_axis, grid.k_axis))
+    k[0] |= attention_sink
+    return to_device(np.concatenate([q, k]), device)
+
+
+def select_in_parts(
+    scores_of: Callable[[int, int], torch.Tensor],
+    chance_of: Callable[[torch.Tensor], torch.Tensor],
+    dense: torch.Tensor,
+    nq: int,
+    limits: tuple[float | None, int],
+) -> torch.Tensor:
+    """`select_blocks` for all heads, part by part, so that memory does not grow with the square of the tokens.
+
+    Args:
+        scores_of: Maps (first, last) to the scores of these heads, float64[heads, nq, nk].
+        chance_of: Turns rows of scores into probabilities, each row by itself, so that parts cannot change a bit.
+        dense: As for `select_blocks`, and so limits.
+        nq: Number of query blocks.
+        limits: See dense.
+    """
+    heads, nk = len(dense), dense.shape[1] - nq
+    at_once = pairs_at_once(dense.is_cuda)
+    together = max(1, at_once // (nq * nk))
+    rows = nq if nq * nk <= at_once else max(1, at_once // nk)
+    found = []
+    for first in range(0, max(1, heads), together):
+        scores, own = scores_of(first, first + together), dense[first : first + together]
+        by_rows = [
+            select_blocks(chance_of(some), _of_rows(own, nq, row, some.shape[1]), *limits)
+            for row, some in zip(range(0, nq, rows), scores.split(rows, dim=1), strict=True)
+        ]
+        found.append(by_rows[0] if len(by_rows) == 1 else torch.cat(by_rows, dim=1))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _of_rows(dense: torch.Tensor, nq: int, first: int, count: int) -> torch.Tensor:
+    """bool[heads, count + nk]: `dense` for some rows and all columns."""
+    if count == nq:
+        return dense
+    return torch.cat([dense[:, first : first + count], dense[:, nq:]], dim=1)
