@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from repository import ROOT
+from tests.support.repository import ROOT, child_environment
 
 PACKAGES = {
     "dbsp_start": set(),
@@ -210,7 +209,7 @@ def test_a_circle_would_be_found(tmp_path):
 def python(code: str) -> subprocess.CompletedProcess:
     """Runs code where everything optional is missing."""
     blocked = f"import sys\nfor name in {sorted(OPTIONAL)}: sys.modules[name] = None\n"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment = child_environment()
     return subprocess.run(
         [sys.executable, "-c", blocked + code], env=environment, capture_output=True, text=True, timeout=120
     )

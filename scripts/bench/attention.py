@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from comparison import Comparison, compare, replay
 from dbsp_cli.calibrate.cases import Case
 from dbsp_core.cost.hardware import device_class, load_hardware
+from scripts.bench.comparison import Comparison, compare, replay
 
 CASES = (
     ("Ulysses", Case(12, 4096, 64, 0.3, seed=1, slope=0.6)),

@@ -30,7 +30,7 @@ from dbsp_core import SequenceLayout, Strategy, make_plan
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_xdit.patches import install
-from peak_memory import Alive, peak_of_attention
+from scripts.bench.peak_memory import Alive, peak_of_attention
 
 PRESET, VIDEO, HEAD_DIM, DTYPE = "wan2.1-t2v-14b", (21, 30, 32), 128, torch.bfloat16
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -27,10 +25,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
-
-from fig11 import PRESET, masks_by_step
+from scripts.reproduce.fig11 import PRESET, masks_by_step
 
 LABEL = "measured on synthetic masks, drift fitted to the paper's one point"
 

@@ -11,12 +11,12 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 from dbsp_core import Plan, Strategy, make_plan
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources.synthetic.presets import PRESETS
+from scripts.reproduce.common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 
 
 @dataclass(frozen=True)

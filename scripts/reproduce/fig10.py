@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import publish
 from dbsp_cli.simulate import LayerTime, RunConfig, summarize
 from dbsp_core.config.models import MODEL_SPECS
-from modelled import MODELLED, PAPER_DYNAMIC, machine, model_masks, modelled_arguments, strategies, times_of
+from scripts.reproduce.common import publish
+from scripts.reproduce.modelled import (
+    MODELLED,
+    PAPER_DYNAMIC,
+    machine,
+    model_masks,
+    modelled_arguments,
+    strategies,
+    times_of,
+)
 
 MODELS = ("wan2.1-t2v-14b", "cogvideox1.5-5b")
 DENSITIES = (0.05, 0.2, 0.414, 0.683)

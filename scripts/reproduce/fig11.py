@@ -16,13 +16,13 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import FIG_11, MEASURED, arguments, layer_count, preset_source, publish
 from dbsp_core import BlockMask, make_plan
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.presets import PRESETS
+from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_source, publish
 
 PRESET = "wan2.1-t2v-14b-sparge"
 STRATEGY = "U8R1"

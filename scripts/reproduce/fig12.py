@@ -13,9 +13,9 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import MEASURED, arguments, masks, publish
 from dbsp_core import Plan, make_plan
 from dbsp_core.sources.synthetic.presets import PRESETS
+from scripts.reproduce.common import MEASURED, arguments, masks, publish
 
 STRATEGIES = ("U1R8", "U2R4", "U4R2")
 REWARDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import publish
 from dbsp_cli.simulate import RunConfig
 from dbsp_core import Strategy
 from dbsp_core.config.models import MODEL_SPECS
-from modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arguments, video
+from scripts.reproduce.common import publish
+from scripts.reproduce.modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arguments, video
 
 MODEL = "wan2.1-t2v-14b"
 LINES = {"Ulysses": (True, "contiguous"), "Ring": (False, "contiguous"), "db-SP, Ulysses": (True, "dbsp")}

@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import publish
 from dbsp_cli.simulate import RunConfig
-from modelled import (
+from scripts.reproduce.common import publish
+from scripts.reproduce.modelled import (
     MODELLED,
     PAPER_ATTENTION,
     PAPER_END_TO_END,

@@ -13,11 +13,11 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import publish
 from dbsp_cli.simulate import RunConfig
 from dbsp_core import Strategy
 from dbsp_core.config.models import MODEL_SPECS
-from modelled import MODELLED, machine, model_masks, modelled_arguments, video
+from scripts.reproduce.common import publish
+from scripts.reproduce.modelled import MODELLED, machine, model_masks, modelled_arguments, video
 
 MODEL = "wan2.1-t2v-14b"
 LEVELS = {

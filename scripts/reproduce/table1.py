@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import MEASURED, TABLE_1, PaperRow, arguments, contiguous_rho, mean_and_error, publish
+from scripts.reproduce.common import MEASURED, TABLE_1, PaperRow, arguments, contiguous_rho, mean_and_error, publish
 
 
 @dataclass(frozen=True)

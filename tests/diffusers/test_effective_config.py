@@ -21,10 +21,10 @@ from dbsp_core.config.of_model import DEFAULT_ORIGIN
 from dbsp_diffusers.effective_config import resolve_config
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_xdit.flags import config_from, parse_known
-from effective_config_cases import attach_to_another_model, settings_by_rank
-from repository import ROOT
-from transformers_for_tests import make_transformer
-from workers import WorkerError
+from tests.diffusers.effective_config_cases import attach_to_another_model, settings_by_rank
+from tests.support.models.transformers_for_tests import make_transformer
+from tests.support.repository import ROOT
+from tests.support.workers import WorkerError
 
 ALONE = SequenceGroup(0, 1)
 

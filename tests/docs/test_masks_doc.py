@@ -11,7 +11,7 @@ import yaml
 from dbsp_core import SequenceLayout, Strategy, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import SOURCES, MaskRequest, WindowSource
-from repository import ROOT
+from tests.support.repository import ROOT
 
 REPOSITORY = ROOT
 TEXT = (REPOSITORY / "docs" / "masks.md").read_text()

@@ -12,7 +12,7 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config.models import MODEL_SPECS
 from dbsp_xdit.flags import _SWITCHES, add_flags
 from dbsp_xdit.models import find_model, preflight
-from repository import ROOT
+from tests.support.repository import ROOT
 
 REPOSITORY = ROOT
 PAGE = (REPOSITORY / "docs" / "xdit.md").read_text()

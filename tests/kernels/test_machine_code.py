@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+
+from tests.support.repository import child_environment
 
 pytest.importorskip("triton")
 FIELDS = {
@@ -18,9 +19,7 @@ FIELDS = {
 
 
 def without_interpreter() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)
-    }
+    return {name: value for name, value in child_environment().items() if name != "TRITON_INTERPRET"}
 
 
 def variants(*options: str, status: int = 0, **environment: str) -> list[dict]:
@@ -108,7 +107,7 @@ def test_any_of_the_warnings_of_serialised_products_counts():
 
 CARRIED = """
 import json, pathlib, sys
-from changes import without
+from tests.kernels.changes import without
 from dbsp_kernels.machine_code import variants
 
 variants.forward_kernel = without("index carried from step to step", pathlib.Path(sys.argv[1])).forward_kernel

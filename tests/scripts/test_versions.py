@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from environments import claimed_requirements
-from looking_up import PrivateName, belongs, complaint
-from private_names import PRIVATE_NAMES
-from repository import ROOT, python_path
-from rows import Row, summed_up, write
+from scripts.checks.versions.environments import claimed_requirements
+from scripts.checks.versions.looking_up import PrivateName, belongs, complaint
+from scripts.checks.versions.private_names import PRIVATE_NAMES
+from scripts.checks.versions.rows import Row, summed_up, write
+from tests.support.repository import ROOT, run_module
 
 
 def test_what_is_installed_has_every_private_name():
     """When this fails, a host has changed: look at the modules of ours that it names in private_names.py."""
-    folder = ROOT / "scripts" / "checks" / "versions"
-    environment = {"PYTHONPATH": python_path(ROOT, ROOT / "kernels", folder)}
-    command = [sys.executable, folder / "probe.py", "--names"]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    done = run_module("scripts.checks.versions.probe", "--names")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])["names"]
     assert {package: one["complaints"] for package, one in found.items()} == {package: [] for package in PRIVATE_NAMES}

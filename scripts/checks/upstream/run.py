@@ -19,9 +19,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from counting import COUNTED, attentions_counted
-from outcomes import compare_outputs, outcomes_of
-from suites import SUITES, Suite, sources_of
+from scripts.checks.upstream.counting import COUNTED, attentions_counted
+from scripts.checks.upstream.outcomes import compare_outputs, outcomes_of
+from scripts.checks.upstream.suites import SUITES, Suite, sources_of
 
 ROOT = Path(__file__).resolve().parents[3]
 BOUND, BOUND_HALF = 1e-5, 2e-2
@@ -37,7 +37,7 @@ PYTEST = [
     "-p",
     "no:cacheprovider",
     "-p",
-    "suite_plugin",
+    "scripts.checks.upstream.suite_plugin",
     "--tb=short",
 ]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -128,9 +128,8 @@ def _counted(reasons: Iterable[str]) -> str:
 def _run(suite: Suite, folder: Path, work: Path, mode: str, minutes: float) -> dict[str, tuple[str, str]]:
     """By test: "passed", "skipped" or "failed", and why."""
     report = (work / f"{suite.name}.{mode}.xml").resolve()
-    here = Path(__file__).parent
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", here))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))),
         "DBSP_UPSTREAM": mode,
         "DBSP_UPSTREAM_SUITE": suite.package,
         "DBSP_UPSTREAM_OUTPUTS": str(report.with_suffix(".pt")),

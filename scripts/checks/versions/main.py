@@ -14,8 +14,8 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
-from environments import REPO, claimed_requirements, layered, offered, python_version, whole
-from rows import Row, summed_up, write
+from scripts.checks.versions.environments import REPO, claimed_requirements, layered, offered, python_version, whole
+from scripts.checks.versions.rows import Row, summed_up, write
 
 PACKAGES = (
     *("torch", "diffusers", "xfuser", "para-attn", "cache-dit", "transformers", "accelerate", "numpy", "safetensors"),

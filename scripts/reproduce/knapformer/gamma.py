@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from shared import knapformer_arguments
 
-from common import publish
 from dbsp_core.cost.hardware import SHIPPED, load_hardware
 from dbsp_core.cost.sequences import FLUX, gamma_of
+from scripts.reproduce.common import publish
+from scripts.reproduce.knapformer.shared import knapformer_arguments
 
 WIDTH, HEAD_DIM = 512, 64
 

@@ -11,10 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from shared import ASSUMPTIONS, STREAMS, drawn, knapformer_arguments, loads, pair_cost, share_out
 
-from common import publish
 from dbsp_core.planning.sequences.streams import parse_streams
+from scripts.reproduce.common import publish
+from scripts.reproduce.knapformer.shared import (
+    ASSUMPTIONS,
+    STREAMS,
+    drawn,
+    knapformer_arguments,
+    loads,
+    pair_cost,
+    share_out,
+)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common import arguments, layer_count, masks
 from dbsp_cli.simulate import LayerTime, RunConfig, SimulationResult, simulate_layer, summarize
 from dbsp_core import BlockMask, Strategy
 from dbsp_core.config.models import MODEL_SPECS, ModelSpec
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import Topology
+from scripts.reproduce.common import arguments, layer_count, masks
 
 MODELLED = "modelled, synthetic masks"
 

@@ -8,10 +8,8 @@ DSV: training and inference on nodes of 8 H100s, and one attention's speed-up, o
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from matplotlib import pyplot
@@ -24,11 +22,8 @@ from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.training import predict_backward
 from dbsp_core.sources import MaskRequest, SyntheticSource
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from common import publish
-from modelled import MODELLED, PAPER_ATTENTION, PAPER_END_TO_END, model_masks, modelled_arguments
+from scripts.reproduce.common import publish
+from scripts.reproduce.modelled import MODELLED, PAPER_ATTENTION, PAPER_END_TO_END, model_masks, modelled_arguments
 
 HEADS, WIDTH, LAYERS, PARAMETERS = 16, 128, 32, 2.7e9
 """DSV's 2.7B model (its Table 1)."""

@@ -33,7 +33,7 @@ from dbsp_core.reports.tables import run_tables
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_diffusers.patching import in_float64
 from dbsp_diffusers.reference import attach_single_process
-from side_by_side import decode_video, save_side_by_side
+from scripts.training.trained_model.side_by_side import decode_video, save_side_by_side
 
 __all__ = ["FIXED", "PREDICTED", "Settings", "run_demo"]
 

@@ -25,15 +25,19 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_diffusers.reference import attach_single_process
-from small_model import MEASURED_HERE, PROMPTS, Video, generate, load_pipeline, psnr, ssim
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "video"))
-
-from clips import Clips, encode_clips
-from common import RESULTS, publish
-from fine_tuning import flow_loss
-from settings import SYNTHETIC, Settings
+from scripts.reproduce.common import RESULTS, publish
+from scripts.training.trained_model.small_model import (
+    MEASURED_HERE,
+    PROMPTS,
+    Video,
+    generate,
+    load_pipeline,
+    psnr,
+    ssim,
+)
+from scripts.training.video.clips import Clips, encode_clips
+from scripts.training.video.fine_tuning import flow_loss
+from scripts.training.video.settings import SYNTHETIC, Settings
 
 TRAIN = Path(__file__).resolve().parents[1] / "video" / "main.py"
 WATCHED = 12  # clips that validation sees, each at one noise level

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.distributed.device_mesh import init_device_mesh
 
-from clips import Clips, encode_clips
 from dbsp_core.utils.errors import UserError
-from fine_tuning import FineTuning
-from settings import Settings
+from scripts.training.video.clips import Clips, encode_clips
+from scripts.training.video.fine_tuning import FineTuning
+from scripts.training.video.settings import Settings
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 OTHER_SHIFT = 3.0

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from cases import Case
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.comm.all_to_all import exchange_q_separately
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.training import predict_backward, saved_bytes, sent_backward, sent_forward
 from dbsp_core.utils.errors import UserError
-from latency_cases import a_plan, machine, shape_of
-from training_cost_cases import counted_and_modelled
+from tests.core.cost.latency_cases import a_plan, machine, shape_of
+from tests.core.cost.training_cost_cases import counted_and_modelled
+from tests.support.cases import Case
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2")])

@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import torch
 
-from cases import Case, Inputs
 from dbsp_core import DualBalancedAttention, SequenceGroup, make_plan
 from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.cost.training import saved_bytes, sent_backward, sent_forward
 from dbsp_core.layout.strategy import Strategy
+from tests.support.cases import Case, Inputs
 
 Bytes = tuple[float, float]
 """Exchanged, and handed over."""

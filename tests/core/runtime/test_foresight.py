@@ -21,7 +21,7 @@ from dbsp_core.runtime.plan_reuse.forecast import (
 )
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
-from reuse_cases import mask_of
+from tests.core.runtime.reuse_cases import mask_of
 
 GRID = BlockGrid.uniform(16 * 16, 16)
 
