@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 """How often plans are made, and how even work is meanwhile, over denoising steps of drifting masks.
 
-scripts/bench/reuse.py                      Wan2.1 under SpargeAttn, drift fitted to the paper's Fig. 11
-scripts/bench/reuse.py --json > FILE        the same numbers for a program
+python -m scripts.bench.reuse                      Wan2.1 under SpargeAttn, drift fitted to the paper's Fig. 11
+python -m scripts.bench.reuse --json > FILE        the same numbers for a program
 
 Each rule is run by db-SP's own caches. "walk" and "jumps" are these masks in another order: back and forth by one step
 at random, and any of twelve steps at random, so that there is no trend to foresee. Beside the rules stand what no rule

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """§4.2: ρ_s after balancing, for every planner and strategy on 8 GPUs, on synthetic masks, beside the paper's."""
 
 from __future__ import annotations

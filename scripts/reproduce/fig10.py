@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 10: each static strategy against choosing one per attention, modelled, with balanced plans on 8 GPUs.
 
 Densities differ between layers as those of `DENSITIES`, an assumption: the paper does not print its own. "dynamic"

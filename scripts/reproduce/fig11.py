@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 11: the threshold P_s against the ρ_s in use and the plans made, over 50 denoising steps of drifting masks.
 
 Ulysses on 8 GPUs, Wan2.1 under SpargeAttn. Nothing but the heads' densities matters there, and masks meet them exactly

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 12: the reward R_b of the paper's planner against ρ_s and the bytes that all ranks move, Q, K and V counted.
 
 The paper shows the trade-off as a curve without numbers, and does not state the R_b it uses; its text has one limit.

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 3: modelled latency of a Wan2.1-14B video on 1 to 8 GPUs, contiguous Ulysses and Ring, and planner dbsp.
 
 The two scalings that the paper states (8 GPUs) are what the machine's launch_s and serial_s were fitted to.

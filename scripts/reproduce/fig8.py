@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 8: modelled end-to-end and attention time on 8 and 4 GPUs, contiguous plans against the paper's and ours."""
 
 from __future__ import annotations

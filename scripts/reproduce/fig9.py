@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 9: modelled attention speed-up against ρ_s of the contiguous plan, for Ulysses (heads) and Ring (blocks).
 
 Masks differ in how uneven heads are (Ulysses) or rows and columns (Ring); all else is the preset's. The paper shows a

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Table 1: ρ_s of contiguous Ulysses, Ring and USP before balancing, on synthetic masks, beside the paper's."""
 
 from __future__ import annotations

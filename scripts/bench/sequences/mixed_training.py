@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Images and videos trained in one step: padding, one loader a rank, KnapFormer's bags, and rows over all ranks.
 
 Real gloo ranks with the small trained model, forward and backward of the same samples each way, in turns in one run.

@@ -101,7 +101,7 @@ def in_scratch(row: Row, make: Callable[[Path], Path]) -> Row:
 
 def judged(row: Row, python: Path) -> Row:
     """With what `probe.py` finds there."""
-    command = [str(python), str(Path(__file__).with_name("probe.py"))]
+    command = [str(python), "-m", "scripts.checks.versions.probe"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=_variables())
     except subprocess.TimeoutExpired:
@@ -113,10 +113,7 @@ def judged(row: Row, python: Path) -> Row:
 
 
 def _variables() -> dict[str, str]:
-    helpers = sorted(
-        {str(path.parent) for path in (REPO / "tests").rglob("*.py") if not path.name.startswith("test_")}
-    )
-    paths = [str(REPO), str(REPO / "kernels"), *helpers, str(Path(__file__).parent)]
+    paths = [str(REPO), str(REPO / "kernels")]
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return kept | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fits serial_s and launch_s of configs/hardware/a800.yaml to §3.1's scaling of Wan2.1-14B from one GPU to eight.
 
 Two equations, two unknowns: 6.09 times as fast with Ulysses, 5.81 times with Ring Attention, ρ_s as in Table 1. What

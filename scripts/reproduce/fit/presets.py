@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fits the presets: head_concentration to the Ulysses row of Table 1, then spread to the Ring row, drift to Fig. 11.
 
 Prints what belongs into dbsp_core/sources/synthetic/presets.py; writes nothing. Averages over all layers of four

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """KnapFormer's Fig. 2: a layer's time over the length of its sequence, predicted from FLOP alone and with γ fitted.
 
 The paper measures FLUX on H100s. Here one plain layer (12·d² weights, as Eq. 1 counts) is measured on one CPU core,

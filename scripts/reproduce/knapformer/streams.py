@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """KnapFormer's Fig. 4: what data loaders of 32 GPUs bring, stream by stream, and each GPU's work before and after.
 
 The paper's figure shows the arrangement alone. Sequences are drawn; cost is Eq. 2, γ as `wir.py` fits it.

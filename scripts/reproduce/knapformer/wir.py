@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """KnapFormer's Table 1: workload imbalance ratio (WIR) on 32 GPUs, the paper's, its method rebuilt, and ours.
 
 The paper's γ is not in the text we have: it is fitted here to three of Table 1's numbers (mixed resolutions without

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Figures of the papers' own clusters, modelled: db-SP's two servers (§6), and DSV's nodes of H100s (§9).
 
 db-SP: end-to-end and attention speed-up of planner dbsp over plain Ulysses and Ring, on a800 and h800.

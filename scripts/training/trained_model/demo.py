@@ -1,6 +1,6 @@
 """The demonstration: a video through xfuser's own `xdit … --sp-backend dbsp`, checked against one process.
 
-Run by scripts/demo, or `python scripts/training/trained_model/demo.py --out DIR --ranks N`.
+Run by scripts/demo, or `python -m scripts.training.trained_model.demo --out DIR --ranks N`.
 """
 
 from __future__ import annotations

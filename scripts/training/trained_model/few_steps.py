@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What balance is worth with few denoising steps, and how well plans serve that were made for other masks.
 
 Videos of the small trained model, one after another, under masks that SpargeAttn's predictor finds at every attention,

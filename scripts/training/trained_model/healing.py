@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Does training through a mask heal what the mask costs? The question of DSV (Tan et al., 2025), asked small.
 
 The small trained model is fine-tuned through its predicted masks on two ranks, by scripts/train_video, and compared
@@ -39,7 +38,6 @@ from scripts.training.video.clips import Clips, encode_clips
 from scripts.training.video.fine_tuning import flow_loss
 from scripts.training.video.settings import SYNTHETIC, Settings
 
-TRAIN = Path(__file__).resolve().parents[1] / "video" / "main.py"
 WATCHED = 12  # clips that validation sees, each at one noise level
 UNSEEN = 1000  # added to the seed of the training clips
 
@@ -112,7 +110,13 @@ def fine_tune(options: argparse.Namespace, mask: dict[str, Any], work: Path) -> 
         "--seed": options.seed,
     }
     subprocess.run(
-        [sys.executable, str(TRAIN), *(str(part) for pair in arguments.items() for part in pair)], check=True
+        [
+            sys.executable,
+            "-m",
+            "scripts.training.video.main",
+            *(str(part) for pair in arguments.items() for part in pair),
+        ],
+        check=True,
     )
     with (work / "loss.csv").open() as file:
         return [float(row["loss"]) for row in csv.DictReader(file)]

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Table 1, Figs. 11 and 12 and more on masks of learned attention: those of the small trained model.
 
 Reads the mask file that ships with the tests; --record makes it again (a minute): a video's masks as SpargeAttn's

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What a low-rank predictor finds (DSV, Figs. 16 to 18, in kind): accuracy on the small trained model, and its speed.
 
 Accuracy: projections are fitted on one video of the small trained model and tested on another: how much attention is

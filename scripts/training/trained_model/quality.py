@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What sparsity costs: sparse against dense videos of the small trained model, by mask source and density.
 
 All in one process: a parallel run computes the same attention (see the tests), so it adds nothing.

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What separates a parallel run of the small trained model from one process: rounding, and blocks that it decides."""
 
 from __future__ import annotations
