@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_kernels import KernelInputs, choose_kernel, merge_states
-from tests.kernels.packed import Packed, full_counts, kinder, packed, relative_error
+from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
 from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
 

@@ -15,7 +15,7 @@ from dbsp_kernels import KernelInputs
 from dbsp_kernels.triton.hopper import launch_arguments
 from dbsp_kernels.triton.paired_rows import pair_rows
 from tests.kernels import gluon_emulator
-from tests.kernels.packed import Packed, full_counts, kinder, packed, relative_error
+from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
 from tests.support.generators import SEEDS, examples
 
 SOURCE = Path(dbsp_kernels.triton.__file__).with_name("warp_specialized.py")

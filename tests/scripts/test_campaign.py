@@ -9,18 +9,18 @@ import sys
 
 import pytest
 
-from scripts.checks.campaign.faults.cases import case_of, grid
+from scripts.checks.campaign.faults.fault_grid import case_of, grid
 from scripts.checks.campaign.faults.judging import Expected, complaint_about
 from scripts.checks.campaign.faults.nursery import Nursery, Task
 from scripts.checks.campaign.frame import State
-from scripts.checks.campaign.oracle_part.draw import draw_case
-from scripts.checks.campaign.oracle_part.part import BOUNDS
-from scripts.checks.campaign.oracle_part.shrinking import variants
-from scripts.checks.campaign.oracle_part.worker import run_cases
-from scripts.checks.campaign.soak.draw import Block
+from scripts.checks.campaign.oracle.attention_case import draw_case
+from scripts.checks.campaign.oracle.oracle_part import BOUNDS
+from scripts.checks.campaign.oracle.oracle_worker import run_cases
+from scripts.checks.campaign.oracle.shrinking import variants
 from scripts.checks.campaign.soak.growth import counts_that_grow
+from scripts.checks.campaign.soak.soak_draw import Block
+from scripts.checks.campaign.soak.soak_worker import run_block
 from scripts.checks.campaign.soak.track import Track
-from scripts.checks.campaign.soak.worker import run_block
 from tests.scripts.fault_controls import HOW, misbehave
 from tests.support.repository import child_environment, run_module
 
@@ -30,7 +30,7 @@ def test_a_few_seconds_of_a_part_and_then_some_more(tmp_path):
     cases = []
     for _ in range(2):
         done = run_module(
-            "scripts.checks.campaign.main",
+            "scripts.checks.campaign",
             "--part",
             "fuzz",
             "--minutes",

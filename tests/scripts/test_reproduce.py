@@ -10,7 +10,7 @@ import pytest
 from tests.support.repository import run_module
 
 KNAPFORMER = [("wir", ["--sparse-draws", "1"]), ("streams", []), ("gamma", ["--lengths", "64,128,256,512"])]
-MODELLED = {"fig3", "fig8", "fig9", "fig10", "modelled/clusters"}
+MODELLED = {"fig3", "fig8", "fig9", "fig10", "clusters"}
 
 
 @pytest.mark.parametrize(
@@ -24,14 +24,14 @@ MODELLED = {"fig3", "fig8", "fig9", "fig10", "modelled/clusters"}
         ("fig8", ["--coarsen", "16", "--models", "cogvideox1.5-5b"]),
         ("fig9", ["--coarsen", "16"]),
         ("fig10", ["--coarsen", "16", "--models", "wan2.1-t2v-14b"]),
-        ("modelled/clusters", ["--coarsen", "16", "--tokens", "8192", "16384"]),
+        ("clusters", ["--coarsen", "16", "--tokens", "8192", "16384"]),
     ],
 )
 def test_reproduction(tmp_path, name, options):
     out = run(name, tmp_path, "--layers", "1", *options)
     label = "modelled" if name in MODELLED else "measured"
     assert f"{label}{', ' if name in MODELLED else ' on '}synthetic masks" in out
-    rows = published(tmp_path / Path(name).name)
+    rows = published(tmp_path / name)
     assert all(float(row.get("rho", 1)) >= 1 for row in rows)
     assert all(label in row["label"] for row in rows)
 

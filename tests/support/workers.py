@@ -15,7 +15,7 @@ import pytest
 SAFETY_NET_S = 300  # ends a hang; no test is timed by it
 PRELOADED = (
     "tests.support.interpreter",  # before anything else imports triton
-    "tests.support.cases",
+    "tests.support.attention_cases",
     "torch._dynamo",
     "diffusers.pipelines.wan.pipeline_wan_i2v",
     "diffusers.pipelines.cogvideo.pipeline_cogvideox",

@@ -18,7 +18,7 @@ from dbsp_kernels.packing.segment_copy import copy_segments
 from dbsp_kernels.triton.tile_config import HOPPER, Tiles, tiles_for
 from scripts.checks.gpu.clock import Sampler
 from scripts.checks.gpu.setting import GenerateJob, Setting
-from tests.kernels.changes import CHANGES, without
+from tests.kernels.kernel_changes import CHANGES, without
 
 __all__ = ["Row", "everything", "largest_error"]
 

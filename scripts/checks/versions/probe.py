@@ -43,7 +43,7 @@ def private_names() -> dict[str, Any]:
 
 
 def _attention(pool: WorkerPool) -> float:
-    from tests.support.cases import Case, run_case
+    from tests.support.attention_cases import Case, run_case
 
     cases = [Case("U2R1", tokens=130), Case("U1R2", tokens=130), Case("U1R2", tokens=130, keys="needed")]
     return max(error for case in cases for error in pool.run(run_case, case))
@@ -51,7 +51,7 @@ def _attention(pool: WorkerPool) -> float:
 
 def _gradients(pool: WorkerPool) -> float:
     from tests.core.runtime.gradients.gradient_cases import run_gradients
-    from tests.support.cases import Case
+    from tests.support.attention_cases import Case
 
     return max(max(errors) for errors in pool.run(run_gradients, Case("U1R2", tokens=130)))
 

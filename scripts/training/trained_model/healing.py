@@ -113,7 +113,7 @@ def fine_tune(options: argparse.Namespace, mask: dict[str, Any], work: Path) -> 
         [
             sys.executable,
             "-m",
-            "scripts.training.video.main",
+            "scripts.training.video",
             *(str(part) for pair in arguments.items() for part in pair),
         ],
         check=True,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
-from tests.support.cases import Case, run_case
+from tests.support.attention_cases import Case, run_case
 
 WORLDS = (2, 3, 4, 6, 8)
 TOLERANCE = 1e-5

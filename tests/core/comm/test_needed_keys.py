@@ -9,7 +9,7 @@ import pytest
 
 from dbsp_core import Strategy
 from tests.core.runtime.gradients.gradient_cases import run_gradients
-from tests.support.cases import Case, run_case
+from tests.support.attention_cases import Case, run_case
 
 WORLDS = (2, 3, 4, 6, 8)
 TOLERANCE = 1e-5

@@ -24,7 +24,7 @@ from dbsp_core.cost.latency import (
 )
 from dbsp_core.planning.planners import PlannerConfig
 from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
-from tests.support.cases import in_chunks
+from tests.support.attention_cases import in_chunks
 from tests.support.generators import random_bits
 
 

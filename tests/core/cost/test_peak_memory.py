@@ -13,7 +13,7 @@ from dbsp_core.cost.selection import ONE_AHEAD, SHARES, in_fastest_chunks
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
 from scripts.bench.peak_memory import Alive, peak_of_attention
 from tests.core.cost.selection_cases import plans_within
-from tests.support.cases import in_chunks
+from tests.support.attention_cases import in_chunks
 from tests.support.generators import random_bits
 from tests.support.workers import WorkerError
 

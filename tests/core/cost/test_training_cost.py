@@ -15,7 +15,7 @@ from dbsp_core.cost.training import predict_backward, saved_bytes, sent_backward
 from dbsp_core.utils.errors import UserError
 from tests.core.cost.latency_cases import a_plan, machine, shape_of
 from tests.core.cost.training_cost_cases import counted_and_modelled
-from tests.support.cases import Case
+from tests.support.attention_cases import Case
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2")])

@@ -11,7 +11,7 @@ from dbsp_core import DualBalancedAttention, SequenceGroup, make_plan
 from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.cost.training import saved_bytes, sent_backward, sent_forward
 from dbsp_core.layout.strategy import Strategy
-from tests.support.cases import Case, Inputs
+from tests.support.attention_cases import Case, Inputs
 
 Bytes = tuple[float, float]
 """Exchanged, and handed over."""

@@ -17,7 +17,7 @@ from dbsp_core.planning.key_travel import NeededKeys, RingKeys
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import MaskRequest, SvgSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
-from tests.support.cases import in_chunks
+from tests.support.attention_cases import in_chunks
 from tests.support.generators import SEEDS, examples, grids, random_bits
 
 REQUEST = MaskRequest(0, 12, (9, 24, 40), layers=2)

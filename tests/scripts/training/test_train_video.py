@@ -149,7 +149,7 @@ def test_the_command_goes_on_from_a_checkpoint(pool, folder, tmp_path):
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_module("scripts.training.video.main", *arguments)
+    return run_module("scripts.training.video", *arguments)
 
 
 @pytest.mark.parametrize(

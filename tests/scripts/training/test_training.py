@@ -47,7 +47,7 @@ def test_a_colour_says_what_it_colours(found):
 
 
 def test_a_toy_run_makes_a_pipeline_with_a_card_and_runs_again(tmp_path):
-    command = "scripts.training.main", "--toy", "--threads", 1
+    command = "scripts.training", "--toy", "--threads", 1
     folders = "--work", tmp_path / "work", "--weights", tmp_path / "weights"
     assert "transformer" in run(*command, *folders)
     weights = (tmp_path / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes()

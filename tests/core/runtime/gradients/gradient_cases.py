@@ -11,7 +11,7 @@ import torch
 
 from dbsp_core.comm import all_to_all_backward
 from dbsp_core.runtime import backward, forward
-from tests.support.cases import Case, Inputs, attend
+from tests.support.attention_cases import Case, Inputs, attend
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference
 

@@ -18,7 +18,7 @@ from tests.core.runtime.gradients.gradient_cases import (
     run_gradients,
     same_bits,
 )
-from tests.support.cases import Case
+from tests.support.attention_cases import Case
 from tests.support.workers import assert_all_raise
 
 WORLDS = (1, 2, 3, 4, 6, 8)

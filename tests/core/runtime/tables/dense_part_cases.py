@@ -10,7 +10,7 @@ import torch
 from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, make_plan
 from dbsp_core.runtime import ring
 from dbsp_core.runtime.kernel_tables import build_tables
-from tests.support.cases import Case, Inputs, random_mask
+from tests.support.attention_cases import Case, Inputs, random_mask
 from tests.support.oracle import dense_attention
 
 

@@ -1,6 +1,6 @@
 """Other projects' own test suites, unchanged, stock and with db-SP: what ran, what passed, what could not and why.
 
-    python -m scripts.checks.upstream.run [--only NAME …] [--work FOLDER] [--diffusers CHECKOUT] [--out FILE.csv]
+    python -m scripts.checks.upstream.run_suites [--only NAME …] [--work FOLDER] [--diffusers CHECKOUT] [--out CSV]
 
 Each suite runs twice, from the same seeds. A test that passes stock and fails with db-SP, unless it is refused in one
 line, and a model's output that differs by more than 1e-5 of its largest value (2e-2 in 16 bits), is a failure of ours:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.checks.campaign.faults.cases import Case, case_of
+from scripts.checks.campaign.faults.fault_grid import Case, case_of
 from scripts.checks.campaign.faults.judging import LATE, complaint_about
 from scripts.checks.campaign.faults.nursery import Nursery
 from scripts.checks.campaign.frame import Outcome

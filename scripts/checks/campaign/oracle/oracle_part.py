@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from scripts.checks.campaign.frame import Outcome
-from scripts.checks.campaign.oracle_part.draw import CASES_PER_WORLD, Draw, draw_case
-from scripts.checks.campaign.oracle_part.shrinking import variants
-from scripts.checks.campaign.oracle_part.worker import Answer, run_cases
+from scripts.checks.campaign.oracle.attention_case import CASES_PER_WORLD, Draw, draw_case
+from scripts.checks.campaign.oracle.oracle_worker import Answer, run_cases
+from scripts.checks.campaign.oracle.shrinking import variants
 from tests.support.workers import WorkerError, WorkerPool
 
 BOUNDS = {
@@ -26,7 +26,7 @@ MOST_TRIES = 80
 """Of smaller variants of a failing case."""
 PRELOADED = (
     "tests.support.interpreter",
-    "scripts.checks.campaign.oracle_part.worker",
+    "scripts.checks.campaign.oracle.oracle_worker",
     "torch.fx.experimental.symbolic_shapes",
 )
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from scripts.checks.campaign.frame import Outcome
 from scripts.checks.campaign.soak.census import IN_USE, RESIDENT
-from scripts.checks.campaign.soak.draw import STEPS, Block, Cycle, draw_block, draw_cycle
+from scripts.checks.campaign.soak.soak_draw import STEPS, Block, Cycle, draw_block, draw_cycle
+from scripts.checks.campaign.soak.soak_worker import run_block, run_cycle
 from scripts.checks.campaign.soak.track import Track
-from scripts.checks.campaign.soak.worker import run_block, run_cycle
 
 __all__ = ["Soak"]
 

@@ -1,6 +1,6 @@
 """Masks of other projects' own code against ours: run as a yardstick from checkouts of theirs, nothing of it kept.
 
-    python -m scripts.checks.upstream.masks --radial FOLDER --svg FOLDER --paro FOLDER [--out FILE.csv]
+    python -m scripts.checks.upstream.compare_masks --radial FOLDER --svg FOLDER --paro FOLDER [--out FILE.csv]
 
     --radial  a checkout of https://github.com/mit-han-lab/radial-attention
     --svg     of https://github.com/svg-project/Sparse-VideoGen

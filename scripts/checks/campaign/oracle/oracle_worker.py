@@ -26,8 +26,8 @@ from dbsp_core.planning.key_travel import KEYS, NeededKeys
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import LocalQK
-from scripts.checks.campaign.oracle_part.draw import Draw
-from scripts.checks.campaign.oracle_part.masks import mask_of, sources_of
+from scripts.checks.campaign.oracle.attention_case import Draw
+from scripts.checks.campaign.oracle.drawn_masks import mask_of, sources_of
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention
 
