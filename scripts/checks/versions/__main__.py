@@ -14,8 +14,9 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
+from scripts.checks.csv_table import update_table
 from scripts.checks.versions.environments import REPO, claimed_requirements, layered, offered, python_version, whole
-from scripts.checks.versions.rows import Row, summed_up, write
+from scripts.checks.versions.rows import Row, summed_up
 
 PACKAGES = (
     *("torch", "diffusers", "xfuser", "para-attn", "cache-dit", "transformers", "accelerate", "numpy", "safetensors"),
@@ -50,7 +51,7 @@ def main() -> int:
         if not options.json:
             print("  ".join(map(str, filter(None, asdict(row).values()))), flush=True)
         if options.out:
-            write(options.out, rows)
+            update_table(options.out, [asdict(row) for row in rows], ("package", "version"))
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
     return int(any(row.complaints for row in rows))
