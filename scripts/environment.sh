@@ -1,5 +1,6 @@
 # Sourced by the other scripts: makes .venv in the repository and installs what is needed, once per change of the
-# requirements. Sets REPO and puts .venv first on the PATH.
+# requirements. Sets REPO, puts .venv first on the PATH, and the repository
+# on the PYTHONPATH: `python -m scripts.…` then works from any folder.
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$REPO/.venv"
 STAMP="$VENV/.installed"
@@ -39,4 +40,4 @@ prepare() {
 }
 
 prepare
-export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV"
+export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV" PYTHONPATH="$REPO:$REPO/kernels${PYTHONPATH:+:$PYTHONPATH}"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import interpreter  # noqa: F401  before anything else imports triton
-from repository import python_path
-from workers import WorkerPool
+from tests.support import interpreter  # noqa: F401  before anything else imports triton
+from tests.support.repository import python_path
+from tests.support.workers import WorkerPool
 
 os.environ["PYTHONPATH"] = python_path()  # of every process that a test starts
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of them would compile every module

@@ -27,7 +27,7 @@ _NO_REPORT = 3
 
 
 def generate_command(
-    config: Annotated[str | None, typer.Option(help="YAML file, or the name of one in configs/.")] = None,
+    config: Annotated[str | None, typer.Option(help="YAML file, or the name of one in dbsp_configs/.")] = None,
     prompt: Annotated[str | None, typer.Option(help="What the video shows.")] = None,
     image: Annotated[Path | None, typer.Option(help="The first frame, for models that take one.")] = None,
     last_image: Annotated[Path | None, typer.Option(help="The last frame, likewise.")] = None,

@@ -16,7 +16,7 @@ __all__ = ["ModelSpec"]
 class ModelSpec:
     """A published video diffusion transformer, with the settings of its model card.
 
-    name:       short; also names its files in configs/
+    name:       short; also names its files in dbsp_configs/
     hub:        repository on Hugging Face
     aliases:    other names, of other repositories or in xfuser's registry
     pipeline:   diffusers' class

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -175,11 +174,8 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
 
 
 def shipped_configs() -> Path:
-    """The folder of the shipped configurations: in the repository, or installed as `dbsp_configs`."""
-    repository = Path(__file__).resolve().parents[2] / "configs"
-    found = None if repository.is_dir() else importlib.util.find_spec("dbsp_configs")
-    locations = list(found.submodule_search_locations or ()) if found is not None else []
-    return Path(locations[0]) if locations else repository
+    """Folder of the configurations that come with db-SP: beside this package, in the repository and installed."""
+    return Path(__file__).resolve().parents[2] / "dbsp_configs"
 
 
 def find_config(name: str | os.PathLike[str]) -> Path:

@@ -1,9 +1,8 @@
-#!/usr/bin/env python
 """Wall time of one attention: USP's contiguous plan against planner "dbsp", in turns in one run.
 
-scripts/bench/attention.py --ranks 2       gloo ranks with one core each (NCCL, a GPU each, where there are GPUs)
-scripts/bench/attention.py --replay        one device: what each virtual rank of 4 and 8 computes, one after the other
-scripts/bench/attention.py --json > FILE   the same numbers for a program
+python -m scripts.bench.attention --ranks 2       gloo ranks with one core each (with GPUs: NCCL, a GPU each)
+python -m scripts.bench.attention --replay        one device: what each virtual rank of 4 and 8 computes, in turn
+python -m scripts.bench.attention --json > FILE   the same numbers for a program
 
 Balance is worth what it should be if the speed-up is ρ_s before over ρ_s after.
 """
@@ -18,9 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from comparison import Comparison, compare, replay
 from dbsp_cli.calibrate.cases import Case
 from dbsp_core.cost.hardware import device_class, load_hardware
+from scripts.bench.comparison import Comparison, compare, replay
 
 CASES = (
     ("Ulysses", Case(12, 4096, 64, 0.3, seed=1, slope=0.6)),

@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 """The CPU kernel's rate per block over dense attention's, and what bounds it; in turns, the fastest of each.
 
-scripts/bench/cpu_kernel.py            a table
-scripts/bench/cpu_kernel.py --json     the same numbers for a program
+python -m scripts.bench.cpu_kernel            a table
+python -m scripts.bench.cpu_kernel --json     the same numbers for a program
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 """Peak memory of one attention on one rank, counted: db-SP's over that of xfuser's own USP, at Wan2.1-14B's heads.
 
-scripts/bench/memory.py                     8 ranks, every strategy
-scripts/bench/memory.py --json > FILE       the same numbers for a program
+python -m scripts.bench.memory                     8 ranks, every strategy
+python -m scripts.bench.memory --json > FILE       the same numbers for a program
 
 Both codes run for real, but what is sent does not arrive, and kernels compute nothing: only floating-point tensors
 that are alive at once are counted, beside q, k and v themselves, in units of one of them.
@@ -30,7 +29,7 @@ from dbsp_core import SequenceLayout, Strategy, make_plan
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_xdit.patches import install
-from peak_memory import Alive, peak_of_attention
+from scripts.bench.peak_memory import Alive, peak_of_attention
 
 PRESET, VIDEO, HEAD_DIM, DTYPE = "wan2.1-t2v-14b", (21, 30, 32), 128, torch.bfloat16
 

@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 """db-SP's own time over that of the attention, at Wan2.1-14B's size: what it does beyond plain sequence parallelism.
 
-scripts/bench/overhead.py                    8 ranks, all strategies, constants of the H200
-scripts/bench/overhead.py --json > FILE      the same numbers for a program
+python -m scripts.bench.overhead                    8 ranks, all strategies, constants of the H200
+python -m scripts.bench.overhead --json > FILE      the same numbers for a program
 
 measured: on one core of this machine, with masks that change at every call: the planning thread (evaluating, and the
           share of new plans and their parts), with the counting of masks left out, which is the device's;

@@ -1,9 +1,8 @@
-#!/usr/bin/env python
 """What planner "dbsp" reaches, on one core and without a GPU: ρ_s, share moved, split heads, planning time.
 
-scripts/bench/planner.py                  Wan2.1-14B's size, masks of many kinds, P = 8 and 6
-scripts/bench/planner.py --scale          planning time up to P = 128 and a million tokens (drawn counts, not masks)
-scripts/bench/planner.py --json > FILE    the same numbers for a program
+python -m scripts.bench.planner                  Wan2.1-14B's size, masks of many kinds, P = 8 and 6
+python -m scripts.bench.planner --scale          planning time up to P = 128 and a million tokens (counts drawn)
+python -m scripts.bench.planner --json > FILE    the same numbers for a program
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-#!/usr/bin/env python
 """How often plans are made, and how even work is meanwhile, over denoising steps of drifting masks.
 
-scripts/bench/reuse.py                      Wan2.1 under SpargeAttn, drift fitted to the paper's Fig. 11
-scripts/bench/reuse.py --masks FILE         recorded masks: a mask file with a group for every step, or a folder
-scripts/bench/reuse.py --json > FILE        the same numbers for a program
+python -m scripts.bench.reuse                      Wan2.1 under SpargeAttn, drift fitted to the paper's Fig. 11
+python -m scripts.bench.reuse --masks FILE         recorded masks: a mask file with a group for every step, or a folder
+python -m scripts.bench.reuse --json > FILE        the same numbers for a program
 
 Each rule is run by db-SP's own caches. "walk" and "jumps" are the synthetic masks in another order: back and forth by
 one step at random, and any of twelve steps at random. "oracle" is what no rule could beat that plans for the mask at
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -29,10 +27,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
-
-from fig11 import PRESET, masks_by_step
+from scripts.reproduce.fig11 import PRESET, masks_by_step
 
 LABEL = "measured on synthetic masks, drift fitted to the paper's one point"
 RECORDED = "measured on recorded masks"

@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 """What choosing a strategy by predicted time costs against knowing the fastest: regret, measured in turns in one run.
 
-scripts/bench/selection.py --ranks 2 --hardware cpu-demo       gloo ranks with one core each
-scripts/bench/selection.py --json > FILE                       the same numbers for a program
+python -m scripts.bench.selection --ranks 2 --hardware cpu-demo       gloo ranks with one core each
+python -m scripts.bench.selection --json > FILE                       the same numbers for a program
 
 Every strategy's attention is measured under planner "dbsp", and predicted with the constants of --hardware. Regret is
 the measured time of the one predicted to be fastest over that of the one measured to be fastest, less one. "Of

@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 """What predicting masks costs: SpargeAttn's predictor beside the attention that it is for, measured in turns.
 
-scripts/bench/sources.py --ranks 2        processes on gloo, one core each, and the bytes that each of them receives
-scripts/bench/sources.py --json           one JSON object
+python -m scripts.bench.sources --ranks 2        processes on gloo, one core each, and the bytes that each receives
+python -m scripts.bench.sources --json           one JSON object
 """
 
 from __future__ import annotations

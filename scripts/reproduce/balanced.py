@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """§4.2: ρ_s after balancing, for every planner and strategy on 8 GPUs, on synthetic masks, beside the paper's."""
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 from dbsp_core import Plan, Strategy, make_plan
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from dbsp_core.sources.synthetic.presets import PRESETS
+from scripts.reproduce.common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 
 
 @dataclass(frozen=True)

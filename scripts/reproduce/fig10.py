@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 10: each static strategy against choosing one per attention, modelled, with balanced plans on 8 GPUs.
 
 Densities differ between layers as those of `DENSITIES`, an assumption: the paper does not print its own. "dynamic"
@@ -12,10 +11,18 @@ from dataclasses import dataclass
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import publish
 from dbsp_cli.simulate import LayerTime, RunConfig, summarize
 from dbsp_core.models.table import MODEL_SPECS
-from modelled import MODELLED, PAPER_DYNAMIC, machine, model_masks, modelled_arguments, strategies, times_of
+from scripts.reproduce.common import publish
+from scripts.reproduce.modelled import (
+    MODELLED,
+    PAPER_DYNAMIC,
+    machine,
+    model_masks,
+    modelled_arguments,
+    strategies,
+    times_of,
+)
 
 MODELS = ("wan2.1-t2v-14b", "cogvideox1.5-5b")
 DENSITIES = (0.05, 0.2, 0.414, 0.683)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 11: the threshold P_s against the ρ_s in use and the plans made, over 50 denoising steps of drifting masks.
 
 Ulysses on 8 GPUs, Wan2.1 under SpargeAttn. Nothing but the heads' densities matters there, and masks meet them exactly
@@ -16,13 +15,13 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import FIG_11, MEASURED, arguments, layer_count, preset_source, publish
 from dbsp_core import BlockMask, make_plan
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.presets import PRESETS
+from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_source, publish
 
 PRESET = "wan2.1-t2v-14b-sparge"
 STRATEGY = "U8R1"

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 12: the reward R_b of the paper's planner against ρ_s and the bytes that all ranks move, Q, K and V counted.
 
 The paper shows the trade-off as a curve without numbers, and does not state the R_b it uses; its text has one limit.
@@ -13,10 +12,10 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import MEASURED, arguments, masks, publish
 from dbsp_core import Plan, make_plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.sources.synthetic.presets import PRESETS
+from scripts.reproduce.common import MEASURED, arguments, masks, publish
 
 STRATEGIES = ("U1R8", "U2R4", "U4R2")
 REWARDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)

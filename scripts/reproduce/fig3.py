@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 3: modelled latency of a Wan2.1-14B video on 1 to 8 GPUs, contiguous Ulysses and Ring, and planner dbsp.
 
 The two scalings that the paper states (8 GPUs) are what the machine's launch_s and serial_s were fitted to.
@@ -11,11 +10,11 @@ from dataclasses import dataclass
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import publish
 from dbsp_cli.simulate import RunConfig
 from dbsp_core import Strategy
 from dbsp_core.models.table import MODEL_SPECS
-from modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arguments, video
+from scripts.reproduce.common import publish
+from scripts.reproduce.modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arguments, video
 
 MODEL = "wan2.1-t2v-14b"
 LINES = {"Ulysses": (True, "contiguous"), "Ring": (False, "contiguous"), "db-SP, Ulysses": (True, "dbsp")}

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 8: modelled end-to-end and attention time on 8 and 4 GPUs, contiguous plans against the paper's and ours."""
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import publish
 from dbsp_cli.simulate import RunConfig
-from modelled import (
+from scripts.reproduce.common import publish
+from scripts.reproduce.modelled import (
     MODELLED,
     PAPER_ATTENTION,
     PAPER_END_TO_END,

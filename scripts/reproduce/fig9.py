@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fig. 9: modelled attention speed-up against ρ_s of the contiguous plan, for Ulysses (heads) and Ring (blocks).
 
 Masks differ in how uneven heads are (Ulysses) or rows and columns (Ring); all else is the preset's. The paper shows a
@@ -13,11 +12,11 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import publish
 from dbsp_cli.simulate import RunConfig
 from dbsp_core import Strategy
 from dbsp_core.models.table import MODEL_SPECS
-from modelled import MODELLED, machine, model_masks, modelled_arguments, video
+from scripts.reproduce.common import publish
+from scripts.reproduce.modelled import MODELLED, machine, model_masks, modelled_arguments, video
 
 MODEL = "wan2.1-t2v-14b"
 LEVELS = {

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Table 1: ρ_s of contiguous Ulysses, Ring and USP before balancing, on synthetic masks, beside the paper's."""
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common import MEASURED, TABLE_1, PaperRow, arguments, contiguous_rho, mean_and_error, publish
+from scripts.reproduce.common import MEASURED, TABLE_1, PaperRow, arguments, contiguous_rho, mean_and_error, publish
 
 
 @dataclass(frozen=True)

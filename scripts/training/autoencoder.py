@@ -12,9 +12,9 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
 from rich.progress import Progress
 
-from loop import History, cosine, generator_of, train
-from muon import optimizers_of
-from world import FRAMES, HEIGHT, WIDTH, Scene, render
+from scripts.training.loop import History, cosine, generator_of, train
+from scripts.training.muon import optimizers_of
+from scripts.training.world import FRAMES, HEIGHT, WIDTH, Scene, render
 
 __all__ = ["Clips", "encode", "make_autoencoder", "train_autoencoder"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from world import COLOURS, FLOORS, FRAMES, HEIGHT, MOTIONS, SHAPES, WIDTH, captions
+from scripts.training.world import COLOURS, FLOORS, FRAMES, HEIGHT, MOTIONS, SHAPES, WIDTH, captions
 
 __all__ = ["Card", "save_pipeline"]
 

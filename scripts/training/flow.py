@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from rich.progress import Progress
 
-from loop import History, generator_of, train
-from muon import optimizers_of
-from plain import written_out
-from text import PADDED
+from scripts.training.loop import History, generator_of, train
+from scripts.training.muon import optimizers_of
+from scripts.training.plain import written_out
+from scripts.training.text import PADDED
 
 __all__ = ["Phase", "Videos", "make_transformer", "train_transformer"]
 

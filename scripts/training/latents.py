@@ -10,9 +10,9 @@ import torch
 from rich.progress import Progress
 from safetensors.torch import load_file, save
 
-from autoencoder import encode
 from dbsp_core.utils.atomic_io import write_atomically
-from world import Scene, render
+from scripts.training.autoencoder import encode
+from scripts.training.world import Scene, render
 
 __all__ = ["encode_videos", "standardise"]
 

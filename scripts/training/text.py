@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from world import captions
+from scripts.training.world import captions
 
 __all__ = ["PADDED", "embed", "make_text_encoder", "make_tokenizer"]
 

@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import comparison as bench
-from calibration_cases import die_on_one, fail_on_one
-from comparison import Comparison, replayed_seconds
 from dbsp_cli.calibrate.calibrate import Calibration, Checked, constants_from, predict_case
 from dbsp_cli.calibrate.cases import Case, held_out, sizes_for
 from dbsp_cli.calibrate.fit import fit
@@ -21,6 +18,9 @@ from dbsp_cli.commands import calibrate as command
 from dbsp_core import Strategy, make_plan
 from dbsp_core.cost.hardware import Constants, load_hardware
 from dbsp_core.cost.latency import MERGE_BYTES
+from scripts.bench import comparison as bench
+from scripts.bench.comparison import Comparison, replayed_seconds
+from tests.cli.calibration_cases import die_on_one, fail_on_one
 
 
 class TestFit:

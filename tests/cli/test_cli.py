@@ -13,7 +13,7 @@ from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
 from dbsp_core.planning.planners import PLANNERS
-from generators import random_bits
+from tests.support.generators import random_bits
 
 GRID = BlockGrid(tokens=203, text_tokens=11, block_q=32, block_k=16)
 

@@ -19,7 +19,7 @@ from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.sources import MaskRequest, SyntheticSource, WindowSource
-from generators import random_bits
+from tests.support.generators import random_bits
 
 THW = (3, 8, 16)
 GRID = BlockGrid(384, 0, 16, 16, THW)

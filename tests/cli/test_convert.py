@@ -19,7 +19,7 @@ from dbsp_cli.mask_tools.text_blocks import BlockReading, fit_blocks
 from dbsp_core import BlockGrid, BlockMask, MaskFile
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import MaskRecorder, RecordSettings
-from generators import SEEDS, examples, random_bits
+from tests.support.generators import SEEDS, examples, random_bits
 
 THW = (2, 5, 4)
 GRID = BlockGrid(40, 0, 8, 8, THW)

@@ -11,7 +11,7 @@ import torch
 from dbsp_cli.commands import doctor
 from dbsp_cli.commands.doctor import HOSTS, Importable
 from dbsp_cli.generate import job
-from repository import ROOT
+from tests.support.repository import ROOT
 
 MISSING = Importable("nothing", ("dbsp_no_such_module",), "xdit")
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT, smooth_tokens, sparse_errors
 from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.sources import MaskRequest, WindowSource
-from generators import SEEDS, examples, random_bits
-from oracle import dense_attention
+from tests.support.generators import SEEDS, examples, random_bits
+from tests.support.oracle import dense_attention
 
 THW = (4, 12, 16)
 TOKENS = 768

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from importlib import import_module
 import pytest
 
 from dbsp_core.utils.errors import UserError
-from repository import ROOT as REPOSITORY
+from tests.support.repository import ROOT as REPOSITORY
+from tests.support.repository import child_environment, python_path
 
 SLOW = "print('importing', flush=True)\nimport time\ntime.sleep(600)\n"
 
@@ -23,7 +23,7 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path, command, ignored):
     (tmp_path / "torch.py").write_text(SLOW if not ignored else SLOW.replace("600", "0") + "raise SystemExit(5)\n")
     run = subprocess.Popen(
         [sys.executable, "-c", f"from dbsp_cli.entry import {command}; {command}()", "--help"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        env=child_environment(tmp_path),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -152,7 +152,7 @@ class TestFaultsOfOurOwn:
             "host.main(sys.argv[1:])\n"
         )
         (tmp_path / "dbsp.yaml").write_text("model: tiny-wan\n")
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+        monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
         arguments = [str(tmp_path / "dbsp.yaml"), str(tmp_path / "video.mp4"), "60"]
         with pytest.raises(RunFailed) as raised:
             run_watched(

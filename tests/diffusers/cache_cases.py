@@ -15,9 +15,9 @@ import torch
 import dbsp_para
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.step_caches import StepCaches
-from para_cases import fingerprint
-from para_pipeline_cases import alone, latents, load, para_mesh
-from transformers_for_tests import Inputs, make_transformer
+from tests.para.para_cases import fingerprint
+from tests.para.para_pipeline_cases import alone, latents, load, para_mesh
+from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 8}
 
@@ -216,7 +216,7 @@ def run_cache_case(rank: int, world: int, case: CacheCase) -> list[Outcome]:
             return run_cache_case(rank, world, replace(case, left_alone=False))
     reference, ours = Denoising(case), Denoising(case)
     if case.host == "wrapper":
-        from xdit_cases import hosted_transformer
+        from tests.xdit.xdit_cases import hosted_transformer
 
         ours.transformer = hosted_transformer(case.model, num_layers=3).double()
     ours.enable(0.0)

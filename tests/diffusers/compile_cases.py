@@ -9,8 +9,8 @@ import torch._dynamo
 
 import dbsp_diffusers
 import dbsp_para
-from tiny_transformers import make_tiny_transformer, tiny_inputs
-from transformers_for_tests import GraphCounter, Inputs, make_transformer
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.models.transformers_for_tests import GraphCounter, Inputs, make_transformer
 
 
 def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[str, Any]) -> tuple[float, int, int]:

@@ -9,10 +9,10 @@ import torch
 import dbsp_diffusers
 import dbsp_para
 from dbsp_diffusers.reference import attach_single_process
-from para_cases import fingerprint
-from para_pipeline_cases import alone, difference, latents, load, state_of
-from transformers_for_tests import Inputs, make_transformer
-from user_masks import MOMENTS
+from tests.para.para_cases import fingerprint
+from tests.para.para_pipeline_cases import alone, difference, latents, load, state_of
+from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.support.user_masks import MOMENTS
 
 CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
 
@@ -89,7 +89,13 @@ def run_repeated_timesteps(
 
     pipe: Any = load("wan", folder).to(torch.float64)  # each step multiplies rounding
     pipe.scheduler = FlowMatchHeunDiscreteScheduler()
-    config = {"mask": {"source": "callable", "function": "user_masks:band_noting_moments", "depends_on": "step"}}
+    config = {
+        "mask": {
+            "source": "callable",
+            "function": "tests.support.user_masks:band_noting_moments",
+            "depends_on": "step",
+        }
+    }
     config["mask"] |= {"block_q": 8, "block_k": 8}
     asked = []
     MOMENTS.clear()

@@ -9,8 +9,8 @@ import torch
 
 import dbsp_diffusers
 from dbsp_diffusers.attached import attached_to
-from para_pipeline_cases import difference, load
-from transformers_for_tests import Inputs, make_transformer
+from tests.para.para_pipeline_cases import difference, load
+from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 MASK = {"source": "window", "block_q": 16, "block_k": 16}
 SIZE = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2, "output_type": "latent"}

@@ -7,7 +7,7 @@ from typing import Any
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_diffusers.resolve import resolve_config
-from transformers_for_tests import make_transformer
+from tests.support.models.transformers_for_tests import make_transformer
 
 
 def settings_by_rank(rank: int, world: int, configs: list[Any]) -> DbspConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compile_cases import run_blocks_compiled_before, run_compiled, run_compiled_blocks
+from tests.diffusers.compile_cases import run_blocks_compiled_before, run_compiled, run_compiled_blocks
 
 MASKS = {
     "window": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16},

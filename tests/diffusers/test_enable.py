@@ -9,7 +9,8 @@ import dbsp_diffusers
 import dbsp_para
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.utils.errors import UserError
-from enable_cases import (
+from tests.core.comm.lifetimes import left_alive
+from tests.diffusers.enable_cases import (
     CONFIG,
     enabled_in_a_second_life,
     enabled_pipeline,
@@ -19,8 +20,7 @@ from enable_cases import (
     run_repeated_timesteps,
     run_transformer,
 )
-from lifetimes import left_alive
-from transformers_for_tests import make_transformer
+from tests.support.models.transformers_for_tests import make_transformer
 
 TOLERANCE = 1e-5
 

@@ -8,7 +8,13 @@ import torch
 import dbsp_diffusers
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.comm.generation import _sketch
-from generation_cases import differing_calls, failing_on_one, passes_alone, refused_on_one, second_pipeline
+from tests.diffusers.generation_cases import (
+    differing_calls,
+    failing_on_one,
+    passes_alone,
+    refused_on_one,
+    second_pipeline,
+)
 
 TOLERANCE = 1e-5
 
@@ -83,7 +89,7 @@ def test_the_last_steps_are_dense_where_strength_leaves_out_the_first(folder, st
     names = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
     pipe = WanVideoToVideoPipeline(**{name: parts[name] for name in names})
     pipe.set_progress_bar_config(disable=True)
-    mask = {"source": "callable", "function": "user_masks:band_noting_moments", "depends_on": "step"}
+    mask = {"source": "callable", "function": "tests.support.user_masks:band_noting_moments", "depends_on": "step"}
     mask |= {"block_q": 8, "block_k": 8}
     session = dbsp_diffusers.enable(pipe, {"mask": mask, "dense_schedule": {"last_steps": 2}})
     provider, dense = session._mask_provider, []

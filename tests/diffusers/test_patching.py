@@ -14,7 +14,7 @@ import dbsp_para
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet, around_calls
-from transformers_for_tests import make_transformer
+from tests.support.models.transformers_for_tests import make_transformer
 
 
 class Pipe:

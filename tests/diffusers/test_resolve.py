@@ -22,10 +22,10 @@ from dbsp_core.models.table import MODEL_SPECS
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.resolve import resolve_config
 from dbsp_xdit.flags import config_from, parse_known
-from repository import ROOT
-from resolve_cases import attach_to_another_model, settings_by_rank
-from transformers_for_tests import make_transformer
-from workers import WorkerError
+from tests.diffusers.resolve_cases import attach_to_another_model, settings_by_rank
+from tests.support.models.transformers_for_tests import make_transformer
+from tests.support.repository import ROOT
+from tests.support.workers import WorkerError
 
 ALONE = SequenceGroup(0, 1)
 

@@ -9,7 +9,11 @@ import pkgutil
 import pytest
 import torch
 
-from cache_cases import (
+from dbsp_cli.tiny_models import make_tiny
+from dbsp_core import SequenceGroup, SequenceLayout
+from dbsp_diffusers.sharding.step_caches import BY_STEP, DECIDING, WHOLE_BATCH, ForwardRanks
+from dbsp_diffusers.sharding.stream_shards import StreamShards
+from tests.diffusers.cache_cases import (
     CacheCase,
     fail_in_one_batch_group,
     important_tokens,
@@ -17,11 +21,7 @@ from cache_cases import (
     run_cache_case,
     run_cached_pipeline,
 )
-from dbsp_cli.tiny_models import make_tiny
-from dbsp_core import SequenceGroup, SequenceLayout
-from dbsp_diffusers.sharding.step_caches import BY_STEP, DECIDING, WHOLE_BATCH, ForwardRanks
-from dbsp_diffusers.sharding.stream_shards import StreamShards
-from xdit_cases import start_xfuser
+from tests.xdit.xdit_cases import start_xfuser
 
 TOLERANCE = 1e-12  # in float64
 FOUR = (0.14, 0.21, 0.3, 0.36)

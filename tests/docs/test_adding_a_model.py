@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dbsp_diffusers.models import ARCHITECTURES, register_architecture
-from repository import ROOT
+from tests.support.repository import ROOT
 
 PAGE = ROOT / "docs" / "adding-a-model.md"
 

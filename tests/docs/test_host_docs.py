@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from repository import ROOT
+from tests.support.repository import ROOT
 
 pytest.importorskip("para_attn")
 

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from repository import ROOT
+from tests.support.repository import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)

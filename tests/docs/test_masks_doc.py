@@ -1,4 +1,4 @@
-"""docs/masks.md and configs/ say what is true."""
+"""docs/masks.md and dbsp_configs/ say what is true."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from dbsp_core import SequenceLayout, Strategy, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import SOURCES, MaskRequest, WindowSource
-from repository import ROOT
+from tests.support.repository import ROOT
 
 REPOSITORY = ROOT
 TEXT = (REPOSITORY / "docs" / "masks.md").read_text()
@@ -52,6 +52,6 @@ def test_the_function_to_write_oneself(tmp_path, monkeypatch):
 
 
 def test_the_window_for_wan_has_blocks_that_are_tiles():
-    mask = DbspConfig.load(REPOSITORY / "configs" / "wan2.1-t2v-14b-window.yaml").mask.mask(WAN)
+    mask = DbspConfig.load(REPOSITORY / "dbsp_configs" / "wan2.1-t2v-14b-window.yaml").mask.mask(WAN)
     assert (mask.counts.rows == 3 * 5 * 5).all()
     assert round(mask.density, 3) == 0.119

@@ -12,7 +12,7 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-from repository import ROOT
+from tests.support.repository import ROOT
 
 PRODUCT = ("kernels", "dbsp_core", "dbsp_diffusers", "dbsp_xdit", "dbsp_para", "dbsp_cli", "dbsp_start")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,7 +78,7 @@ def words_of_code() -> frozenset[str]:
             )
             if isinstance(node, (ast.Global, ast.Nonlocal)):
                 words.update(node.names)
-    for pattern in ("*configs/**/*.yaml", "scripts/*", "*.toml", "docs/**/*.*", ".github/**/*.yml"):
+    for pattern in ("dbsp_configs/**/*.yaml", "scripts/*", "*.toml", "docs/**/*.*", ".github/**/*.yml"):
         for path in filter(Path.is_file, ROOT.glob(pattern)):
             words.update(_WORD.findall(path.name))
             if path.suffix in {"", ".yaml", ".yml", ".toml", ".sh"}:

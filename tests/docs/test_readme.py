@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 
-from repository import ROOT
+from tests.support.repository import ROOT
 
 
 def test_the_attention_alone_equals_torch_s_own(tmp_path):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from repository import ROOT
+from tests.support.repository import ROOT
 
 NAMES = ["", "before", "striped", "paper's Alg. 1", "moved", "db-SP", "moved", "planning"]
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from dbsp_cli.tiny_models import make_tiny
-from repository import ROOT
+from tests.support.repository import ROOT
 
 
 def test_the_program_trains(tmp_path):

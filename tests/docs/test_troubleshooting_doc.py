@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from repository import ROOT
+from tests.support.repository import ROOT
 
 REPOSITORY = ROOT
 PAGE = (REPOSITORY / "docs" / "troubleshooting.md").read_text()

@@ -12,7 +12,7 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_xdit.flags import _SWITCHES, add_flags
 from dbsp_xdit.models import find_model, preflight
-from repository import ROOT
+from tests.support.repository import ROOT
 
 REPOSITORY = ROOT
 PAGE = (REPOSITORY / "docs" / "xdit.md").read_text()
@@ -21,7 +21,7 @@ COMMANDS = re.findall(r"^xdit (?:.*\\\n)*.*", PAGE, re.MULTILINE)
 
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
 def test_its_commands_are_right(tmp_path, monkeypatch, command):
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    (tmp_path / "dbsp_configs").symlink_to(REPOSITORY / "dbsp_configs")
     make_tiny("cogvideox", tmp_path / "tiny")
     for name in ("first.png", "last.png"):
         (tmp_path / name).touch()

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dbsp_kernels import KERNELS, BackwardInputs, DenseHeadLayout, KernelInputs, KernelRequirements, choose_kernel
 from dbsp_kernels.backends import cudnn, fastvideo, flex, sparge
-from interpreter import interpreted
-from packed import Packed, full_counts, kinder, packed, relative_error
+from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
+from tests.support.interpreter import interpreted
 
 
 def inputs_of(p: Packed, **options) -> KernelInputs:

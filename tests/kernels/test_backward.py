@@ -16,8 +16,8 @@ from dbsp_kernels import (
     block_attention_backward,
 )
 from dbsp_kernels.backends import cudnn, flex
-from interpreter import interpreted
-from packed import Packed, full_counts, kinder, packed
+from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed
+from tests.support.interpreter import interpreted
 
 BLOCKS = [(8, 4), (16, 16), (16, 32), (64, 64), (128, 64)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dbsp_kernels.prediction.block_selection import pooled_scores_torch, select_blocks_torch
-from interpreter import interpreted
+from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -23,8 +23,8 @@ from dbsp_kernels import (
     require_supported,
 )
 from dbsp_kernels.backends import cpu
-from generators import SEEDS, examples
-from packed import Packed, full_counts, kinder, packed, written_out
+from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, written_out
+from tests.support.generators import SEEDS, examples
 
 each_kernel = pytest.mark.parametrize("kernel", ["reference", "cpu"])
 TOLERANCES = {

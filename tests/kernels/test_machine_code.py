@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-from repository import ROOT
+from tests.support.repository import ROOT, child_environment
 
 pytest.importorskip("triton")
 FIELDS = {
@@ -20,9 +19,7 @@ FIELDS = {
 
 
 def without_interpreter() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)
-    }
+    return {name: value for name, value in child_environment().items() if name != "TRITON_INTERPRET"}
 
 
 def variants(*options: str, status: int = 0, **environment: str) -> list[dict]:

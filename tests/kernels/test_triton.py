@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_kernels import KernelInputs, choose_kernel, merge_states
-from generators import SEEDS, examples
-from interpreter import interpreted
-from packed import Packed, full_counts, kinder, packed, relative_error
+from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
+from tests.support.generators import SEEDS, examples
+from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
 ANY_ORDER = torch.tensor([[2, 0, 3, -7], [-7, -7, -7, -7], [1, 3, 0, 2]]).int()

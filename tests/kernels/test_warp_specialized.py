@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dbsp_kernels.triton
-import gluon_emulator
 from dbsp_kernels import KernelInputs
 from dbsp_kernels.triton.hopper import launch_arguments
 from dbsp_kernels.triton.paired_rows import pair_rows
-from generators import SEEDS, examples
-from packed import Packed, full_counts, kinder, packed, relative_error
+from tests.kernels import gluon_emulator
+from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
+from tests.support.generators import SEEDS, examples
 
 SOURCE = Path(dbsp_kernels.triton.__file__).with_name("warp_specialized.py")
 

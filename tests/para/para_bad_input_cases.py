@@ -13,9 +13,9 @@ from torch import nn
 import dbsp_para
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import DenseSource
-from para_cases import fingerprint
-from para_pipeline_cases import difference, para_mesh
-from transformers_for_tests import Inputs, make_transformer
+from tests.para.para_cases import fingerprint
+from tests.para.para_pipeline_cases import difference, para_mesh
+from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 MASK = {"source": "dense", "block_q": 16, "block_k": 16}
 

@@ -14,7 +14,7 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations
-from transformers_for_tests import Inputs, make_transformer
+from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 
 @dataclass(frozen=True)

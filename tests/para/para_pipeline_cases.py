@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import dbsp_para
-import user_masks
 from dbsp_diffusers.reference import attach_single_process
-from para_cases import fingerprint
+from tests.para.para_cases import fingerprint
+from tests.support import user_masks
 
 # Guidance multiplies rounding by its scale: at 6, latents of 11.5 differ by 1.1e-5 (by nothing in float64).
 SIZE = {"guidance_scale": 2.0, "height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ import pytest
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
 from dbsp_core.utils.errors import UserError
-from para_cases import (
+from tests.para.para_cases import (
     ParaCase,
     run_para_case,
     run_pipeline_case,
@@ -21,7 +20,7 @@ from para_cases import (
     run_with_grad_enabled,
     unseeded_noise,
 )
-from repository import ROOT
+from tests.support.repository import ROOT, child_environment
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
@@ -173,9 +172,8 @@ def test_para_attn_knows_the_argument_before_anything_of_ours_is_imported(tmp_pa
     (metadata / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
     entries = [f"{name} = {place}\n" for name, place in project["entry-points"]["torch.backends"].items()]
     (metadata / "entry_points.txt").write_text("".join(["[torch.backends]\n", *entries]))
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     done = subprocess.run(
-        [sys.executable, "-c", FRESH], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, "-c", FRESH], env=child_environment(tmp_path), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["WindowSource", "as it was"]

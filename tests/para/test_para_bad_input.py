@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from para_bad_input_cases import MISTAKES, run_mistake, run_stock
+from tests.para.para_bad_input_cases import MISTAKES, run_mistake, run_stock
 
 pytest.importorskip("para_attn")
 

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from dbsp_cli.tiny_models import make_tiny
-from para_pipeline_cases import run_after_failures, run_cached, run_generations, run_pipeline, run_two_of_a_class
+from tests.para.para_pipeline_cases import (
+    run_after_failures,
+    run_cached,
+    run_generations,
+    run_pipeline,
+    run_two_of_a_class,
+)
 
 pytest.importorskip("para_attn")
 
@@ -14,7 +20,7 @@ TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
 BAND = {
     "source": "callable",
-    "function": "user_masks:band_unless_told",
+    "function": "tests.support.user_masks:band_unless_told",
     "depends_on": "step",
     "block_q": 8,
     "block_k": 8,

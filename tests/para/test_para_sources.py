@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from para_cases import ParaCase, run_para_case
+from tests.para.para_cases import ParaCase, run_para_case
 
 TOLERANCE = 1e-5
 BLOCKS = {"block_q": 16, "block_k": 8}
@@ -15,7 +15,7 @@ SOURCES = {
     "svg": {"source": "svg", "frames": 1, "bandwidth": 0.2, "temporal_heads": [0, 1, 4], **BLOCKS},
     "callable": {
         "source": "callable",
-        "function": "user_masks:band",
+        "function": "tests.support.user_masks:band",
         "depends_on": "step",
         "token_orders": ["thw", "hwt", "tile:2x2x2", "wht", "thw", "htw"],
         **BLOCKS,

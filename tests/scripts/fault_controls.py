@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults.acts import fire
+from scripts.checks.campaign.faults.acts import fire
 
 
 def misbehave(how: str, number: int, folder: Path) -> None:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from repository import ROOT
+from tests.support.repository import run_module
 
 SMALL = ("--tokens", "512", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--json")
 
 
 def test_prediction_is_timed_part_by_part(tmp_path):
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    script = ROOT / "scripts" / "training" / "trained_model" / "prediction.py"
     options = ("--part", "speed", "--tokens", "128", "256", "--repeats", "1", "--out", str(tmp_path))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, env=environment)
+    done = run_module("scripts.training.trained_model.prediction", *options)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "prediction-speed.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -38,9 +32,7 @@ def test_prediction_is_timed_part_by_part(tmp_path):
     ],
 )
 def test_json_has_the_documented_cases(options, strategies, label):
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "attention.py"), *options, *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+    done = run_module("scripts.bench.attention", *options, *SMALL)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["label"].startswith(label)
@@ -52,15 +44,7 @@ def test_json_has_the_documented_cases(options, strategies, label):
 
 
 def test_planning_of_sequences():
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "bench" / "sequences" / "sharing.py"),
-        "--repeats",
-        "1",
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+    done = run_module("scripts.bench.sequences.sharing", "--repeats", 1, "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     assert [row["sequences"] for row in rows if row["gpus"] == 32] == [128] * 12 + [1024] * 6

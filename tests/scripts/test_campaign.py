@@ -9,36 +9,37 @@ import sys
 
 import pytest
 
-from fault_controls import HOW, misbehave
-from faults.cases import case_of, grid
-from faults.judging import Expected, complaint_about
-from faults.nursery import Nursery, Task
-from frame import State
-from oracle_part.draw import draw_case
-from oracle_part.part import BOUNDS
-from oracle_part.shrinking import variants
-from oracle_part.worker import run_cases
-from repository import ROOT
-from soak.draw import Block
-from soak.growth import counts_that_grow
-from soak.track import Track
-from soak.worker import run_block
-
-CAMPAIGN = ROOT / "scripts" / "checks" / "campaign"
-
-
-def python(*arguments):
-    path = os.pathsep.join([os.environ["PYTHONPATH"], str(CAMPAIGN), str(ROOT), str(ROOT / "kernels")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+from scripts.checks.campaign.faults.fault_grid import case_of, grid
+from scripts.checks.campaign.faults.judging import Expected, complaint_about
+from scripts.checks.campaign.faults.nursery import Nursery, Task
+from scripts.checks.campaign.frame import State
+from scripts.checks.campaign.oracle.attention_case import draw_case
+from scripts.checks.campaign.oracle.oracle_part import BOUNDS
+from scripts.checks.campaign.oracle.oracle_worker import run_cases
+from scripts.checks.campaign.oracle.shrinking import variants
+from scripts.checks.campaign.soak.growth import counts_that_grow
+from scripts.checks.campaign.soak.soak_draw import Block
+from scripts.checks.campaign.soak.soak_worker import run_block
+from scripts.checks.campaign.soak.track import Track
+from tests.scripts.fault_controls import HOW, misbehave
+from tests.support.repository import child_environment, run_module
 
 
 def test_a_few_seconds_of_a_part_and_then_some_more(tmp_path):
     state = tmp_path / "state.json"
     cases = []
     for _ in range(2):
-        done = python(
-            CAMPAIGN / "main.py", "--part", "fuzz", "--minutes", "0.05", "--seed", "1", "--state", state, "--json"
+        done = run_module(
+            "scripts.checks.campaign",
+            "--part",
+            "fuzz",
+            "--minutes",
+            "0.05",
+            "--seed",
+            "1",
+            "--state",
+            state,
+            "--json",
         )
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
@@ -90,13 +91,14 @@ BAD = {
 def test_what_an_input_may_not_do_is_found(tmp_path):
     (tmp_path / "inside").mkdir()
     script = (
-        "import interpreter, os, pathlib\nfrom dbsp_core.utils.errors import UserError\n"
-        "from fuzz import guard\nfrom fuzz.inputs import Trial\nguard.MOST_CPU_S = 0.5\n"
+        "from tests.support import interpreter\nimport os, pathlib\nfrom dbsp_core.utils.errors import UserError\n"
+        "from scripts.checks.campaign.fuzz import guard\nfrom scripts.checks.campaign.fuzz.inputs import Trial\n"
+        "guard.MOST_CPU_S = 0.5\n"
         "def fail(text): raise UserError(text)\n"
         f"folder = pathlib.Path({str(tmp_path / 'inside')!r})\nos.chdir(folder)\nwatch = guard.Guard(folder)\n"
         f"for call in [{', '.join(BAD)}]: print(watch.try_out(Trial('', call))[0])"
     )
-    done = python("-c", script)
+    done = subprocess.run([sys.executable, "-c", script], env=child_environment(), capture_output=True, text=True)
     found = done.stdout.splitlines()
     assert len(found) == len(BAD), done.stderr
     for complaint, line in zip(BAD.values(), found, strict=True):

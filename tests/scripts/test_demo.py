@@ -14,8 +14,8 @@ from PIL import Image
 from rich.progress import Progress
 
 from dbsp_cli.cli import main
-from demo import Settings, run_demo
-from side_by_side import SHOWN, save_side_by_side
+from scripts.training.trained_model.demo import Settings, run_demo
+from scripts.training.trained_model.side_by_side import SHOWN, save_side_by_side
 
 REPORT_KEYS = {
     *("format", "model", "host", "world_size", "strategy", "planner", "max_abs_diff", "layers", "seconds"),

@@ -9,9 +9,9 @@ import pytest
 
 from dbsp_core import Strategy
 from dbsp_core.cost.latency import predict
-from latency_cases import a_plan, machine, shape_of
-from repository import ROOT
 from scripts.reproduce.eq4 import as_printed, predict_as_printed
+from tests.core.cost.latency_cases import a_plan, machine, shape_of
+from tests.support.repository import ROOT
 
 
 def test_equation_4_by_hand():

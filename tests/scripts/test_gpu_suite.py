@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from repository import ROOT
+from tests.support.repository import ROOT
 
 SUITE = ROOT / "scripts" / "gpu_suite"
 

@@ -3,58 +3,33 @@
 from __future__ import annotations
 
 import csv
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from repository import ROOT
+from tests.support.repository import run_module
 
 pytest.importorskip("diffusers")
 pytest.importorskip("skimage")
-SCRIPTS = ROOT / "scripts" / "training" / "trained_model"
-
-MEASURES = """
-import json
-import torch
-from small_model import psnr, relative_l1, ssim
-from repository import ROOT
-
-video = torch.rand(2, 3, 48, 64, generator=torch.Generator().manual_seed(0)) * 0.5
-darker, blurred = video + 0.1, torch.nn.functional.avg_pool2d(video, 5, 1, 2)
-print(json.dumps({
-    "psnr": [psnr(darker, video), psnr(blurred, video)],
-    "ssim": [ssim(video, video), ssim(darker, video), ssim(blurred, video)],
-    "relative_l1": [relative_l1(video, video), relative_l1(video * 1.5, video)],
-}))
-"""
-
-
-def run(*command: object) -> str:
-    paths = (ROOT, ROOT / "kernels", SCRIPTS, os.environ.get("PYTHONPATH", ""))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def test_measures_of_videos():
-    found = json.loads(run("-c", MEASURES))
-    assert found["psnr"][0] == pytest.approx(20.0, abs=0.01), "an error of 0.1 everywhere is −20 dB of 1"
-    assert found["psnr"][1] < 20
-    same, darker, blurred = found["ssim"]
-    assert same == pytest.approx(1.0)
-    assert blurred < darker < 1, "structure counts for more than brightness"
-    assert found["relative_l1"] == [0.0, pytest.approx(0.5, abs=1e-5)]
+    from scripts.training.trained_model.small_model import psnr, relative_l1, ssim
+
+    video = torch.rand(2, 3, 48, 64, generator=torch.Generator().manual_seed(0)) * 0.5
+    darker, blurred = video + 0.1, torch.nn.functional.avg_pool2d(video, 5, 1, 2)
+    assert psnr(darker, video) == pytest.approx(20.0, abs=0.01), "an error of 0.1 everywhere is −20 dB of 1"
+    assert psnr(blurred, video) < 20
+    assert ssim(video, video) == pytest.approx(1.0)
+    assert ssim(blurred, video) < ssim(darker, video) < 1, "structure counts for more than brightness"
+    assert [relative_l1(video, video), relative_l1(video * 1.5, video)] == [0.0, pytest.approx(0.5, abs=1e-5)]
 
 
 def test_denser_masks_give_videos_nearer_to_the_dense_one(tmp_path):
     few = ("--prompts", 1, "--seeds", 1, "--steps", 1, "--every", 2, "--sources", "window", "--out", tmp_path)
-    said = run(SCRIPTS / "quality.py", *few)
-    assert "measured on the small trained model" in " ".join(said.split())
+    done = run_module("scripts.training.trained_model.quality", *few)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "measured on the small trained model" in " ".join(done.stdout.split())
     with (tmp_path / "quality.csv").open(newline="") as file:
         sparse, denser = csv.DictReader(file)
     assert 0 < float(sparse["density"]) < float(denser["density"]) < 1
@@ -66,7 +41,7 @@ def test_denser_masks_give_videos_nearer_to_the_dense_one(tmp_path):
 
 
 def test_what_fine_tuning_did_is_drawn_and_written(tmp_path):
-    from healing import Row, draw, publish
+    from scripts.training.trained_model.healing import Row, draw, publish
 
     rows = [
         Row("shipped", "dense", 1.0, 0.10, float("inf"), 1.0, 0),
@@ -85,7 +60,7 @@ def test_what_fine_tuning_did_is_drawn_and_written(tmp_path):
 def test_plans_of_few_steps_are_told_by_what_they_were_made_for():
     """Two videos of two steps with masks of one dense head each: a plan is even only for its own."""
     from dbsp_core import BlockGrid, BlockMask
-    from few_steps import measure
+    from scripts.training.trained_model.few_steps import measure
 
     grid = BlockGrid.uniform(64, 8)
     masks = []

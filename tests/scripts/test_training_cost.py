@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.support.attention_cases import Case
 
-from cases import Case
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.comm.all_to_all import exchange_q_separately
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.utils.errors import UserError
-from latency_cases import a_plan, machine, shape_of
 from scripts.reproduce.training_cost import predict_backward, saved_bytes, sent_backward, sent_forward
-from training_cost_cases import counted_and_modelled
+from tests.core.cost.latency_cases import a_plan, machine, shape_of
+from tests.scripts.training_cost_cases import counted_and_modelled
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2")])

@@ -14,8 +14,8 @@ from dbsp_cli.simulate import simulate
 from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.models.table import MODEL_SPECS
-from repository import ROOT
 from scripts.reproduce.training_step import simulate_training
+from tests.support.repository import ROOT
 
 
 def tiny_mask(heads=40, blocks=48):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import dbsp_diffusers
-from counting import COUNTED, attentions_counted
-from outcomes import Comparison, compare_outputs, outcomes_of, relative_difference
-from suites import SUITES
-from switch import Outputs, install, known_classes
-from tiny_transformers import make_tiny_transformer, tiny_inputs
-from yardsticks.finding import compared
+from scripts.checks.upstream.counting import COUNTED, attentions_counted
+from scripts.checks.upstream.outcomes import Comparison, compare_outputs, outcomes_of, relative_difference
+from scripts.checks.upstream.suites import SUITES
+from scripts.checks.upstream.switch import Outputs, install, known_classes
+from scripts.checks.upstream.yardsticks.finding import compared
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 
 
 def call(enabled, model="wan"):

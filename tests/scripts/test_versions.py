@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from environments import claimed_requirements
-from looking_up import PrivateName, belongs, complaint
-from private_names import PRIVATE_NAMES
-from repository import ROOT, python_path
-from rows import Row, summed_up, write
+from scripts.checks.csv_table import update_table
+from scripts.checks.versions.environments import claimed_requirements
+from scripts.checks.versions.looking_up import PrivateName, belongs, complaint
+from scripts.checks.versions.private_names import PRIVATE_NAMES
+from scripts.checks.versions.rows import Row, summed_up
+from tests.support.repository import ROOT, run_module
 
 
 def test_what_is_installed_has_every_private_name():
     """When this fails, a host has changed: look at the modules of ours that it names in private_names.py."""
-    folder = ROOT / "scripts" / "checks" / "versions"
-    environment = {"PYTHONPATH": python_path(ROOT, ROOT / "kernels", folder)}
-    command = [sys.executable, folder / "probe.py", "--names"]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    done = run_module("scripts.checks.versions.probe", "--names")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])["names"]
     assert {package: one["complaints"] for package, one in found.items()} == {package: [] for package in PRIVATE_NAMES}
@@ -77,7 +71,7 @@ def test_what_many_names_lack_for_one_reason_is_said_once():
     )
 
 
-def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
+def test_what_was_found_is_summed_up_in_a_row():
     found = {
         "names": {"torch": {"of": 3, "complaints": ["torch:gone: has gone"]}},
         "runs": {"attention": 1e-7, "xfuser": "ImportError: no", "diffusers": 0.5},
@@ -86,7 +80,12 @@ def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
     row = summed_up(Row("torch", "2.6.0", "oldest"), found)
     assert (row.names, row.runs) == ("2 of 3", "1 of 3")
     assert row.complaints == "torch:gone: has gone; xfuser: ImportError: no; diffusers: wrong by 0.5"
-    write(tmp_path / "table.csv", [row])
-    write(tmp_path / "table.csv", [Row("numpy", "1.26.4", "oldest")])
-    with (tmp_path / "table.csv").open() as file:
-        assert [one["package"] for one in csv.DictReader(file)] == ["torch", "numpy"]
+
+
+def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
+    table = tmp_path / "table.csv"
+    update_table(table, [{"name": name, "of": 1, "found": 3} for name in ("b", "a")], ("name", "of"))
+    update_table(table, [{"name": "b", "of": 1, "found": 4}], ("name", "of"))
+    assert table.read_text().splitlines() == ["name,of,found", "b,1,4", "a,1,3"]
+    update_table(table, [{"name": "c", "of": 2, "found": 5}], ("name", "of"), order=[("a", "1"), ("c", "2")])
+    assert table.read_text().splitlines() == ["name,of,found", "a,1,3", "c,2,5"]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import torch
+from tests.support.attention_cases import Case, Inputs
 
-from cases import Case, Inputs
 from dbsp_core import DualBalancedAttention, SequenceGroup, make_plan
 from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.layout.strategy import Strategy

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ports import free_port
+from tests.support.ports import free_port
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 import dbsp_para
 from dbsp_diffusers.reference import attach_single_process
-from transformers_for_tests import Inputs, make_transformer
+from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 TIMESTEPS = (900, 900, 600, 600, 300, 300)
 """Three steps of two guidance passes each."""

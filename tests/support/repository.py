@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = sorted({str(path.parent) for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")})
-"""Folders of modules that tests and their processes import by name."""
 
 
 def python_path(*first: object) -> str:
-    """PYTHONPATH of a process that needs the tests' helpers, with `first` before all."""
-    return os.pathsep.join([*map(str, first), *HELPERS, os.environ.get("PYTHONPATH", "")])
+    """PYTHONPATH with which a process finds db-SP, `tests` and `scripts` from any folder; `first` comes before all."""
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    return os.pathsep.join([*map(str, first), str(ROOT), str(ROOT / "kernels"), *given])
+
+
+def child_environment(*first: object) -> dict[str, str]:
+    """Environment of a process that a test starts: this one's, and `python_path(*first)`."""
+    return os.environ | {"PYTHONPATH": python_path(*first)}
+
+
+def run_module(module: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """`python -m module arguments` on one thread, with what it wrote."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    environment = child_environment() | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)

@@ -14,8 +14,11 @@ import pytest
 
 SAFETY_NET_S = 300  # ends a hang; no test is timed by it
 PRELOADED = (
-    *("interpreter", "cases", "torch._dynamo"),  # the first before anything else imports triton
-    *("diffusers.pipelines.wan.pipeline_wan_i2v", "diffusers.pipelines.cogvideo.pipeline_cogvideox"),
+    "tests.support.interpreter",  # before anything else imports triton
+    "tests.support.attention_cases",
+    "torch._dynamo",
+    "diffusers.pipelines.wan.pipeline_wan_i2v",
+    "diffusers.pipelines.cogvideo.pipeline_cogvideox",
 )
 """What every worker has from its birth; one that is not installed is left out."""
 MOST_THREADS = 100
@@ -84,7 +87,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    import interpreter  # noqa: F401  before anything else imports triton
+    from tests.support import interpreter  # noqa: F401  before anything else imports triton
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from dbsp_start.command_line import FLAGS, dbsp_requested, full_name, is_xfuser_
 from dbsp_xdit.flags import add_flags, parse_known
 from dbsp_xdit.models import preflight
 from dbsp_xdit.patches import _patch_parser
+from tests.support.repository import child_environment
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,8 @@ class TestScripts:
             "import torch\nfrom dbsp_cli.autoload import autoload\nautoload()\n"
             "from xfuser.config.args import FlexibleArgumentParser\nFlexibleArgumentParser().parse_args()\n"
         )
-        path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
         script = [sys.executable, str(tmp_path / "script.py"), "--sp-back", "dbsp"]
-        done = subprocess.run(script, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+        done = subprocess.run(script, env=child_environment(tmp_path), capture_output=True, text=True)
         assert done.returncode == 2
         assert done.stderr.splitlines()[-1].startswith("dbsp: error: --sp-backend dbsp is for the command xdit")
         assert "usage:" not in done.stderr

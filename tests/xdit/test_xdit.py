@@ -20,7 +20,7 @@ from dbsp_xdit.cpu_shim import cpu_patches
 from dbsp_xdit.flags import config_from, parse_known
 from dbsp_xdit.models import find_model, preflight, settings_of
 from dbsp_xdit.patches import _patch_base_model, _patch_runtime_state
-from xdit_cases import XditCase, registered_model, run_xdit_case, start_xfuser
+from tests.xdit.xdit_cases import XditCase, registered_model, run_xdit_case, start_xfuser
 
 TOLERANCE = 1e-5
 MASKS = (

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
-from xdit_cases import PipelineCase, expected_latents, run_cogvideox_pipeline, start_xfuser
+from tests.xdit.xdit_cases import PipelineCase, expected_latents, run_cogvideox_pipeline, start_xfuser
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}

@@ -8,11 +8,17 @@ import pytest
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.masks.mask_file import save_mask
-from xdit_cases import PipelineCase, start_xfuser
-from xdit_fault_cases import attach_error, fail_then_generate, run_until_error, strip_errors
+from tests.xdit.xdit_cases import PipelineCase, start_xfuser
+from tests.xdit.xdit_fault_cases import attach_error, fail_then_generate, run_until_error, strip_errors
 
 TOLERANCE = 1e-5
-BY_STEP = {"source": "callable", "function": "user_masks:band", "depends_on": "step", "block_q": 8, "block_k": 8}
+BY_STEP = {
+    "source": "callable",
+    "function": "tests.support.user_masks:band",
+    "depends_on": "step",
+    "block_q": 8,
+    "block_k": 8,
+}
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 
 from dbsp_cli.tiny_models import make_tiny
-from xdit_cases import XditCase, run_xdit_case, start_xfuser
-from xdit_parallel_cases import run_compiled, run_data_parallel, run_image_to_video
+from tests.xdit.xdit_cases import XditCase, run_xdit_case, start_xfuser
+from tests.xdit.xdit_parallel_cases import run_compiled, run_data_parallel, run_image_to_video
 
 TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
 CDF = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8}
-BY_BRANCH = {"source": "callable", "function": "user_masks:band", "depends_on": "step", "block_q": 8, "block_k": 8}
+BY_BRANCH = {
+    "source": "callable",
+    "function": "tests.support.user_masks:band",
+    "depends_on": "step",
+    "block_q": 8,
+    "block_k": 8,
+}
 
 
 def test_wan_branches_on_groups_of_their_own_keep_their_masks(pool, tmp_path):

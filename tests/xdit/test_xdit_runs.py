@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_diffusers.reference import attach_single_process
-from xdit_cases import load_cogvideox
+from tests.xdit.xdit_cases import load_cogvideox
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
 SIZE = {"height": 80, "width": 112, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 2.0}

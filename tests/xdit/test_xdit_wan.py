@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dbsp_cli.tiny_models import make_tiny
-from wan_cases import WanCase, run_wan_pipeline
-from xdit_cases import start_xfuser
+from tests.xdit.wan_cases import WanCase, run_wan_pipeline
+from tests.xdit.xdit_cases import start_xfuser
 
 SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 16, "block_k": 16}
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}

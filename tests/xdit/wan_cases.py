@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from para_pipeline_cases import difference
-from wan22_cases import SIZE, _image, alone, latents
+from tests.diffusers.models.wan22_cases import SIZE, _image, alone, latents
+from tests.para.para_pipeline_cases import difference
 
 
 @dataclass(frozen=True)

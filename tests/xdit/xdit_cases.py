@@ -17,8 +17,8 @@ import torch
 
 from dbsp_core import SequenceLayout
 from dbsp_diffusers.reference import attach_single_process
-from para_cases import fingerprint
-from transformers_for_tests import Inputs, make_transformer
+from tests.para.para_cases import fingerprint
+from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 
 @dataclass(frozen=True)

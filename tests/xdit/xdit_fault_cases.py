@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from dbsp_diffusers.reference import attach_single_process
-from transformers_for_tests import Inputs, make_transformer
-from xdit_cases import PipelineCase, engine_config, hosted_transformer, latents_of, load_cogvideox
+from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.xdit.xdit_cases import PipelineCase, engine_config, hosted_transformer, latents_of, load_cogvideox
 
 
 def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> str:

@@ -10,8 +10,8 @@ import torch
 import torch._dynamo
 
 from dbsp_diffusers.reference import attach_single_process
-from transformers_for_tests import GraphCounter, Inputs
-from xdit_cases import XditCase, hosted_transformer, run_xdit_case
+from tests.support.models.transformers_for_tests import GraphCounter, Inputs
+from tests.xdit.xdit_cases import XditCase, hosted_transformer, run_xdit_case
 
 
 def run_image_to_video(rank: int, world: int, folder: str, config: dict[str, Any]) -> tuple[float, float]:
@@ -33,7 +33,7 @@ def run_image_to_video(rank: int, world: int, folder: str, config: dict[str, Any
     wrapped.load_state_dict(stock.state_dict())
 
     pipe = WanImageToVideoPipeline(**parts, transformer=stock)
-    swapped = {**config, "mask": {**config["mask"], "function": "user_masks:band_of_other_branch"}}
+    swapped = {**config, "mask": {**config["mask"], "function": "tests.support.user_masks:band_of_other_branch"}}
     results = []
     for each in (config, swapped):
         single = attach_single_process(stock, each)

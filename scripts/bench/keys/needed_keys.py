@@ -2,10 +2,10 @@
 
 Keys that go round the ring take the best of every UxRy in the layouts that are meant for them, striped and
 contiguous; "ring_local_ms" is the same in the layout of needed keys. All plans are chosen by one model. Times are
-modelled, with the constants of configs/hardware (assumed and published, see there); bytes and ρ_s are counted.
+modelled, with the constants of dbsp_configs/hardware (assumed and published, see there); bytes and ρ_s are counted.
 
-    python scripts/bench/keys/needed_keys.py > docs/results/needed-keys.csv
-    python scripts/bench/keys/needed_keys.py planning        # milliseconds of a plan, measured here
+    python -m scripts.bench.keys.needed_keys > docs/results/needed-keys.csv
+    python -m scripts.bench.keys.needed_keys planning        # milliseconds of a plan, measured here
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 """Two nodes in network namespaces with a slow link between them: bytes on the wire, and time, of keys that go round
 the ring against needed keys. Measured; needs root and the commands ip and tc.
 
-    scripts/bench/keys/two_nodes.py [--rate 400mbit] [--ranks-per-node 2] [--json]
+    python -m scripts.bench.keys.two_nodes [--rate 400mbit] [--ranks-per-node 2] [--json]
 
 Each node is a namespace; its ranks (gloo, one thread each) reach the other's only by the link. Bytes are what the
 kernel has counted on it in one direction of each node, over the same calls that are timed; those expected are counted
@@ -71,7 +70,19 @@ def measure(rate: str, ranks_per_node: int) -> list[dict[str, Any]]:
         ranks = []
         for rank in range(NODES * ranks_per_node):
             name, link = links[rank // ranks_per_node]
-            command = ["ip", "netns", "exec", name, sys.executable, __file__, "--rank", str(rank), "--link", link]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                sys.executable,
+                "-m",
+                __spec__.name,
+                "--rank",
+                str(rank),
+                "--link",
+                link,
+            ]
             command += ["--ranks-per-node", str(ranks_per_node), "--store", f"{folder}/store"]
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1"}
             ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))

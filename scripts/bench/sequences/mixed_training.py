@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Images and videos trained in one step: padding, one loader a rank, KnapFormer's bags, and rows over all ranks.
 
 Real gloo ranks with the small trained model, forward and backward of the same samples each way, in turns in one run.
@@ -11,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,16 +30,11 @@ from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import plan_sequences
 from dbsp_diffusers import packed_forward_local
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "reproduce"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "training" / "video"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "training"))
-
-from clips import Clips, encode_clips
-from common import RESULTS, publish
-from flow import FewPads
-from mixed import Mix, Size, cut_item, sample_of
-from settings import SYNTHETIC, Settings
+from scripts.reproduce.common import RESULTS, publish
+from scripts.training.flow import FewPads
+from scripts.training.video.clips import Clips, encode_clips
+from scripts.training.video.mixed import Mix, Size, cut_item, sample_of
+from scripts.training.video.settings import SYNTHETIC, Settings
 
 MASKS: dict[str, dict[str, Any]] = {
     "dense": {"source": "dense", "block_q": 16, "block_k": 16},

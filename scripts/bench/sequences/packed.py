@@ -1,9 +1,8 @@
-#!/usr/bin/env python
 """Packed sequences: bytes of mask bits and kernel tables beside one cube of all tokens (counted), and planning time
 (measured, processor time of one core: other programs may share the machine).
 
-scripts/bench/sequences/packed.py                128 images of 256² to 2048² on 32 ranks in nodes of 8
-scripts/bench/sequences/packed.py --json > FILE  the same numbers for a program
+python -m scripts.bench.sequences.packed                128 images of 256² to 2048² on 32 ranks in nodes of 8
+python -m scripts.bench.sequences.packed --json > FILE  the same numbers for a program
 
 A node is planned by itself, as its ranks do; "all" is one plan over every rank. Images have 16×16 pixels a token;
 text lengths (uniform below 512), aspect (0.8 to 1.25) and masks (random, density around 0.4) are assumed.

@@ -1,10 +1,9 @@
-#!/usr/bin/env python
 """Time to share sequences out over bags, on one core: 128 sequences over 32 ranks, and larger clusters.
 
 Processor time, as other programs may share the machine.
 
-scripts/bench/sequences/sharing.py            least, median and most milliseconds of many draws, and the WIR they reach
-scripts/bench/sequences/sharing.py --json > FILEthe same numbers for a program
+python -m scripts.bench.sequences.sharing                  milliseconds (least, median, most) and WIR of many draws
+python -m scripts.bench.sequences.sharing --json > FILE    the same numbers for a program
 """
 
 from __future__ import annotations

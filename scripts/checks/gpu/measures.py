@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from changes import CHANGES, without
-from clock import Sampler
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.comm.route_building import build_route
 from dbsp_kernels import KernelInputs, KernelRequirements, available, block_attention
 from dbsp_kernels.packing.segment_copy import copy_segments
 from dbsp_kernels.triton.tile_config import HOPPER, Tiles, tiles_for
-from setting import GenerateJob, Setting
+from scripts.checks.gpu.clock import Sampler
+from scripts.checks.gpu.setting import GenerateJob, Setting
+from tests.kernels.kernel_changes import CHANGES, without
 
 __all__ = ["Row", "everything", "largest_error"]
 

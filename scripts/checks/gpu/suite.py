@@ -105,9 +105,9 @@ def sanitizer_run() -> dict[str, Any]:
 def measure(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
     import torch
 
-    from clock import Sampler
-    from measures import everything
-    from setting import Setting
+    from scripts.checks.gpu.clock import Sampler
+    from scripts.checks.gpu.measures import everything
+    from scripts.checks.gpu.setting import Setting
 
     torch.manual_seed(0)
     setting = Setting.tiny() if args.dry_run else Setting()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from counting import count_attention
 from dbsp_core import BlockGrid, BlockMask, dual_balanced_attention
 from dbsp_core.utils.errors import UserError
+from scripts.checks.upstream.counting import count_attention
 
 __all__ = ["replace_functions"]
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from switch import Outputs, install, known_classes
+from scripts.checks.upstream.switch import Outputs, install, known_classes
 
 PATIENCE = datetime.timedelta(seconds=60)
 if os.environ.get("DBSP_UPSTREAM_SUITE") == "diffusers":
@@ -35,7 +35,7 @@ outputs = Outputs()
 
 def in_rank(rank: int, function: Callable[..., None], *args: Any) -> None:
     """One rank of a suite's own parallel test: what `torch.multiprocessing.spawn` is given instead of `function`."""
-    from on_cpu import prepare_rank
+    from scripts.checks.upstream.on_cpu import prepare_rank
 
     prepare_rank(function)
     install(known_classes(), enabled, Outputs())
@@ -44,7 +44,7 @@ def in_rank(rank: int, function: Callable[..., None], *args: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    import on_cpu
+    from scripts.checks.upstream import on_cpu
 
     if "RANK" in os.environ:
         if os.environ["RANK"] != "0":
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
         case "para-attn":
             on_cpu.prepare_para()
             if enabled:
-                from para_functions import replace_functions
+                from scripts.checks.upstream.para_functions import replace_functions
 
                 replace_functions()
 

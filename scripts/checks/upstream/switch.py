@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from counting import count_attention
 from dbsp_core.runtime.session import AttentionSession
+from scripts.checks.upstream.counting import count_attention
 
 __all__ = ["Outputs", "enable_dense", "install", "known_classes"]
 

@@ -3,8 +3,8 @@ each against what is installed; scripts/versions against the oldest and newest t
 
 from __future__ import annotations
 
-from looking_up import PrivateName
-from xfuser_names import XFUSER
+from scripts.checks.versions.looking_up import PrivateName
+from scripts.checks.versions.xfuser_names import XFUSER
 
 __all__ = ["PRIVATE_NAMES"]
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import interpreter  # noqa: F401  before anything else imports triton
 from dbsp_core.utils.packages import installed_version
-from workers import WorkerError, WorkerPool
+from tests.support import interpreter  # noqa: F401  before anything else imports triton
+from tests.support.workers import WorkerError, WorkerPool
 
 os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "ERROR")
 
@@ -31,8 +31,8 @@ Run = Callable[[WorkerPool], float]
 
 def private_names() -> dict[str, Any]:
     from dbsp_xdit.patches import install
-    from looking_up import belongs, complaint
-    from private_names import PRIVATE_NAMES
+    from scripts.checks.versions.looking_up import belongs, complaint
+    from scripts.checks.versions.private_names import PRIVATE_NAMES
 
     install(active=True)  # without which xfuser cannot be imported where there is no accelerator
     found = {}
@@ -43,40 +43,39 @@ def private_names() -> dict[str, Any]:
 
 
 def _attention(pool: WorkerPool) -> float:
-    from cases import Case, run_case
+    from tests.support.attention_cases import Case, run_case
 
     cases = [Case("U2R1", tokens=130), Case("U1R2", tokens=130), Case("U1R2", tokens=130, keys="needed")]
     return max(error for case in cases for error in pool.run(run_case, case))
 
 
 def _gradients(pool: WorkerPool) -> float:
-    from gradient_cases import run_gradients
-
-    from cases import Case
+    from tests.core.runtime.gradients.gradient_cases import run_gradients
+    from tests.support.attention_cases import Case
 
     return max(max(errors) for errors in pool.run(run_gradients, Case("U1R2", tokens=130)))
 
 
 def _diffusers(pool: WorkerPool) -> float:
-    from enable_cases import run_transformer
+    from tests.diffusers.enable_cases import run_transformer
 
     return max(error for strategy in ("U2R1", "U1R2") for error, *_ in pool.run(run_transformer, strategy))
 
 
 def _context_parallel(pool: WorkerPool) -> float:
-    from takeover_cases import run_takeover
+    from tests.diffusers.models.takeover_cases import run_takeover
 
     return max(error for _, error, _ in pool.run(run_takeover, "wan", {"ulysses_degree": 2}, None))
 
 
 def _para_attn(pool: WorkerPool) -> float:
-    from para_cases import run_through_para_attn
+    from tests.para.para_cases import run_through_para_attn
 
     return max(pool.run(run_through_para_attn, 2, {"mask": MASK, "debug": True}))
 
 
 def _xfuser(pool: WorkerPool) -> float:
-    from xdit_cases import XditCase, run_xdit_case, start_xfuser
+    from tests.xdit.xdit_cases import XditCase, run_xdit_case, start_xfuser
 
     pool.run(start_xfuser)
     config = {"mask": SPARGE, "strategy": "U1R2", "layout": "striped"}
@@ -86,7 +85,7 @@ def _xfuser(pool: WorkerPool) -> float:
 
 def _cache(name: str) -> Run:
     def run(pool: WorkerPool) -> float:
-        from cache_cases import CacheCase, run_cache_case
+        from tests.diffusers.cache_cases import CacheCase, run_cache_case
 
         case = CacheCase(name, "wan", (0.3,), strategy="U1R2", batch=1)
         outcomes = [one for by_rank in pool.run(run_cache_case, case) for one in by_rank]
@@ -99,7 +98,7 @@ def _cache(name: str) -> Run:
 
 def _pipeline(pool: WorkerPool) -> float:
     from dbsp_cli.tiny_models import make_tiny
-    from enable_cases import run_pipeline
+    from tests.diffusers.enable_cases import run_pipeline
 
     with tempfile.TemporaryDirectory() as folder:
         tiny = str(make_tiny("wan", Path(folder) / "wan"))
@@ -137,7 +136,7 @@ def main() -> None:
     }
     pool = None
     for name, run in [] if "--names" in sys.argv else RUNS.items():
-        pool = pool or WorkerPool(2, ("interpreter",), PATIENCE_S)
+        pool = pool or WorkerPool(2, ("tests.support.interpreter",), PATIENCE_S)
         found["runs"][name] = attempt(lambda run=run, pool=pool: run(pool))  # type: ignore[misc]
         if isinstance(found["runs"][name], str):  # the workers may be out of step
             pool.close()

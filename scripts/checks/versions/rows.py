@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["BOUND", "Row", "summed_up", "write"]
+__all__ = ["BOUND", "Row", "summed_up"]
 
 BOUND = 1e-5
 MOST_SAID = 110
@@ -68,14 +66,3 @@ def _by_reason(complaints: Sequence[str]) -> list[str]:
         reason if reason.startswith(first) else f"{first}{f' and {len(others)} others' if others else ''}: {reason}"
         for reason, (first, *others) in names.items()
     ]
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    now = {(row.package, row.version): asdict(row) for row in rows}
-    if path.is_file():
-        with path.open(newline="") as file:
-            now = {(row["package"], row["version"]): row for row in csv.DictReader(file)} | now
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(now.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from looking_up import PrivateName
+from scripts.checks.versions.looking_up import PrivateName
 
 __all__ = ["XFUSER"]
 

@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Fits serial_s and launch_s of configs/hardware/a800.yaml to §3.1's scaling of Wan2.1-14B from one GPU to eight.
+"""Fits serial_s and launch_s of dbsp_configs/hardware/a800.yaml to §3.1's scaling of Wan2.1-14B from one GPU to eight.
 
 Two equations, two unknowns: 6.09 times as fast with Ulysses, 5.81 times with Ring Attention, ρ_s as in Table 1. What
 the period's launch comes to holds whatever a period costs beyond its blocks in the paper's system. Prints alone;

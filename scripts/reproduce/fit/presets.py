@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fits the presets: head_concentration to the Ulysses row of Table 1, then spread to the Ring row, drift to Fig. 11.
 
 Prints what belongs into dbsp_core/sources/synthetic/presets.py; writes nothing. Averages over all layers of four
@@ -8,19 +7,15 @@ seeds.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from common import FIG_11, TABLE_1, contiguous_rho
 from dbsp_core.sources.synthetic.presets import PRESETS
-from fig11 import PRESET as FIG_11_PRESET
-from fig11 import replans_and_rho
+from scripts.reproduce.common import FIG_11, TABLE_1, contiguous_rho
+from scripts.reproduce.fig11 import PRESET as FIG_11_PRESET
+from scripts.reproduce.fig11 import replans_and_rho
 
 SEEDS = (0, 1, 2, 3)
 

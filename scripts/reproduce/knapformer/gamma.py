@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """KnapFormer's Fig. 2: a layer's time over the length of its sequence, predicted from FLOP alone and with γ fitted.
 
 The paper measures FLUX on H100s. Here one plain layer (12·d² weights, as Eq. 1 counts) is measured on one CPU core,
 processor time, lengths in turns, the least of each, as other programs share the machine; beside it stands γ as it
-falls out of the constants in configs/hardware.
+falls out of the constants in dbsp_configs/hardware.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import numpy as np
 import torch
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from shared import knapformer_arguments
 
-from common import publish
 from dbsp_core.cost.hardware import SHIPPED, load_hardware
 from dbsp_core.cost.sequences import FLUX, gamma_of
+from scripts.reproduce.common import publish
+from scripts.reproduce.knapformer.shared import knapformer_arguments
 
 WIDTH, HEAD_DIM = 512, 64
 

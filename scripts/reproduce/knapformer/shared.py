@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from common import RESULTS
 from dbsp_core.cost.sequences import FLUX
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
 from dbsp_core.planning.sequences.streams import DrawnSequences, StreamAssumptions, draw, parse_streams
+from scripts.reproduce.common import RESULTS
 
 WORLD, NODE, BLOCK = 32, 8, 64
 ASSUMPTIONS = StreamAssumptions()

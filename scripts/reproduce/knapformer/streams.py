@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """KnapFormer's Fig. 4: what data loaders of 32 GPUs bring, stream by stream, and each GPU's work before and after.
 
 The paper's figure shows the arrangement alone. Sequences are drawn; cost is Eq. 2, γ as `wir.py` fits it.
@@ -11,10 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from shared import ASSUMPTIONS, STREAMS, drawn, knapformer_arguments, loads, pair_cost, share_out
 
-from common import publish
 from dbsp_core.planning.sequences.streams import parse_streams
+from scripts.reproduce.common import publish
+from scripts.reproduce.knapformer.shared import (
+    ASSUMPTIONS,
+    STREAMS,
+    drawn,
+    knapformer_arguments,
+    loads,
+    pair_cost,
+    share_out,
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """KnapFormer's Table 1: workload imbalance ratio (WIR) on 32 GPUs, the paper's, its method rebuilt, and ours.
 
 The paper's γ is not in the text we have: it is fitted here to three of Table 1's numbers (mixed resolutions without
@@ -15,7 +14,17 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from rich.console import Console
-from shared import (
+
+from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.sequences import FLUX, SequencePlanMetrics, SequenceWork, evaluate
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.sequences.bags import BagTopology
+from dbsp_core.planning.sequences.cost import SequenceCost
+from dbsp_core.planning.sequences.sequence_plan import plan_sequences
+from dbsp_core.planning.sequences.streams import DrawnSequences
+from dbsp_core.sources import MaskRequest, SyntheticSource
+from scripts.reproduce.common import publish
+from scripts.reproduce.knapformer.shared import (
     BLOCK,
     MIXED,
     PAPER_WIR,
@@ -27,16 +36,6 @@ from shared import (
     loads,
     share_out,
 )
-
-from common import publish
-from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.cost.sequences import FLUX, SequencePlanMetrics, SequenceWork, evaluate
-from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.cost import SequenceCost
-from dbsp_core.planning.sequences.sequence_plan import plan_sequences
-from dbsp_core.planning.sequences.streams import DrawnSequences
-from dbsp_core.sources import MaskRequest, SyntheticSource
 
 FITTED = ("none", "g1n32", "g2n16")
 GAMMAS = np.round(np.arange(0.1, 1.65, 0.025), 3)

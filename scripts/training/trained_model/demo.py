@@ -1,6 +1,6 @@
 """The demonstration: a video through xfuser's own `xdit … --sp-backend dbsp`, checked against one process.
 
-Run by scripts/demo, or `python scripts/training/trained_model/demo.py --out DIR --ranks N`.
+Run by scripts/demo, or `python -m scripts.training.trained_model.demo --out DIR --ranks N`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_diffusers.patching import in_float64
 from dbsp_diffusers.reference import attach_single_process
-from side_by_side import decode_video, save_side_by_side
+from scripts.training.trained_model.side_by_side import decode_video, save_side_by_side
 
 __all__ = ["FIXED", "PREDICTED", "Settings", "run_demo"]
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What balance is worth with few denoising steps, and how well plans serve that were made for other masks.
 
 Videos of the small trained model, one after another, under masks that SpargeAttn's predictor finds at every attention,
@@ -10,7 +9,6 @@ and under that of the same step of the last video, with another caption and seed
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +19,9 @@ from matplotlib.figure import Figure
 from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from demo import PREDICTED
-from small_model import PROMPTS, generate, load_pipeline
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
-
-from common import RESULTS, publish
+from scripts.reproduce.common import RESULTS, publish
+from scripts.training.trained_model.demo import PREDICTED
+from scripts.training.trained_model.small_model import PROMPTS, generate, load_pipeline
 
 STRATEGIES = ("U4R1", "U2R2", "U1R4")
 STEPS = (4, 8)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Does training through a mask heal what the mask costs? The question of DSV (Tan et al., 2025), asked small.
 
 The small trained model is fine-tuned through its predicted masks on two ranks, by scripts/train_video, and compared
@@ -25,17 +24,20 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from dbsp_diffusers.reference import attach_single_process
-from small_model import MEASURED_HERE, PROMPTS, Video, generate, load_pipeline, psnr, ssim
+from scripts.reproduce.common import RESULTS, publish
+from scripts.training.trained_model.small_model import (
+    MEASURED_HERE,
+    PROMPTS,
+    Video,
+    generate,
+    load_pipeline,
+    psnr,
+    ssim,
+)
+from scripts.training.video.clips import Clips, encode_clips
+from scripts.training.video.fine_tuning import flow_loss
+from scripts.training.video.settings import SYNTHETIC, Settings
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "video"))
-
-from clips import Clips, encode_clips
-from common import RESULTS, publish
-from fine_tuning import flow_loss
-from settings import SYNTHETIC, Settings
-
-TRAIN = Path(__file__).resolve().parents[1] / "video" / "main.py"
 WATCHED = 12  # clips that validation sees, each at one noise level
 UNSEEN = 1000  # added to the seed of the training clips
 
@@ -108,7 +110,13 @@ def fine_tune(options: argparse.Namespace, mask: dict[str, Any], work: Path) -> 
         "--seed": options.seed,
     }
     subprocess.run(
-        [sys.executable, str(TRAIN), *(str(part) for pair in arguments.items() for part in pair)], check=True
+        [
+            sys.executable,
+            "-m",
+            "scripts.training.video",
+            *(str(part) for pair in arguments.items() for part in pair),
+        ],
+        check=True,
     )
     with (work / "loss.csv").open() as file:
         return [float(row["loss"]) for row in csv.DictReader(file)]

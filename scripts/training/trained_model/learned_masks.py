@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Table 1, Figs. 11 and 12 and more on masks of learned attention: those of the small trained model.
 
 Reads the mask file that ships with the tests; --record makes it again (a minute): a video's masks as SpargeAttn's
@@ -8,7 +7,6 @@ predictor gives them, of every layer, head and denoising step, for the branch wi
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +22,8 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_file import save_mask
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
-from demo import PREDICTED
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
-
-from common import RESULTS, STRATEGIES, publish
+from scripts.reproduce.common import RESULTS, STRATEGIES, publish
+from scripts.training.trained_model.demo import PREDICTED
 
 FILE = Path(__file__).resolve().parents[3] / "tests" / "data" / "learned-masks.safetensors"
 LABEL = "measured on masks of the small trained model"
@@ -93,7 +88,7 @@ class Density:
 
 def record(path: Path, steps: int) -> None:
     """Writes the mask file. One group of the file is one denoising step."""
-    from small_model import PROMPTS, generate, load_pipeline
+    from scripts.training.trained_model.small_model import PROMPTS, generate, load_pipeline
 
     pipeline = load_pipeline()
     _, watched = generate(pipeline, PROMPTS[0], 0, steps, PREDICTED, keep=True)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What a low-rank predictor finds (DSV, Figs. 16 to 18, in kind): accuracy on the small trained model, and its speed.
 
 Accuracy: projections are fitted on one video of the small trained model and tested on another: how much attention is
@@ -9,7 +8,6 @@ means that `sparge` has. Speed: one attention on one core, of random queries and
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,11 +26,8 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources import DenseSource, LocalQK, LowRankSource, MaskRequest, RecordQKSource
 from dbsp_core.sources.lowrank import LowRankProjections, predicted_mass
 from dbsp_diffusers.reference import attach_single_process
-from small_model import FRAMES, HEIGHT, MEASURED_HERE, PROMPTS, WIDTH, load_pipeline
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
-
-from common import RESULTS, publish
+from scripts.reproduce.common import RESULTS, publish
+from scripts.training.trained_model.small_model import FRAMES, HEIGHT, MEASURED_HERE, PROMPTS, WIDTH, load_pipeline
 
 BLOCK, STEPS = 16, 6
 SHARES = (0.1, 0.2, 0.3)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What sparsity costs: sparse against dense videos of the small trained model, by mask source and density.
 
 All in one process: a parallel run computes the same attention (see the tests), so it adds nothing.
@@ -7,7 +6,6 @@ All in one process: a parallel run computes the same attention (see the tests), 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +17,17 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from small_model import MEASURED_HERE, PROMPTS, Video, generate, load_pipeline, psnr, relative_l1, ssim
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
-
-from common import RESULTS, publish
+from scripts.reproduce.common import RESULTS, publish
+from scripts.training.trained_model.small_model import (
+    MEASURED_HERE,
+    PROMPTS,
+    Video,
+    generate,
+    load_pipeline,
+    psnr,
+    relative_l1,
+    ssim,
+)
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sparge cdf": [{"source": "sparge", "cdf": value} for value in (0.3, 0.6, 0.85, 0.95)],

@@ -1,10 +1,8 @@
-#!/usr/bin/env python3
 """What separates a parallel run of the small trained model from one process: rounding, and blocks that it decides."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +11,9 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
-from demo import FIXED, PREDICTED, Settings, run_demo
-from small_model import MEASURED_HERE
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "reproduce"))
-
-from common import RESULTS, publish
+from scripts.reproduce.common import RESULTS, publish
+from scripts.training.trained_model.demo import FIXED, PREDICTED, Settings, run_demo
+from scripts.training.trained_model.small_model import MEASURED_HERE
 
 WAYS = (("float64", PREDICTED), ("float64", FIXED), ("float32", FIXED), ("float32", PREDICTED))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,8 @@ from safetensors.torch import load_file, save
 
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import UserError
-from settings import SYNTHETIC, Settings
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from world import Scene, render
+from scripts.training.video.settings import SYNTHETIC, Settings
+from scripts.training.world import Scene, render
 
 __all__ = ["Clips", "Item", "encode_clips"]
 

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dbsp_diffusers
-from clips import Clips
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.atomic_io import open_atomically
 from dbsp_core.utils.errors import UserError
-from mixed import Mix, local_loss
-from settings import Settings
+from scripts.training.video.clips import Clips
+from scripts.training.video.mixed import Mix, local_loss
+from scripts.training.video.settings import Settings
 
 __all__ = ["FineTuning", "flow_loss"]
 

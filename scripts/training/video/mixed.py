@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from clips import Clips, Item
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers import PackedSample, packed_forward_local
+from scripts.training.video.clips import Clips, Item
 
 __all__ = ["Mix", "Size", "cut_item", "local_loss", "sample_of"]
 

@@ -1,6 +1,7 @@
-"""`dbsp generate` with ranks that compute nothing: `python -m cheap_ranks ARGUMENTS`, and what each rank runs.
+"""`dbsp generate` with ranks that compute nothing: `python -m tests.cli.generate.cheap_ranks ARGUMENTS`.
 
-A rank says in $CHEAP_RANKS that it is there, and waits for the file "go"; then rank 0 leaves something for a video.
+Each rank runs this too. It says in $CHEAP_RANKS that it is there, and waits for the file "go"; then rank 0 leaves
+something for a video.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from repository import python_path
+from tests.support.repository import child_environment
 
+MODULE = "tests.cli.generate.cheap_ranks"
 FOLDER = "CHEAP_RANKS"
 LIMIT_S = 180.0  # a safety net: nothing is expected to take this long
 
@@ -60,11 +62,10 @@ def generating(folder: Path, *arguments: object, **options: object) -> Iterator[
     """`dbsp generate` into a folder, on two ranks, once both are there. options: of Popen"""
     signs = folder.parent / "signs"
     signs.mkdir()
-    tests = python_path()
     asked = ["--config", "tiny-wan", "--prompt", "x", "--host", "para", "--nproc", 2, "--out", folder / "ball.mp4"]
     run = subprocess.Popen(
-        [sys.executable, "-m", "cheap_ranks", *map(str, [*asked, *arguments])],
-        env=os.environ | {FOLDER: str(signs), "PYTHONPATH": tests},
+        [sys.executable, "-m", MODULE, *map(str, [*asked, *arguments])],
+        env=child_environment() | {FOLDER: str(signs)},
         text=True,
         **options,
     )
@@ -98,7 +99,7 @@ def _generate() -> None:
     from dbsp_cli.generate import job as generate
     from dbsp_cli.generate import running
 
-    generate.HOSTS["diffusers"] = replace(generate.HOSTS["diffusers"], module="cheap_ranks")
+    generate.HOSTS["diffusers"] = replace(generate.HOSTS["diffusers"], module=MODULE)
     running.make_tiny = lambda *_: None  # type: ignore[assignment]  # there is no model
     running.silence_libraries = lambda: None
     sys.argv[1:1] = ["generate"]

@@ -24,9 +24,8 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.reports.run_report import RunReport
 from dbsp_diffusers.attached import transformers_of
 from dbsp_diffusers.reference import attach_single_process
-from nodes import two_nodes
-from ports import free_port
-from repository import python_path
+from tests.support.nodes import two_nodes
+from tests.support.ports import free_port
 
 TOLERANCE = 1e-5
 PROMPT = "a red ball bounces over a blue floor"
@@ -106,7 +105,7 @@ def test_from_yaml_to_mp4(tmp_path, expected, host, model, ranks):
     assert len(in_force) == 1, done.stderr
     assert f"strategy U{ranks}R1, planner dbsp, layout striped, kernel cpu" in in_force[0]
     source = next(line for line in lines if line.startswith("dbsp: mask synthetic (block_q"))
-    assert f"configs/tiny-{model}.yaml, but for video.height" in source
+    assert f"dbsp_configs/tiny-{model}.yaml, but for video.height" in source
     bars = [line for line in lines if f"{ranks} × {host}" in line]
     assert len(bars) == 1, done.stderr
     assert "2/2" in bars[0]
@@ -242,13 +241,12 @@ def test_ranks_that_srun_has_started_are_joined(tmp_path, expected):
 
 def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):
     """Rank 1 is killed in the second step, as for want of memory: the other would wait for it."""
-    mask = "{source: callable, function: 'user_masks:dies_in_the_second_step', depends_on: step}"
+    mask = "{source: callable, function: 'tests.support.user_masks:dies_in_the_second_step', depends_on: step}"
     out, report = tmp_path / "ball.mp4", tmp_path / "report"
     out.write_text("an older video")
     options = ["--host", "para", "--nproc", 2, "--report", report, "--set", f"mask={mask}"]
-    here = python_path()
     line = command("tiny-wan", out, *options)
-    done = subprocess.run(line, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": here})
+    done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert (
         "dbsp: rank 1 failed (exit code -9: killed; out of memory? see dmesg); the end of its output:" in done.stderr

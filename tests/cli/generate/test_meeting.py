@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cheap_ranks import wait_until
 from dbsp_cli.generate import meeting, running
 from dbsp_cli.generate.job import GenerateJob, GenerateRequest, resolve
 from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed
 from dbsp_cli.generate.running import run_job
-from ports import free_port
+from tests.cli.generate.cheap_ranks import wait_until
+from tests.support.ports import free_port
 
 
 def job(folder: Path, launch: Launch) -> GenerateJob:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from cheap_ranks import LIMIT_S, Ranks, generating, runs, wait_until
 from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed, run_watched
 from dbsp_cli.generate.signals import end_cleanly_on_signals
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.autoload import autoload
 from dbsp_xdit.patches import _patch_cli
-from repository import python_path
+from tests.cli.generate.cheap_ranks import LIMIT_S, Ranks, generating, runs, wait_until
+from tests.support.repository import child_environment
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 
@@ -141,9 +141,8 @@ def test_a_rank_that_was_killed_before_it_said_anything_is_the_one_that_is_blame
 
 def test_a_killed_torchrun_takes_along_ranks_that_know_nothing_of_db_sp_and_no_rank_is_blamed(tmp_path, monkeypatch):
     rank = tmp_path / "rank.py"
-    rank.write_text("import cheap_ranks\ncheap_ranks._be_a_rank(None)")
+    rank.write_text("from tests.cli.generate import cheap_ranks\ncheap_ranks._be_a_rank(None)")
     monkeypatch.setenv("CHEAP_RANKS", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", python_path())
     found: list[Ranks] = []
 
     def kill() -> None:
@@ -237,9 +236,8 @@ BY_LOOKING = [
 def test_a_rank_ends_when_its_torchrun_is_killed(tmp_path, how):
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     starts = "import subprocess, sys, time\nsubprocess.Popen([sys.executable, *sys.argv[1:]])\ntime.sleep(600)"
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     torchrun = subprocess.Popen(
-        [sys.executable, "-c", starts, *how], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+        [sys.executable, "-c", starts, *how], stdout=subprocess.PIPE, text=True, env=child_environment(tmp_path)
     )
     assert torchrun.stdout is not None
     rank = int(torchrun.stdout.readline())
@@ -297,9 +295,6 @@ def test_a_rank_that_asks_too_late_ends_at_once(tmp_path):
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     gone = subprocess.Popen(["true"])
     gone.wait()
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    variables = {"PYTHONPATH": path, "DBSP_LAUNCHER": str(gone.pid)}
-    done = subprocess.run(
-        [sys.executable, *BY_THE_KERNEL], env=os.environ | variables, capture_output=True, timeout=LIMIT_S
-    )
+    environment = child_environment(tmp_path) | {"DBSP_LAUNCHER": str(gone.pid)}
+    done = subprocess.run([sys.executable, *BY_THE_KERNEL], env=environment, capture_output=True, timeout=LIMIT_S)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")

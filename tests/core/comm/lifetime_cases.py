@@ -23,7 +23,7 @@ from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.session import AttentionSession
-from lifetimes import count
+from tests.core.comm.lifetimes import count
 
 TOKENS, HEADS, WIDTH = 64, 2, 8
 MASK = BlockMask(torch.ones(HEADS, 4, 4, dtype=torch.bool), BlockGrid.uniform(tokens=TOKENS, block=16))

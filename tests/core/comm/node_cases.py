@@ -8,7 +8,7 @@ from unittest import mock
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config.config import DbspConfig
-from session_cases import Session
+from tests.core.runtime.session_cases import Session
 
 THW = (4, 12, 16)
 MASK = {"source": "synthetic", "block_q": 16, "block_k": 16, "density": 0.3}

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cases import Case, run_case
 from dbsp_core import Strategy
+from tests.support.attention_cases import Case, run_case
 
 WORLDS = (2, 3, 4, 6, 8)
 TOLERANCE = 1e-5

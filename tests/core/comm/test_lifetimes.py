@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from lifetime_cases import (
+from tests.core.comm.lifetime_cases import (
     PREDICTED,
     caught,
     executor,
@@ -19,8 +19,8 @@ from lifetime_cases import (
     unequal_numbers_of_groups,
     use_after_the_end,
 )
-from lifetimes import left_alive
-from workers import assert_all_raise
+from tests.core.comm.lifetimes import left_alive
+from tests.support.workers import assert_all_raise
 
 WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
-from matrix_cases import MatrixCase, run_matrix, single_process_latents
-from xdit_cases import start_xfuser
+from tests.core.comm.matrix_cases import MatrixCase, run_matrix, single_process_latents
+from tests.xdit.xdit_cases import start_xfuser
 
 TOLERANCE = 1e-5
 MODELS = ("wan", "cogvideox")

@@ -6,10 +6,10 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from gradient_cases import run_gradients
 
-from cases import Case, run_case
 from dbsp_core import Strategy
+from tests.core.runtime.gradients.gradient_cases import run_gradients
+from tests.support.attention_cases import Case, run_case
 
 WORLDS = (2, 3, 4, 6, 8)
 TOLERANCE = 1e-5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from node_cases import attention, nodes
+from tests.core.comm.node_cases import attention, nodes
 
 ONE_HOST, TWO_HOSTS = ["here"] * 4, ["here", "there"] * 2
 UNLIKE = [{"LOCAL_WORLD_SIZE": size} for size in ("3", "3", "3", "1")]

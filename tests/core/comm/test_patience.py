@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from ports import free_port
+from tests.support.ports import free_port
 
 SECONDS = "33"
 ASK = """

@@ -128,11 +128,11 @@ def test_every_source_can_be_named(tmp_path):
         (
             {
                 "source": "callable",
-                "function": "user_masks:band",
+                "function": "tests.support.user_masks:band",
                 "parameters": {"blocks": 2},
                 "token_orders": ["hwt"],
             },
-            CallableSource(function="user_masks:band", parameters={"blocks": 2}, token_orders=("hwt",)),
+            CallableSource(function="tests.support.user_masks:band", parameters={"blocks": 2}, token_orders=("hwt",)),
         ),
         ({"source": "synthetic", "density": 1, "seed": 3}, SyntheticSource(density=1.0, seed=3)),
     ):
@@ -413,7 +413,7 @@ def test_a_bad_file_raises_one_line_that_names_it(tmp_path, content, complaint):
         (lambda: SpargeSource(cdf=0.9, block_k=1 << 20), "block_k"),
         (lambda: SyntheticSource(density=0.2, drift=2.0), "drift"),
         (lambda: WindowSource(window=(1, 1, 1), tile=(1, 1)), "tile"),
-        (lambda: CallableSource(function="user_masks:band", parameters={1: 2}), "parameters"),
+        (lambda: CallableSource(function="tests.support.user_masks:band", parameters={1: 2}), "parameters"),
         (lambda: FileSource(), "path"),
         (lambda: DenseSchedule(last_layers=-1), "last_layers"),
         (lambda: VideoSettings(height=720, width=1), "width"),

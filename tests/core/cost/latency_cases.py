@@ -5,7 +5,7 @@ from __future__ import annotations
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.hardware import Constants, Hardware
 from dbsp_core.cost.latency import AttentionShape
-from generators import random_bits
+from tests.support.generators import random_bits
 
 NAMES = Constants.__dataclass_fields__
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from cases import in_chunks
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.route_building import build_route
 from dbsp_core.cost.comm_volume import traffic_of
@@ -22,8 +21,9 @@ from dbsp_core.cost.latency import (
     predict,
 )
 from dbsp_core.planning.planners import PlannerConfig
-from generators import random_bits
-from latency_cases import NAMES, a_plan, machine, shape_of
+from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
+from tests.support.attention_cases import in_chunks
+from tests.support.generators import random_bits
 
 
 class TestCompute:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import in_chunks
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.peak_memory import mask_bytes, peak_bytes, prediction_bytes
 from dbsp_core.cost.selection import ONE_AHEAD, SHARES, in_fastest_chunks
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource
-from generators import random_bits
-from peak_memory import Alive, peak_of_attention
-from selection_cases import plans_within
-from workers import WorkerError
+from scripts.bench.peak_memory import Alive, peak_of_attention
+from tests.core.cost.selection_cases import plans_within
+from tests.support.attention_cases import in_chunks
+from tests.support.generators import random_bits
+from tests.support.workers import WorkerError
 
 D = 16
 

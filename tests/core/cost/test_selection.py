@@ -12,8 +12,8 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.selection import StrategySelector, candidates
-from para_cases import ParaCase, run_sparge_case
-from selection_cases import choose_together
+from tests.core.cost.selection_cases import choose_together
+from tests.para.para_cases import ParaCase, run_sparge_case
 
 GRID = BlockGrid.uniform(64 * 16, 16)
 HEADS = 8
@@ -84,7 +84,7 @@ def test_ranks_choose_alike(pool, world):
 
 def test_ranks_with_other_constants_are_refused(pool, tmp_path):
     from dbsp_core.cost.hardware import save_hardware
-    from workers import WorkerError
+    from tests.support.workers import WorkerError
 
     hardware: Hardware = load_hardware("a800")
     save_hardware(tmp_path / "0.yaml", hardware)

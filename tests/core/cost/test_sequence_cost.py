@@ -25,8 +25,8 @@ from dbsp_core.planning.sequences.sequence_plan import BALANCERS, plan_sequences
 from dbsp_core.planning.sequences.streams import StreamAssumptions, draw, parse_streams
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.utils.errors import UserError
-from generators import random_bits
-from latency_cases import machine
+from tests.core.cost.latency_cases import machine
+from tests.support.generators import random_bits
 
 HEADS, WORLD, NODE = 6, 9, 4
 SIZES = ((70, 11), (300, 0), (45, 45), (128, 5), (33, 0), (90, 3), (512, 20))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, SequenceLayout, Strategy
-from generators import EVERY_STRATEGY, examples, grids, layouts
+from tests.support.generators import EVERY_STRATEGY, examples, grids, layouts
 
 
 @st.composite

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from dbsp_core import BlockGrid
-from generators import examples, grids
+from tests.support.generators import examples, grids
 
 
 @given(grids())

@@ -16,7 +16,7 @@ from dbsp_core.masks.mask_values import pack_mask_bits, unpack_mask_bits
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import AXIS_ORDERS
 from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
-from generators import SEEDS, examples, random_bits
+from tests.support.generators import SEEDS, examples, random_bits
 
 THW = (2, 3, 5)
 GRID = BlockGrid(37, 7, 4, 3, THW)

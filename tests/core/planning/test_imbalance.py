@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
-from generators import EVERY_STRATEGY, SEEDS, examples
-from oracle import cell_counts
+from tests.support.generators import EVERY_STRATEGY, SEEDS, examples
+from tests.support.oracle import cell_counts
 
 
 def test_ulysses_by_hand():

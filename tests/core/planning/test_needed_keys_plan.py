@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import in_chunks
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.local_layout import least_keys_layout
@@ -18,7 +17,8 @@ from dbsp_core.planning.key_travel import NeededKeys, RingKeys
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import MaskRequest, SvgSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
-from generators import SEEDS, examples, grids, random_bits
+from tests.support.attention_cases import in_chunks
+from tests.support.generators import SEEDS, examples, grids, random_bits
 
 REQUEST = MaskRequest(0, 12, (9, 24, 40), layers=2)
 SOURCES = {

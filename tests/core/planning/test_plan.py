@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
-from generators import EVERY_STRATEGY, SEEDS, examples, problems, random_bits
+from tests.support.generators import EVERY_STRATEGY, SEEDS, examples, problems, random_bits
 
 every_strategy = pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
 

@@ -24,7 +24,7 @@ from dbsp_core.reports.run_report import RunReport
 from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
-from transformers_for_tests import Inputs, make_transformer
+from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 LAYERS, HEADS, WIDTH = 2, 4, 16
 

@@ -19,8 +19,8 @@ from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings, parse_layers
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.utils.byte_sizes import parse_size
-from generators import SEEDS, examples, random_bits
-from paro_cases import files_of, run_recorded
+from tests.support.generators import SEEDS, examples, random_bits
+from tests.support.paro_cases import files_of, run_recorded
 
 GRID = BlockGrid(105, 0, 8, 8, (3, 5, 7))
 MOMENTS = [DenoisingStep(step, branch) for step in range(3) for branch in range(2)]

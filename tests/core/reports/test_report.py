@@ -8,16 +8,21 @@ from html.parser import HTMLParser
 
 import pytest
 
-from compile_cases import run_compiled
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
 from dbsp_core.reports.html import report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, LayerReport, RankTotals, RunReport
 from dbsp_core.reports.summary import in_seconds
 from dbsp_core.utils.byte_sizes import in_bytes
-from report_cases import fail_on_one_rank, pipeline_reports, recounted_session, report_of_transformer
-from steady_cases import waits_of_a_steady_step
-from workers import WorkerPool
+from tests.core.reports.report_cases import (
+    fail_on_one_rank,
+    pipeline_reports,
+    recounted_session,
+    report_of_transformer,
+)
+from tests.diffusers.compile_cases import run_compiled
+from tests.support.steady_cases import waits_of_a_steady_step
+from tests.support.workers import WorkerPool
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 8}
 DRIFTING = {"source": "synthetic", "density": 0.4, "drift": 0.2, "block_q": 16, "block_k": 8}

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 import torch._dynamo
 
-from cases import Case, Inputs
 from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, Strategy, dual_balanced_attention, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.compiling import not_compiled
+from tests.support.attention_cases import Case, Inputs
 
 CASE = Case("U1R2", heads=2, tokens=120)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bad_input_cases import (
+from dbsp_core import Strategy, UserError, make_plan
+from tests.core.robustness.bad_input_cases import (
     a_mask,
     call,
     call_inside_a_transform,
@@ -15,8 +16,7 @@ from bad_input_cases import (
     call_with_wrong_shapes,
     equal_by_process_group,
 )
-from dbsp_core import Strategy, UserError, make_plan
-from workers import WorkerError
+from tests.support.workers import WorkerError
 
 WORLD = 3
 

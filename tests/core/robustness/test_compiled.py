@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_cases import FUNCTIONS, compiled
+from tests.core.robustness.compiled_cases import FUNCTIONS, compiled
 
 
 @pytest.mark.parametrize("what", FUNCTIONS)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask
-from device_cases import functions, session
-from repository import ROOT
+from tests.core.robustness.device_cases import functions, session
+from tests.support.repository import ROOT
 
 SOURCES = [{"source": name} for name in ("dense", "window", "radial", "svg", "synthetic")]
 SPARGE = {"source": "sparge", "cdf": 0.5}

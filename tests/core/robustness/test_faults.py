@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fault_cases import (
+from tests.core.robustness.fault_cases import (
     arrivals_during_kernels,
     die_in_the_middle,
     make_a_group_that_one_rank_does_not_come_to,
 )
-from workers import SAFETY_NET_S, WorkerPool
+from tests.support.workers import SAFETY_NET_S, WorkerPool
 
 MASKS = {
     "window": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16},

@@ -9,7 +9,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
-from reuse_cases import mask_of
+from tests.core.runtime.reuse_cases import mask_of
 
 
 def plan_u2(mask: BlockMask) -> Plan:

@@ -18,8 +18,8 @@ from dbsp_core.runtime.plan_reuse.rule import KeptPlan, ReplanRule
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
-from reuse_cases import mask_of, plan_where_one_rank_goes_wrong, timeouts, two_caches_of_one_group
-from workers import WorkerError
+from tests.core.runtime.reuse_cases import mask_of, plan_where_one_rank_goes_wrong, timeouts, two_caches_of_one_group
+from tests.support.workers import WorkerError
 
 
 def plan_u2(mask: BlockMask) -> Plan:

@@ -9,7 +9,7 @@ from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.runtime.session import MOST_SIZES
 from dbsp_core.runtime.sizes.size_context import FEW_STEPS, MOST_PASSES
 from dbsp_core.sources import WindowSource
-from session_cases import (
+from tests.core.runtime.session_cases import (
     PREDICTED,
     Drifting,
     Growing,
@@ -27,7 +27,7 @@ from session_cases import (
     settings_on_one_rank,
     videos,
 )
-from workers import assert_all_raise
+from tests.support.workers import assert_all_raise
 
 LAYERS = PASSES = 2
 EVEN = {"threshold": 1.02, "budget": None}
@@ -134,7 +134,7 @@ class TestSizes:
             assert (worst <= 1e-5, plans) == (True, 2 * len(texts))
 
     def test_cache_keys_of_sizes_that_went_are_forgotten(self, pool):
-        settings = {"mask": {"source": "callable", "function": "user_masks:band", "depends_on": "step"}}
+        settings = {"mask": {"source": "callable", "function": "tests.support.user_masks:band", "depends_on": "step"}}
         assert pool(2).run(keys_known, settings, list(range(3 * MOST_SIZES))) == [MOST_SIZES] * 2
 
 

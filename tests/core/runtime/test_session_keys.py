@@ -9,7 +9,7 @@ import pytest
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import SHIPPED
 from dbsp_core.utils.errors import SettingError
-from session_cases import needed_keys_of_growing_masks, training_with_needed_keys, way_of_keys
+from tests.core.runtime.session_cases import needed_keys_of_growing_masks, training_with_needed_keys, way_of_keys
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

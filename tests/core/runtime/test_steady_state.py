@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_core import Strategy
-from steady_cases import collectives_of_a_steady_step, launches_of_a_steady_step, waits_of_a_steady_step
+from tests.support.steady_cases import collectives_of_a_steady_step, launches_of_a_steady_step, waits_of_a_steady_step
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}

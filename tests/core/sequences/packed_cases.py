@@ -32,8 +32,8 @@ from dbsp_core.sources import (
     packed_mask,
 )
 from dbsp_core.sources.base import BlockSizes
-from interpreter import interpreted
-from oracle import dense_attention, largest_difference, token_mask
+from tests.support.interpreter import interpreted
+from tests.support.oracle import dense_attention, largest_difference, token_mask
 
 HEADS, WIDTH = 4, 16
 KINDS = ("dense", "window", "radial", "sparge", "random")

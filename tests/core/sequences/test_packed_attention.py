@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
-from packed_cases import PackedCase, run_packed, run_page
-from repository import ROOT
+from tests.core.sequences.packed_cases import PackedCase, run_packed, run_page
+from tests.support.repository import ROOT
 
 WORLDS = (2, 3, 4, 6)
 LAYOUTS = ("striped", "contiguous", "loaders")

@@ -17,9 +17,9 @@ from dbsp_core.masks.mask_file import mask_file_bytes
 from dbsp_core.planning.imbalance import imbalance_ratio
 from dbsp_core.sources import DenseSource, FileSource, LocalQK, MaskRequest, SpargeSource, WindowSource, packed_mask
 from dbsp_core.utils.errors import UserError
-from generators import SEEDS, examples, masks, random_bits
-from oracle import cell_counts
-from packed_cases import RandomSource, orders_are_what_they_say
+from tests.core.sequences.packed_cases import RandomSource, orders_are_what_they_say
+from tests.support.generators import SEEDS, examples, masks, random_bits
+from tests.support.oracle import cell_counts
 
 SIZES = ((4, 5, 6, 9), (1, 7, 3, 0), (3, 3, 8, 17))
 """Frames, rows, columns, text."""

@@ -6,8 +6,8 @@ import pytest
 
 from dbsp_core import Rehoming, SequenceGroup, SequenceLayout
 from dbsp_core.utils.errors import UserError
-from packed_cases import rehome_wrongly, run_rehoming
-from workers import assert_all_raise
+from tests.core.sequences.packed_cases import rehome_wrongly, run_rehoming
+from tests.support.workers import assert_all_raise
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

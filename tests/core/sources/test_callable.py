@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-import user_masks
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import CallableSource, MaskRequest
-from para_cases import ParaCase, run_para_case, run_pipeline_case, run_until_error
+from tests.para.para_cases import ParaCase, run_para_case, run_pipeline_case, run_until_error
+from tests.support import user_masks
 
 REQUEST = MaskRequest(layer=2, heads=3, thw=(3, 4, 5), text_tokens=7, step=4, cfg_branch=1)
 
 
 def source(name, **keys):
-    return CallableSource(16, 8, f"user_masks:{name}", **keys)
+    return CallableSource(16, 8, f"tests.support.user_masks:{name}", **keys)
 
 
 def test_one_mask_for_all_heads_or_one_each():
@@ -51,8 +51,8 @@ def test_the_function_may_go_on_with_its_own_bits(monkeypatch, bits):
 def test_parameters_and_orders_come_from_yaml(tmp_path):
     file = tmp_path / "dbsp.yaml"
     file.write_text(
-        "mask: {source: callable, function: 'user_masks:band', parameters: {blocks: 2}, depends_on: nothing, "
-        "token_orders: [thw, hwt, 'tile:2x2x2'], block_q: 16, block_k: 8}"
+        "mask: {source: callable, function: 'tests.support.user_masks:band', parameters: {blocks: 2}, "
+        "depends_on: nothing, token_orders: [thw, hwt, 'tile:2x2x2'], block_q: 16, block_k: 8}"
     )
     mine = DbspConfig.load(file).mask
     assert mine == source(
@@ -76,21 +76,24 @@ def test_a_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
     ("keys", "message"),
     [
         ({}, "needs function: package.module:name, got ''"),
-        ({"function": "user_masks.band"}, "needs function: package.module:name, got 'user_masks.band'"),
+        ({"function": "tests.support.user_masks.band"}, "needs function: package.module:name, got 'user_masks.band'"),
         ({"function": "no_such_masks:band"}, "importing no_such_masks failed"),
-        ({"function": "user_masks:bnad"}, "user_masks has no such name; name a function"),
-        ({"function": "user_masks:NOT_A_FUNCTION"}, "names an int, which cannot be called"),
+        ({"function": "tests.support.user_masks:bnad"}, "user_masks has no such name; name a function"),
+        ({"function": "tests.support.user_masks:NOT_A_FUNCTION"}, "names an int, which cannot be called"),
         (
-            {"function": "user_masks:band", "depends_on": "call"},
+            {"function": "tests.support.user_masks:band", "depends_on": "call"},
             "unknown mask.depends_on 'call'; use one of nothing, layer, step",
         ),
-        ({"function": "user_masks:band", "parameters": {1: 2}}, "parameters of user_masks:band need names, 1 is none"),
         (
-            {"function": "user_masks:band", "parameters": [1]},
+            {"function": "tests.support.user_masks:band", "parameters": {1: 2}},
+            "parameters of tests.support.user_masks:band need names, 1 is none",
+        ),
+        (
+            {"function": "tests.support.user_masks:band", "parameters": [1]},
             "'parameters' in mask source 'callable' must be a mapping",
         ),
-        ({"function": "user_masks:band", "token_orders": "hwt"}, "must be a list of str, got 'hwt'"),
-        ({"function": "user_masks:band", "token_orders": [3]}, "must be a list of str, got [3]"),
+        ({"function": "tests.support.user_masks:band", "token_orders": "hwt"}, "must be a list of str, got 'hwt'"),
+        ({"function": "tests.support.user_masks:band", "token_orders": [3]}, "must be a list of str, got [3]"),
     ],
 )
 def test_settings_that_make_no_sense_raise_at_once(keys, message):
@@ -124,25 +127,34 @@ def test_what_a_function_should_not_do_is_one_line(name, keys, message):
 
 
 def test_masks_that_depend_on_step_and_guidance_pass_equal_one_process(pool, tmp_path):
-    mask = {"source": "callable", "function": "user_masks:band", "depends_on": "step", "block_q": 8, "block_k": 16}
+    mask = {
+        "source": "callable",
+        "function": "tests.support.user_masks:band",
+        "depends_on": "step",
+        "block_q": 8,
+        "block_k": 16,
+    }
     folder = str(make_tiny("wan", tmp_path / "wan"))
     results = pool(3).run(run_pipeline_case, "wan", folder, {"mask": mask, "strategy": "U1R3"})
     assert all(difference <= 1e-5 for difference, _ in results), results
+
+
+ON_ONE_RANK = "rank(s) [1]: mask function tests.support.user_masks:on_one_rank"
 
 
 @pytest.mark.parametrize("layout", ["striped", "learned"])  # "learned" asks for all masks beforehand
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("raises", "rank(s) [1]: mask function user_masks:on_one_rank raised RuntimeError: only here for layer 1"),
-        ("shape", "rank(s) [1]: mask function user_masks:on_one_rank returned shape"),
-        ("dtype", "rank(s) [1]: mask function user_masks:on_one_rank returned float32"),
+        ("raises", f"{ON_ONE_RANK} raised RuntimeError: only here for layer 1"),
+        ("shape", f"{ON_ONE_RANK} returned shape"),
+        ("dtype", f"{ON_ONE_RANK} returned float32"),
         ("bits", "the mask of layer 1 differs on rank(s) [1]; it must be the same on every rank"),
     ],
 )
 def test_what_one_rank_does_raises_on_all(pool, fault, message, layout):
     workers = pool(3)
-    mask = {"source": "callable", "function": "user_masks:on_one_rank", "parameters": {"fault": fault}}
+    mask = {"source": "callable", "function": "tests.support.user_masks:on_one_rank", "parameters": {"fault": fault}}
     config = {"mask": mask | {"block_q": 16, "block_k": 8}, "strategy": "U1R3", "layout": layout}
     for raised in workers.run(run_until_error, ParaCase("wan", (3, 5, 7), config)):
         assert message in raised

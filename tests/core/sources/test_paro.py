@@ -11,9 +11,9 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.masks.token_order import AXIS_ORDERS
 from dbsp_core.sources import MaskRequest, ParoSource
-from generators import random_bits
-from paro_cases import run_bad_file, run_paro_case
-from workers import WorkerError
+from tests.support.generators import random_bits
+from tests.support.paro_cases import run_bad_file, run_paro_case
+from tests.support.workers import WorkerError
 
 THW, HEADS, LAYERS = (3, 5, 7), 6, 2
 TOLERANCE = 1e-5

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import token_masks
 from dbsp_core.sources import MaskRequest, RadialSource, SvgSource, WindowSource
-from generators import BLOCK_SIZES, examples
+from tests.core.sources import token_masks
+from tests.support.generators import BLOCK_SIZES, examples
 
 SIZES = st.tuples(*[st.integers(1, 5)] * 3)
 WAN = MaskRequest(layer=0, heads=40, thw=(21, 45, 80))

@@ -23,7 +23,7 @@ from dbsp_core.sources import (
     SyntheticSource,
     WindowSource,
 )
-from generators import BLOCK_SIZES, examples, random_bits
+from tests.support.generators import BLOCK_SIZES, examples, random_bits
 
 REQUEST = MaskRequest(layer=0, heads=3, thw=(3, 4, 5), text_tokens=7)
 
@@ -37,7 +37,7 @@ REQUEST = MaskRequest(layer=0, heads=3, thw=(3, 4, 5), text_tokens=7)
         (SyntheticSource(16, 8), ("thw",)),
         (RadialSource(16, 8), ("thw",)),
         (SvgSource(16, 8), ("thw", "hwt", "hwt")),
-        (CallableSource(16, 8, "user_masks:band", token_orders=("wht",)), ("wht",)),
+        (CallableSource(16, 8, "tests.support.user_masks:band", token_orders=("wht",)), ("wht",)),
     ],
     ids=repr,
 )

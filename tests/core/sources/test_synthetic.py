@@ -14,7 +14,7 @@ from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.patterns import always_dense
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.sources.synthetic.sampling import choose_best, exact_counts
-from oracle import cell_counts
+from tests.support.oracle import cell_counts
 
 DEMO = MaskRequest(0, 12, (7, 13, 9))
 WITH_TEXT = MaskRequest(1, 5, (7, 13, 9), text_tokens=100)

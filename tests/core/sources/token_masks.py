@@ -10,7 +10,7 @@ import numpy as np
 
 from dbsp_core import BlockGrid
 from dbsp_core.sources import MaskRequest
-from oracle import place_in_order
+from tests.support.oracle import place_in_order
 
 Place = tuple[int, int, int]
 Rule = Callable[[Place, Place], bool]

@@ -9,8 +9,8 @@ import torch
 
 import dbsp_diffusers
 from dbsp_diffusers.reference import attach_single_process
-from model_cases import MASKS, apart, outputs
-from tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.diffusers.models.model_cases import MASKS, apart, outputs
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 
 CPU = torch.device("cpu")
 CONFIG = {"mask": MASKS["sparge"], "strategy": "U1R2"}

@@ -8,8 +8,8 @@ import torch
 
 import dbsp_diffusers
 from dbsp_diffusers.reference import attach_single_process
-from model_cases import MASKS, outputs
-from tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.diffusers.models.model_cases import MASKS, outputs
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 
 
 def _in_float64(inputs: dict[str, Any]) -> dict[str, Any]:

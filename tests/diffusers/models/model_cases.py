@@ -8,8 +8,8 @@ import torch
 
 import dbsp_diffusers
 from dbsp_diffusers.reference import attach_single_process
-from para_cases import fingerprint
-from tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.para.para_cases import fingerprint
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 
 MASKS = {
     "synthetic": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 import dbsp_diffusers
 from dbsp_core import DualBalancedAttention
 from dbsp_diffusers.reference import attach_single_process
-from model_cases import MASKS
-from tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.diffusers.models.model_cases import MASKS
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 
 BATCH = 2
 STEPS = 50

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from feature_cases import FEATURES, run_backends, run_feature, run_ip_adapter
+from tests.diffusers.models.feature_cases import FEATURES, run_backends, run_feature, run_ip_adapter
 
 TOLERANCE = 1e-5
 WITH_AN_EFFECT = {"LoRA", "fused LoRA", "layerwise casting", "torchao int8 weights"}

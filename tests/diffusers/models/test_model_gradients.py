@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradient_cases_of_models import gradients_of_model
+from tests.diffusers.models.gradient_cases_of_models import gradients_of_model
 
 CASES = [
     ("wan", 2, "U2R1", "synthetic", False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model_training_cases import (
+from tests.diffusers.models.model_training_cases import (
     by_step,
     gradients_of_lora,
     gradients_under_fsdp,
@@ -13,7 +13,7 @@ from model_training_cases import (
     masks_are_constants,
     under_autocast,
 )
-from workers import assert_all_raise
+from tests.support.workers import assert_all_raise
 
 
 def test_fifty_steps_have_the_same_losses_on_one_two_and_four_ranks(pool):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dbsp_diffusers.models import ARCHITECTURES
-from model_cases import run_model
-from tiny_transformers import TINY
+from tests.diffusers.models.model_cases import run_model
+from tests.support.models.tiny_transformers import TINY
 
 TOLERANCE = 1e-5
 

@@ -21,7 +21,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_diffusers.models import ARCHITECTURES
 from dbsp_diffusers.sharding.generations import LEFT_OUT, Generations
-from tiny_transformers import TINY, make_tiny_transformer
+from tests.support.models.tiny_transformers import TINY, make_tiny_transformer
 
 BF16 = torch.bfloat16
 

@@ -7,8 +7,8 @@ import inspect
 import pytest
 import torch
 
-from takeover_cases import MISTAKES, run_mesh, run_mistake, run_takeover
-from tiny_transformers import make_tiny_transformer
+from tests.diffusers.models.takeover_cases import MISTAKES, run_mesh, run_mistake, run_takeover
+from tests.support.models.tiny_transformers import make_tiny_transformer
 
 TOLERANCE = 1e-5
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_cli.tiny_models import make_tiny
-from wan22_cases import MASK, run_both, run_kind
+from tests.diffusers.models.wan22_cases import MASK, run_both, run_kind
 
 TOLERANCE = 1e-5
 LAYERS = 2

@@ -16,8 +16,8 @@ from dbsp_core.masks.schedule import StepClock
 from dbsp_diffusers.attached import transformers_of
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations
-from para_pipeline_cases import difference, load
-from tiny_transformers import make_tiny_transformer
+from tests.para.para_pipeline_cases import difference, load
+from tests.support.models.tiny_transformers import make_tiny_transformer
 
 SIZE = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 4, "guidance_scale": 2.0}
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}

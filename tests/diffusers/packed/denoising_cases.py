@@ -8,7 +8,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_diffusers import PackedRequest, denoise_packed
-from wan22_cases import MASK, make_pipe
+from tests.diffusers.models.wan22_cases import MASK, make_pipe
 
 REQUESTS: tuple[dict[str, Any], ...] = (
     {"prompt": "a red ball", "height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 4},

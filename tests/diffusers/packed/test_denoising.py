@@ -8,7 +8,7 @@ import torch
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers import denoise_packed
-from denoising_cases import denoised, own_noise
+from tests.diffusers.packed.denoising_cases import denoised, own_noise
 
 
 @pytest.fixture(scope="module")

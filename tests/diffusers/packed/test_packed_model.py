@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from packed_model_cases import (
+from tests.diffusers.packed.packed_model_cases import (
     alone_is_one_by_one,
     bad_input,
     kept_by_modulation,
     packed_is_one_by_one,
     stock_calls_still_work,
 )
-from workers import assert_all_raise
+from tests.support.workers import assert_all_raise
 
 CASES = [
     # model, world, mask, strategy, layout, local, checkpointing, fsdp

@@ -14,7 +14,7 @@ from dbsp_core.runtime.kernel_tables import build_tables, table_layout
 from dbsp_kernels import KERNELS, KernelRequirements, block_attention, merge_into, merge_states
 from dbsp_kernels.packing.row_bits import expand_rows
 from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
-from packed import full_counts, kinder, packed, relative_error
+from tests.kernels.packed_inputs import full_counts, kinder, packed, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -9,8 +9,8 @@ import torch
 
 from dbsp_kernels import KERNELS, BackwardInputs, KernelInputs, KernelRequirements, TransposedTable
 from dbsp_kernels import block_attention_backward as backward_of
-from packed import full_counts, kinder, packed, relative_error
-from test_backward import expected_and_inputs
+from tests.kernels.packed_inputs import full_counts, kinder, packed, relative_error
+from tests.kernels.test_backward import expected_and_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from mixed_training import measure, rows_of
 from safetensors.torch import load_file
 
-from clips import encode_clips
 from dbsp_core.utils.errors import UserError
-from mixed import Mix
-from repository import ROOT
-from settings import Settings
-from train_video_cases import go_on_from_another, gradients_of_mix, small, steps_of, stopped_and_not
-from workers import assert_all_raise
+from scripts.bench.sequences.mixed_training import measure, rows_of
+from scripts.training.video.clips import encode_clips
+from scripts.training.video.mixed import Mix
+from scripts.training.video.settings import Settings
+from tests.scripts.training.train_video_cases import (
+    go_on_from_another,
+    gradients_of_mix,
+    small,
+    steps_of,
+    stopped_and_not,
+)
+from tests.support.repository import run_module
+from tests.support.workers import assert_all_raise
 
 MASK = "mask: {source: sparge, topk: 0.5, similarity: -1.0, block_q: 8, block_k: 8}\n"
 
@@ -145,10 +149,7 @@ def test_the_command_goes_on_from_a_checkpoint(pool, folder, tmp_path):
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    paths = (ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH", ""))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "scripts" / "training" / "video" / "main.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return run_module("scripts.training.video", *arguments)
 
 
 @pytest.mark.parametrize(

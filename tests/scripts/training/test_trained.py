@@ -13,7 +13,7 @@ from dbsp_cli.tiny_models import TRAINED_WAN
 from dbsp_core import make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from repository import ROOT
+from tests.support.repository import ROOT
 
 MASKS = ROOT / "tests" / "data" / "learned-masks.safetensors"
 RESULTS = ROOT / "docs" / "results"

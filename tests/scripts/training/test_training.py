@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from repository import ROOT
+from tests.support.repository import run_module
 
 pytest.importorskip("diffusers")
 
 
 @pytest.fixture(scope="module")
 def found() -> dict:
-    return json.loads(run(Path(__file__).with_name("training_cases.py")).splitlines()[-1])
+    return json.loads(run("tests.scripts.training.training_cases").splitlines()[-1])
 
 
-def run(script: Path, *arguments: object) -> str:
-    paths = (ROOT, ROOT / "kernels", os.environ.get("PYTHONPATH", ""))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+def run(module: str, *arguments: object) -> str:
+    done = run_module(module, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -54,7 +47,7 @@ def test_a_colour_says_what_it_colours(found):
 
 
 def test_a_toy_run_makes_a_pipeline_with_a_card_and_runs_again(tmp_path):
-    command = ROOT / "scripts" / "training" / "main.py", "--toy", "--threads", 1
+    command = "scripts.training", "--toy", "--threads", 1
     folders = "--work", tmp_path / "work", "--weights", tmp_path / "weights"
     assert "transformer" in run(*command, *folders)
     weights = (tmp_path / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes()

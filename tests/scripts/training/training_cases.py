@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import tempfile
 from pathlib import Path
 
@@ -12,14 +11,7 @@ import torch
 import torch.nn.functional as F
 from rich.progress import Progress
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts" / "training"))
-
-import autoencoder
-import flow
-import loop
-import plain
-import text
-import world
+from scripts.training import autoencoder, flow, loop, plain, text, world
 
 
 class Stopped(RuntimeError):

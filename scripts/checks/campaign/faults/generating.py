@@ -10,9 +10,9 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from faults.acts import CHECKPOINT, FILLER, RESULTS, Injection
-from faults.nursery import Ended, Task
-from faults.rank import variables
+from scripts.checks.campaign.faults.acts import CHECKPOINT, FILLER, RESULTS, Injection
+from scripts.checks.campaign.faults.nursery import Ended, Task
+from scripts.checks.campaign.faults.rank import variables
 
 TIMEOUT_S = 25.0
 """That ranks wait for one another: more than the time between the first and the last of them to have started."""
@@ -117,7 +117,7 @@ def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
     injection = generation.injection
     os.environ.update(variables(host.module, folder, injection))
     os.environ.update({RESULTS: str(results), CHECKPOINT: str(folder / "checkpoint")})
-    job.HOSTS[generation.host] = replace(host, module="faults.rank")
+    job.HOSTS[generation.host] = replace(host, module="scripts.checks.campaign.faults.rank")
     injection.arm(PARENT, folder)
     sizes = [part for name, value in SIZES.items() for part in ("--set", f"video.{name}={value}")]
     places = ["--out", str(results / "ball.mp4"), "--report", str(results / "report")]

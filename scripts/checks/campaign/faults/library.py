@@ -10,8 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from faults.acts import Injection
-from faults.programs import PROGRAMS, Values
+from scripts.checks.campaign.faults.acts import Injection
+from scripts.checks.campaign.faults.programs import PROGRAMS, Values
 
 TIMEOUT_S = 4.0
 """Of the process group."""
@@ -69,5 +69,5 @@ def preload() -> None:
 
     import dbsp_cli.cli
     import dbsp_cli.generate.running  # noqa: F401
-    import interpreter  # noqa: F401  before anything else imports triton
-    import transformers_for_tests  # noqa: F401
+    from tests.support import interpreter  # noqa: F401  before anything else imports triton
+    from tests.support.models import transformers_for_tests  # noqa: F401

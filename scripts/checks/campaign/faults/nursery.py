@@ -1,7 +1,7 @@
 """Processes of a case: forked from one that has imported everything, watched to their end, and cleaned up after.
 
-`python -m faults.nursery FD`: gets tasks from a connection, and forks a keeper for each. A keeper forks the case's
-processes, watches them, and leaves what it saw in the case's folder.
+`python -m scripts.checks.campaign.faults.nursery FD`: gets tasks from a connection, and forks a keeper for each. A
+keeper forks the case's processes, watches them, and leaves what it saw in the case's folder.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Nursery:
     def __init__(self, preload: str) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "faults.nursery", str(theirs.fileno()), preload],
+            [sys.executable, "-m", "scripts.checks.campaign.faults.nursery", str(theirs.fileno()), preload],
             pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
@@ -258,7 +258,7 @@ if __name__ == "__main__":
     import pkgutil
 
     # Not from this module, which is another one when it is imported by its name.
-    from faults import nursery
+    from scripts.checks.campaign.faults import nursery
 
     todo = nursery.serve(Connection(int(sys.argv[1])), pkgutil.resolve_name(sys.argv[2]))
     if todo is not None:

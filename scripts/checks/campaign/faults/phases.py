@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from faults.acts import THREAD
+from scripts.checks.campaign.faults.acts import THREAD
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}

@@ -20,8 +20,8 @@ from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_diffusers.api import disable, enable
 from dbsp_diffusers.reference import attach_single_process, masked_attention
 from dbsp_diffusers.report_hook import report_or_say_why_not
-from faults.phases import WINDOW
-from oracle import dense_attention, largest_difference
+from scripts.checks.campaign.faults.phases import WINDOW
+from tests.support.oracle import dense_attention, largest_difference
 
 HEADS, WIDTH, TOKENS, CALLS = 4, 16, 200, 3
 THW = (4, 6, 8)
@@ -131,7 +131,7 @@ def session(values: Values) -> float:
 
 def transformer(values: Values) -> float:
     """Two passes of a tiny Wan transformer with db-SP enabled on it, and one after."""
-    from transformers_for_tests import Inputs, make_transformer
+    from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
     model = make_transformer("wan")
     inputs = Inputs.random("wan", (3, 6, 10), values.batch, 7).arguments

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from faults.acts import Injection
+from scripts.checks.campaign.faults.acts import Injection
 
 FAULT = "DBSP_FAULT"
 """Environment variable: the host's module, a folder for signs, and the fields of an `Injection`."""

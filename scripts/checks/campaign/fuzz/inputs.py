@@ -18,7 +18,7 @@ from dbsp_core.planning.sequences.streams import parse_streams
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.byte_sizes import parse_size
-from fuzz.mutations import (
+from scripts.checks.campaign.fuzz.mutations import (
     WORDS,
     mutated_bytes,
     mutated_json,
@@ -27,7 +27,7 @@ from fuzz.mutations import (
     mutated_tree,
     mutated_words,
 )
-from fuzz.originals import Originals
+from scripts.checks.campaign.fuzz.originals import Originals
 
 SIZES = "--thw 3,4,8 --block-q 16 --block-k 16"
 

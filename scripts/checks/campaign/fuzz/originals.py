@@ -34,8 +34,8 @@ class Originals:
 
 def make_originals(folder: Path) -> Originals:
     """folder: an empty one to work in"""
-    configs = [path.read_text() for path in sorted((REPO / "configs").glob("*.yaml"))]
-    hardware = [path.read_text() for path in sorted((REPO / "configs" / "hardware").glob("*.yaml"))]
+    configs = [path.read_text() for path in sorted((REPO / "dbsp_configs").glob("*.yaml"))]
+    hardware = [path.read_text() for path in sorted((REPO / "dbsp_configs" / "hardware").glob("*.yaml"))]
     return Originals(configs, hardware, _mask_files(folder), _foreign(), _recording(folder), _report().to_json())
 
 

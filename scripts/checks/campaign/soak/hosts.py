@@ -8,7 +8,7 @@ from typing import Any
 
 import dbsp_diffusers
 import dbsp_para
-from xdit_cases import hosted_transformer
+from tests.xdit.xdit_cases import hosted_transformer
 
 __all__ = ["attach_pipe", "attach_transformer", "transformer_of"]
 
@@ -17,7 +17,7 @@ Detach = Callable[[], None]
 
 def transformer_of(host: str, model: str) -> Any:
     """With the same weights every time; Wan in xfuser's wrapper where xfuser is the host."""
-    from tiny_transformers import make_tiny_transformer
+    from tests.support.models.tiny_transformers import make_tiny_transformer
 
     return hosted_transformer(model) if (host, model) == ("xdit", "wan") else make_tiny_transformer(model)
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from frame import Outcome
-from soak.census import IN_USE, RESIDENT
-from soak.draw import Block, Cycle
-from soak.growth import counts_that_grow, slope
-from soak.worker import Told
-from workers import WorkerError, WorkerPool
+from scripts.checks.campaign.frame import Outcome
+from scripts.checks.campaign.soak.census import IN_USE, RESIDENT
+from scripts.checks.campaign.soak.growth import counts_that_grow, slope
+from scripts.checks.campaign.soak.soak_draw import Block, Cycle
+from scripts.checks.campaign.soak.soak_worker import Told
+from tests.support.workers import WorkerError, WorkerPool
 
 __all__ = ["BOUND", "Track"]
 
 WORLD = 2
 BOUND = 1e-5
 PATIENCE_S = 120.0
-PRELOADED = ("interpreter", "soak.worker")
+PRELOADED = ("tests.support.interpreter", "scripts.checks.campaign.soak.soak_worker")
 
 
 @dataclass

@@ -24,7 +24,7 @@ from dbsp_cli.mask_tools.paro_plan import PARO_ORDERS
 from dbsp_core import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.step_groups import StepGroups
-from yardsticks.finding import Finding, compared, stand_in
+from scripts.checks.upstream.yardsticks.finding import Finding, compared, stand_in
 
 __all__ = ["findings"]
 

@@ -11,7 +11,7 @@ import torch
 
 from dbsp_core import BlockGrid
 from dbsp_core.sources.radial import radial_bits
-from yardsticks.finding import Finding, compared, stand_in
+from scripts.checks.upstream.yardsticks.finding import Finding, compared, stand_in
 
 __all__ = ["findings"]
 

@@ -13,7 +13,7 @@ import torch
 from dbsp_core import BlockGrid
 from dbsp_core.sources.geometry import distances, line_segments, reduce_to_blocks
 from dbsp_core.sources.svg import TIME_FASTEST, spatial_bits, temporal_bits
-from yardsticks.finding import Finding, compared, stand_in
+from scripts.checks.upstream.yardsticks.finding import Finding, compared, stand_in
 
 __all__ = ["findings"]
 

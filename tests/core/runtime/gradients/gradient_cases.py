@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import torch
 
-from cases import Case, Inputs, attend
 from dbsp_core.comm import all_to_all_backward
 from dbsp_core.runtime import backward, forward
-from interpreter import interpreted
-from oracle import dense_attention, largest_difference
+from tests.support.attention_cases import Case, Inputs, attend
+from tests.support.interpreter import interpreted
+from tests.support.oracle import dense_attention, largest_difference
 
 
 def run_gradients(rank: int, world: int, case: Case, sabotage: str | None = None) -> tuple[float, float]:

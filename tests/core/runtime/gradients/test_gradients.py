@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gradient_cases import (
+
+from dbsp_core import Strategy
+from dbsp_core.utils.errors import UserError
+from dbsp_kernels import KERNELS, KernelRequirements, require_supported
+from tests.core.runtime.gradients.gradient_cases import (
     gradcheck,
     inference_tensors,
     not_finite,
     run_gradients,
     same_bits,
 )
-
-from cases import Case
-from dbsp_core import Strategy
-from dbsp_core.utils.errors import UserError
-from dbsp_kernels import KERNELS, KernelRequirements, require_supported
-from workers import assert_all_raise
+from tests.support.attention_cases import Case
+from tests.support.workers import assert_all_raise
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 SHAPES = (

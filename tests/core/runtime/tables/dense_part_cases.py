@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import torch
 
-from cases import Case, Inputs, random_mask
 from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, make_plan
 from dbsp_core.runtime import ring
 from dbsp_core.runtime.kernel_tables import build_tables
-from oracle import dense_attention
+from tests.support.attention_cases import Case, Inputs, random_mask
+from tests.support.oracle import dense_attention
 
 
 def run_dense_parts(

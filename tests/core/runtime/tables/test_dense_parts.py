@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dense_part_cases import gradients_too, run_dense_parts
 
-from cases import Case
 from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.runtime.kernel_tables import dense_spans_of
+from tests.core.runtime.tables.dense_part_cases import gradients_too, run_dense_parts
+from tests.support.attention_cases import Case
 
 SHAPES = (
     Case("-", heads=4, tokens=203, batch=2),

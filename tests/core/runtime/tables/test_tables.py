@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
 from dbsp_core.runtime.kernel_tables import build_tables, dense_head_layout, table_layout
 from dbsp_kernels.packing.row_bits import expand_rows, pack_bits, pack_rows
-from generators import SEEDS, examples, masks
-from interpreter import interpreted
+from tests.support.generators import SEEDS, examples, masks
+from tests.support.interpreter import interpreted
 
 
 @given(rows=st.integers(0, 5), width=st.integers(0, 40), seed=SEEDS)

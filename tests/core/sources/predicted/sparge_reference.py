@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dbsp_core import BlockGrid
-from oracle import place_in_order
+from tests.support.oracle import place_in_order
 
 
 @dataclass(frozen=True)

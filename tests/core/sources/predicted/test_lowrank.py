@@ -8,15 +8,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from lowrank_cases import LowRankCase, predict_with_another_group_before, predict_with_fitted, record_together
 from safetensors.torch import load_file, save_file
-from sparge_cases import predict_together
 
 from dbsp_cli.mask_tools.fit import fit_projections, fit_recording
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import LocalQK, LowRankSource, MaskRequest, RecordQKSource
 from dbsp_core.utils.errors import UserError
-from workers import WorkerError
+from tests.core.sources.predicted.lowrank_cases import (
+    LowRankCase,
+    predict_with_another_group_before,
+    predict_with_fitted,
+    record_together,
+)
+from tests.core.sources.predicted.sparge_cases import predict_together
+from tests.support.workers import WorkerError
 
 HEADS, WIDTH, RANK = 5, 16, 6
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparge_cases import SpargeCase
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.sources import LocalQK
 from dbsp_kernels.prediction.pooling import DIRECTION_UNIT, LIMIT, MEAN_UNIT, block_runs, sum_tokens_torch
+from tests.core.sources.predicted.sparge_cases import SpargeCase
 
 CASES = (
     SpargeCase(settings={"cdf": 0.6, "similarity": 0.35}),

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sparge_cases import SpargeCase, predict_together
-from sparge_reference import predict
 
 from dbsp_core import Strategy
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_kernels.packing.row_bits import pack_bits, unpack_bits
 from dbsp_kernels.prediction.pooling import block_runs, pool_rows, sum_tokens
-from generators import SEEDS, examples
+from tests.core.sources.predicted.sparge_cases import SpargeCase, predict_together
+from tests.core.sources.predicted.sparge_reference import predict
+from tests.support.generators import SEEDS, examples
+from tests.support.repository import child_environment
 
 CASES = {
     "cdf": SpargeCase(),
@@ -78,9 +77,9 @@ def test_the_cases_are_worth_comparing():
 def test_agrees_with_xfusers_own_predictor():
     if not all(map(importlib.util.find_spec, ("triton", "xfuser"))):
         pytest.skip("needs triton and xfuser")
-    program = Path(__file__).with_name("sparge_twin.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-m", "tests.core.sources.predicted.sparge_twin"]
+    environment = child_environment() | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["kernel equals torch"] == [True] * 8

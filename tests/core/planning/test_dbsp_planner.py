@@ -20,7 +20,7 @@ from dbsp_core.planning.balanced.work import RingSchedule, head_shards
 from dbsp_core.planning.baselines import greedy_heads
 from dbsp_core.planning.bounds import bins_bound, whole_row_bound
 from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
-from oracle import cell_counts
+from tests.support.oracle import cell_counts
 
 
 def count_work_by_slot(bits: np.ndarray, slots: np.ndarray, ring: int) -> np.ndarray:

@@ -9,8 +9,8 @@ from dbsp_core import SequenceGroup
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.schedule import DenoisingStep, DenseSchedule, Progress, StepClock, StepCounter
-from feed_cases import OddOneOut, attend_in_two_steps, attend_with, dense_moments
-from workers import WorkerError
+from tests.core.runtime.mask_provider_cases import OddOneOut, attend_in_two_steps, attend_with, dense_moments
+from tests.support.workers import WorkerError
 
 
 @pytest.mark.parametrize(("world", "odd"), [(2, 1), (3, 0), (3, 2)])

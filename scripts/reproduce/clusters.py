@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Figures of the papers' own clusters, modelled: db-SP's two servers (§6), and DSV's nodes of H100s (§9).
 
 db-SP: end-to-end and attention speed-up of planner dbsp over plain Ulysses and Ring, on a800 and h800.
@@ -8,10 +7,8 @@ DSV: training and inference on nodes of 8 H100s, and one attention's speed-up, o
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from matplotlib import pyplot
@@ -23,12 +20,9 @@ from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.sources import MaskRequest, SyntheticSource
+from scripts.reproduce.common import publish
+from scripts.reproduce.modelled import MODELLED, PAPER_ATTENTION, PAPER_END_TO_END, model_masks, modelled_arguments
 from scripts.reproduce.training_cost import predict_backward
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from common import publish
-from modelled import MODELLED, PAPER_ATTENTION, PAPER_END_TO_END, model_masks, modelled_arguments
 
 HEADS, WIDTH, LAYERS, PARAMETERS = 16, 128, 32, 2.7e9
 """DSV's 2.7B model (its Table 1)."""

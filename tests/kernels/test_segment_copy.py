@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dbsp_kernels.packing import segment_copy as runs_module
 from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
-from generators import SEEDS, examples
-from interpreter import interpreted
+from tests.support.generators import SEEDS, examples
+from tests.support.interpreter import interpreted
 
 LAYOUTS = {
     "heads, then tokens": (0, 1, 2, 3),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from peak_memory import peak_of_attention
+from scripts.bench.peak_memory import peak_of_attention
 
 
 @pytest.mark.parametrize(

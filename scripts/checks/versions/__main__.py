@@ -14,8 +14,9 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
-from environments import REPO, claimed_requirements, layered, offered, python_version, whole
-from rows import Row, summed_up, write
+from scripts.checks.csv_table import update_table
+from scripts.checks.versions.environments import REPO, claimed_requirements, layered, offered, python_version, whole
+from scripts.checks.versions.rows import Row, summed_up
 
 PACKAGES = (
     *("torch", "diffusers", "xfuser", "para-attn", "cache-dit", "transformers", "accelerate", "numpy", "safetensors"),
@@ -50,7 +51,7 @@ def main() -> int:
         if not options.json:
             print("  ".join(map(str, filter(None, asdict(row).values()))), flush=True)
         if options.out:
-            write(options.out, rows)
+            update_table(options.out, [asdict(row) for row in rows], ("package", "version"))
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
     return int(any(row.complaints for row in rows))
@@ -101,7 +102,7 @@ def in_scratch(row: Row, make: Callable[[Path], Path]) -> Row:
 
 def judged(row: Row, python: Path) -> Row:
     """With what `probe.py` finds there."""
-    command = [str(python), str(Path(__file__).with_name("probe.py"))]
+    command = [str(python), "-m", "scripts.checks.versions.probe"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=_variables())
     except subprocess.TimeoutExpired:
@@ -113,10 +114,7 @@ def judged(row: Row, python: Path) -> Row:
 
 
 def _variables() -> dict[str, str]:
-    helpers = sorted(
-        {str(path.parent) for path in (REPO / "tests").rglob("*.py") if not path.name.startswith("test_")}
-    )
-    paths = [str(REPO), str(REPO / "kernels"), *helpers, str(Path(__file__).parent)]
+    paths = [str(REPO), str(REPO / "kernels")]
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return kept | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 

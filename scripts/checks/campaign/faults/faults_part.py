@@ -7,14 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from faults.cases import Case, case_of
-from faults.judging import LATE, complaint_about
-from faults.nursery import Nursery
-from frame import Outcome
+from scripts.checks.campaign.faults.fault_grid import Case, case_of
+from scripts.checks.campaign.faults.judging import LATE, complaint_about
+from scripts.checks.campaign.faults.nursery import Nursery
+from scripts.checks.campaign.frame import Outcome
 
 TOGETHER = 3
 """Cases under way at once: most of their time they wait."""
-PRELOAD = "faults.library:preload"
+PRELOAD = "scripts.checks.campaign.faults.library:preload"
 
 
 class Faults:

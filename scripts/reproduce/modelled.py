@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common import arguments, layer_count, masks
 from dbsp_cli.simulate import LayerTime, RunConfig, SimulationResult, simulate_layer, summarize
 from dbsp_core import BlockMask, Strategy
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import Topology
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.models.table import MODEL_SPECS
+from scripts.reproduce.common import arguments, layer_count, masks
 
 MODELLED = "modelled, synthetic masks"
 

@@ -19,7 +19,7 @@ WINDOW = {"source": "window", "tile": [2, 3, 4], "window": [1, 1, 1], **_BLOCKS}
 RADIAL = {"source": "radial", "width": 0.4, "sink_frames": 0, **_BLOCKS}
 SVG = {"source": "svg", "frames": 1, "bandwidth": 0.2, **_BLOCKS}
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.1, **_BLOCKS}
-BY_STEP = {"source": "callable", "function": "user_masks:band", "depends_on": "step", **_BLOCKS}
+BY_STEP = {"source": "callable", "function": "tests.support.user_masks:band", "depends_on": "step", **_BLOCKS}
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from frame import Outcome
-from oracle_part.draw import CASES_PER_WORLD, Draw, draw_case
-from oracle_part.shrinking import variants
-from oracle_part.worker import Answer, run_cases
-from workers import WorkerError, WorkerPool
+from scripts.checks.campaign.frame import Outcome
+from scripts.checks.campaign.oracle.attention_case import CASES_PER_WORLD, Draw, draw_case
+from scripts.checks.campaign.oracle.oracle_worker import Answer, run_cases
+from scripts.checks.campaign.oracle.shrinking import variants
+from tests.support.workers import WorkerError, WorkerPool
 
 BOUNDS = {
     ("float32", "output"): 1e-5,
@@ -24,7 +24,11 @@ TOGETHER = 10
 PATIENCE_S = 180.0
 MOST_TRIES = 80
 """Of smaller variants of a failing case."""
-PRELOADED = ("interpreter", "oracle_part.worker", "torch.fx.experimental.symbolic_shapes")
+PRELOADED = (
+    "tests.support.interpreter",
+    "scripts.checks.campaign.oracle.oracle_worker",
+    "torch.fx.experimental.symbolic_shapes",
+)
 
 
 class Oracle:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Trains a small Wan2.1 on drawn videos, in at most an hour on two CPU cores. See docs/trained-model.md.
 
 Stopped at any time, it goes on from its last checkpoint when it is started again with the same options.
@@ -15,13 +14,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from autoencoder import Clips, make_autoencoder, train_autoencoder
-from checkpoint import Card, save_pipeline
-from flow import Phase, Videos, make_transformer, train_transformer
-from latents import encode_videos, standardise
-from loop import History
-from text import embed, make_text_encoder, make_tokenizer
-from world import Scene
+from scripts.training.autoencoder import Clips, make_autoencoder, train_autoencoder
+from scripts.training.checkpoint import Card, save_pipeline
+from scripts.training.flow import Phase, Videos, make_transformer, train_transformer
+from scripts.training.latents import encode_videos, standardise
+from scripts.training.loop import History
+from scripts.training.text import embed, make_text_encoder, make_tokenizer
+from scripts.training.world import Scene
 
 CAPTION = 16  # tokens: the longest caption, its end, and padding
 

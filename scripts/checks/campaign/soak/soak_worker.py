@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from cache_cases import CACHES
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.reference import attach_single_process
-from oracle import largest_difference
-from soak.census import census, freeze
-from soak.draw import STANDS, Block, Cycle, Stand
-from soak.hosts import attach_pipe, attach_transformer, transformer_of
-from tiny_transformers import make_tiny_transformer, tiny_inputs
-from xdit_cases import start_xfuser
+from scripts.checks.campaign.soak.census import census, freeze
+from scripts.checks.campaign.soak.hosts import attach_pipe, attach_transformer, transformer_of
+from scripts.checks.campaign.soak.soak_draw import STANDS, Block, Cycle, Stand
+from tests.diffusers.cache_cases import CACHES
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.oracle import largest_difference
+from tests.xdit.xdit_cases import start_xfuser
 
 __all__ = ["Told", "run_block", "run_cycle"]
 

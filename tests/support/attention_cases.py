@@ -15,8 +15,8 @@ from dbsp_core.planning.key_travel import KEYS, NeededKeys
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
-from interpreter import interpreted
-from oracle import dense_attention, largest_difference
+from tests.support.interpreter import interpreted
+from tests.support.oracle import dense_attention, largest_difference
 
 RUBBISH = 1e4  # fills padding, which must not be seen
 

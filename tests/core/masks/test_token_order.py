@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dbsp_core import BlockGrid
 from dbsp_core.masks.token_order import AXIS_ORDERS, video_order
 from dbsp_core.planning.baselines import balanced_majority_rank, majority_rank
-from generators import examples
-from oracle import place_in_order
+from tests.support.generators import examples
+from tests.support.oracle import place_in_order
 
 SIZES = st.tuples(*[st.integers(1, 7)] * 3)
 ORDERS = st.sampled_from(AXIS_ORDERS) | SIZES.map(lambda tile: "tile:{}x{}x{}".format(*tile))

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fine-tunes Wan through dual-balanced block-sparse attention. See docs/training.md; started by scripts/train_video.
 
 Alone it encodes the data, then starts --ranks processes of itself under torchrun; under torchrun it is one of them.
@@ -18,10 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.distributed.device_mesh import init_device_mesh
 
-from clips import Clips, encode_clips
 from dbsp_core.utils.errors import UserError
-from fine_tuning import FineTuning
-from settings import Settings
+from scripts.training.video.clips import Clips, encode_clips
+from scripts.training.video.fine_tuning import FineTuning
+from scripts.training.video.settings import Settings
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 OTHER_SHIFT = 3.0
@@ -87,7 +86,7 @@ def main() -> None:
         raise SystemExit(1) from None
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.ranks)]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execv(sys.executable, [*launch, __file__, *sys.argv[1:]])
+    os.execv(sys.executable, [*launch, "-m", __spec__.name, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

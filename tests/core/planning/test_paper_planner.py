@@ -14,8 +14,8 @@ from dbsp_core.layout.learned import balanced_layout
 from dbsp_core.planning.baselines import biased_greedy, contiguous_heads, greedy_heads, majority_rank, snake_heads
 from dbsp_core.planning.bounds import bins_bound, whole_block_bound
 from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
-from generators import SEEDS, examples
-from oracle import cell_counts
+from tests.support.generators import SEEDS, examples
+from tests.support.oracle import cell_counts
 
 WORKS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(np.array)
 PARTS = st.integers(1, 6)

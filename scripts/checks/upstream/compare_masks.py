@@ -1,6 +1,6 @@
 """Masks of other projects' own code against ours: run as a yardstick from checkouts of theirs, nothing of it kept.
 
-    python scripts/checks/upstream/masks.py --radial FOLDER --svg FOLDER --paro FOLDER [--out FILE.csv]
+    python -m scripts.checks.upstream.compare_masks --radial FOLDER --svg FOLDER --paro FOLDER [--out FILE.csv]
 
     --radial  a checkout of https://github.com/mit-han-lab/radial-attention
     --svg     of https://github.com/svg-project/Sparse-VideoGen
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from yardsticks.finding import Finding
+from scripts.checks.upstream.yardsticks.finding import Finding
 
 YARDSTICKS = {"radial": "radial_attention", "svg": "sparse_videogen", "paro": "paroattention"}
 
@@ -50,7 +50,7 @@ def _printable(one: Finding) -> dict[str, object]:
 
 
 def _findings(module: str, folder: Path) -> list[Finding]:
-    findings: Callable[[Path], object] = import_module(f"yardsticks.{module}").findings
+    findings: Callable[[Path], object] = import_module(f"scripts.checks.upstream.yardsticks.{module}").findings
     return list(findings(folder.resolve()))  # type: ignore[call-overload]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from oracle_part.draw import Draw, Sequence
+from scripts.checks.campaign.oracle.attention_case import Draw, Sequence
 
 
 def variants(case: Draw) -> Iterator[Draw]:

@@ -1,6 +1,6 @@
 """Other projects' own test suites, unchanged, stock and with db-SP: what ran, what passed, what could not and why.
 
-    python scripts/checks/upstream/run.py [--only NAME …] [--work FOLDER] [--diffusers CHECKOUT] [--out FILE.csv]
+    python -m scripts.checks.upstream.run_suites [--only NAME …] [--work FOLDER] [--diffusers CHECKOUT] [--out CSV]
 
 Each suite runs twice, from the same seeds. A test that passes stock and fails with db-SP, unless it is refused in one
 line, and a model's output that differs by more than 1e-5 of its largest value (2e-2 in 16 bits), is a failure of ours:
@@ -10,7 +10,6 @@ the exit code is then 1. Nothing is installed.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import subprocess
 import sys
@@ -19,9 +18,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from counting import COUNTED, attentions_counted
-from outcomes import compare_outputs, outcomes_of
-from suites import SUITES, Suite, sources_of
+from scripts.checks.csv_table import update_table
+from scripts.checks.upstream.counting import COUNTED, attentions_counted
+from scripts.checks.upstream.outcomes import compare_outputs, outcomes_of
+from scripts.checks.upstream.suites import SUITES, Suite, sources_of
 
 ROOT = Path(__file__).resolve().parents[3]
 BOUND, BOUND_HALF = 1e-5, 2e-2
@@ -37,7 +37,7 @@ PYTEST = [
     "-p",
     "no:cacheprovider",
     "-p",
-    "suite_plugin",
+    "scripts.checks.upstream.suite_plugin",
     "--tb=short",
 ]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -87,7 +87,8 @@ def main() -> None:
             rows.append(_row(suite, folder, version, options.work, options.minutes))
             print(*(f"{name}: {value}" for name, value in asdict(rows[-1]).items()), sep="\n", end="\n\n", flush=True)
             if options.out is not None:
-                _write(options.out, rows)
+                order = [(suite.name,) for suite in SUITES]
+                update_table(options.out, [_printable(row) for row in rows], ("suite",), order)
     sys.exit(any(row.failed_with_dbsp or row.worst > BOUND or row.worst_half > BOUND_HALF for row in rows))
 
 
@@ -128,9 +129,8 @@ def _counted(reasons: Iterable[str]) -> str:
 def _run(suite: Suite, folder: Path, work: Path, mode: str, minutes: float) -> dict[str, tuple[str, str]]:
     """By test: "passed", "skipped" or "failed", and why."""
     report = (work / f"{suite.name}.{mode}.xml").resolve()
-    here = Path(__file__).parent
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", here))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))),
         "DBSP_UPSTREAM": mode,
         "DBSP_UPSTREAM_SUITE": suite.package,
         "DBSP_UPSTREAM_OUTPUTS": str(report.with_suffix(".pt")),
@@ -154,19 +154,6 @@ def _run(suite: Suite, folder: Path, work: Path, mode: str, minutes: float) -> d
 
 def _printable(row: Row) -> dict[str, object]:
     return asdict(row) | {name: f"{getattr(row, name):.1e}" for name in ("worst", "worst_half")}
-
-
-def _write(path: Path, rows: list[Row]) -> None:
-    """Rows of suites that did not run now stay, in the order of `SUITES`."""
-    table = {}
-    if path.exists():
-        with path.open(newline="") as file:
-            table = {row["suite"]: row for row in csv.DictReader(file)}
-    table |= {row.suite: _printable(row) for row in rows}
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(Row.__dataclass_fields__))
-        writer.writeheader()
-        writer.writerows(table[suite.name] for suite in SUITES if suite.name in table)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ from dbsp_core.planning.key_travel import KEYS, NeededKeys
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import LocalQK
-from interpreter import interpreted
-from oracle import dense_attention
-from oracle_part.draw import Draw
-from oracle_part.masks import mask_of, sources_of
+from scripts.checks.campaign.oracle.attention_case import Draw
+from scripts.checks.campaign.oracle.drawn_masks import mask_of, sources_of
+from tests.support.interpreter import interpreted
+from tests.support.oracle import dense_attention
 
 RUBBISH = 1e4  # fills padding, which must not be seen
 

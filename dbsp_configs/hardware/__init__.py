@@ -1,0 +1,1 @@
+"""Constants of machines that come with db-SP, as YAML files, for the latency model."""

@@ -1,0 +1,1 @@
+"""Programs for work on db-SP, started from the repository root as `python -m scripts.…`."""

@@ -1,0 +1,1 @@
+"""Tests of db-SP, and what they share: imported as `tests.…` from the repository root."""
