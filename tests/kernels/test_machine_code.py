@@ -107,7 +107,7 @@ def test_any_of_the_warnings_of_serialised_products_counts():
 
 CARRIED = """
 import json, pathlib, sys
-from changes import without
+from tests.kernels.kernel_changes import without
 from scripts.checks.machine_code import variants
 
 variants.forward_kernel = without("index carried from step to step", pathlib.Path(sys.argv[1])).forward_kernel
