@@ -136,15 +136,16 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def preflight(argv: Sequence[str]) -> str | None:
+def preflight(argv: Sequence[str], read: DbspConfig | None = None) -> str | None:
     """Raises UserError for what is wrong with an xdit command line that asks for db-SP; quiet otherwise.
 
+    read: the configuration, where it has been read already
     returns: the repository or the folder that its ranks will load
     """
     if "-h" in argv or "--help" in argv:
         return None
     args = parse_known(argv)
-    settings = settings_of(args)
+    settings = settings_of(args, read)
     if settings is None:
         return None
     require_possible(settings[0])
@@ -153,13 +154,14 @@ def preflight(argv: Sequence[str]) -> str | None:
     return settings[1].source
 
 
-def settings_of(args: Mapping[str, Any]) -> tuple[DbspConfig, Model] | None:
+def settings_of(args: Mapping[str, Any], read: DbspConfig | None = None) -> tuple[DbspConfig, Model] | None:
     """The configuration and the model that a run's arguments ask for; None for backend "usp".
 
     args: xfuser's, by name
+    read: the configuration, where it has been read already
     Raises UserError, in one line, for arguments that make no sense.
     """
-    config = config_from(args)
+    config = config_from(args, read)
     if config is None:
         return None
     if args.get("model") is None:
