@@ -32,14 +32,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """What is recorded.
-
-    Attributes:
-        folder: Where masks are written; None records nothing.
-        every: Distance of the recorded steps.
-        layers: The recorded layers; None: all.
-        limit: Most bytes on disk.
-    """
+    """The folder of a recording, if any; the distance of its steps; its layers, or None for all; its most bytes."""
 
     folder: str | None = None
     every: int = 1

@@ -116,8 +116,6 @@ class RunObserver(SessionObserver):
         seconds: Time of the last pipeline call, if there is a pipeline.
         latents: The last result of the pipeline's scheduler.
         postponed: Whether the report is written by others, after several pipeline calls.
-        kernel: Name of the first attention's kernel.
-        device: Of the last attention, as dtype.
     """
 
     compares = True
