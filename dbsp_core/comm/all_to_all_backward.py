@@ -50,7 +50,7 @@ class _BackwardExchange:
 
 @dataclass(frozen=True, eq=False)
 class BackwardRoute:
-    """One rank's route for gradients; its fields reverse those of `Route` with the same names."""
+    """One rank's route for gradients; its fields reverse the exchanges of `Route`."""
 
     combine: _BackwardExchange
     dispatch: tuple[_BackwardExchange, ...]
