@@ -1,13 +1,12 @@
-"""Two runs side by side: what was set differently, and what came of it."""
+"""Compares the reports of two runs: settings that differ, and numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.reports.summary import LayerSummary, in_seconds, layer_summaries, strategies_in_words
+from dbsp_core.reports.summary import LayerSummary, flat_settings, in_seconds, layer_summaries, strategies_in_words
 from dbsp_core.utils.byte_sizes import in_bytes
 
 __all__ = ["Comparison", "Difference", "LayerDifference", "compare"]
@@ -15,7 +14,7 @@ __all__ = ["Comparison", "Difference", "LayerDifference", "compare"]
 
 @dataclass(frozen=True)
 class Difference:
-    """One number or setting in both runs; None where one of them has none. what: its name;  unit: s, bytes or none"""
+    """A number or setting in both runs, None where one lacks it, with its name and unit ("s", "bytes" or none)."""
 
     what: str
     a: Any
@@ -24,12 +23,12 @@ class Difference:
 
     @property
     def change(self) -> float | None:
-        """b over a, less 1; None where they are not numbers, a is 0 or one is negative."""
+        """b / a − 1; None where they are not numbers, a is 0 or one is negative."""
         numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in (self.a, self.b))
         return self.b / self.a - 1 if numbers and self.a > 0 <= self.b else None
 
     def in_words(self) -> tuple[str, str, str, str]:
-        """name, a, b and change, as people read them."""
+        """Name, a, b and change as text."""
         change = self.change
         shown = "" if change is None else "same" if abs(change) < 5e-4 else f"{change:+.1%}"
         return self.what, self._show(self.a), self._show(self.b), shown
@@ -53,14 +52,14 @@ class LayerDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """settings: those that differ;  numbers: of the whole runs;  layers: by layer"""
+    """The settings that differ, the numbers of the whole runs, and the layers of both."""
 
     settings: tuple[Difference, ...]
     numbers: tuple[Difference, ...]
     layers: tuple[LayerDifference, ...]
 
     def to_values(self) -> dict[str, Any]:
-        """For JSON."""
+        """The comparison for JSON."""
         return {
             "settings": [asdict(one) for one in self.settings],
             "numbers": [asdict(one) | {"change": one.change} for one in self.numbers],
@@ -91,7 +90,7 @@ _NUMBERS = (
 
 
 def compare(a: RunReport, b: RunReport) -> Comparison:
-    """b against a."""
+    """Compares run b with run a."""
     numbers = [Difference(name, getattr(a.totals, key), getattr(b.totals, key), unit) for name, key, unit in _NUMBERS]
     numbers.append(Difference("whole run", a.seconds, b.seconds, "s"))
     by_layer = [{one.layer: one for one in layer_summaries(report)} for report in (a, b)]
@@ -104,26 +103,20 @@ def compare(a: RunReport, b: RunReport) -> Comparison:
 
 
 def _context(report: RunReport) -> dict[str, Any]:
-    """Everything that was so before the run began, and the strategies used."""
+    """Everything that was known before the run began, and the strategies used."""
     environment = report.environment
+    settings = {key: value for key, value in environment.settings.items() if key not in ("report", "record")}
     return {
         "model": report.model,
         "host": report.host,
         "ranks": report.world_size,
         "strategies": strategies_in_words(report),
-        **_flat({key: value for key, value in environment.settings.items() if key not in ("report", "record")}),
+        **flat_settings(settings),
         "kernel": environment.kernel,
         "tensors": environment.dtype,
         **{f"version of {name}": number for name, number in environment.software.items()},
         "hardware": ", ".join(sorted(set(environment.hardware))),
     }
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
 
 
 def _settings(a: dict[str, Any], b: dict[str, Any]) -> list[Difference]:

@@ -40,11 +40,14 @@ _NARROWEST = 8
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of words; none of them is markup.
+    """A table of text without markup.
 
-    title, caption: lines above and below
-    columns: their names;  left: of those that hold words, not numbers
-    spare: of those to leave out, the first one first, where there is no room
+    Attributes:
+        title: Line above.
+        columns: Names of the columns.
+        caption: Line below.
+        left: Names of columns with words, which are aligned on the left.
+        spare: Names of columns that may be left out for lack of space, the first one first.
     """
 
     title: str

@@ -15,7 +15,7 @@ __all__ = ["comparison_page", "comparison_tables", "run_tables"]
 
 
 def run_tables(report: RunReport) -> list[TextTable]:
-    """One run: its headline numbers, and its layers: means over a layer's attentions, sums of the rest."""
+    """The tables of one run: its main numbers, and its layers."""
     compared = "not compared" if report.max_abs_diff is None else f"differs by {report.max_abs_diff:.1e}"
     rows = [
         [
@@ -38,7 +38,7 @@ def run_tables(report: RunReport) -> list[TextTable]:
 
 
 def comparison_tables(names: tuple[str, str], comparison: Comparison) -> list[TextTable]:
-    """What was set differently, what came of it, and that by layer."""
+    """The tables of a comparison: settings, numbers of the whole runs, and layers."""
     pair = [f"A: {names[0]}", f"B: {names[1]}"]
     settings = [one.in_words()[:3] for one in comparison.settings]
     numbers = [one.in_words() for one in comparison.numbers]

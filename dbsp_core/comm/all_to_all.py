@@ -32,9 +32,8 @@ class Exchange:
     Attributes:
         sent: Tokens by destination.
         received: Tokens by source.
-        pack: Copies each input tensor to the send buffer. There the tokens of all tensors for one destination follow
-            one another.
-        unpack: Copies the receive buffer to each output tensor.
+        pack: Copies input tensors to the send buffer, in which the tokens for one destination are together.
+        unpack: Copies the receive buffer to output tensors.
     """
 
     sent: tuple[int, ...]
@@ -81,13 +80,9 @@ class Route:
 
     Attributes:
         dispatch_exchanges: One for q, k and v; or one for q, then one for k and v.
-        combine_exchange: Returns the output.
-        q_places: Rq·Bq, tokens with the places beyond short blocks.
-        kv_places: Ck·Bk, likewise.
-        block_k: Tokens of a KV block.
-        fetch_exchanges: For the k and v of later periods, where these come from their homes too.
-        fetched_blocks: KV blocks that each of these brings.
-        at_once: Whether they all start together. Otherwise each starts when the one before it has arrived.
+        q_places: Rq·Bq, tokens with the places beyond short blocks; kv_places, Ck·Bk, likewise.
+        fetch_exchanges: For the k and v of later periods, where these come from their homes too; each brings so many
+            `fetched_blocks`. All start together if `at_once`, otherwise each when the one before it has arrived.
     """
 
     dispatch_exchanges: tuple[Exchange, ...]

@@ -50,7 +50,7 @@ class _BackwardExchange:
 
 @dataclass(frozen=True, eq=False)
 class BackwardRoute:
-    """One rank's route for gradients; its fields reverse those of `Route` with the same names."""
+    """One rank's route for gradients; its fields reverse the exchanges of `Route`."""
 
     combine: _BackwardExchange
     dispatch: tuple[_BackwardExchange, ...]
@@ -79,16 +79,9 @@ class BackwardRoute:
         shape: torch.Size,
         group: SequenceGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Brings packed gradients home.
+        """Brings packed gradients home: those of q, k and v, each of `shape`, [B, H, n_local, D].
 
-        Args:
-            dq: [B, Rq·Bq, D].
-            dkv: [2, B, Ck·Bk, D].
-            fetched: Like dkv, of each further chunk of needed keys.
-            shape: [B, H, n_local, D].
-
-        Returns:
-            The gradients of q, k and v, each of `shape`.
+        dq is [B, Rq·Bq, D] and dkv [2, B, Ck·Bk, D], as is each of `fetched`, from further chunks of needed keys.
         """
         dq_home, dk_home, dv_home = (dq.new_zeros(shape) for _ in range(3))
         packed_q, packed_kv = dq[:, None], dkv.transpose(0, 1)

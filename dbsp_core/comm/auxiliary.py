@@ -13,8 +13,8 @@ from torch.distributed.constants import default_pg_timeout
 
 __all__ = ["auxiliary_group", "timeout_of"]
 
-_Beside = dict[str, weakref.ref[dist.ProcessGroup]]
-_BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, _Beside] = weakref.WeakKeyDictionary()
+_Groups = dict[str, weakref.ref[dist.ProcessGroup]]
+_AUXILIARY: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
 
 
 def auxiliary_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
@@ -22,14 +22,14 @@ def auxiliary_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup
 
     Collective at the first call. It is destroyed when `group` or all of torch's groups are.
     """
-    beside = _BESIDE.get(group)
-    if beside is None:
-        beside = _BESIDE[group] = {}
-        weakref.finalize(group, _destroy, beside).atexit = False
-    known = beside[purpose]() if purpose in beside else None
+    groups = _AUXILIARY.get(group)
+    if groups is None:
+        groups = _AUXILIARY[group] = {}
+        weakref.finalize(group, _destroy, groups).atexit = False
+    known = groups[purpose]() if purpose in groups else None
     if known is None:
         known = _made(group, purpose)
-        beside[purpose] = weakref.ref(known)  # torch itself holds it
+        groups[purpose] = weakref.ref(known)  # torch itself holds it
     return known
 
 
@@ -65,9 +65,9 @@ def _made(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     return made
 
 
-def _destroy(beside: _Beside) -> None:
+def _destroy(groups: _Groups) -> None:
     """Destroys a group's auxiliary groups. Not collective."""
-    for known in beside.values():
+    for known in groups.values():
         made = known()
         if made is not None:
             with suppress(ValueError):  # torch's destroying of all groups is under way

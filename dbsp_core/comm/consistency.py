@@ -28,12 +28,7 @@ def run_consistently(
 ) -> Result:
     """Calls a function on every rank, and raises on all where it raises on some or its results differ. Collective.
 
-    Args:
-        group: The ranks.
-        function: Called without arguments.
-        device: Where the ranks' numbers are exchanged.
-        fingerprint: Of a result: below 2^63, equal for equal results.
-        what: Names the result in the message.
+    `fingerprint` maps a result to a number below 2^63, equal for equal results; `what` names it in the message.
 
     Raises:
         UserError: Where results differ, or the first rank that failed raised one.
@@ -64,7 +59,7 @@ def check_consistent(
         group: The ranks.
         problem: This rank's, if any.
         marks: Numbers below 2^63, by the complaint about ranks whose number differs, with {} for the ranks.
-        device: Where the ranks' numbers are exchanged.
+        device: The device for exchanging numbers.
         error: Raised where marks differ. A problem is raised as UserError where it is one, else as ValueError; if
             `error` is no UserError, every problem is raised as `error`.
     """

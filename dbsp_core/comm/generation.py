@@ -49,11 +49,8 @@ CONDITIONS_DIFFER = "the text or another condition differs on rank(s) {}; give a
 class PassInputs:
     """The inputs of a forward pass that must be the same on all ranks.
 
-    Attributes:
-        size: Shapes and dtypes of the latents; compared by `repr`.
-        steps: Timestep, guidance and the like; compared by `repr`.
-        latents: Tensors that every rank has whole, compared up to rounding; empty where ranks have parts.
-        conditions: Likewise, text and other conditions.
+    `size` (shapes and dtypes of the latents) and `steps` (timestep, guidance) are compared by `repr`, tensors up to
+    rounding. These are whole on every rank, or left out.
     """
 
     size: object = None

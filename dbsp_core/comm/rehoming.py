@@ -37,12 +37,9 @@ class _Way:
     """One rank's side of one direction.
 
     Attributes:
-        take: int64[n], places of the tokens that leave, by destination.
-        sent: Tokens that leave for each rank.
-        put: int64[m], places of the tokens that arrive, by source.
-        received: Tokens that arrive from each rank.
-        kept_from: int64[k], places before of the tokens that stay on this rank.
-        kept_to: int64[k], their places after.
+        take: int64[n], places of the tokens that leave, by destination; `sent` tokens go to each rank.
+        put: int64[m], places of the tokens that arrive, by source; `received` tokens come from each rank.
+        kept_from: int64[k], places before of the tokens that stay on this rank; `kept_to` are those after.
         places: This rank's number of places before and after, padding included.
     """
 
@@ -138,11 +135,10 @@ class Rehoming:
         """Makes this rank's part. Not collective.
 
         Args:
-            source: See `Rehoming`, as for target and debug.
+            source: See `Rehoming`, as for debug.
             target: A layout of the same tokens and ranks.
             group: Default: all ranks of torch.distributed.
-            source_places: This rank's places at the source, with or without padding at the end. Default: with it,
-                `source.shard`.
+            source_places: This rank's places at the source, with padding at the end (default) or without.
             target_places: The same at the target.
             debug: See source.
 

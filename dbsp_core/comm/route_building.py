@@ -86,14 +86,9 @@ def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopyS
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Places of (head, fragment) pieces, sorted by the other rank that each goes to or comes from; all int64[n].
+    """Places of (head, fragment) pieces, sorted by the other `rank` that each goes to or comes from; all int64[n].
 
-    Attributes:
-        rank: The other rank.
-        head: The piece's head in the tensor.
-        token: Place of its first token.
-        length: Tokens.
-        zeros: Places after them to be filled with zeros.
+    A piece has `length` tokens from place `token` of a `head` on, then `zeros` places to be filled with zeros.
     """
 
     rank: np.ndarray

@@ -18,12 +18,7 @@ MAX_SWAPS = 4096  # not reached in practice: the loop ends when no swap helps
 def balanced_layout(profiles: np.ndarray, parts: int) -> np.ndarray:
     """Distributes blocks to parts of equal size (up to one block), so that every profile is even over the parts.
 
-    Args:
-        profiles: float[n, d], the weight of each block in each of d profiles, such as work as queries and as keys.
-        parts: Number of parts.
-
-    Returns:
-        int64[n], the part of each block.
+    `profiles` is float[n, d], the weight of each block in d profiles; the result is int64[n], the part of each block.
     """
     mean = profiles.mean(axis=0)
     weight = profiles / np.where(mean > 0, mean, 1)

@@ -22,14 +22,8 @@ __all__ = ["LAYOUT_ORDERS", "SequenceLayout", "ShardSegments"]
 class ShardSegments:
     """The segments that shards cut blocks into: runs of one block's tokens that are contiguous on one rank.
 
-    Sorted by (block, offset); every token is in one segment.
-
-    Attributes:
-        block: int64[F], as the other fields.
-        offset: First token's place within the block.
-        rank: The rank that holds the segment.
-        local: First token's place on that rank.
-        length: Tokens.
+    Sorted by (block, offset); every token is in one segment. All fields are int64[F]; `offset` and `local` are the
+    first token's places within the block and on the rank.
     """
 
     block: np.ndarray

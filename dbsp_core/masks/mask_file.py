@@ -217,9 +217,7 @@ class MaskLayout:
 
     Attributes:
         grid: The grid of every mask, apart from token orders.
-        heads: Number of heads.
         layers: Number of layers; None: one mask for every layer.
-        groups: The step groups, if any.
         orders: The token orders of each mask, by group and layer; a single element is for all masks.
 
     Raises:

@@ -53,13 +53,7 @@ class StepCounter:
     def advance(
         self, timestep: Callable[[], float] | float, cfg_branch: int | None = None, index: int | None = None
     ) -> DenoisingStep:
-        """Counts a forward pass and returns its step.
-
-        Args:
-            timestep: A number, or a function that reads it, which is called only without an index.
-            cfg_branch: The guidance pass, if the host names it.
-            index: The host's index of the step, if any.
-        """
+        """Counts a forward pass and returns its step. A `timestep` that is a function is called only without index."""
         if index is None:
             step = self._by_timestep(timestep() if callable(timestep) else timestep, cfg_branch)
         else:

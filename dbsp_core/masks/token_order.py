@@ -32,13 +32,8 @@ def require_order(order: str) -> None:
 def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
     """Read-only int64[t·h·w]: the (t, h, w) position of each video token in `order`.
 
-    Args:
-        order: One of AXIS_ORDERS, or "tile:TxHxW" (Sliding Tile Attention): tile after tile in (t, h, w) order, and in
-            this order within each tile; tiles at the far sides are smaller.
-        thw: Frames, rows and columns.
-
-    Raises:
-        UserError: For an unknown order.
+    Order "tile:TxHxW" (Sliding Tile Attention) is tile after tile in (t, h, w) order, and so within each tile; tiles
+    at the far sides are smaller. Raises UserError for an unknown order.
     """
     require_order(order)
     tiles = _TILES.fullmatch(order)

@@ -1,1 +1,1 @@
-"""What happened in a run: collected while it runs, gathered from all ranks when it is over, shown in several ways."""
+"""Reports of runs, collected by observers during the run and gathered from all ranks afterwards."""

@@ -1,4 +1,4 @@
-"""From what each rank collected to one report, and its files. All ranks synchronise once, when a run is over."""
+"""Makes one report, and its files, from the records of all ranks, which synchronise once after a run."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ __all__ = ["is_writer", "make_report", "write_report_files"]
 
 
 def is_writer(group: SequenceGroup) -> bool:
-    """Whether this rank writes the files: the first of all, where several groups share out prompts or guidance."""
+    """Returns whether this rank writes the files: only the first of all groups that share prompts or guidance does."""
     return group.rank == 0 and (group.alone or dist.get_rank() == 0)
 
 
 def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
-    """The report of what the session's observer collected, on every rank. Collective, after a run that succeeded.
+    """Makes the report of the session's observer on every rank. Collective, after a run that succeeded.
 
-    Raises ValueError where nothing was collected, RuntimeError where a rank does not come or has seen other plans.
+    Raises:
+        UserError: If nothing was collected.
+        RuntimeError: If a rank does not take part, or had other plans.
     """
     observer = run_observer(session)
     if observer is None:
@@ -55,8 +57,8 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
     )
     if not calls:
         raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
-    moved = [(c.seconds, c.sent.to_owners, c.sent.ring, c.sent.to_homes) for c in calls]
-    own = torch.tensor(moved, device="cpu").double()
+    measured = [(c.seconds, c.sent.dispatch, c.sent.ring, c.sent.combine) for c in calls]
+    own = torch.tensor(measured, device="cpu").double()
     by_rank = np.stack([one.numpy() for one in group.all_gather(own)])  # float64[P, calls, 4], exact to 2^53 bytes
     hardware = gather_texts(group, device_class(observer.device.type), torch.device("cpu"))
     columns = _columns(calls, observer, by_rank)
@@ -78,12 +80,11 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
 def write_report_files(
     report: RunReport, session: AttentionSession, folder: Path, records: Mapping[int, Plan] | None = None
 ) -> None:
-    """Leaves report.json, report.html, balance.png and, of a pipeline, the final latents: each whole or not at all.
+    """Writes report.json, report.html, balance.png and a pipeline's final latents, each whole or not at all.
 
-    records: by layer, the plans that balance.png shows, where they are not of this session alone
-    The latents keep the dtype of the run. Without matplotlib there is no balance.png.
+    `records` are the plans in balance.png by layer, by default the session's. It is left out without matplotlib.
     """
-    with contextlib.suppress(ImportError):  # the page shows the same
+    with contextlib.suppress(ImportError):  # the page has it too
         write_atomically(folder / "balance.png", balance_picture(session.records if records is None else records))
     observer = run_observer(session)
     latents = None if observer is None else observer.latents
@@ -94,7 +95,7 @@ def write_report_files(
 
 
 def _shared(call: ObservedCall) -> tuple[object, ...]:
-    """What every rank must have seen alike."""
+    """The values that must be the same on every rank."""
     numbers = call.density, call.rho_before, call.rho, call.rho_bound
     return call.layer, call.forward, call.strategy, call.replanned, *numbers, call.work.tolist()
 
@@ -147,7 +148,7 @@ def _last_of_each_layer(calls: list[ObservedCall]) -> tuple[LayerReport, ...]:
 
 
 def _in_words(strategy: Strategy | None, columns: CallColumns) -> str:
-    """For example "U4R2", or "auto: 30 U4R2, 10 U8R1" where it was left to be chosen."""
+    """The strategy as text: "U4R2", or "auto: 30 U4R2, 10 U8R1" where it was chosen automatically."""
     if strategy is not None:
         return str(strategy)
     used = sorted(set(columns.strategy))
@@ -172,6 +173,6 @@ def _environment(session: AttentionSession, observer: RunObserver, hardware: lis
     settings = session.config.to_values()
     layout = session.config.effective_layout if session.layout.position is None else "local"
     settings |= {"model": model, "layout": layout, "kernel": observer.kernel}
-    del settings["report"], settings["record"]  # folders may be gone by the time that this is read
+    del settings["report"], settings["record"]  # these folders may be gone when the report is read
     settings["reuse"] |= {"mode": session.config.effective_planning}
     return Environment(settings, software, hardware, observer.kernel, observer.dtype)

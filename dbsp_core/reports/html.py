@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file with everything in it, which opens offline. Needs jinja2, which torch brings."""
+"""The page of a run: one HTML file that needs no others. Needs jinja2, which torch installs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.reports.summary import headline, in_seconds, layer_summaries
+from dbsp_core.reports.summary import flat_settings, headline, in_seconds, layer_summaries
 from dbsp_core.utils.byte_sizes import in_bytes
 
 __all__ = ["render_page", "report_page"]
@@ -17,7 +17,7 @@ _TEMPLATES = Path(__file__).with_name("pages")
 
 
 def report_page(report: RunReport) -> str:
-    """HTML. Numbers and tables stand in it as text; heat maps and bars are drawn by its script from the data below."""
+    """HTML of a report: numbers and tables are text, and its script draws heat maps and bars from embedded data."""
     totals = report.totals
     modelled = [
         ("saved against contiguous plans", in_seconds(totals.saved_s)),
@@ -39,7 +39,10 @@ def report_page(report: RunReport) -> str:
         kinds=[(name, in_bytes(count), f"{count:,}") for name, count in kinds],
         layers=layer_summaries(report),
         ranks=list(enumerate(zip(report.ranks.attention_s, report.ranks.bytes_sent, strict=True))),
-        settings=_flat(report.environment.settings),
+        settings=[
+            (key, "–" if value is None else json.dumps(value).strip('"'))
+            for key, value in flat_settings(report.environment.settings).items()
+        ],
         data=_embedded({"calls": vars(report.calls), "work": report.ranks.work, "before": report.ranks.work_before}),
     )
 
@@ -60,17 +63,6 @@ def render_page(name: str, **values: Any) -> str:
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON that may stand in a script element: no text in it can end that."""
+    """JSON for a script element, which no text in it can end."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """("mask.source", "window") and so on."""
-    found: list[tuple[str, str]] = []
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            found += _flat(value, f"{prefix}{key}.")
-        else:
-            found.append((prefix + key, "–" if value is None else json.dumps(value).strip('"')))
-    return found

@@ -1,4 +1,4 @@
-"""Keeps the masks of a run in a folder, as mask files. Whatever goes wrong here, the run goes on without it."""
+"""Records the masks of a run in a folder, as mask files. The run goes on if this fails."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """folder: where to; None records nothing.  every: n keeps each n-th step.  limit: bytes on disk
-
-    layers: which; None: all
-    """
+    """The folder of a recording, if any; the distance of its steps; its layers, or None for all; its most bytes."""
 
     folder: str | None = None
     every: int = 1
@@ -44,7 +41,7 @@ class RecordSettings:
 
     @classmethod
     def of(cls, folder: str | None) -> RecordSettings:
-        """A configuration's folder, or else the environment's; the rest from the environment."""
+        """Settings from the environment, with a configuration's folder if it has one."""
         folder = folder or env.read(env.RECORD)
         if folder is None:
             return cls()
@@ -64,7 +61,7 @@ def _every(text: str) -> int:
 
 
 def parse_layers(text: str) -> frozenset[int]:
-    """From "0,5,10-12". Raises ValueError for anything else."""
+    """Reads "0,5,10-12". Raises UserError for anything else."""
     layers: set[int] = set()
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
@@ -76,7 +73,7 @@ def parse_layers(text: str) -> frozenset[int]:
 
 
 def _never_raises(method: Method) -> Method:
-    """A method of the recorder whose first failure is one notice, after which nothing is recorded any more."""
+    """Makes a method of the recorder stop the recording with a notice where it would raise."""
 
     @functools.wraps(method)
     def guarded(self: MaskRecorder, *args: Any) -> Any:
@@ -93,7 +90,7 @@ def _never_raises(method: Method) -> Method:
 
 @dataclass
 class _Pass:
-    """One forward pass. layers: the name of the mask of each layer that is kept;  used: names of all masks it used"""
+    """One forward pass: names of the masks of the recorded layers, and of all masks that it used."""
 
     moment: DenoisingStep
     layers: dict[int, str] = field(default_factory=dict)
@@ -104,10 +101,12 @@ class _Pass:
 class MaskRecorder(SessionObserver):
     """Writes the masks of one session to a folder.
 
-    A mask is written once, whatever layers and steps have it, as a mask file that is named by its fingerprint; memory
-    holds the packed masks of one forward pass. index.json says which pass and layer had which mask, and is whole after
-    each pass. `Recording` reads it.
-    layers: of the model;  active: False on all ranks but the first, and after `stop`
+    A mask is written once for all layers and steps that have it, as a mask file named by its fingerprint. Memory holds
+    the packed masks of one forward pass. index.json has the mask of each layer in each finished pass.
+
+    Attributes:
+        layers: Number of the model's layers.
+        active: False on all ranks but the first, and after `stop`.
     """
 
     settings: RecordSettings
@@ -124,7 +123,7 @@ class MaskRecorder(SessionObserver):
 
     @classmethod
     def of(cls, folder: str | None, group: SequenceGroup, layers: int) -> MaskRecorder:
-        """folder: the configuration's `record`; without one, the environment's."""
+        """The recorder of a configuration whose `record` is `folder`; see `RecordSettings.of`."""
         single = not (dist.is_available() and dist.is_initialized())
         try:
             settings = RecordSettings.of(folder)
@@ -136,7 +135,7 @@ class MaskRecorder(SessionObserver):
 
     @property
     def counts_steps(self) -> bool:  # type: ignore[override]
-        """Where masks are recorded, on every rank."""
+        """True on every rank if masks are recorded."""
         return self.settings.folder is not None
 
     @_never_raises
@@ -173,14 +172,14 @@ class MaskRecorder(SessionObserver):
             self._finish()
 
     def stop(self, why: str) -> None:
-        """Records nothing from now on, says so once, and in the index."""
+        """Ends the recording, with a notice and an entry in the index."""
         self.active, self.stopped, self._current = False, why, None
         self._pending.clear()
         log.warning("stopped recording masks to %s: %s; the run goes on", self.settings.folder, why)
         try:
             if self._passes:
                 self._write_index()
-        except OSError:  # said already
+        except OSError:  # the notice has been given
             return
 
     def _wants_step(self) -> bool:
@@ -190,7 +189,7 @@ class MaskRecorder(SessionObserver):
         return self.settings.layers is None or layer in self.settings.layers
 
     def _finish(self) -> None:
-        """Writes the pass that ended, if it is wanted and had any mask. Other masks it used may be wanted later."""
+        """Writes the pass that ended, if it is recorded and had masks; other masks it used may be recorded later."""
         now, wanted, self._current = self._current, self._wants_step(), None
         if now is None:
             return
@@ -215,7 +214,7 @@ class MaskRecorder(SessionObserver):
         self._write_index()
 
     def _generation(self, moment: DenoisingStep) -> int:
-        """Counts how often the steps began again."""
+        """Number of the generation: how often the steps have begun again."""
         if not self._passes:
             return 0
         last = self._passes[-1]

@@ -1,4 +1,4 @@
-"""A session with what its configuration wants beside it: a recording of its masks, a report of its run."""
+"""Makes sessions with the observers that a configuration asks for: a recording of masks, a report of the run."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def observed_session(
     clock: StepClock | None = None,
     before: AttentionSession | None = None,
 ) -> AttentionSession:
-    """An `AttentionSession` with observers. Collective: where one rank wants a report, all take part in it.
+    """An `AttentionSession` with observers. Collective: if one rank wants a report, all take part in it.
 
-    before: the session of a transformer that takes turns with this one: its report tells of both, with this one's
-            layers after its own
+    `before` is the session of a transformer that takes turns with this one. Its report is about both, with this one's
+    layers after its own.
     """
     observers: list[SessionObserver] = [MaskRecorder.of(config.record, group, layers)]
     folder, control = config.report, group.control()
@@ -45,14 +45,14 @@ def observed_session(
     if before is not None and first is not None:
         observers.append(_LayersAfter(first, before.layers))
     elif folder is not None and before is None:
-        report_group(group)  # while no rank can have failed yet: making its process group is a collective
+        report_group(group)  # collective at the first call: now, before a rank can have failed
         observers.append(RunObserver(folder))
     return AttentionSession(config, group, strategy, heads, layers, steps, clock or StepClock(), observers)
 
 
 @dataclass
 class _LayersAfter(SessionObserver):
-    """Tells an observer what a second session does, with its layers numbered after the first's."""
+    """Passes a second session's events to an observer, with its layers numbered after those of the first."""
 
     inner: SessionObserver
     layers: int

@@ -1,6 +1,6 @@
-"""Numbers collected while a transformer runs: one short record per attention, made only where a report is wanted.
+"""Collects one record per attention while a transformer runs, if a report is wanted.
 
-Nothing here waits for a device: times are events on a GPU, timesteps stay where they are, until the run is over.
+Nothing here waits for a device before the run is over: times are events on a GPU, and timesteps stay there.
 """
 
 from __future__ import annotations
@@ -21,52 +21,58 @@ from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.runtime.session import AttentionSession
 
-__all__ = ["MOST_CALLS", "ObservedCall", "RunObserver", "SentBytes", "run_observer"]
+__all__ = ["MOST_CALLS", "BytesByStage", "ObservedCall", "RunObserver", "run_observer"]
 
 MOST_CALLS = 200_000
-"""Attentions that are kept, the latest; more than 40 generations of 50 steps, 40 layers and 2 guidance passes."""
+"""Number of latest attentions that are kept: 50 generations of 50 steps, 40 layers and 2 guidance passes."""
 
 Mark = torch.cuda.Event | float
-"""A point in time: an event recorded on the device's stream, or seconds."""
+"""A point in time: an event on the device's stream, or seconds."""
 
 
 @dataclass(frozen=True)
-class SentBytes:
-    """What this rank sends to others in one attention, bytes.
+class BytesByStage:
+    """Bytes that this rank sends to other ranks in each stage of one attention.
 
-    to_owners: its queries, keys and values;  ring: slots handed on;  to_homes: outputs
-    usp:       what it would send as part of plain USP: equal shards, whole heads, the same strategy
+    Attributes:
+        dispatch: Queries, keys and values.
+        ring: KV slots passed on.
+        combine: Outputs.
+        usp: What it would send in all stages of plain USP: equal shards, whole heads, the same strategy.
     """
 
-    to_owners: int
+    dispatch: int
     ring: int
-    to_homes: int
+    combine: int
     usp: int
 
     @classmethod
-    def of(cls, executor: DualBalancedAttention, shape: AttentionShape, shard: int) -> SentBytes:
-        """Counted from the split sizes and slots that the executor passes to its collectives. shard: tokens at home"""
-        strategy = executor.plan.strategy
+    def of(cls, executor: DualBalancedAttention, q: torch.Tensor) -> BytesByStage:
+        """Counts what the executor passes to its collectives for q [B, H, n_local, D]."""
+        plan = executor.plan
+        x, y = plan.strategy.ulysses, plan.strategy.ring
+        token_bytes = AttentionShape.of(q, plan.heads, plan.grid.tokens).token_bytes
         dispatched, combined = executor.route.tokens_sent(executor.group.rank)
-        handed_on = sum(len(table.kv_len) for table in executor.tables[:-1])
-        x, y = strategy.ulysses, strategy.ring
-        tensor = shape.heads * shard * shape.token_bytes  # one of q, k, v or the output, at home
+        passed_on = sum(len(table.kv_len) for table in executor.tables[:-1])
+        tensor = plan.heads * q.shape[2] * token_bytes  # one of q, k, v or the output, at home
         return cls(
-            to_owners=dispatched * shape.token_bytes,
-            ring=handed_on * 2 * executor.plan.grid.block_k * shape.token_bytes,
-            to_homes=combined * shape.token_bytes,
+            dispatch=dispatched * token_bytes,
+            ring=passed_on * 2 * plan.grid.block_k * token_bytes,
+            combine=combined * token_bytes,
             usp=4 * tensor * (x - 1) // x + 2 * tensor * (y - 1),
         )
 
 
 @dataclass(slots=True)
 class ObservedCall:
-    """One attention.
+    """One attention. Other numbers than the following are those of `Plan` for its own mask, once that is counted.
 
-    forward:   which forward pass it was in, counted from the observer's start
-    replanned: whether it was the first to use its plan;  plan_ms: then the time of making it
-    work, work_before: int64[P], dense blocks of each rank under the plan in use, and under the contiguous one
-    The other numbers are those of `Plan`, for this attention's own mask as soon as that is counted.
+    Attributes:
+        forward: Number of its forward pass since the observer's start.
+        replanned: Whether it was the first to use its plan.
+        plan_ms: Milliseconds of planning if it was the first, otherwise 0.
+        work: int64[P], dense blocks of each rank under the plan in use.
+        work_before: int64[P], the same under the contiguous plan.
     """
 
     layer: int
@@ -74,7 +80,7 @@ class ObservedCall:
     strategy: str
     replanned: bool
     plan_ms: float
-    sent: SentBytes
+    sent: BytesByStage
     started: Mark
     ended: Mark
     density: float = 0.0
@@ -86,14 +92,14 @@ class ObservedCall:
     work_before: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def evaluate(self, plan: Plan) -> None:
-        """Takes the numbers of a plan."""
+        """Sets the numbers that a plan has."""
         self.density, self.moved = plan.density, plan.moved
         self.rho_before, self.rho, self.rho_bound = plan.rho_before, plan.rho, plan.rho_bound
         self.work, self.work_before = (one.sum(axis=0) for one in plan.metrics.compared)
 
     @property
     def seconds(self) -> float:
-        """Between its marks. Waits for the device where they are events."""
+        """Time between its marks. Waits for the device if they are events."""
         if isinstance(self.started, float) or isinstance(self.ended, float):
             return float(self.ended) - float(self.started)  # type: ignore[arg-type]
         self.ended.synchronize()
@@ -102,13 +108,14 @@ class ObservedCall:
 
 @dataclass
 class RunObserver(SessionObserver):
-    """Collects what a report tells of one session.
+    """Collects the report of one session.
 
-    folder:   where the report goes
-    calls:    of the run so far, oldest first
-    seconds:  of the last pipeline call, where a pipeline is watched;  latents: what its scheduler returned last
-    postponed: whether somebody else writes the report, when several pipeline calls are over
-    kernel, device, dtype: of the last attention
+    Attributes:
+        folder: Where the report is written.
+        calls: Attentions of the run so far, oldest first.
+        seconds: Time of the last pipeline call, if there is a pipeline.
+        latents: The last result of the pipeline's scheduler.
+        postponed: Whether the report is written by others, after several pipeline calls.
     """
 
     compares = True
@@ -124,12 +131,12 @@ class RunObserver(SessionObserver):
     _started: Mark = 0.0
     _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
     _passes: list[tuple[int | None, int | None]] = field(default_factory=list)
-    """By forward pass, its guidance pass and the index of its step, where the host says them."""
+    """Guidance pass and index of the step of each forward pass, if the host knows them."""
     _assignments: dict[Hashable, Assignment] = field(default_factory=dict)
     _open: dict[Hashable, ObservedCall] = field(default_factory=dict)
 
     def restart(self) -> None:
-        """Forgets the run so far; plans that were made in it still count as made."""
+        """Forgets the run so far; plans that were made in it are not counted again."""
         self.calls.clear()
         self._timesteps.clear()
         self._passes.clear()
@@ -139,7 +146,7 @@ class RunObserver(SessionObserver):
     def begin(
         self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None, index: int | None
     ) -> None:
-        """Copies the timestep on its device, to be read when the run is over."""
+        """Copies the timestep on its device; it is read when the run is over."""
         if isinstance(timestep, torch.Tensor):
             timestep = timestep.detach().reshape(-1)[:1].clone()
         self._timesteps.append(timestep)
@@ -169,7 +176,7 @@ class RunObserver(SessionObserver):
             strategy=str(plan.strategy),
             replanned=replanned,
             plan_ms=plan.plan_ms if replanned else 0.0,
-            sent=_sent_by(executor, q),
+            sent=BytesByStage.of(executor, q),
             started=self._started,
             ended=_mark(q.device),
         )
@@ -179,17 +186,17 @@ class RunObserver(SessionObserver):
         self.calls.append(call)
 
     def flush(self, latest: Mapping[Hashable, Plan]) -> None:
-        """Gives calls the numbers of their own masks."""
+        """Sets the numbers of calls whose masks have been counted since."""
         for key in list(self._open):
             self._evaluate(key, latest)
 
     def moments(self) -> list[DenoisingStep]:
-        """Step and cfg_branch of each forward pass. Waits for the device once."""
+        """The step and guidance pass of each forward pass. Waits for the device once."""
         counter, found = StepCounter(), []
         tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
         read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
         for number, (timestep, of_host) in enumerate(zip(self._timesteps, self._passes, strict=True)):
-            if timestep is None:  # nothing tells steps apart but their order
+            if timestep is None:  # only their order is known
                 found.append(DenoisingStep(number))
             else:
                 value = next(read) if isinstance(timestep, torch.Tensor) else timestep
@@ -202,13 +209,8 @@ class RunObserver(SessionObserver):
             self._open.pop(key).evaluate(counted)
 
 
-def _sent_by(executor: DualBalancedAttention, q: torch.Tensor) -> SentBytes:
-    shape = AttentionShape.of(q, executor.plan.heads, executor.plan.grid.tokens)
-    return SentBytes.of(executor, shape, q.shape[2])
-
-
 def _mark(device: torch.device) -> Mark:
-    """Now."""
+    """The present point in time."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -217,5 +219,5 @@ def _mark(device: torch.device) -> Mark:
 
 
 def run_observer(session: AttentionSession) -> RunObserver | None:
-    """The session's, where a report is wanted."""
+    """The session's observer, if a report is wanted."""
     return next((one for one in session.observers if isinstance(one, RunObserver)), None)

@@ -1,4 +1,4 @@
-"""The picture of a run: dense blocks per rank before and after. Needs matplotlib."""
+"""The picture of a run: dense blocks of ranks under contiguous plans and under db-SP's. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["balance_picture"]
 
 
 def balance_picture(records: Mapping[int, Plan]) -> bytes:
-    """PNG: per layer, the dense blocks of each rank before (contiguous) and after, ρ_s above. Needs matplotlib."""
+    """PNG: by layer, the dense blocks of each rank before (contiguous) and after, with ρ_s above."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What happened in a run, as data: report.json, and the numbers that its page and tables show."""
+"""The report of a run as data: the content of report.json, and the numbers in its page and tables."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Environment:
-    """What the run ran with.
+    """Settings and surroundings of a run.
 
-    settings: of `DbspConfig` in effect, as they would stand in YAML, with what "auto" and defaults came to
-    software: versions by name;  hardware: the device of each rank
+    Attributes:
+        settings: The settings in effect as in YAML, with the choices that "auto" and defaults led to.
+        software: Versions by name.
+        hardware: The device of each rank.
     """
 
     settings: Mapping[str, Any]
@@ -50,15 +52,17 @@ class Environment:
 
 @dataclass(frozen=True)
 class CallColumns:
-    """Every attention of the run, in the order in which they came: columns of one length.
+    """Every attention of the run, in order: columns of one length.
 
-    step, branch: of the denoising, and of the step's guidance passes
-    strategy:     "UxRy"
-    replanned:    1 where a plan was used for the first time;  plan_ms: then the time of making it, on rank 0
-    rho_bound:    ρ_s that no plan of this granularity can beat
-    seconds, seconds_mean: of the slowest rank, and mean over ranks; mask, plan, exchange, kernels and way home
-    bytes_to_owners, bytes_ring, bytes_to_homes: sent to other ranks, sum over ranks
-    bytes_busiest: all three, of the rank that sends most;  bytes_usp: of all ranks, had it been plain USP
+    Attributes:
+        branch: The guidance pass.
+        replanned: 1 where a plan was used for the first time.
+        plan_ms: Time of making this plan on rank 0; 0 for a plan used before.
+        rho_bound: ρ_s that no plan of this granularity falls below.
+        seconds: From the mask to the output, on the slowest rank; `seconds_mean` is the mean over ranks.
+        bytes_to_owners: Sent to other ranks by all ranks, as in bytes_ring and bytes_to_homes.
+        bytes_busiest: Sum of these three for the rank that sends most.
+        bytes_usp: What all ranks would send in plain USP.
     """
 
     layer: Sequence[int]
@@ -92,8 +96,11 @@ class CallColumns:
 class RankTotals:
     """Sums over the run, by rank.
 
-    attention_s: seconds in attention;  bytes_sent: to other ranks in attention
-    work, work_before: by layer, dense blocks of each rank under db-SP's plans, and under contiguous ones
+    Attributes:
+        attention_s: Seconds in attention.
+        bytes_sent: To other ranks in attention.
+        work: Dense blocks of each rank under db-SP's plans, by layer.
+        work_before: The same under contiguous plans.
     """
 
     attention_s: Sequence[float]
@@ -109,17 +116,22 @@ class RankTotals:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the columns come to.
+    """Sums and means of the columns.
 
-    calls, replans, steps: numbers of attentions, of plans made, of denoising steps
-    rho_before, rho, rho_best: means over attentions: contiguous, used, and the least possible;  rho_worst: of used
-    attention_s:      seconds in attention of the slowest rank at each;  attention_mean_s: mean over ranks
-    attention_share:  of `seconds`
-    plan_s:           making plans
-    bytes_*:          sent by all ranks
-    saved_s, left_s:  modelled from ρ_s: seconds that contiguous plans would have taken more, and that perfectly even
-                      work would have taken less, if attention took time in proportion to its slowest rank's blocks
-    strategies:       how many attentions each was used in
+    Attributes:
+        calls: Number of attentions.
+        replans: Number of plans made.
+        steps: Number of denoising steps.
+        rho_before: Mean over attentions of contiguous plans' ρ_s; `rho` and `rho_worst` are mean and maximum for the
+            plans in use, and `rho_best` the mean of the bounds.
+        attention_s: Seconds in attention, on the slowest rank at each; `attention_mean_s` is the mean over ranks.
+        attention_share: Share of attention_s in the run's seconds.
+        plan_s: Seconds of planning.
+        bytes_sent: Sent by all ranks, as the other numbers of bytes.
+        saved_s: Seconds that contiguous plans would have taken more, if attention took time in proportion to the
+            slowest rank's blocks.
+        left_s: Seconds that perfectly even work would have taken less, likewise.
+        strategies: Number of attentions by strategy.
     """
 
     calls: int
@@ -145,7 +157,7 @@ class Totals:
 
     @classmethod
     def of(cls, calls: CallColumns, seconds: float) -> Totals:
-        """seconds: of the whole run"""
+        """The totals of a run that took `seconds`."""
         time, rho, before = (np.array(column) for column in (calls.seconds, calls.rho, calls.rho_before))
         kinds = [sum(column) for column in (calls.bytes_to_owners, calls.bytes_ring, calls.bytes_to_homes)]
         attention_s = float(time.sum())
@@ -175,11 +187,12 @@ class Totals:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One run.
+    """The report of one run.
 
-    max_abs_diff: largest difference of the final latents from one process without parallelism, or None if not compared
-    seconds:      the pipeline's wall time on rank 0, loading and compiling excluded; of a transformer without a
-                  pipeline, from its first attention to the end of its last
+    Attributes:
+        max_abs_diff: Largest difference of the final latents from those of one process; None if not compared.
+        seconds: Wall time of the pipeline on rank 0 without loading and compiling; of a transformer without a
+            pipeline, from the beginning of its first attention to the end of its last.
     """
 
     model: str
@@ -196,12 +209,12 @@ class RunReport:
 
     @cached_property
     def totals(self) -> Totals:
-        """Of all attentions."""
+        """The totals of all attentions."""
         return Totals.of(self.calls, self.seconds)
 
     @classmethod
     def read(cls, path: Path) -> RunReport:
-        """Reads a report.json, or that of a folder. Raises ValueError when it is not one."""
+        """Reads a report.json, or the one in a folder. Raises UserError when it is no report."""
         path = path / "report.json" if path.is_dir() else path
         try:
             values = json.loads(path.read_text(), parse_constant=_refuse)
@@ -222,7 +235,7 @@ class RunReport:
             ) from error
 
     def to_json(self) -> str:
-        """What `read` reads, with `totals` for other readers."""
+        """The report as `read` reads it, with `totals` for other programs."""
         content = {"format": FORMAT, **asdict(self), "totals": asdict(self.totals)}
         return json.dumps(content, allow_nan=False) + "\n"
 
@@ -236,7 +249,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _built(cls: type, values: Any) -> Any:
-    """cls(**values). Raises ValueError for no mapping, and for a value of another type than its field's."""
+    """Returns `cls(**values)`. Raises ValueError unless values are a mapping with values of the fields' types."""
     if not isinstance(values, Mapping):
         raise ValueError(f"it has {values!r} where {cls.__name__} belongs")
     hints = get_type_hints(cls)
@@ -248,7 +261,7 @@ def _built(cls: type, values: Any) -> Any:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Whether JSON's value is of that type: any number is a float, and a whole one fits into 64 bits."""
+    """Returns whether a value from JSON has a type; any finite number is a float, and integers fit into 64 bits."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin is Sequence:
         return isinstance(value, (list, tuple)) and all(_is_a(one, inside[0]) for one in value)

@@ -1,21 +1,22 @@
-"""A report by layer, and its numbers as people read them."""
+"""Summaries of a report: its layers, and its main numbers as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.byte_sizes import in_bytes
 
-__all__ = ["LayerSummary", "headline", "in_seconds", "layer_summaries", "strategies_in_words"]
+__all__ = ["LayerSummary", "flat_settings", "headline", "in_seconds", "layer_summaries", "strategies_in_words"]
 
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer over the run: means over its attentions, and sums of replans, seconds (slowest rank) and bytes."""
+    """One layer: means over its attentions, and sums of replans, seconds of the slowest rank, and bytes."""
 
     layer: int
     calls: int
@@ -30,7 +31,7 @@ class LayerSummary:
 
 
 def layer_summaries(report: RunReport) -> tuple[LayerSummary, ...]:
-    """By layer."""
+    """The report's layers."""
     calls = report.calls
     layer = np.array(calls.layer, dtype=np.int64)
     sent = np.array([calls.bytes_to_owners, calls.bytes_ring, calls.bytes_to_homes], dtype=np.int64).sum(axis=0)
@@ -58,7 +59,7 @@ def layer_summaries(report: RunReport) -> tuple[LayerSummary, ...]:
 
 
 def headline(report: RunReport) -> list[tuple[str, str, str]]:
-    """(what, number, what it is beside) of what one looks at first."""
+    """The main numbers: name, number, and note."""
     t = report.totals
     share = "alone, there is nothing to send"
     if t.bytes_usp:
@@ -79,15 +80,23 @@ def headline(report: RunReport) -> list[tuple[str, str, str]]:
 
 
 def strategies_in_words(report: RunReport) -> str:
-    """For example "U4R2", or "30 × U4R2, 10 × U8R1"."""
+    """The strategies of attentions as text, such as "U4R2", or "30 × U4R2, 10 × U8R1"."""
     used = report.totals.strategies
     if len(used) == 1:
         return next(iter(used))
     return ", ".join(f"{count} × {name}" for name, count in used.items())
 
 
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by keys such as "mask.source"."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
 def in_seconds(seconds: float) -> str:
-    """For example "850 µs", "12.3 ms", "4.56 s", "12 min 5 s"."""
+    """A time as text, such as "850 µs", "12.3 ms", "4.56 s" or "12 min 5 s"."""
     if abs(seconds) < 1e-3:
         return f"{seconds * 1e6:.0f} µs"
     if abs(seconds) < 1:

@@ -57,13 +57,10 @@ class MaskRequest:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalQK:
-    """A rank's queries and keys of one attention before the exchange, for masks predicted from them.
+    """A rank's queries and keys of one attention, [B, H, n_local, D], before they are sent to owners.
 
     Attributes:
-        q: [B, H, n_local, D], this rank's tokens.
-        k: Likewise.
-        layout: The distribution of tokens over the ranks.
-        group: The ranks.
+        layout: The distribution of tokens over the ranks of `group`.
         scale: Factor of the scores.
     """
 

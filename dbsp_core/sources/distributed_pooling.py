@@ -110,8 +110,6 @@ class _ShardedBlocks:
     """The distribution of blocks over the ranks; blocks of queries are followed by those of keys.
 
     Attributes:
-        layout: The distribution of tokens.
-        axes: Queries and keys.
         token_permutation: int64[tokens], the tokens in the order of the blocks.
         complete: By rank, int64, the blocks of which it has all tokens.
         straddling: By rank, int64, the blocks of which it has some tokens.
@@ -183,14 +181,8 @@ def exchange_heads(
 ) -> torch.Tensor:
     """Sends each rank the rows of its heads. Collective, unless no rank has any.
 
-    Args:
-        rows: [H, B, this rank's blocks, W].
-        shares: Number of heads by rank.
-        blocks: Number of blocks by rank.
-        group: The ranks.
-
-    Returns:
-        [n, W], by source rank [Hs, B, that rank's blocks].
+    `shares` and `blocks` are the ranks' numbers of heads and of blocks. Takes [H, B, this rank's blocks, W] to [n, W],
+    by source rank [Hs, B, that rank's blocks].
     """
     _, batch, own, width = rows.shape
     if not any(blocks):

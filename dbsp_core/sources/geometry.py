@@ -20,9 +20,7 @@ class LineSegments:
     """The video blocks of one axis, cut where a line ends.
 
     Attributes:
-        line: int64[n], the line of each segment.
-        first: int64[n], position of its first token along the line.
-        last: int64[n], position of its last token.
+        line: int64[n], the line of each segment; `first` and `last` are the positions of its end tokens there.
         begins: int64[video blocks], each block's first segment.
     """
 

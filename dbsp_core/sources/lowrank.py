@@ -37,12 +37,9 @@ FIT = "fit one with: dbsp masks fit RECORDING -o FILE.safetensors"
 
 @dataclass(frozen=True, eq=False)
 class LowRankProjections:
-    """Fitted projections: q·k is near (q·query)·(k·key).
+    """Fitted projections, float32[H, D, rank] by layer: q·k is near (q·query)·(k·key).
 
-    Attributes:
-        query: float32[H, D, rank] by layer.
-        key: Likewise.
-        layers: Number of the model's layers, or None if the recording did not know it.
+    `layers` is the number of the model's layers, or None if the recording did not know it.
     """
 
     query: Mapping[int, torch.Tensor]
@@ -228,7 +225,7 @@ def predicted_mass(
 
     Args:
         query: [tokens, W] of one head, in the order of the grid.
-        key: Likewise.
+        key: See query.
         grid: The blocks.
         scale: Factor of the scores.
         every_query: Whether to average every query's attention, rather than take that of the block's mean query.

@@ -145,12 +145,8 @@ def select_in_parts(
 ) -> torch.Tensor:
     """`select_blocks` for all heads, part by part, so that memory does not grow with the square of the tokens.
 
-    Args:
-        scores_of: Maps (first, last) to the scores of these heads, float64[heads, nq, nk].
-        chance_of: Turns rows of scores into probabilities, each row by itself, so that parts cannot change a bit.
-        dense: As for `select_blocks`, and so limits.
-        nq: Number of query blocks.
-        limits: See dense.
+    `scores_of` maps (first, last) to the scores of these heads, float64[heads, nq, nk]. `chance_of` turns rows of
+    scores into probabilities, each row by itself, so that parts cannot change a bit.
     """
     heads, nk = len(dense), dense.shape[1] - nq
     at_once = pairs_at_once(dense.is_cuda)

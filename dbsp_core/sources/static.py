@@ -104,7 +104,7 @@ class ParoSource(StoredMasks):
     """Reads a mask file with or without step groups. Rows and columns of text are made dense.
 
     Attributes:
-        dense_steps: Number of leading steps that are dense; None: those before the file's first group.
+        dense_steps: Number of leading steps that are dense; None: all before the file's first group.
     """
 
     dense_steps: int | None = None

@@ -27,12 +27,7 @@ def setting_names(cls: type) -> list[str]:
 
 
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
-    """Returns `cls(**values)` after checking keys and types.
-
-    Args:
-        cls: A settings class.
-        values: Its settings.
-        where: Place of the values for messages; "" if the error's place says it.
+    """Returns `cls(**values)` after checking keys and types; `where` is the values' place for messages, or "".
 
     Raises:
         SettingError: For an unknown or missing key, a value of another type, or one that `cls` refuses.

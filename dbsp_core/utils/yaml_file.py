@@ -27,7 +27,6 @@ class Settings:
     """Settings as YAML has them.
 
     Attributes:
-        values: By key.
         places: Where each was given, by path of keys, for example {("mask", "cdf"): "my.yaml:7"}.
         origin: The file.
     """
@@ -113,14 +112,7 @@ def _parsed(text: str, places: _Places) -> Any:
 
 @dataclass
 class _Places:
-    """Collects the places of a document's keys.
-
-    Attributes:
-        origin: The document, in words.
-        lines: Whether places have line numbers.
-        found: Places by path of keys.
-        values: Number of values so far.
-    """
+    """Collects the places of a document's keys, by path, with numbers of `lines` if wanted, and counts its values."""
 
     origin: str
     lines: bool = True
@@ -159,11 +151,7 @@ class _Places:
 def require_known(key: object, known: Collection[str], where: str, elsewhere: Mapping[str, str] | None = None) -> None:
     """Raises SettingError for a key that is not known, naming the nearest one that is.
 
-    Args:
-        key: The key.
-        known: The valid keys.
-        where: Place of the keys for the message; "" if the error's place says it.
-        elsewhere: Keys that belong under another key, by which.
+    `where` is the keys' place for the message, or "". `elsewhere` maps keys to the one that they belong under.
     """
     if key in known:
         return

@@ -20,13 +20,9 @@ KNOTS = 9
 
 @dataclass(frozen=True, eq=False)
 class BlockPositions:
-    """The positions of one axis's blocks in the video.
+    """The positions of one axis's blocks in a video of `tokens` tokens, `frame` of them in each frame.
 
-    Attributes:
-        middle: float64[n], video token at each block's middle; 0 for text.
-        is_text: bool[n].
-        frame: Tokens per frame.
-        tokens: Tokens of the video.
+    `middle`, float64[n], is the video token at each block's middle, and 0 for text; `is_text` is bool[n].
     """
 
     middle: np.ndarray

@@ -14,11 +14,8 @@ __all__ = ["ALWAYS_DENSE", "DriftingRng", "choose_best", "exact_counts", "logist
 class DriftingRng:
     """Random numbers that drift from step to step, each a function of (seed, key, time) on every machine.
 
-    A `key` of ints ≥ 0 names each quantity. Between keyframes, which are whole numbers of `time`, values are mixed.
-
-    Attributes:
-        seed: At least 0.
-        time: drift · step, the number of keyframes passed.
+    A `key` of ints ≥ 0 names each quantity. `time`, which is drift · step, counts keyframes, between which values are
+    mixed.
     """
 
     seed: int
