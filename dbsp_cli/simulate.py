@@ -13,8 +13,8 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.spec import ModelSpec
-from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
-from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
+from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.planners import PaperConfig, PlannerConfig, require_planner
 
 __all__ = [
     "MODELLED",
@@ -146,9 +146,9 @@ def simulate(
     keys:     how they travel; "needed" for planner "local" only
     """
     results = []
-    for one, able, topology in strategies_for(masks[0], hardware, gpus, planners, strategy, node_size, merges):
+    for one, topology in strategies_for(masks[0], hardware, gpus, strategy, node_size, merges):
         found = {}
-        runs = [RunConfig(one, planner) for planner in able if "ring" in keys]
+        runs = [RunConfig(one, planner) for planner in planners if "ring" in keys]
         runs += [RunConfig(one, "local", "needed")] if "needed" in keys else []
         contiguous = RunConfig(one, "contiguous")
         for run in dict.fromkeys([contiguous, *runs]):
@@ -162,12 +162,11 @@ def strategies_for(
     mask: BlockMask,
     hardware: Hardware,
     gpus: Iterable[int],
-    planners: Sequence[str],
     strategy: str,
     node_size: int | None,
     merges: bool,
-) -> Iterator[tuple[Strategy, list[str], Topology]]:
-    """Every strategy for every number of GPUs, with the planners that can serve it."""
+) -> Iterator[tuple[Strategy, Topology]]:
+    """Every strategy for every number of GPUs, with their nodes. Arguments as for `simulate`."""
     for world in gpus:
         if strategy == "all":
             chosen = candidates(world, mask.grid, merges)
@@ -175,8 +174,7 @@ def strategies_for(
             chosen = (Strategy.parse(strategy),)
             chosen[0].require_world(world)
         for one in chosen:
-            able = [p for p in planners if not PLANNERS[p].subdivides or can_subdivide(mask.grid, one.ring)]
-            yield one, able, Topology(world, node_size) if node_size else Topology.on(hardware, world)
+            yield one, Topology(world, node_size) if node_size else Topology.on(hardware, world)
 
 
 def _relative_to(one: SimulationResult, base: SimulationResult) -> SimulationResult:

@@ -76,13 +76,13 @@ def simulate_training(
 ) -> list[TrainingResult]:
     """As `dbsp_cli.simulate.simulate`, of one training step without activation checkpointing."""
     results = []
-    for one, able, topology in strategies_for(masks[0], hardware, gpus, planners, strategy, node_size, True):
+    for one, topology in strategies_for(masks[0], hardware, gpus, strategy, node_size, merges=True):
         found = {
             planner: _training_step(RunConfig(one, planner), masks, model, hardware, topology)
-            for planner in dict.fromkeys(["contiguous", *able])
+            for planner in dict.fromkeys(["contiguous", *planners])
         }
         base = found["contiguous"].step_s
-        results += [replace(found[planner], speedup=base / found[planner].step_s) for planner in able]
+        results += [replace(found[planner], speedup=base / found[planner].step_s) for planner in planners]
     return results
 
 

@@ -80,11 +80,6 @@ class TestSimulate:
         assert apart.exchange_s > eight.exchange_s
         assert apart.other_s == eight.other_s
 
-    def test_a_planner_that_cannot_cut_blocks_is_left_out(self):
-        model = MODEL_SPECS["wan2.1-t2v-14b"]
-        rows = simulate(model, [tiny_mask()], load_hardware("a800"), [4], ["dbsp", "burst"])
-        assert [(row.strategy, row.planner) for row in rows if row.planner == "burst"] == [("U4R1", "burst")]
-
 
 class TestCommand:
     def test_json_is_one_object_that_says_it_is_modelled(self, dbsp):

@@ -18,6 +18,7 @@ MODELLED = {"fig3", "fig8", "fig9", "fig10", "clusters"}
     [
         ("table1", ["--coarsen", "16"]),
         ("balanced", ["--coarsen", "16", "--presets", "wan2.1-t2v-14b"]),
+        ("balanced", ["--coarsen", "16", "--presets", "wan2.1-t2v-14b", "--ways", "burst@contiguous"]),
         ("fig11", ["--planners", "paper"]),
         ("fig12", ["--coarsen", "16"]),
         ("fig3", ["--coarsen", "16"]),

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.support.attention_cases import Case
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.comm.all_to_all import exchange_q_separately
@@ -16,6 +15,7 @@ from dbsp_core.utils.errors import UserError
 from scripts.reproduce.training_cost import predict_backward, saved_bytes, sent_backward, sent_forward
 from tests.core.cost.latency_cases import a_plan, machine, shape_of
 from tests.scripts.training_cost_cases import counted_and_modelled
+from tests.support.attention_cases import Case
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2")])

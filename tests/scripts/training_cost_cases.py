@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import torch
-from tests.support.attention_cases import Case, Inputs
 
 from dbsp_core import DualBalancedAttention, SequenceGroup, make_plan
 from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.layout.strategy import Strategy
 from scripts.reproduce.training_cost import saved_bytes, sent_backward, sent_forward
+from tests.support.attention_cases import Case, Inputs
 
 Bytes = tuple[float, float]
 """Exchanged, and handed over."""

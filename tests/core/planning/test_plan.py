@@ -20,10 +20,8 @@ every_strategy = pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
 def eq_1(plan: Plan, mask: BlockMask) -> float:
     """ρ_s, dense block by dense block."""
     x, y, world = plan.strategy.ulysses, plan.strategy.ring, plan.strategy.world
-    rows = mask.grid.q_axis.block_of[plan.grid.q_axis.starts]  # some planners cut the mask's blocks
-    columns = mask.grid.k_axis.block_of[plan.grid.k_axis.starts]
     b = Counter()
-    for h, i, j in mask.bits[:, rows][:, :, columns].nonzero().tolist():
+    for h, i, j in mask.bits.nonzero().tolist():
         rank, slot = int(plan.assignment.q_owner[h, i]), int(plan.assignment.keys.slot[h, j])
         period = next(p for p in range(y) if (rank // x + p) % y == slot)
         b[period, rank] += 1
@@ -197,11 +195,14 @@ class TestErrors:
     GRID = BlockGrid.uniform(64, 16)
     MASK = BlockMask.dense(2, GRID)
 
-    def test_blocks_that_a_planner_cannot_cut(self):
-        with pytest.raises(
-            ValueError, match="planner 'burst' cuts every block over 3 ring ranks, but blocks of 16×16"
-        ):
-            make_plan(self.MASK, "U1R3", "burst")
+    def test_a_mask_of_another_size(self):
+        plan = make_plan(self.MASK, "U2R1")
+        with pytest.raises(ValueError, match="the plan has 2 heads, the mask 3; make a plan for this mask"):
+            plan.evaluate(BlockMask.dense(3, self.GRID))
+        other = BlockMask.dense(2, BlockGrid.uniform(64, 8))
+        with pytest.raises(ValueError, match=r"the plan is on .*, the mask on .*; make a plan for this mask"):
+            plan.evaluate(other)
+        assert not plan.fits(other)
 
     def test_an_unknown_planner_names_those_there_are(self):
         with pytest.raises(ValueError, match=f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"):
