@@ -1,7 +1,7 @@
 """The environment variables of db-SP that the core reads; docs/configuration.md lists all.
 
 Those of packages that load nothing of the core are named there: DBSP_KERNEL and DBSP_DEBUG in dbsp_kernels,
-DBSP_AUTOLOAD in dbsp_cli.autoload and dbsp_xdit.autoload, DBSP_LAUNCHER in dbsp_start, DBSP_RUN in dbsp_cli.
+DBSP_AUTOLOAD in dbsp_cli.autoload, DBSP_LAUNCHER in dbsp_start, DBSP_RUN in dbsp_cli.
 """
 
 from __future__ import annotations
