@@ -46,7 +46,7 @@ def end_with_parent(
 
 
 def _by_main_thread(parent: int) -> bool:
-    """Whether the parent's main thread, which lives as long as it does, has started this process, as far as known."""
+    """True where the parent's main thread is known to have started this process; it lives as long as its process."""
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""From a user's request to a job in which everything is decided, and checked as far as that needs no process."""
+"""Decides everything about a job from a user's request, and checks what can be checked before processes start."""
 
 from __future__ import annotations
 

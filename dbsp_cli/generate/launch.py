@@ -1,4 +1,4 @@
-"""How a run's ranks come to be: started by torchrun on one node or several, or there already, by Slurm or MPI."""
+"""The ways that a run's ranks start: by torchrun on one node or several, or earlier, by Slurm or MPI."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class JoinedRank:
         """Environment variables as torch.distributed reads them.
 
         Args:
-            gpus: Number of GPUs that this process sees: only its own, where ranks were bound to GPUs.
+            gpus: Number of GPUs that this process sees; 1 where each rank is bound to its own.
         """
         if 1 < gpus < self.local_world:
             raise UserError(
@@ -104,7 +104,7 @@ def _address(environment: Mapping[str, str], one_node: bool) -> str:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the torchruns of several nodes meet before they start ranks.
+    """The meeting of several nodes' torchruns before they start ranks.
 
     Attributes:
         place: HOST:PORT.
@@ -230,7 +230,7 @@ class Launch:
 
     @property
     def leads(self) -> bool | None:
-        """Whether rank 0 runs under this command; None where that is not known before."""
+        """True where rank 0 runs under this command; None where that is not known before."""
         if self.joined:
             return self.joined.rank == 0
         return True if self.nnodes == 1 else None if self.node_rank is None else self.node_rank == 0
