@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from dbsp_start.command_line import RUNNER, dbsp_requested, is_xfuser_run, is_xfusers_torchrun, program
+from dbsp_xdit.command_line import RUNNER, dbsp_requested, is_xfuser_run, is_xfusers_torchrun, program
 
 __all__ = ["autoload"]
 

@@ -14,9 +14,9 @@ from typing import NoReturn
 from dbsp_core.config.preflight import require_checkpoint
 from dbsp_core.utils.errors import exit_on_user_error
 from dbsp_core.utils.packages import require_packages
-from dbsp_start.command_line import BACKEND, dbsp_requested, full_name
 from dbsp_start.parents import LAUNCHER
 from dbsp_xdit import NEEDS
+from dbsp_xdit.command_line import BACKEND, dbsp_requested, full_name
 from dbsp_xdit.models import preflight
 from dbsp_xdit.patches import install
 
