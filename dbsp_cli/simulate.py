@@ -5,29 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.hardware import Hardware
-from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict, predict_as_printed
+from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict
 from dbsp_core.cost.local_layout import least_keys_layout
 from dbsp_core.cost.selection import candidates, fastest_plan, in_fastest_chunks, in_ns
-from dbsp_core.cost.training import predict_backward, saved_bytes, sent_backward, sent_forward
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
-from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
+from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.planners import PaperConfig, PlannerConfig, require_planner
 
 __all__ = [
     "MODELLED",
     "LayerTime",
     "RunConfig",
     "SimulationResult",
-    "TrainingResult",
     "simulate",
     "simulate_layer",
-    "simulate_training",
+    "strategies_for",
     "summarize",
 ]
 
@@ -57,7 +53,6 @@ class SimulationResult:
     rho_before, rho:  means over layers, of the contiguous plan and of this one
     attention_s:      of all self-attentions of a video
     exchange_s, exposed_p2p_s, pack_s: parts of it
-    printed_s:        what Eq. 4 as printed predicts for attention_s
     other_s:          linear layers and all else, divided over the GPUs, and what only one device does
     speedup, attention_speedup: over the contiguous planner on the same strategy; 1 for itself
     keys:             "ring", or "needed"
@@ -72,7 +67,6 @@ class SimulationResult:
     exchange_s: float
     exposed_p2p_s: float
     pack_s: float
-    printed_s: float
     other_s: float
     attention_speedup: float = 1.0
     speedup: float = 1.0
@@ -90,7 +84,6 @@ class LayerTime:
 
     plan: Plan
     prediction: Prediction
-    printed_s: float
 
 
 def simulate_layer(
@@ -110,8 +103,7 @@ def simulate_layer(
     else:
         plan = make(run.planner, False)
     plan = in_fastest_chunks(plan, mask, shape, hardware, topology, layout)
-    prediction = predict(plan, shape, hardware, topology, layout)
-    return LayerTime(plan, prediction, predict_as_printed(plan, mask.density, shape, hardware, topology))
+    return LayerTime(plan, predict(plan, shape, hardware, topology, layout))
 
 
 def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hardware: Hardware) -> SimulationResult:
@@ -128,7 +120,6 @@ def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hard
         exchange_s=calls * sum(t.prediction.exchange_s for t in times),
         exposed_p2p_s=calls * sum(t.prediction.exposed_s for t in times),
         pack_s=calls * sum(t.prediction.pack_s for t in times),
-        printed_s=calls * sum(t.printed_s for t in times),
         keys=run.keys,
         other_s=model.calls * model.linear_flops / known.linear_flops_per_s / world + known.serial_s,
     )
@@ -155,9 +146,9 @@ def simulate(
     keys:     how they travel; "needed" for planner "local" only
     """
     results = []
-    for one, able, topology in _strategies(masks[0], hardware, gpus, planners, strategy, node_size, merges):
+    for one, topology in strategies_for(masks[0], hardware, gpus, strategy, node_size, merges):
         found = {}
-        runs = [RunConfig(one, planner) for planner in able if "ring" in keys]
+        runs = [RunConfig(one, planner) for planner in planners if "ring" in keys]
         runs += [RunConfig(one, "local", "needed")] if "needed" in keys else []
         contiguous = RunConfig(one, "contiguous")
         for run in dict.fromkeys([contiguous, *runs]):
@@ -167,16 +158,15 @@ def simulate(
     return results
 
 
-def _strategies(
+def strategies_for(
     mask: BlockMask,
     hardware: Hardware,
     gpus: Iterable[int],
-    planners: Sequence[str],
     strategy: str,
     node_size: int | None,
     merges: bool,
-) -> Iterator[tuple[Strategy, list[str], Topology]]:
-    """Every strategy for every number of GPUs, with the planners that can serve it."""
+) -> Iterator[tuple[Strategy, Topology]]:
+    """Every strategy for every number of GPUs, with their nodes. Arguments as for `simulate`."""
     for world in gpus:
         if strategy == "all":
             chosen = candidates(world, mask.grid, merges)
@@ -184,95 +174,7 @@ def _strategies(
             chosen = (Strategy.parse(strategy),)
             chosen[0].require_world(world)
         for one in chosen:
-            able = [p for p in planners if not PLANNERS[p].subdivides or can_subdivide(mask.grid, one.ring)]
-            yield one, able, Topology(world, node_size) if node_size else Topology.on(hardware, world)
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """What one strategy and planner make of a training step on one video. Times modelled, bytes counted on the plan.
-
-    rho:                    mean over layers
-    forward_s, backward_s:  of all self-attentions
-    other_s:                linear layers, forward and twice that backward, over the GPUs; no optimiser, no sum of
-                            parameters' gradients
-    forward_bytes, backward_bytes: that the busiest rank sends in all self-attentions
-    saved_bytes:            that self-attentions keep for backward on the rank that keeps most
-    checkpointed_bytes:     the same under activation checkpointing: of one layer at a time
-    speedup:                of the step, over the contiguous planner on the same strategy; 1 for itself
-    """
-
-    gpus: int
-    strategy: str
-    planner: str
-    rho: float
-    forward_s: float
-    backward_s: float
-    other_s: float
-    forward_bytes: float
-    backward_bytes: float
-    saved_bytes: float
-    checkpointed_bytes: float
-    speedup: float = 1.0
-    label: str = MODELLED
-
-    @property
-    def step_s(self) -> float:
-        return self.forward_s + self.backward_s + self.other_s
-
-
-def simulate_training(
-    model: ModelSpec,
-    masks: Sequence[BlockMask],
-    hardware: Hardware,
-    gpus: Iterable[int],
-    planners: Sequence[str],
-    *,
-    strategy: str = "all",
-    node_size: int | None = None,
-    merges: bool = True,
-) -> list[TrainingResult]:
-    """As `simulate`, of one training step without activation checkpointing."""
-    results = []
-    for one, able, topology in _strategies(masks[0], hardware, gpus, planners, strategy, node_size, merges):
-        found = {
-            planner: _training_step(RunConfig(one, planner), masks, model, hardware, topology)
-            for planner in dict.fromkeys(["contiguous", *able])
-        }
-        base = found["contiguous"].step_s
-        results += [replace(found[planner], speedup=base / found[planner].step_s) for planner in able]
-    return results
-
-
-def _training_step(
-    run: RunConfig, masks: Sequence[BlockMask], model: ModelSpec, hardware: Hardware, topology: Topology
-) -> TrainingResult:
-    """Each of the given layers stands for an equal share of the model's."""
-    share, world = model.layers / len(masks), run.strategy.world
-    rho = forward_s = backward_s = 0.0
-    sent, saved = np.zeros((2, world)), np.zeros((len(masks), world))
-    for layer, mask in enumerate(masks):
-        layout = run.layout(mask)
-        shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
-        time = simulate_layer(run, mask, model, hardware, topology)
-        rho += time.plan.rho / len(masks)
-        forward_s += share * time.prediction.total_s
-        backward_s += share * predict_backward(time.plan, shape, hardware, topology, layout).total_s
-        sent += share * np.stack([s(time.plan, shape, layout).total for s in (sent_forward, sent_backward)])
-        saved[layer] = saved_bytes(time.plan, shape, layout)
-    return TrainingResult(
-        gpus=world,
-        strategy=str(run.strategy),
-        planner=run.planner,
-        rho=rho,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        other_s=3 * model.linear_flops / hardware.constants.linear_flops_per_s / world,
-        forward_bytes=float(sent[0].max()),
-        backward_bytes=float(sent[1].max()),
-        saved_bytes=float(share * saved.sum(axis=0).max()),
-        checkpointed_bytes=float(saved.max()),
-    )
+            yield one, Topology(world, node_size) if node_size else Topology.on(hardware, world)
 
 
 def _relative_to(one: SimulationResult, base: SimulationResult) -> SimulationResult:

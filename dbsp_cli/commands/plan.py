@@ -20,7 +20,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.planning.key_travel import require_keys
-from dbsp_core.planning.plan import Plan, can_subdivide, make_plan
+from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.reports.tables import TextTable
 from dbsp_core.utils.errors import UserError
@@ -96,8 +96,6 @@ def plan_command(
     plans, kv_received = [], []
     for s in possible:
         for name in names:
-            if planner == "all" and PLANNERS[name].subdivides and not can_subdivide(of_layer.grid, s.ring):
-                continue
             local = keys == "needed" and name in ("dbsp", "local")
             chosen = layout or ("local" if local else require_planner(name).layout)
             if chosen == "local":
@@ -129,8 +127,7 @@ def _table(mask: BlockMask, gpus: int, plans: list[Plan], kv_received: list[floa
     for p, received in zip(plans, kv_received, strict=True):
         numbers = (f"{p.rho_before:.4f}", f"{p.rho:.4f}", f"{p.rho_bound:.4f}")
         shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.assignment.extra_kv:.0%}")
-        tile = f" /{p.strategy.ring}" if p.grid != grid else ""  # works on blocks cut into this many parts
-        rows.append((str(p.strategy), p.planner + tile, *numbers, *shares, f"{received:.2f}", f"{p.plan_ms:.2f}"))
+        rows.append((str(p.strategy), p.planner, *numbers, *shares, f"{received:.2f}", f"{p.plan_ms:.2f}"))
     return TextTable(
         f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
         ("strategy", "planner", "before", "ρ_s", "own bound", "gap", "moved", "+KV", "KV in", "ms"),

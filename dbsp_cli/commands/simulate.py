@@ -7,14 +7,13 @@ import io
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
 from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, print_json, print_tables
-from dbsp_cli.simulate import SimulationResult, TrainingResult, simulate, simulate_training
+from dbsp_cli.simulate import SimulationResult, simulate
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
 from dbsp_core.cost.hardware import Hardware, load_hardware
@@ -69,9 +68,6 @@ def simulate_command(
         int, typer.Option(max=4096, help="Multiply block sizes: quicker, ρ_s moves by about 0.01.")
     ] = 1,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of synthetic masks.")] = 0,
-    training: Annotated[
-        bool, typer.Option("--training", help="A training step: forward, backward, bytes and saved memory.")
-    ] = False,
     out: Annotated[Path | None, typer.Option(help="CSV file to write.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -83,23 +79,27 @@ def simulate_command(
     worlds = _numbers(gpus) if nodes is None else [count * (node_size or 8) for count in _numbers(nodes, "nodes")]
     if max(worlds) > MOST_GPUS:
         raise UserError(f"{max(worlds):,} GPUs are more than the {MOST_GPUS:,} that are modelled")
-    ways = (keys or ("ring" if nodes is None or training else "ring,needed")).split(",")
+    ways = (keys or ("ring" if nodes is None else "ring,needed")).split(",")
     for way in ways:
         require_keys(way)
-    if training and ways != ["ring"]:
-        raise UserError("--training predicts keys that go round the ring; leave out --keys")
     planners = planner.split(",")
     for name in planners:
         require_planner(name)
     if strategy != "all":
         require_supported(kernel, KernelRequirements(lse=Strategy.parse(strategy).ring > 1))
     masks = masks_for(spec, mask, layers, coarsen, seed)
-    run = partial(simulate_training, spec) if training else partial(simulate, spec, keys=ways)
-    rows: list[Any] = run(
-        masks, machine, worlds, planners, strategy=strategy, node_size=node_size, merges=returns_lse(kernel)
+    rows = simulate(
+        spec,
+        masks,
+        machine,
+        worlds,
+        planners,
+        strategy=strategy,
+        node_size=node_size,
+        merges=returns_lse(kernel),
+        keys=ways,
     )
-    whole = "step_s" if training else "end_to_end_s"
-    records = [asdict(row) | {whole: getattr(row, whole)} for row in rows]
+    records = [asdict(row) | {"end_to_end_s": row.end_to_end_s} for row in rows]
     if out is not None:
         write_atomically(out, _csv(records))
     if as_json:
@@ -107,7 +107,7 @@ def simulate_command(
         about["node_size"] = node_size or machine.gpus_per_node
         print_json(**about, density=masks[0].density, layers=len(masks), rows=records)
         return
-    print_tables([(_training_table if training else _table)(spec, machine, masks, rows)])
+    print_tables([_table(spec, machine, masks, rows)])
 
 
 def _numbers(text: str, of: str = "gpus") -> list[int]:
@@ -225,35 +225,3 @@ def _conclusion(rows: Sequence[SimulationResult]) -> str:
     keys = "" if best.keys == "ring" else f", {best.keys} keys"
     plan = f"{best.gpus} GPUs, {best.strategy}, {best.planner}{keys}"
     return f"fastest: {plan}: {best.end_to_end_s:.1f} s a video, {best.speedup:.2f}× contiguous\n"
-
-
-def _training_conclusion(rows: Sequence[TrainingResult]) -> str:
-    if len(rows) < 2:
-        return ""
-    best = min(rows, key=lambda row: row.step_s)
-    plan = f"{best.gpus} GPUs, {best.strategy}, {best.planner}"
-    return f"fastest: {plan}: {best.step_s:.2f} s a step, {best.speedup:.2f}× contiguous\n"
-
-
-def _training_table(
-    model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Sequence[TrainingResult]
-) -> TextTable:
-    names = ("GPUs", "strategy", "planner", "ρ_s", "forward", "backward", "step", "×", "sent, GB", "saved, GB")
-    cells = []
-    for row in rows:
-        seconds = (f"{t:.2f}" for t in (row.forward_s, row.backward_s, row.step_s, row.speedup))
-        sent = f"{row.forward_bytes / 1e9:.1f} + {row.backward_bytes / 1e9:.1f}"
-        saved = f"{row.saved_bytes / 1e9:.1f} ({row.checkpointed_bytes / 1e9:.2f})"
-        cells.append((str(row.gpus), row.strategy, row.planner, f"{row.rho:.3f}", *seconds, sent, saved))
-    return TextTable(
-        f"training {model.name} on {machine.name}, one video, density {masks[0].density:.3f}: modelled times",
-        names,
-        cells,
-        f"{_training_conclusion(rows)}"
-        "seconds of a step's self-attentions, and of the step with linear layers; ×: over the\n"
-        "contiguous planner's step. Sent: by the busiest rank, forward + backward. Saved: by\n"
-        "self-attentions on the rank that saves most (with activation checkpointing)\n"
-        f"Constants {machine.labels_in_words()}",
-        left=("strategy", "planner"),
-        spare=("sent, GB", "forward", "backward"),
-    )

@@ -8,9 +8,8 @@ import os
 import platform
 import warnings
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -18,6 +17,7 @@ import yaml
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
 from dbsp_core.utils.packages import installed_version
+from dbsp_core.utils.schema import build
 from dbsp_core.utils.yaml_file import read_settings, require_known, shipped_configs
 
 __all__ = [
@@ -82,9 +82,8 @@ class Constants:
             value = getattr(self, f.name)
             if value is None and f.default is None:
                 continue
-            if type(value) not in (int, float) or math.isnan(value):
-                message = f"hardware constant {f.name} must be a number, got {value!r}; write 1.0e+9, not 1e9"
-                raise SettingError(message, (f.name,))
+            if math.isnan(value):
+                raise _bad_constant(self, f.name, "must be a number")
             if f.name.endswith("_per_s") and not value > 0:
                 raise _bad_constant(self, f.name, "must be positive")
             if not value >= 0:
@@ -113,6 +112,11 @@ COMMUNICATION = (
 NODES = "gpus_per_node"
 
 
+def _read_date(date: object, name: str) -> str | None:
+    """A date as text: YAML reads one without quotes as a date."""
+    return None if date is None else str(date)
+
+
 @dataclass(frozen=True)
 class Hardware:
     """A machine as the latency model sees it.
@@ -136,7 +140,7 @@ class Hardware:
     gpus_per_node: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     residuals: Mapping[str, float] = field(default_factory=dict)
-    date: str | None = None
+    date: str | None = field(default=None, metadata={"read": _read_date})
     notes: str = ""
 
     def __post_init__(self) -> None:
@@ -192,34 +196,12 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
             f"no hardware {os.fspath(source)!r}; use {', '.join(shipped) or 'the path of a YAML file'}, or {REDO}"
         )
     settings = read_settings(path, "hardware file")
-    with settings.located():
-        return _hardware_from(settings.values)
-
-
-def _hardware_from(given: Mapping[str, Any]) -> Hardware:
-    values = _keys_of(Hardware, given, "")
-    for key in ("constants", "sources", "versions", "residuals"):
-        if not isinstance(values.get(key, {}), Mapping):
-            raise SettingError(f"{key!r} must be a mapping, got {values[key]!r}", (key,))
-    if values.get("date") is not None:
-        values["date"] = str(values["date"])
-    for key in ("name", "device", "dtype"):
-        if not isinstance(values[key], str):
-            raise SettingError(f"{key!r} must be text, got {values[key]!r}", (key,))
-    with blame_setting("constants"):
-        constants = Constants(**_keys_of(Constants, values["constants"], "constants"))
-    return Hardware(**{**values, "constants": constants})
-
-
-def _keys_of(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values, once every key is known and none that is needed is missing."""
-    for key in values:
-        require_known(key, [f.name for f in fields(cls)], where)
-    needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-    missing = [name for name in needed if name not in values]
-    if missing:
-        raise SettingError(f"{where or 'the file'} lacks {', '.join(missing)}; add them, or {REDO}")
-    return dict(values)
+    try:
+        with settings.located():
+            hardware: Hardware = build(Hardware, settings.values, "")
+    except UserError as error:
+        raise UserError(f"{error} (mend the file, or {REDO})") from error
+    return hardware
 
 
 def save_hardware(path: str | os.PathLike[str], hardware: Hardware) -> None:

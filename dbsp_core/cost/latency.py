@@ -1,4 +1,4 @@
-"""The latency of one attention, from its plan: Eq. 4 of the paper (§4.3) as printed, and as corrected.
+"""The latency of one attention, from its plan: Eq. 4 of the paper (§4.3) as corrected, see docs/latency-model.md.
 
 Pure arithmetic on the plan and on constants from a file: every rank that has both predicts the same bits.
 """
@@ -25,11 +25,9 @@ __all__ = [
     "AttentionShape",
     "Prediction",
     "Topology",
-    "as_printed",
     "exchange_cost",
     "exchange_cost_of",
     "predict",
-    "predict_as_printed",
 ]
 
 MERGE_BYTES = 12
@@ -339,45 +337,3 @@ def exchange_cost_of(
     if dense_blocks == 0 or (not topology.one_node and known.network_bytes_per_s is None):
         return 0.0
     return float(f"{exchange_cost(dense_blocks, grid.block_q, grid.block_k, strategy, shape, hardware, topology):.4e}")
-
-
-def as_printed(
-    strategy: Strategy, rho: float, density: float, *, all2all_s: float, p2p_s: float, dense_s: float, launch_s: float
-) -> float:
-    """Eq. 4 exactly as the paper prints it, seconds. dense_s: dense attention on one GPU.
-
-    It charges each of the y periods the whole per-GPU compute, and multiplies P2P by ρ_s; kept for reproduction.
-    """
-    compute_s = dense_s / strategy.world * density + launch_s
-    attention_s = (max(compute_s, p2p_s) * (strategy.ring - 1) + compute_s) * rho
-    return all2all_s + attention_s
-
-
-def predict_as_printed(
-    plan: Plan, density: float, shape: AttentionShape, hardware: Hardware, topology: Topology | None = None
-) -> float:
-    """Eq. 4 as printed, of a plan: its ρ_s, and communication of equal shards as the paper's text describes it.
-
-    The all-to-all moves q, k, v and the output over x ranks, P2P one period's K and V of equal shards.
-    """
-    strategy, known, grid = plan.strategy, hardware.constants, plan.grid
-    topology = topology or Topology(strategy.world, strategy.world)
-    require_fit(plan, shape, topology)
-    require_network(hardware, topology)
-    exchange_rate, p2p_rate = known.exchange_bytes_per_s, known.p2p_bytes_per_s
-    if not topology.one_node and known.network_bytes_per_s is not None:
-        p2p_rate = min(p2p_rate, known.network_bytes_per_s)
-        if strategy.ulysses > topology.node_size:
-            exchange_rate = min(exchange_rate, known.network_bytes_per_s)
-    share = shape.heads * shape.tokens * shape.token_bytes / strategy.world
-    x = strategy.ulysses
-    blocks = plan.heads * grid.pairs * shape.batch
-    return as_printed(
-        strategy,
-        plan.rho,
-        density,
-        all2all_s=2 * known.exchange_latency_s + 4 * share * (x - 1) / x / exchange_rate if x > 1 else 0.0,
-        p2p_s=known.p2p_latency_s + 2 * share / p2p_rate if strategy.ring > 1 else 0.0,
-        dense_s=blocks * block_s(grid.block_q, grid.block_k, shape.head_dim, known),
-        launch_s=known.launch_s,
-    )

@@ -145,20 +145,6 @@ class BlockMask:
             digest.update(np.packbits(piece.cpu().numpy()).tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
 
-    def subdivided(self, grid: BlockGrid) -> BlockMask:
-        """The same mask on a grid whose blocks are parts of this one's. Raises ValueError when they are not."""
-        old, new = self.grid, grid
-        if old == new:
-            return self
-        if not new.subdivides(old):
-            raise UserError(f"the blocks of {new} are not parts of those of {old}")
-        if old.packed_from:
-            both = zip(self.parts, new.sequences, strict=True)
-            return BlockMask.packed([part.subdivided(finer) for part, finer in both])
-        rows = torch.from_numpy(old.q_axis.block_of[new.q_axis.starts]).to(self.bits.device)
-        columns = torch.from_numpy(old.k_axis.block_of[new.k_axis.starts]).to(self.bits.device)
-        return BlockMask(self.bits[:, rows][:, :, columns], grid)
-
     @property
     def counts(self) -> MaskCounts:
         """Dense blocks by row, column and slot."""

@@ -191,18 +191,6 @@ class BlockGrid:
         """Number of (query block, key block) pairs of a head: nq · nk, or in a packed grid the sum over sequences."""
         return sum(grid.nq * grid.nk for grid in self.sequences)
 
-    def subdivides(self, other: BlockGrid) -> bool:
-        """Whether this grid's blocks are the other's, or parts of them."""
-        if self.resized(other.block_q, other.block_k) != other:
-            return False
-        return other.block_q % self.block_q == 0 and other.block_k % self.block_k == 0
-
-    def resized(self, block_q: int, block_k: int) -> BlockGrid:
-        """The same tokens in the same order, in blocks of other sizes."""
-        if self.packed_from:
-            return BlockGrid.packed([grid.resized(block_q, block_k) for grid in self.packed_from])
-        return replace(self, block_q=block_q, block_k=block_k)
-
     def with_orders(self, orders: Sequence[Order]) -> BlockGrid:
         """The same tokens in other orders, one for all heads or one per head."""
         if not self.packed_from:

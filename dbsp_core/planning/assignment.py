@@ -12,6 +12,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.row_owners import RowOwners
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["Assignment"]
 
@@ -57,8 +58,16 @@ class Assignment(RowOwners):
             and self.keys.equals(other.keys)
         )
 
+    def require_fit(self, mask: BlockMask) -> None:
+        """Raises UserError for a mask of another number of heads or on another grid."""
+        if self.heads != mask.heads:
+            raise UserError(f"the plan has {self.heads} heads, the mask {mask.heads}; make a plan for this mask")
+        if self.grid != mask.grid:
+            raise UserError(f"the plan is on {self.grid}, the mask on {mask.grid}; make a plan for this mask")
+
     def serves(self, mask: BlockMask) -> bool:
-        """Whether all keys that a mask of this grid needs are sent."""
+        """Whether all keys that a mask of this grid needs are sent. Raises UserError where `require_fit` does."""
+        self.require_fit(mask)
         return self.keys.serves(self, mask)
 
     def work(self, counts: MaskCounts) -> np.ndarray:

@@ -23,7 +23,7 @@ from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["Plan", "PlanMetrics", "can_subdivide", "make_plan", "require_slots"]
+__all__ = ["Plan", "PlanMetrics", "make_plan", "require_slots"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,17 +44,16 @@ class PlanMetrics:
     @classmethod
     def of(cls, assignment: Assignment, mask: BlockMask, config: PlannerConfig, *, compare: bool) -> PlanMetrics:
         """Counts the blocks of `mask`. compare: whether to count also what needs no assignment, as reports show it"""
+        assignment.require_fit(mask)
         baseline, bound = None, float("nan")
-        fine = mask.subdivided(assignment.grid)
         if compare:
             without = baseline_assignment(mask.grid, mask.heads, assignment.strategy)
-            if fine is mask:
-                mask.counts.count([without.keys.slot, assignment.keys.slot], assignment.strategy.ring)
+            mask.counts.count([without.keys.slot, assignment.keys.slot], assignment.strategy.ring)
             baseline = without.work(mask.counts)
             planner, strategy = require_planner(config.name), assignment.strategy
             waits = strategy if assignment.keys.lockstep else Strategy(strategy.world, 1)
-            bound = planner.bound(fine.counts.rows, fine.counts.columns, waits, config)
-        return cls(assignment.work(fine.counts), baseline, bound, assignment.keys.lockstep)
+            bound = planner.bound(mask.counts.rows, mask.counts.columns, waits, config)
+        return cls(assignment.work(mask.counts), baseline, bound, assignment.keys.lockstep)
 
     @property
     def compared(self) -> tuple[np.ndarray, np.ndarray]:
@@ -87,8 +86,6 @@ class PlanMetrics:
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """An assignment, its numbers for a mask, and how it was made.
-
-    The assignment's grid is the mask's, or for planner "burst" one whose blocks are parts of the mask's.
 
     Attributes:
         assignment: Which rank owns each row, and how keys travel to it.
@@ -143,17 +140,13 @@ class Plan:
         return int(self.metrics.work.sum()) / (self.heads * self.grid.pairs)
 
     def fits(self, mask: BlockMask) -> bool:
-        """Whether the assignment can serve this mask.
-
-        It has as many heads, on the same grid, subdivided or not, and needs no keys that the plan leaves out.
-        """
-        same_size = self.heads == mask.heads and (self.grid == mask.grid or self.grid.subdivides(mask.grid))
-        return same_size and self.assignment.serves(mask.subdivided(self.grid))
+        """Whether a mask has as many heads, on the same grid, and needs no keys that the plan leaves out."""
+        return (self.heads, self.grid) == (mask.heads, mask.grid) and self.assignment.serves(mask)
 
     def with_keys(self, keys: KeyTravel, mask: BlockMask) -> Plan:
         """The same rows, with keys that travel otherwise. mask: that its numbers are for"""
         assignment = replace(self.assignment, keys=keys)
-        work = assignment.work(mask.subdivided(self.grid).counts)
+        work = assignment.work(mask.counts)
         return replace(self, assignment=assignment, metrics=replace(self.metrics, work=work))
 
     def evaluate(self, mask: BlockMask, *, compare: bool = True) -> Plan:
@@ -181,7 +174,6 @@ def make_plan(
     planner: PlannerConfig | str = "dbsp",
     *,
     layout: SequenceLayout | None = None,
-    reward: float | None = None,
     compare: bool = True,
     keys: str = "ring",
 ) -> Plan:
@@ -192,7 +184,6 @@ def make_plan(
         strategy: How many ranks share heads and how many form a ring, such as "U4R2" (paper §2.3).
         planner: A name from `dbsp_core.planning.planners.PLANNERS`, or that and what else it is told.
         layout: Which rank holds which tokens before and after. Default: contiguous shards of ceil(tokens / P).
-        reward: R_b of planner "paper" (§4.2.2), in place of the one in `planner`.
         compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
         keys: "ring", or "needed": each rank is sent the keys and values that its rows need, and no others (as DSV
             does, Tan et al. 2025, §5.2). Planner "dbsp" then cuts rows as "local" does, and the plan serves masks
@@ -210,8 +201,6 @@ def make_plan(
     config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)
     if config.name == "dbsp":
         config = replace(config, name=way.planner)
-    if reward is not None:
-        config = replace(config, paper=replace(config.paper, reward=reward))
     chosen = require_planner(config.name)
     require_slots(strategy, mask.grid)
     layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)
@@ -220,9 +209,8 @@ def make_plan(
             f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit {mask.grid.tokens} "
             f"tokens on {strategy.world}; build it from the same grid and strategy"
         )
-    fine = mask.subdivided(_subdivide(mask.grid, strategy.ring)) if chosen.subdivides else mask
-    grid, counts = fine.grid, fine.counts
-    if compare and fine is mask:
+    grid, counts = mask.grid, mask.counts
+    if compare:
         counts.count([baseline_assignment(grid, mask.heads, strategy).keys.slot], strategy.ring)
     row_work, kv_block_work = counts.rows, counts.columns
     q_home, k_home = majority_ring_ranks(layout, grid, mask.heads, strategy)
@@ -238,7 +226,7 @@ def make_plan(
     )
     start = time.perf_counter()
     q_owner, kv_slot = chosen.assign(inputs, config)
-    travel = way.of(RowOwners(strategy, grid, q_owner), kv_slot, fine)
+    travel = way.of(RowOwners(strategy, grid, q_owner), kv_slot, mask)
     seconds = time.perf_counter() - start - count_work_by_slot.seconds
     assignment = Assignment(strategy, grid, q_owner, travel)
     return Plan(
@@ -263,21 +251,6 @@ class _Stopwatch:
             return self._function(slots)
         finally:
             self.seconds += time.perf_counter() - start
-
-
-def can_subdivide(grid: BlockGrid, parts: int) -> bool:
-    """Whether every full block can be cut into `parts` equal ones, as planner "burst" does."""
-    return grid.block_q % parts == 0 and grid.block_k % parts == 0
-
-
-def _subdivide(grid: BlockGrid, parts: int) -> BlockGrid:
-    """The grid whose blocks are `parts` of the given one's. Raises ValueError when they cannot be cut evenly."""
-    if not can_subdivide(grid, parts):
-        raise UserError(
-            f"planner 'burst' cuts every block over {parts} ring ranks, but blocks of {grid.block_q}×{grid.block_k} "
-            "cannot be cut so evenly; use another block size or strategy"
-        )
-    return grid.resized(grid.block_q // parts, grid.block_k // parts)
 
 
 def _moved(assignment: Assignment, layout: SequenceLayout) -> float:

@@ -101,14 +101,12 @@ class Planner:
     granularity_bound: (row work, KV-block work, x, y) → ρ_s that no plan of this granularity can beat
     layout:    the sequence layout it is meant for: where blocks are when nothing else is asked for
     heeds_cap: whether `PaperConfig.equal_heads` binds it
-    subdivides:   whether it plans on blocks cut into y parts
     """
 
     assign: Callable[[PlannerInput, PlannerConfig], OwnersAndSlots]
     granularity_bound: Callable[..., float] = whole_block_bound
     layout: str = "contiguous"
     heeds_cap: bool = False
-    subdivides: bool = False
 
     def bound(
         self, row_work: np.ndarray, kv_block_work: np.ndarray, strategy: Strategy, config: PlannerConfig
@@ -137,16 +135,6 @@ def knapsack(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     """
     ulysses_rank = greedy_heads(inputs.row_work.sum(axis=1), inputs.strategy.ulysses)
     return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
-
-
-def burst(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
-    """BurstEngine's block-sparse balancing: every block is cut evenly over the ring.
-
-    The rows are the parts: the kernel works on tiles of block / y, which is what it costs.
-    """
-    y = inputs.strategy.ring
-    q_ring, slot = (np.arange(counts.shape[1]) % y for counts in (inputs.row_work, inputs.kv_block_work))
-    return contiguous_assignment(inputs.heads, q_ring, slot, inputs.strategy.ulysses)
 
 
 def paper(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
@@ -190,7 +178,6 @@ PLANNERS = {
     "snake": Planner(snake),
     "knapsack": Planner(knapsack),
     "local": Planner(local, granularity_bound=functools.partial(whole_row_bound, slot=None), layout="local"),
-    "burst": Planner(burst, subdivides=True),
     "paper": Planner(paper, heeds_cap=True),
 }
 

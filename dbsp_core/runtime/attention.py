@@ -127,7 +127,7 @@ class DualBalancedAttention(PreparedAttention):
             ragged = dense_head_layout(plan.assignment, group.rank) is None
             require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
             n_local = _require_places(layout, group.rank, n_local)
-            if plan.heads == mask.heads and not plan.assignment.serves(mask.subdivided(plan.grid)):
+            if not plan.assignment.serves(mask):
                 raise UserError(KEYS_LEFT_OUT)
         except UserError as error:
             problem = error
@@ -158,8 +158,6 @@ class DualBalancedAttention(PreparedAttention):
 
         part: on the device of the calls to come;  plan: the part's, or one with the same owners and slots
         """
-        if plan.heads != mask.heads:
-            raise UserError(f"the plan has {plan.heads} heads, the mask {mask.heads}; make a plan for this mask")
         if not plan.assignment.equals(part.assignment):
             raise ValueError("this part of a plan was made for another plan")
         tables, calls = _tables(part, plan, mask), calls or _Calls(pending=False)
@@ -274,8 +272,8 @@ def _mark_of(mask: BlockMask, debug: bool) -> int:
 
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:
     """By period, those of a mask under a part's plan."""
-    layout, fine = part.table_layout, mask.subdivided(plan.grid)
-    return build_tables(layout, fine, dense_spans_of(fine, layout.rows.device))
+    plan.assignment.require_fit(mask)
+    return build_tables(part.table_layout, mask, dense_spans_of(mask, part.table_layout.rows.device))
 
 
 def _require_places(layout: SequenceLayout, rank: int, n_local: int | None) -> int:
@@ -300,7 +298,6 @@ def dual_balanced_attention(
     *,
     planner: PlannerConfig | str = "dbsp",
     layout: SequenceLayout | None = None,
-    reward: float | None = None,
     group: SequenceGroup | ProcessGroup | None = None,
     scale: float | None = None,
     kernel: str = "auto",
@@ -319,7 +316,6 @@ def dual_balanced_attention(
         strategy: How many ranks share heads and how many form a ring, such as "U4R2".
         planner: See `make_plan`.
         layout: Which rank holds which tokens. Default: contiguous shards of ceil(tokens / P).
-        reward: See `make_plan`.
         group: Default: all ranks of torch.distributed.
         scale: Of the scores; default D^−1/2.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
@@ -339,7 +335,7 @@ def dual_balanced_attention(
         parsed = Strategy.parse(strategy)
         parsed.require_world(group.size)
         placed = layout or SequenceLayout.contiguous(mask.grid.tokens, parsed.world)
-        return make_plan(mask, parsed, planner, layout=placed, reward=reward, keys=keys), placed
+        return make_plan(mask, parsed, planner, layout=placed, keys=keys), placed
 
     with outside_transforms():  # planning is no part of what is differentiated
         plan, layout = run_consistently(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, in_short
@@ -14,6 +15,8 @@ from dbsp_core.utils.yaml_file import require_known
 __all__ = ["build", "checked", "convert", "keys_within", "plain_value", "require_choice", "setting_names"]
 
 
+_EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")
+"""Numbers that YAML takes for text unless they have a point and a sign."""
 _LARGEST = 2**63 - 1
 """What PyTorch, NumPy and files can hold."""
 
@@ -24,11 +27,15 @@ def setting_names(cls: type) -> list[str]:
 
 
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
-    """cls(**values), once every key is known and every value of the right type. Raises SettingError.
+    """cls(**values), once every key is known, none is missing and every value of the right type. Raises SettingError.
 
     where: the values are, in words; "" where the error's place says it
     """
     settings = checked(cls, values, where)
+    needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    missing = ", ".join(name for name in needed if name not in settings)
+    if missing:
+        raise SettingError(f"{where or 'the file'} lacks {missing}; add what is missing")
     try:
         return cls(**settings)
     except SettingError:
@@ -95,7 +102,9 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
         if origin is tuple and _is_list_of(get_args(option)[0], value):
             return tuple(value)
     wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
-    raise UserError(f"{name} must be {wanted}, got {in_short(value)}")
+    misread = float in options and isinstance(value, str) and _EXPONENT.fullmatch(value)
+    hint = "; write 1.0e+9, not 1e9" if misread else ""
+    raise UserError(f"{name} must be {wanted}, got {in_short(value)}{hint}")
 
 
 def plain_value(value: Any) -> Any:

@@ -153,9 +153,7 @@ def _rank_period(
     plan: Plan, mask: BlockMask, rank: int, period: int, head_dim: int, setting: Setting
 ) -> Callable[[], object]:
     """The kernel on what `rank` computes in `period`, on random numbers."""
-    table = build_tables(
-        table_layout(plan.assignment, rank).to(torch.device(setting.device)), mask.subdivided(plan.grid)
-    )[period]
+    table = build_tables(table_layout(plan.assignment, rank).to(torch.device(setting.device)), mask)[period]
     q = torch.randn(len(table.kv_count), plan.grid.block_q, head_dim, **setting.where)
     k, v = (torch.randn(len(table.kv_len), plan.grid.block_k, head_dim, **setting.where) for _ in range(2))
     return lambda: block_attention(q, k, v, **vars(table.expanded()), kernel=setting.kernel)

@@ -15,8 +15,12 @@ from common import BALANCED, MEASURED, STRATEGIES, arguments, masks, publish
 from dbsp_core import Plan, Strategy, make_plan
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
-from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from dbsp_core.sources.synthetic.presets import PRESETS
+from scripts.reproduce.burst import BurstBalance, burst_balance
+
+BURST = "burst"
+"""BurstEngine's balancing, counted and not planned."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +46,21 @@ def measure(preset: str, options: argparse.Namespace) -> list[Row]:
     """Every planner and strategy on the same masks; layout "learned" learns from the layers that are measured."""
     layers = list(masks(preset, options))
     profile = MaskProfile.of(layers)
-    plans: dict[tuple[str, str, str], list[Plan]] = {}
+    plans: dict[tuple[str, str, str], list[Plan] | list[BurstBalance]] = {}
+    paper = PaperConfig(reward=options.reward)
     for strategy, way in itertools.product(STRATEGIES, options.ways):
         planner, home = way.split("@")
-        layout = SequenceLayout.named(home, layers[0].grid, Strategy.parse(strategy), profile=profile)
-        plans[strategy, planner, home] = [
-            make_plan(mask, strategy, planner, layout=layout, reward=options.reward) for mask in layers
-        ]
+        parsed = Strategy.parse(strategy)
+        layout = SequenceLayout.named(home, layers[0].grid, parsed, profile=profile)
+        if planner == BURST:
+            plans[strategy, planner, home] = [burst_balance(mask, parsed, layout) for mask in layers]
+        else:
+            config = PlannerConfig(planner, paper=paper)
+            plans[strategy, planner, home] = [make_plan(mask, parsed, config, layout=layout) for mask in layers]
     return [_row(preset, *key, here) for key, here in plans.items()]
 
 
-def _row(preset: str, strategy: str, planner: str, layout: str, plans: list[Plan]) -> Row:
+def _row(preset: str, strategy: str, planner: str, layout: str, plans: list[Plan] | list[BurstBalance]) -> Row:
     return Row(
         preset,
         strategy,
@@ -99,14 +107,15 @@ def draw(rows: list[Row]) -> Figure:
 
 def main() -> None:
     parser = arguments(__doc__, layers=3)
-    choices = [f"{planner}@{home}" for planner in PLANNERS for home in LAYOUT_ORDERS]
-    whole = [
-        planner for planner in PLANNERS if not PLANNERS[planner].subdivides
-    ]  # a refined mask is y² times as large
-    default = [f"{planner}@contiguous" for planner in whole] + ["contiguous@striped", "dbsp@striped", "dbsp@learned"]
+    choices = [f"{planner}@{home}" for planner in (*PLANNERS, BURST) for home in LAYOUT_ORDERS]
+    default = [f"{planner}@contiguous" for planner in PLANNERS] + [
+        "contiguous@striped",
+        "dbsp@striped",
+        "dbsp@learned",
+    ]
     parser.add_argument("--ways", nargs="+", choices=choices, default=default, help="PLANNER@HOME to compare")
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["wan2.1-t2v-14b", "cogvideox1.5-5b"])
-    parser.add_argument("--reward", type=float, default=1.0, help="R_b of planners that have one")
+    parser.add_argument("--reward", type=float, default=1.0, help="R_b of planner paper")
     options = parser.parse_args()
     rows = [row for preset in options.presets for row in measure(preset, options)]
     publish("balanced", "ρ_s after balancing, 8 GPUs", rows, draw(rows), options.out)

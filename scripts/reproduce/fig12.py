@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from common import MEASURED, arguments, masks, publish
 from dbsp_core import Plan, make_plan
+from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.sources.synthetic.presets import PRESETS
 
 STRATEGIES = ("U1R8", "U2R4", "U4R2")
@@ -44,7 +45,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     for mask in masks(options.preset, options):
         for strategy in STRATEGIES:
             for reward in REWARDS:
-                plan = make_plan(mask, strategy, "paper", reward=reward)
+                plan = make_plan(mask, strategy, PlannerConfig("paper", paper=PaperConfig(reward)))
                 plans.setdefault((strategy, reward), []).append(plan)
     return [_row(options.preset, *key, here) for key, here in plans.items()]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dbsp_cli.commands.simulate import masks_for
-from dbsp_cli.simulate import RunConfig, simulate, simulate_layer, simulate_training
+from dbsp_cli.simulate import RunConfig, simulate, simulate_layer
 from dbsp_core import (
     BlockGrid,
     BlockMask,
@@ -78,26 +78,6 @@ class TestSimulate:
         assert apart.exchange_s > eight.exchange_s
         assert apart.other_s == eight.other_s
 
-    def test_training_costs_what_backward_adds(self):
-        model, machine = MODEL_SPECS["wan2.1-t2v-14b"], load_hardware("a800")
-        inference = self.run([8])
-        steps = simulate_training(model, [tiny_mask()], machine, [8], ["contiguous", "dbsp"])
-        assert [(s.strategy, s.planner) for s in steps] == [(row.strategy, row.planner) for row in inference]
-        for step, row in zip(steps, inference, strict=True):
-            assert step.forward_s == pytest.approx(row.attention_s / model.calls)
-            assert 2 < step.backward_s / step.forward_s < 3
-            assert step.backward_bytes > step.forward_bytes > 0
-            assert step.saved_bytes == pytest.approx(model.layers * step.checkpointed_bytes)
-            assert step.planner != "dbsp" or step.speedup > 1
-        unit = 75600 * 5120 * 2 / 8  # a rank's q in bfloat16: q, k, v and out, and float32 log-sum-exps of 128 numbers
-        even = next(s for s in steps if (s.strategy, s.planner) == ("U8R1", "contiguous"))
-        assert even.checkpointed_bytes == pytest.approx(unit * (4 + 4 / 2 / 128))
-
-    def test_a_planner_that_cannot_cut_blocks_is_left_out(self):
-        model = MODEL_SPECS["wan2.1-t2v-14b"]
-        rows = simulate(model, [tiny_mask()], load_hardware("a800"), [4], ["dbsp", "burst"])
-        assert [(row.strategy, row.planner) for row in rows if row.planner == "burst"] == [("U4R1", "burst")]
-
 
 class TestCommand:
     def test_json_is_one_object_that_says_it_is_modelled(self, dbsp):
@@ -109,20 +89,6 @@ class TestCommand:
         assert [row["gpus"] for row in report["rows"]] == [4] * 3 + [8] * 4
         assert {row["label"] for row in report["rows"]} == {"modelled"}
         assert all(row["end_to_end_s"] == row["attention_s"] + row["other_s"] for row in report["rows"])
-
-    def test_training_as_json_and_as_a_table(self, dbsp):
-        given = ("simulate", "--training", "--gpus", "8", "--strategy", "U4R2", *COARSE)
-        code, out, _ = dbsp(*given, "--json")
-        rows = json.loads(out)["rows"]
-        assert (code, len(rows)) == (0, 3)
-        assert all(row["step_s"] == row["forward_s"] + row["backward_s"] + row["other_s"] for row in rows)
-        assert {row["label"] for row in rows} == {"modelled"}
-        code, out, _ = dbsp(*given)
-        assert (code, "saved, GB" in out, f"{rows[-1]['backward_s']:.2f}" in out) == (0, True, True)
-        best = min(rows, key=lambda row: row["step_s"])
-        assert (
-            f"fastest: 8 GPUs, U4R2, {best['planner']}: {best['step_s']:.2f} s a step, {best['speedup']:.2f}×" in out
-        )
 
     def test_the_table_and_the_csv_have_the_same_rows(self, dbsp, tmp_path):
         out = tmp_path / "rows.csv"
@@ -181,7 +147,6 @@ MISTAKES = [
     (["simulate", "--nodes", "none"], "--nodes 'none' must be numbers with commas"),
     (["simulate", "--nodes", "2", "--bandwidth", "0"], "--bandwidth 0 must be positive"),
     (["simulate", "--keys", "neded"], "did you mean 'needed'"),
-    (["simulate", "--training", "--keys", "needed"], "leave out --keys"),
     (["simulate", "--mask", "sparge:cdf=0.9"], "is predicted from queries and keys"),
     (["simulate", "--strategy", "U4R1", "--coarsen", "16"], "use one of U8R1"),
     (["simulate", "--hardware", "alone.yaml", "--gpus", "16", "--coarsen", "16"], "lacks; add network_latency_s"),

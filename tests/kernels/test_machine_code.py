@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from repository import ROOT
+
 pytest.importorskip("triton")
 FIELDS = {
     "kernel", "arch", "block_q", "block_k", "width", "dtype", "partial", "triton", "tile_distance", "products",
@@ -24,9 +26,9 @@ def without_interpreter() -> dict[str, str]:
 
 
 def variants(*options: str, status: int = 0, **environment: str) -> list[dict]:
-    command = [sys.executable, "-m", "dbsp_kernels.machine_code", "--json", *options]
+    command = [sys.executable, "-m", "scripts.checks.machine_code", "--json", *options]
     environment |= without_interpreter()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=ROOT)
     assert done.returncode == status, done.stderr
     (line,) = done.stdout.splitlines()
     return json.loads(line)["variants"]
@@ -58,7 +60,7 @@ def test_on_ampere_it_fits_the_smallest_gpus():
 
 SUMS = """
 import itertools, json
-from dbsp_kernels.machine_code.variants import Variant, examined
+from scripts.checks.machine_code.variants import Variant, examined
 
 kinds = itertools.product((90, 80), (64, 128), ("bf16", "fp32"))
 print(json.dumps([examined(Variant("sum-tokens", arch, 0, 0, *kind, False)) for arch, *kind in kinds]))
@@ -68,7 +70,7 @@ print(json.dumps([examined(Variant("sum-tokens", arch, 0, 0, *kind, False)) for 
 def test_sums_of_blocks_live_in_registers():
     """From the same kernel written otherwise, Triton 3.9 makes code with 5.8 KB of a thread's memory."""
     command = [sys.executable, "-c", SUMS]
-    done = subprocess.run(command, capture_output=True, text=True, env=without_interpreter())
+    done = subprocess.run(command, capture_output=True, text=True, env=without_interpreter(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for found in json.loads(done.stdout.splitlines()[-1]):
         assert (found["local_accesses"], found["stack"], found["spills"]) == (0, 0, 0), found
@@ -98,7 +100,7 @@ def test_what_cannot_be_compiled_is_a_row_of_its_own(tmp_path):
 
 
 def test_any_of_the_warnings_of_serialised_products_counts():
-    from dbsp_kernels.machine_code.reading import is_serialised
+    from scripts.checks.machine_code.reading import is_serialised
 
     said = "ptxas info : (C{}) Potential Performance Loss: wgmma.mma_async instructions are serialized due to …"
     assert [is_serialised(said.format(code)) for code in (7510, 7514, 7515, 7519, 7520, 751)] == [True] * 4 + [
@@ -109,7 +111,7 @@ def test_any_of_the_warnings_of_serialised_products_counts():
 CARRIED = """
 import json, pathlib, sys
 from changes import without
-from dbsp_kernels.machine_code import variants
+from scripts.checks.machine_code import variants
 
 variants.forward_kernel = without("index carried from step to step", pathlib.Path(sys.argv[1])).forward_kernel
 print(json.dumps(variants.examined(variants.Variant("triton", 90, 64, 64, 128, "bf16", False))))
@@ -119,7 +121,7 @@ print(json.dumps(variants.examined(variants.Variant("triton", 90, 64, 64, 128, "
 def test_an_index_carried_from_step_to_step_would_be_found(tmp_path):
     """The fault that this file is here to find: it switched pipelining off, and serialised the products."""
     command = [sys.executable, "-c", CARRIED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=without_interpreter(), timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=without_interpreter(), timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["tile_distance"] == 0
@@ -127,7 +129,7 @@ def test_an_index_carried_from_step_to_step_would_be_found(tmp_path):
 
 
 MERGE = """
-from dbsp_kernels.machine_code.compiler import compile_kernel
+from scripts.checks.machine_code.compiler import compile_kernel
 from dbsp_kernels.triton.merge import merge_kernel
 
 types = dict.fromkeys(("out_ptr", "lse_ptr", "part_lse_ptr"), "*fp32") | {"part_ptr": "*bf16", "tokens": "i32"}
@@ -136,5 +138,7 @@ assert compile_kernel(merge_kernel, 80, types, {"WIDTH": 128, "TILE": 32, "TILE_
 
 
 def test_the_merge_kernel_compiles():
-    done = subprocess.run([sys.executable, "-c", MERGE], capture_output=True, text=True, env=without_interpreter())
+    done = subprocess.run(
+        [sys.executable, "-c", MERGE], capture_output=True, text=True, env=without_interpreter(), cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ SCRIPTS = ROOT / "scripts" / "reproduce"
     [
         ("table1", ["--coarsen", "16"]),
         ("balanced", ["--coarsen", "16", "--presets", "wan2.1-t2v-14b"]),
+        ("balanced", ["--coarsen", "16", "--presets", "wan2.1-t2v-14b", "--ways", "burst@contiguous"]),
         ("fig11", ["--planners", "paper"]),
         ("fig12", ["--coarsen", "16"]),
         ("fig3", ["--coarsen", "16"]),

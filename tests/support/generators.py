@@ -24,9 +24,9 @@ def examples(count: int) -> settings:
 
 
 @st.composite
-def grids(draw: st.DrawFn, least_key_blocks: int = 1, parts: int = 1) -> BlockGrid:
-    """Any text length and any two block sizes that are multiples of `parts`, with at least so many KV blocks."""
-    block_q, block_k = (draw(st.integers(1, max(1, 24 // parts))) * parts for _ in range(2))
+def grids(draw: st.DrawFn, least_key_blocks: int = 1) -> BlockGrid:
+    """Any text length and any two block sizes, with at least so many KV blocks."""
+    block_q, block_k = (draw(st.integers(1, 24)) for _ in range(2))
     tokens = draw(st.integers((least_key_blocks - 1) * block_k + 1, least_key_blocks * block_k + 100))
     return BlockGrid(tokens, draw(st.integers(0, tokens)), block_q, block_k)
 
@@ -95,7 +95,7 @@ class Problem:
 @st.composite
 def problems(draw: st.DrawFn, strategy: Strategy, planners: Sequence[str] = tuple(PLANNERS)) -> Problem:
     planner = draw(st.sampled_from(planners))
-    grid = draw(grids(strategy.ring, parts=strategy.ring if PLANNERS[planner].subdivides else 1))
+    grid = draw(grids(strategy.ring))
     level = draw(st.sampled_from([0.5, 0.1, 1.0, 0.0]))
     return Problem(
         mask=BlockMask(random_bits(draw(st.integers(1, 9)), grid, draw(SEEDS), level), grid),

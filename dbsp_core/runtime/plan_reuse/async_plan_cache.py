@@ -82,7 +82,6 @@ class AsyncPlanCache(PlanCache):
             self.counters.replans += 1
             planned = Planned(maker.make(mask, None if planned is None else planned.plan))
             self._usages[key] = PlanUsage.of(planned.plan, name)
-            self._trends.pop(key, None)
         self._plans[key] = Planned(planned.plan)  # whoever gets the part keeps it
         event = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
         self._due[key] = _Call(key, planned.plan, mask, maker, name, event)
@@ -158,7 +157,7 @@ class AsyncPlanCache(PlanCache):
         plan = call.plan
         with self._beside(call.mask.bits.device, call.event):
             used = plan.evaluate(call.mask, compare=self.compare)
-            chosen = self._renewed(call.key, used, call.mask, call.maker, plan, call.name, delay=1)
+            chosen = self._renewed(call.key, used, call.mask, call.maker, plan, call.name)
         moves = chosen is not used and not chosen.assignment.equals(plan.assignment)
         return _Evaluation(used, Planned(chosen, call.maker.rank_plan(chosen.assignment) if moves else None))
 

@@ -6,11 +6,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.plan_reuse.forecast import DensityTrend, choose_longest_lived
 from dbsp_core.runtime.plan_reuse.rule import PlanUsage, ReplanRule, ReuseCounters
 from dbsp_core.runtime.rank_plan import RankPlan
 
@@ -24,10 +22,6 @@ class PlanMaker(Protocol):
         """The plan for a mask. current: the one in use"""
         ...
 
-    def make_later(self, later: BlockMask, mask: BlockMask, strategy: Strategy) -> Plan | None:
-        """The plan for a predicted mask, while the mask at hand is `mask`; None: plans don't look ahead."""
-        ...
-
     def rank_plan(self, assignment: Assignment) -> RankPlan | None:
         """This rank's part in an assignment, on the host; None: whoever gets the plan makes it."""
         ...
@@ -35,16 +29,12 @@ class PlanMaker(Protocol):
 
 @dataclass(frozen=True)
 class PlansBy:
-    """A `PlanMaker` of one function, for use offline. ahead: whether plans look ahead"""
+    """A `PlanMaker` of one function, for use offline."""
 
     plan: Callable[[BlockMask], Plan]
-    ahead: bool = True
 
     def make(self, mask: BlockMask, current: Plan | None) -> Plan:
         return self.plan(mask)
-
-    def make_later(self, later: BlockMask, mask: BlockMask, strategy: Strategy) -> Plan | None:
-        return self.plan(later) if self.ahead else None
 
     def rank_plan(self, assignment: Assignment) -> RankPlan | None:
         return None
@@ -74,7 +64,6 @@ class PlanCache:
     latest: dict[Hashable, Plan] = field(default_factory=dict)
     """By attention, its plan with the numbers of the mask it was last used for."""
     _usages: dict[Hashable, PlanUsage] = field(default_factory=dict)
-    _trends: dict[Hashable, DensityTrend] = field(default_factory=dict)
 
     def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker, name: Hashable | None = None) -> Planned:
         """The kept plan if it still serves, else a new one; with this mask's numbers.
@@ -84,7 +73,7 @@ class PlanCache:
         self.counters.calls += 1
         plan = self.latest.get(key)
         used = plan.evaluate(mask, compare=self.compare) if plan is not None and plan.fits(mask) else None
-        chosen = self._renewed(key, used, mask, maker, plan, name, delay=0)
+        chosen = self._renewed(key, used, mask, maker, plan, name)
         self.counters.replans += chosen is not used
         self.counters.add(chosen)
         self.latest[key] = chosen
@@ -113,7 +102,7 @@ class PlanCache:
 
     def forget(self, key: Hashable) -> None:
         """Drops what is kept for an attention."""
-        for kept in (self.latest, self._usages, self._trends):
+        for kept in (self.latest, self._usages):
             kept.pop(key, None)
 
     def start(self) -> None:
@@ -130,12 +119,8 @@ class PlanCache:
         maker: PlanMaker,
         current: Plan | None,
         name: Hashable | None,
-        delay: int,
     ) -> Plan:
-        """The plan to use after `delay` calls: `used`, which has this mask's numbers, or a new one if it expired."""
-        trend = self._trends.setdefault(key, DensityTrend())
-        if self.rule.budget is not None:
-            trend.update(mask)
+        """The plan to use from now on: `used`, which has this mask's numbers, or a new one if it expired."""
         if used is not None:
             usage = self._usages.setdefault(key, PlanUsage())
             expired = usage.expired_by(used, self.rule, name)
@@ -143,18 +128,5 @@ class PlanCache:
             if not expired:
                 return used
         made = maker.make(mask, current)
-        self._usages[key] = usage = PlanUsage.of(made, name)
-        if self.rule.budget is None:
-            return made
-        chosen = choose_longest_lived(
-            mask,
-            trend,
-            made,
-            lambda later: maker.make_later(later, mask, made.strategy),
-            threshold=self.rule.threshold,
-            budget=self.rule.budget,
-            delay=delay,
-        )
-        if delay == 0:
-            usage.add(chosen)
-        return chosen
+        self._usages[key] = PlanUsage.of(made, name)
+        return made

@@ -17,8 +17,7 @@ class ReplanRule:
 
     threshold: P_s of the paper: it is kept while ρ_s of the current mask under it stays at or below this
     budget:    and while its excess, Σ over its calls of ρ_s less the least that was known to be possible when it was
-               made, stays at or below this; in times of a balanced attention. New plans then look ahead (see
-               `plan_reuse.forecast`). None: only the threshold counts, and every plan is for the mask at hand.
+               made, stays at or below this; in times of a balanced attention. None: only the threshold counts
     """
 
     threshold: float = 1.10

@@ -22,8 +22,8 @@ from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
-from dbsp_core.cost.training import predict_backward
 from dbsp_core.sources import MaskRequest, SyntheticSource
+from scripts.reproduce.training_cost import predict_backward
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -22,7 +22,7 @@ from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_file import save_mask
-from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from demo import PREDICTED
 
@@ -148,7 +148,8 @@ def rewards(series: MaskSeries, every: int) -> list[Reward]:
     rows = []
     for strategy in ("U1R8", "U2R4", "U4R2"):
         for value in REWARDS:
-            plans = [make_plan(mask, strategy, "paper", reward=value) for mask in masks]
+            planner = PlannerConfig("paper", paper=PaperConfig(value))
+            plans = [make_plan(mask, strategy, planner) for mask in masks]
             before = float(np.mean([plan.rho_before for plan in plans]))
             rho, _, moved = _means(plans)
             rows.append(Reward(strategy, value, rho, before, moved, len(masks)))

@@ -52,9 +52,8 @@ def test_equals_dense_attention(pool, world, strategy):
 
 @pytest.mark.parametrize(("world", "strategy"), [(4, "U2R2"), (6, "U2R3"), (8, "U1R8")])
 def test_peers_equal_dense_attention(pool, world, strategy):
-    for seed, planner in enumerate(("snake", "knapsack", "burst")):
-        block = 48 if planner == "burst" and "R3" in strategy else 32
-        case = Case(strategy, planner, heads=5, tokens=700, text_tokens=21, block_q=block, block_k=block, seed=seed)
+    for seed, planner in enumerate(("snake", "knapsack")):
+        case = Case(strategy, planner, heads=5, tokens=700, text_tokens=21, block_q=32, block_k=32, seed=seed)
         errors = pool(world).run(run_case, case)
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 

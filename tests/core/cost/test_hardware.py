@@ -69,15 +69,18 @@ def changed(tmp_path, change) -> str:
 
 MISTAKES = {
     "unknown key 'devise'.*did you mean 'device'": lambda v: v.update(devise="x"),
-    "unknown key 'flop_per_s' in constants.*did you mean 'flops_per_s'": lambda v: v["constants"].update(
+    "unknown key 'flop_per_s' in 'constants'.*did you mean 'flops_per_s'": lambda v: v["constants"].update(
         flop_per_s=1.0
     ),
-    "constants lacks row_s; add them, or measure again with: dbsp calibrate": lambda v: v["constants"].pop("row_s"),
-    "lacks sources": lambda v: v.pop("sources"),
-    "must be a number, got '1e9'; write 1.0e\\+9": lambda v: v["constants"].update(flops_per_s="1e9"),
-    "must be a number, got True": lambda v: v["constants"].update(launch_s=True),
-    "flops_per_s=0 must be positive": lambda v: v["constants"].update(flops_per_s=0),
-    "row_s=-1 must not be negative": lambda v: v["constants"].update(row_s=-1),
+    "'constants' lacks row_s; add .* or measure again with: dbsp calibrate": lambda v: v["constants"].pop("row_s"),
+    "the file lacks sources": lambda v: v.pop("sources"),
+    "'flops_per_s' in .* must be float, got '1e9'; write 1.0e\\+9": lambda v: v["constants"].update(flops_per_s="1e9"),
+    "'launch_s' in 'constants' must be float, got True": lambda v: v["constants"].update(launch_s=True),
+    "yaml:[0-9]+: hardware constant flops_per_s=nan must be a number": lambda v: v["constants"].update(
+        flops_per_s=float("nan")
+    ),
+    "flops_per_s=0.0 must be positive": lambda v: v["constants"].update(flops_per_s=0),
+    "row_s=-1.0 must not be negative": lambda v: v["constants"].update(row_s=-1),
     "overlap=2.0 must lie between 0 and 1": lambda v: v["constants"].update(overlap=2),
     "network_latency_s and network_bytes_per_s go together": lambda v: v["constants"].pop("network_latency_s"),
     "source 'guessed' of row_s is not one of measured": lambda v: v["sources"].update(row_s="guessed"),
@@ -85,7 +88,7 @@ MISTAKES = {
     "yaml:1: 'constants' must be a mapping": lambda v: v.update(constants=[1]),
     "yaml:[0-9]+: gpus_per_node=0 must be a number of GPUs": lambda v: v.update(gpus_per_node=0),
     "does not say where gpus_per_node come from": lambda v: v["sources"].pop("gpus_per_node"),
-    "yaml:[0-9]+: 'name' must be text": lambda v: v.update(name=3),
+    "yaml:[0-9]+: 'name' must be str, got 3": lambda v: v.update(name=3),
 }
 
 

@@ -17,11 +17,9 @@ from dbsp_core.cost.latency import (
     AttentionShape,
     Prediction,
     Topology,
-    as_printed,
     exchange_cost,
     exchange_cost_of,
     predict,
-    predict_as_printed,
 )
 from dbsp_core.planning.planners import PlannerConfig
 from generators import random_bits
@@ -260,21 +258,6 @@ class TestExchangeCost:
             assert sent[1] <= sent[0]
             seconds = [predict(plan, shape, hardware, one, layout).total_s for plan in (free, weighed)]
             assert seconds[1] <= 1.01 * seconds[0]
-
-
-class TestAsPrinted:
-    def test_equation_4_by_hand(self):
-        # comp = 80 / 8 · 0.5 + 1 = 6; (max(6, 9) · 3 + 6) · 1.25 = 41.25; and 2 of all-to-all
-        terms = {"all2all_s": 2.0, "p2p_s": 9.0, "dense_s": 80.0, "launch_s": 1.0}
-        assert as_printed(Strategy(2, 4), rho=1.25, density=0.5, **terms) == pytest.approx(43.25)
-        assert as_printed(Strategy(8, 1), rho=1.25, density=0.5, **terms) == pytest.approx(2 + 6 * 1.25)
-
-    def test_it_agrees_with_the_corrected_form_for_ulysses_and_charges_rings_y_times(self):
-        for strategy in ("U4R1", "U1R4"):
-            plan, mask, _ = a_plan(strategy)
-            free, shape = machine(flops_per_s=1e9), shape_of(plan)
-            ours = predict(plan, shape, free).total_s
-            assert predict_as_printed(plan, mask.density, shape, free) == pytest.approx(ours * plan.strategy.ring)
 
 
 class TestMistakes:

@@ -44,7 +44,6 @@ DERIVED: dict[str, Callable[[BlockMask], object]] = {
     "fingerprints of parts": lambda mask: [part.fingerprint for part in mask.parts],
     "density": lambda mask: mask.density,
     "dense spans": lambda mask: dense_spans_of(mask, torch.device("cuda")).tolist(),
-    "subdivided": lambda mask: mask.subdivided(mask.grid.resized(4, 4)).counts.rows.tolist(),
     "plan": lambda mask: make_plan(mask, "U1R2").metrics.work.tolist(),
     "evaluated plan": lambda mask: make_plan(random_mask(mask.grid), "U1R2").evaluate(mask).metrics.work.tolist(),
 }

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceLayout, Strategy, make_plan
-from dbsp_core.planning.planners import PLANNERS
+from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from generators import EVERY_STRATEGY, SEEDS, examples, problems, random_bits
 
 every_strategy = pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
@@ -20,10 +20,8 @@ every_strategy = pytest.mark.parametrize("strategy", EVERY_STRATEGY, ids=str)
 def eq_1(plan: Plan, mask: BlockMask) -> float:
     """ρ_s, dense block by dense block."""
     x, y, world = plan.strategy.ulysses, plan.strategy.ring, plan.strategy.world
-    rows = mask.grid.q_axis.block_of[plan.grid.q_axis.starts]  # some planners cut the mask's blocks
-    columns = mask.grid.k_axis.block_of[plan.grid.k_axis.starts]
     b = Counter()
-    for h, i, j in mask.bits[:, rows][:, :, columns].nonzero().tolist():
+    for h, i, j in mask.bits.nonzero().tolist():
         rank, slot = int(plan.assignment.q_owner[h, i]), int(plan.assignment.keys.slot[h, j])
         period = next(p for p in range(y) if (rank // x + p) % y == slot)
         b[period, rank] += 1
@@ -185,7 +183,7 @@ def test_a_paper_plan_by_hand():
     # (1; 1, 2) and 2 in slot 0 (0; 0). Period 0: 3, 3; period 1: 2, 2. ρ_s = 5 / 5 = 1.
     # At home ring rank 0 has blocks 0, 1: query blocks 1 and 3, KV blocks 1 and 3 have moved, half of everything.
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
-    plan = make_plan(mask, "U1R2", "paper", reward=0.0)
+    plan = make_plan(mask, "U1R2", PlannerConfig("paper", paper=PaperConfig(reward=0.0)))
     assert plan.assignment.q_owner.tolist() == [[0, 1, 1, 0]]
     assert plan.assignment.keys.slot.tolist() == [[0, 1, 1, 0]]
     assert plan.metrics.work.tolist() == [[3, 3], [2, 2]]
@@ -197,11 +195,14 @@ class TestErrors:
     GRID = BlockGrid.uniform(64, 16)
     MASK = BlockMask.dense(2, GRID)
 
-    def test_blocks_that_a_planner_cannot_cut(self):
-        with pytest.raises(
-            ValueError, match="planner 'burst' cuts every block over 3 ring ranks, but blocks of 16×16"
-        ):
-            make_plan(self.MASK, "U1R3", "burst")
+    def test_a_mask_of_another_size(self):
+        plan = make_plan(self.MASK, "U2R1")
+        with pytest.raises(ValueError, match="the plan has 2 heads, the mask 3; make a plan for this mask"):
+            plan.evaluate(BlockMask.dense(3, self.GRID))
+        other = BlockMask.dense(2, BlockGrid.uniform(64, 8))
+        with pytest.raises(ValueError, match=r"the plan is on .*, the mask on .*; make a plan for this mask"):
+            plan.evaluate(other)
+        assert not plan.fits(other)
 
     def test_an_unknown_planner_names_those_there_are(self):
         with pytest.raises(ValueError, match=f"unknown planner 'greedy'; use one of {', '.join(PLANNERS)}"):
@@ -215,7 +216,7 @@ class TestErrors:
     @pytest.mark.parametrize("reward", [-0.1, float("nan")])
     def test_a_reward_below_zero_or_none_at_all(self, reward):
         with pytest.raises(ValueError, match=r"reward=.* must not be negative"):
-            make_plan(self.MASK, "U2R1", reward=reward)
+            make_plan(self.MASK, "U2R1", PlannerConfig(paper=PaperConfig(reward=reward)))
 
     def test_a_strategy_of_another_form(self):
         with pytest.raises(ValueError, match="not of the form UxRy"):

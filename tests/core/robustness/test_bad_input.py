@@ -44,7 +44,7 @@ def assert_fails_alike(pool, message, function, *args):
             "kernel 'sparge' cannot serve this plan: it returns no log-sum-exp",
         ),
         ({"kernel": "magic"}, "unknown kernel 'magic'; use auto or one of"),
-        ({"reward": -1.0}, "must not be negative"),
+        ({"keys": "neded"}, "keys cannot be 'neded' here: use one of ring, needed; did you mean 'needed'"),
     ],
 )
 def test_settings_that_do_not_fit(pool, options, message):

@@ -37,39 +37,35 @@ ABOVE = mask_of(7, 3, 2, 4)
 @pytest.fixture
 def cache():
     cache = PlanCache(ReplanRule(1.25))
-    assert cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan.rho == 1.0
+    assert cache.plan_for(0, FIRST, PlansBy(plan_u2)).plan.rho == 1.0
     return cache
 
 
 def test_a_plan_is_kept_up_to_the_threshold_with_the_numbers_of_the_new_mask(cache):
-    first = cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan
-    kept = cache.plan_for(0, AT_THRESHOLD, PlansBy(plan_u2, ahead=False)).plan
+    first = cache.plan_for(0, FIRST, PlansBy(plan_u2)).plan
+    kept = cache.plan_for(0, AT_THRESHOLD, PlansBy(plan_u2)).plan
     assert kept.assignment.fingerprint == first.assignment.fingerprint
     assert kept.rho == 1.25
     assert (cache.counters.calls, cache.counters.replans) == (3, 1)
 
 
 def test_above_the_threshold_a_new_plan_is_made_and_kept_from_then_on(cache):
-    plan = cache.plan_for(0, ABOVE, PlansBy(plan_u2, ahead=False)).plan
+    plan = cache.plan_for(0, ABOVE, PlansBy(plan_u2)).plan
     assert (
         plan.assignment.fingerprint == plan_u2(ABOVE).assignment.fingerprint != plan_u2(FIRST).assignment.fingerprint
     )
     assert plan.rho == 9 / 8
-    assert (
-        cache.plan_for(0, ABOVE, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
-        == plan.assignment.fingerprint
-    )
+    assert cache.plan_for(0, ABOVE, PlansBy(plan_u2)).plan.assignment.fingerprint == plan.assignment.fingerprint
     assert (cache.counters.calls, cache.counters.replans) == (3, 2)
 
 
 def test_every_layer_has_a_plan_of_its_own(cache):
-    cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2, ahead=False))
+    cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2))
     assert (
-        cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
-        == plan_u2(FIRST).assignment.fingerprint
+        cache.plan_for(0, FIRST, PlansBy(plan_u2)).plan.assignment.fingerprint == plan_u2(FIRST).assignment.fingerprint
     )
     assert (
-        cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
+        cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2)).plan.assignment.fingerprint
         == plan_u2(AT_THRESHOLD).assignment.fingerprint
     )
     assert (cache.counters.calls, cache.counters.replans) == (4, 2)
@@ -79,7 +75,7 @@ def test_every_layer_has_a_plan_of_its_own(cache):
     "mask", [mask_of(6, 4, 4, 2, grid=BlockGrid.uniform(9 * 16, 16)), mask_of(6, 4, 4)], ids=["grid", "heads"]
 )
 def test_another_grid_or_number_of_heads_needs_a_new_plan(cache, mask):
-    plan = cache.plan_for(0, mask, PlansBy(plan_u2, ahead=False)).plan
+    plan = cache.plan_for(0, mask, PlansBy(plan_u2)).plan
     assert (plan.grid, plan.heads) == (mask.grid, mask.heads)
     assert cache.counters.replans == 2
 
@@ -148,20 +144,20 @@ class TestLagged:
 
     def test_the_first_call_plans_at_once(self, lagged):
         assert (
-            lagged.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
+            lagged.plan_for(0, FIRST, PlansBy(plan_u2)).plan.assignment.fingerprint
             == plan_u2(FIRST).assignment.fingerprint
         )
 
     def test_a_new_plan_is_adopted_one_call_later(self, lagged):
         masks = [FIRST, ABOVE, ABOVE, ABOVE, FIRST]
-        plans = [lagged.plan_for(0, mask, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint for mask in masks]
+        plans = [lagged.plan_for(0, mask, PlansBy(plan_u2)).plan.assignment.fingerprint for mask in masks]
         old, new = plan_u2(FIRST).assignment.fingerprint, plan_u2(ABOVE).assignment.fingerprint
         assert old != new
         assert plans == [old, old, new, new, new]
 
     def test_counters_cover_every_call_once_settled(self, lagged):
         for mask in (FIRST, ABOVE, ABOVE):
-            lagged.plan_for(0, mask, PlansBy(plan_u2, ahead=False))
+            lagged.plan_for(0, mask, PlansBy(plan_u2))
         lagged.flush()
         counters = lagged.counters
         assert (counters.calls, counters.replans, counters.evaluated) == (3, 2, 3)
@@ -171,7 +167,7 @@ class TestLagged:
 
     def test_at_the_threshold_the_plan_is_kept(self, lagged):
         for mask in (FIRST, AT_THRESHOLD, FIRST):
-            plan = lagged.plan_for(0, mask, PlansBy(plan_u2, ahead=False)).plan
+            plan = lagged.plan_for(0, mask, PlansBy(plan_u2)).plan
         assert plan.assignment.fingerprint == plan_u2(FIRST).assignment.fingerprint
         assert lagged.counters.replans == 1
 
@@ -186,7 +182,7 @@ class TestLagged:
                 return RankPlan.of(assignment, layout, 0)
 
         masks = (FIRST, ABOVE, ABOVE, ABOVE)
-        planned = [lagged.plan_for(0, mask, Prepares(plan_u2, ahead=False)) for mask in masks]
+        planned = [lagged.plan_for(0, mask, Prepares(plan_u2)) for mask in masks]
         lagged.flush()
         old, new = plan_u2(FIRST).assignment.fingerprint, plan_u2(ABOVE).assignment.fingerprint
         assert threads == ["dbsp-planning"]
@@ -203,28 +199,28 @@ class TestLagged:
                 return RankPlan.of(assignment, layout, 0)
 
         for mask in (FIRST, ABOVE):
-            lagged.plan_for(0, mask, Prepares(plan_u2, ahead=False))
-        planned = lagged.plan_for(0, mask_of(6, 4), PlansBy(plan_u2, ahead=False))
+            lagged.plan_for(0, mask, Prepares(plan_u2))
+        planned = lagged.plan_for(0, mask_of(6, 4), PlansBy(plan_u2))
         assert (planned.plan.heads, planned.part) == (2, None)
 
     def test_attentions_do_not_mix(self, lagged):
         for _ in range(2):
-            lagged.plan_for("cond", FIRST, PlansBy(plan_u2, ahead=False))
-            lagged.plan_for("uncond", ABOVE, PlansBy(plan_u2, ahead=False))
+            lagged.plan_for("cond", FIRST, PlansBy(plan_u2))
+            lagged.plan_for("uncond", ABOVE, PlansBy(plan_u2))
         lagged.flush()
         assert lagged.latest["cond"].rho == 1.0
         assert lagged.latest["uncond"].rho == 9 / 8
         assert lagged.counters.replans == 2
 
     def test_what_went_wrong_is_raised_at_the_next_call_with_its_traceback(self, lagged):
-        lagged.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False))
+        lagged.plan_for(0, FIRST, PlansBy(plan_u2))
 
         def fail(mask: BlockMask) -> Plan:
             raise ZeroDivisionError("no planner today")
 
-        lagged.plan_for(0, ABOVE, PlansBy(fail, ahead=False))
+        lagged.plan_for(0, ABOVE, PlansBy(fail))
         with pytest.raises(RuntimeError, match=r"(?s)planning failed.*Traceback.*no planner today"):
-            lagged.plan_for(0, ABOVE, PlansBy(plan_u2, ahead=False))
+            lagged.plan_for(0, ABOVE, PlansBy(plan_u2))
 
 
 class TestStandingStill:
@@ -236,8 +232,8 @@ class TestStandingStill:
             answer.wait(30)  # ends a hang
             return plan_u2(mask)
 
-        cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False))
-        cache.plan_for(0, ABOVE, PlansBy(stand_still, ahead=False))
+        cache.plan_for(0, FIRST, PlansBy(plan_u2))
+        cache.plan_for(0, ABOVE, PlansBy(stand_still))
         try:
             with pytest.raises(RuntimeError, match=r"planning thread of rank 0 has not answered for 0\.05 s"):
                 cache.flush()

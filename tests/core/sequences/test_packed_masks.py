@@ -62,17 +62,6 @@ def test_orders_of_packed_sequences():
     assert plain.with_orders(grid.orders) == grid
 
 
-def test_other_block_sizes_of_packed_sequences():
-    mask = BlockMask.packed(packed_sequences())
-    finer = mask.grid.resized(8, 4)
-    assert finer.subdivides(mask.grid)
-    assert not mask.grid.subdivides(finer)
-    found = mask.subdivided(finer)
-    for part, own, one in zip(mask.parts, found.parts, finer.sequences, strict=True):
-        assert torch.equal(own.bits, part.subdivided(one).bits)
-    assert found.square().sum() == found.bits.sum()
-
-
 def test_text_is_dense_with_its_own_video_only():
     mask = BlockMask.packed(packed_sequences())
     bits = torch.zeros_like(mask.square())
@@ -113,15 +102,14 @@ def test_counts_are_those_of_the_block_diagonal(mask, ring, seed):
 def test_plans_count_what_they_own():
     mask = BlockMask.packed(packed_sequences())
     for strategy in map(Strategy.parse, ("U3R1", "U2R2", "U1R4")):
-        for planner in ("dbsp", "contiguous", "paper", "burst"):
+        for planner in ("dbsp", "contiguous", "paper", "snake"):
             layout = SequenceLayout.striped(mask.grid, strategy)
             plan = make_plan(mask, strategy, planner, layout=layout)
-            square = mask.subdivided(plan.grid).square().numpy()
-            assignment = plan.assignment
+            square, assignment = mask.square().numpy(), plan.assignment
             owned = cell_counts(square, assignment.q_owner, assignment.keys.slot, strategy.world, strategy.ring)
             assert owned.sum() == plan.metrics.work.sum() == square.sum()
             assert plan.rho == imbalance_ratio(plan.metrics.work)
-            assert plan.density == pytest.approx(mask.subdivided(plan.grid).density)
+            assert plan.density == pytest.approx(mask.density)
 
 
 @pytest.mark.parametrize("strategy", ["U8R1", "U4R2", "U2R4", "U1R8"])
@@ -259,7 +247,7 @@ def test_sequences_that_cannot_be_packed():
     with pytest.raises(UserError, match="at least one sequence's mask"):
         BlockMask.packed([])
     with pytest.raises(UserError, match=r"equal block sizes, got 16×8 and 16×16; give all their mask sources one"):
-        BlockMask.packed([first, BlockMask.dense(3, second.grid.resized(16, 16))])
+        BlockMask.packed([first, BlockMask.dense(3, replace(second.grid, block_k=16))])
     with pytest.raises(UserError, match="equal numbers of heads, got masks of 3 and 4"):
         BlockMask.packed([first, BlockMask.dense(4, BlockGrid(9, 0, 16, 8))])
     with pytest.raises(UserError, match="token orders for 3 and 4"):

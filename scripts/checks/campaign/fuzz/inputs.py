@@ -153,7 +153,7 @@ COMMANDS = (
     "simulate --model wan2.1-t2v-1.3b --gpus 2,4 --hardware a800 --mask 0.3 --planner dbsp,paper --strategy U2R1 "
     "--coarsen 8 --layers 1 --json",
     "simulate --model wan2.1-t2v-1.3b --nodes 2 --bandwidth 25 --keys ring,needed --coarsen 16 --out a.csv",
-    "simulate --model wan2.1-t2v-1.3b --gpus 4 --training --strategy U2R2 --mask window:window=[5,9,9] --coarsen 16",
+    "simulate --model wan2.1-t2v-1.3b --gpus 4 --strategy U2R2 --mask window:window=[5,9,9] --coarsen 16",
     "masks --help",
 )
 

@@ -84,15 +84,13 @@ class Draw:
     def possible(self) -> bool:
         """Whether db-SP claims to serve it."""
         strategy = Strategy.parse(self.strategy)
-        cut = self.planner == "burst" and (self.block_q % strategy.ring or self.block_k % strategy.ring)
-        planned = self.planner not in ("random", "burst") or self.keys == "ring"
+        planned = self.planner != "random" or self.keys == "ring"
         text_alone = self.split_text and not any(one.text for one in self.sequences)
         batch = self.batch == 1 or len(self.sequences) == 1 or not self.predicted
         rightly_typed = self.kernel not in ("triton", "flex") or self.dtype != "float64"
         return (
             strategy.world == self.world
             and strategy.ring <= self.key_blocks
-            and not cut
             and planned
             and not text_alone
             and batch

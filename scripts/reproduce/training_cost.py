@@ -1,7 +1,7 @@
 """What training adds to the cost of an attention: its backward's time and bytes, and what is kept between the two.
 
-Arithmetic on the plan, like `latency`. Backward runs the ring again with the products of FlashAttention-2's (Dao,
-2023, Alg. 2): scores computed again, dP, dV, dQ and dK, five where forward has two.
+Arithmetic on the plan, like `dbsp_core.cost.latency`. Backward runs the ring again with the products of
+FlashAttention-2's (Dao, 2023, Alg. 2): scores computed again, dP, dV, dQ and dK, five where forward has two.
 """
 
 from __future__ import annotations

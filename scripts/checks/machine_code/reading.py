@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from dbsp_kernels.machine_code.compiler import Compiled
+from scripts.checks.machine_code.compiler import Compiled
 
 __all__ = ["MULTIPROCESSORS", "Findings", "Step", "findings", "full_loop", "is_serialised", "tile_distance"]
 

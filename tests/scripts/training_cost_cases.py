@@ -10,8 +10,8 @@ import torch
 from cases import Case, Inputs
 from dbsp_core import DualBalancedAttention, SequenceGroup, make_plan
 from dbsp_core.cost.latency import AttentionShape
-from dbsp_core.cost.training import saved_bytes, sent_backward, sent_forward
 from dbsp_core.layout.strategy import Strategy
+from scripts.reproduce.training_cost import saved_bytes, sent_backward, sent_forward
 
 Bytes = tuple[float, float]
 """Exchanged, and handed over."""

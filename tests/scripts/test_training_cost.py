@@ -12,9 +12,9 @@ from cases import Case
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.comm.all_to_all import exchange_q_separately
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
-from dbsp_core.cost.training import predict_backward, saved_bytes, sent_backward, sent_forward
 from dbsp_core.utils.errors import UserError
 from latency_cases import a_plan, machine, shape_of
+from scripts.reproduce.training_cost import predict_backward, saved_bytes, sent_backward, sent_forward
 from training_cost_cases import counted_and_modelled
 
 

@@ -11,8 +11,6 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from dbsp_kernels.machine_code.compiler import Compiled, compile_kernel
-from dbsp_kernels.machine_code.reading import Step, findings
 from dbsp_kernels.packing import pooling
 from dbsp_kernels.triton.backward import backward_keys_kernel, backward_rows_kernel
 from dbsp_kernels.triton.forward import forward_kernel
@@ -20,6 +18,8 @@ from dbsp_kernels.triton.hopper import stages_for
 from dbsp_kernels.triton.pooling import sum_constants, sum_kernel
 from dbsp_kernels.triton.tile_config import HOPPER, backward_tiles_for, padded, tiles_for
 from dbsp_kernels.triton.warp_specialized import warp_specialized_kernel
+from scripts.checks.machine_code.compiler import Compiled, compile_kernel
+from scripts.checks.machine_code.reading import Step, findings
 
 __all__ = ["DTYPES", "Variant", "examined", "failed", "reported", "shipped"]
 

@@ -1,4 +1,4 @@
-"""`python -m dbsp_kernels.machine_code --arch sm90`: compiles every shipped variant and says what became of it.
+"""`scripts/machine_code --arch sm90`: compiles every shipped variant and says what became of it.
 
 A variant that cannot be compiled or read is a row that says so, and makes the exit status 1.
 
@@ -17,8 +17,8 @@ from typing import Any
 
 import triton
 
-from dbsp_kernels.machine_code.reading import MULTIPROCESSORS
-from dbsp_kernels.machine_code.variants import DTYPES, failed, reported, shipped
+from scripts.checks.machine_code.reading import MULTIPROCESSORS
+from scripts.checks.machine_code.variants import DTYPES, failed, reported, shipped
 
 COLUMNS = (
     "kernel", "block_q", "block_k", "width", "dtype", "partial", "tile_distance", "products", "waits", "tile_waits",
@@ -28,7 +28,7 @@ COLUMNS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m dbsp_kernels.machine_code", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/machine_code", description=__doc__)
     parser.add_argument("--arch", default="sm90", choices=[f"sm{arch}" for arch in MULTIPROCESSORS])
     parser.add_argument("--json", action="store_true", help='prints {"variants": […]}')
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))

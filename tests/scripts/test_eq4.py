@@ -1,0 +1,36 @@
+"""Eq. 4 as the paper prints it: by hand, and beside the corrected form."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dbsp_core import Strategy
+from dbsp_core.cost.latency import predict
+from latency_cases import a_plan, machine, shape_of
+from repository import ROOT
+from scripts.reproduce.eq4 import as_printed, predict_as_printed
+
+
+def test_equation_4_by_hand():
+    # comp = 80 / 8 · 0.5 + 1 = 6; (max(6, 9) · 3 + 6) · 1.25 = 41.25; and 2 of all-to-all
+    terms = {"all2all_s": 2.0, "p2p_s": 9.0, "dense_s": 80.0, "launch_s": 1.0}
+    assert as_printed(Strategy(2, 4), rho=1.25, density=0.5, **terms) == pytest.approx(43.25)
+    assert as_printed(Strategy(8, 1), rho=1.25, density=0.5, **terms) == pytest.approx(2 + 6 * 1.25)
+
+
+def test_it_agrees_with_the_corrected_form_for_ulysses_and_charges_rings_y_times():
+    for strategy in ("U4R1", "U1R4"):
+        plan, mask, _ = a_plan(strategy)
+        free, shape = machine(flops_per_s=1e9), shape_of(plan)
+        ours = predict(plan, shape, free).total_s
+        assert predict_as_printed(plan, mask.density, shape, free) == pytest.approx(ours * plan.strategy.ring)
+
+
+def test_the_program_shows_both():
+    command = [sys.executable, "-m", "scripts.reproduce.eq4", "--coarsen", "16", "--gpus", "4", "--planners", "dbsp"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "U1R4" in done.stdout
