@@ -1,7 +1,7 @@
-"""What torch calls when it has been imported, so that unmodified programs learn of db-SP.
+"""The function that torch calls once it has been imported, so that unmodified programs find db-SP.
 
-xfuser and para-attn have no plugin entry points, but torch has: it calls every function in the entry-point group
-`torch.backends`. This one imports next to nothing, and acts on xfuser's runs and on para-attn's adapters alone.
+xfuser and para-attn have no plugin entry points, but torch calls every function in the entry-point group
+`torch.backends`. This one imports next to nothing, and acts only on xfuser's runs and para-attn's adapters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["autoload"]
 
 
 def autoload() -> None:
-    """Never raises: torch must stay importable whatever happens here. DBSP_AUTOLOAD=0 turns it off."""
+    """Does nothing where DBSP_AUTOLOAD=0. Never raises: torch must stay importable."""
     if os.environ.get("DBSP_AUTOLOAD", "1") == "0":
         return
     for_xdit()
@@ -25,7 +25,7 @@ def autoload() -> None:
 
 
 def _teach_para_attn(_: object) -> None:
-    """Importing dbsp_para does it, and `dbsp_para.uninstall()` undoes it."""
+    """Imports dbsp_para, which installs it; `dbsp_para.uninstall()` undoes that."""
     try:
         importlib.import_module("dbsp_para")
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The commands as they are installed. An interrupt while the libraries are being imported ends them at once."""
+"""The installed commands. An interrupt while libraries are being imported ends them at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def dbsp() -> None:
 def _dbsp() -> None:
     before = _end_when_interrupted()
     passing = sys.stderr.isatty()
-    if passing or sys.argv[1:2] == ["generate"]:  # a log is told only of what takes long anyway
+    if passing or sys.argv[1:2] == ["generate"]:  # a log gets this line only for what takes long anyway
         print("dbsp: loading libraries", end="" if passing else "\n", file=sys.stderr, flush=True)
     from dbsp_cli.cli import main
 
@@ -38,7 +38,7 @@ def dbsp_xdit() -> NoReturn:
 
 
 def _end_when_interrupted() -> signal._HANDLER:
-    """returns: what was done about interrupts before. Where they are ignored, they stay so."""
+    """Makes interrupts end this process at once, unless they are ignored; returns the handler before."""
 
     def end(*_: object) -> NoReturn:
         os.write(2, b"\ndbsp: interrupted\n" if os.isatty(2) else b"dbsp: interrupted\n")

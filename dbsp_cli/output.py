@@ -1,4 +1,4 @@
-"""How commands print: tables for people, one JSON object for programs; and how they hand on their options."""
+"""Output of commands: tables for people, one JSON object for programs; and options as dataclasses take them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 MOST_GPUS = 4096
-"""Of a prediction or a plan; tables grow with the square of it."""
+"""Most GPUs of a prediction or a plan; tables grow with the square of it."""
 LARGEST_SEED = 2**63 - 1
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -59,12 +59,12 @@ class TextTable:
 
 
 def options_for(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a command's options (its `context.params`) that are fields of a dataclass."""
+    """Picks those of a command's options (its `context.params`) that are fields of a dataclass."""
     return {field.name: given[field.name] for field in fields(kind) if field.name in given}
 
 
 def working(what: str) -> AbstractContextManager[object]:
-    """Shows on a terminal, for as long as the block runs, what takes so long."""
+    """Shows on a terminal, for as long as the block runs, what is being done."""
     return Console(stderr=True).status(escape(what))
 
 
@@ -73,13 +73,13 @@ def print_json(**values: Any) -> None:
 
 
 def print_tables(tables: Iterable[TextTable]) -> None:
-    """As wide as the terminal at most; whole where the output goes somewhere else."""
+    """Prints tables, at most as wide as the terminal; in full where the output goes elsewhere."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print("\n\n".join(as_text(table, width) for table in tables))
 
 
 def as_text(table: TextTable, width: int | None = None) -> str:
-    """Lines of a table, not wider than `width`: columns to spare go first, then words are wrapped. Nothing is cut."""
+    """Lays out a table in lines of at most `width`. Spare columns go first, then words are wrapped; nothing is cut."""
     rows = [list(map(str, row)) for row in (table.columns, *table.rows)]
     widths = {name: max(map(cell_len, cells)) for name, *cells in zip(table.columns, *rows, strict=True)}
     spare, left_out = list(table.spare), []

@@ -1,4 +1,4 @@
-"""Modelled time of attention and of whole videos, per strategy and planner, from nothing but plans."""
+"""Modelled time of attention and of whole videos, per strategy and planner, from plans alone."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, order=True)
 class RunConfig:
-    """How one attention is run: a strategy, a planner, how keys travel, and the layout the planner is meant for."""
+    """A way to run one attention. Its layout is the one that its planner is meant for."""
 
     strategy: Strategy
     planner: str
     keys: str = "ring"
 
     def layout(self, mask: BlockMask, cost: Callable[[Plan, SequenceLayout], float] | None = None) -> SequenceLayout:
-        """cost: by which the token order is chosen that needed keys are laid out in"""
+        """Returns the layout for this mask; `cost` chooses the token order in which needed keys are laid out."""
         if self.keys == "needed":
             return least_keys_layout([mask], self.strategy, cost=cost)
         return SequenceLayout.named(require_planner(self.planner).layout, mask.grid, self.strategy)
@@ -48,14 +48,14 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What one strategy and planner make of a video's attention. All times modelled.
+    """The modelled times of a video's attention with one strategy and planner.
 
-    rho_before, rho:  means over layers, of the contiguous plan and of this one
-    attention_s:      of all self-attentions of a video
-    exchange_s, exposed_p2p_s, pack_s: parts of it
-    other_s:          linear layers and all else, divided over the GPUs, and what only one device does
-    speedup, attention_speedup: over the contiguous planner on the same strategy; 1 for itself
-    keys:             "ring", or "needed"
+    Attributes:
+        rho_before: Mean over layers of the contiguous plan's ρ_s; `rho`, of this plan's.
+        attention_s: Seconds of all self-attentions; `exchange_s`, `exposed_p2p_s` and `pack_s` are parts of it.
+        other_s: Seconds of linear layers and all else, divided over the GPUs, and of what only one device does.
+        speedup: Over the contiguous planner on the same strategy; `attention_speedup`, of attention alone.
+        keys: "ring", or "needed".
     """
 
     gpus: int
@@ -80,7 +80,7 @@ class SimulationResult:
 
 @dataclass(frozen=True, eq=False)
 class LayerTime:
-    """One layer's plan and what it is predicted to take."""
+    """One layer's plan and its predicted time."""
 
     plan: Plan
     prediction: Prediction
@@ -107,7 +107,7 @@ def simulate_layer(
 
 
 def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hardware: Hardware) -> SimulationResult:
-    """A whole video, each of the given layers standing for an equal share of the model's."""
+    """Sums up a whole video, in which each of the given layers represents an equal share of the model's."""
     calls, count, world = model.calls * model.layers / len(times), len(times), run.strategy.world
     known = hardware.constants
     return SimulationResult(
@@ -137,13 +137,14 @@ def simulate(
     merges: bool = True,
     keys: Sequence[str] = ("ring",),
 ) -> list[SimulationResult]:
-    """Every strategy and planner for every number of GPUs.
+    """Models every strategy and planner for every number of GPUs.
 
-    masks:    of some of the model's layers
-    strategy: "all", or one UxRy that fits every number of GPUs
-    node_size: GPUs per node; None: the hardware's
-    merges:   whether the kernel can merge partial attentions; without, "all" leaves out rings
-    keys:     how they travel; "needed" for planner "local" only
+    Args:
+        masks: Masks of some of the model's layers.
+        strategy: "all", or one UxRy that fits every number of GPUs.
+        node_size: GPUs per node; None for the hardware's.
+        merges: Whether the kernel can merge partial attentions; "all" leaves out rings where it cannot.
+        keys: "ring", "needed" (for planner "local" only), or both.
     """
     results = []
     for one, topology in strategies_for(masks[0], hardware, gpus, strategy, node_size, merges):
@@ -166,7 +167,7 @@ def strategies_for(
     node_size: int | None,
     merges: bool,
 ) -> Iterator[tuple[Strategy, Topology]]:
-    """Every strategy for every number of GPUs, with their nodes. Arguments as for `simulate`."""
+    """Yields every strategy for every number of GPUs, with its nodes. Arguments are those of `simulate`."""
     for world in gpus:
         if strategy == "all":
             chosen = candidates(world, mask.grid, merges)

@@ -31,10 +31,14 @@ _CORPUS = ["a red ball bounces over a blue floor", "a cat runs on the grass", "t
 
 
 def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
-    """Writes a tiny pipeline in float32 to `folder`, which appears whole or not at all. returns: the folder.
+    """Writes a tiny pipeline in float32 to `folder`, which appears complete or not at all, and returns the folder.
 
-    model: a key of MAKERS;  seed: of random weights
-    Raises ValueError for an unknown model, or a folder that holds something else.
+    Args:
+        model: A key of MAKERS.
+        seed: Seed of random weights.
+
+    Raises:
+        UserError: The model is unknown, or the folder holds something else.
     """
     if model not in MAKERS:
         raise UserError(f"unknown tiny model {model!r}; use one of {', '.join(MAKERS)}")
@@ -59,7 +63,7 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
 
 
 def unknown_words(folder: Path, prompt: str) -> str | None:
-    """That a prompt has words which a checkpoint's tokenizer of whole words has not; None for others, and for none."""
+    """Says which words of a prompt a tokenizer of whole words does not know; None for none, or other tokenizers."""
     try:
         model = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]
         known = dict.fromkeys(word for word in model["vocab"] if word.isalpha())
@@ -82,14 +86,14 @@ def silence_libraries() -> None:
 
 
 def _trained_wan() -> Any:
-    """The weights that ship with db-SP: scripts/train_tiny makes them."""
+    """Loads the weights that ship with db-SP, which scripts/train_tiny makes."""
     from diffusers import WanPipeline
 
     return WanPipeline.from_pretrained(TRAINED_WAN, torch_dtype=torch.float32, local_files_only=True)
 
 
 def _wan_parts(transformer: str = "WanTransformer3DModel", **sizes: Any) -> dict[str, Any]:
-    """What Wan's pipelines are made of. transformer: its class, of 4 layers with 12 heads"""
+    """The parts of Wan's pipelines. The transformer has 4 layers with 12 heads."""
     import diffusers
     from transformers import UMT5Config, UMT5EncoderModel
 
@@ -149,7 +153,7 @@ def _wan_ti2v() -> Any:
 
 
 def _wan_i2v() -> Any:
-    """Wan2.1 image-to-video: the image beside the noise, and embedded by CLIP for cross-attention."""
+    """Wan2.1 image-to-video: the image joins the noise as channels, and cross-attention as CLIP's embedding."""
     from diffusers import WanImageToVideoPipeline
     from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
@@ -252,8 +256,10 @@ def _hunyuan_15() -> Any:
 
 
 def _tokenizer(max_length: int) -> Any:
-    """A tokenizer of a few dozen pieces: letters, and the words of a few prompts. Always the same: nothing is trained,
-    since training breaks ties differently in every process."""
+    """Makes a tokenizer of a few dozen pieces, letters and the words of a few prompts, the same every time.
+
+    It is not trained, since training breaks ties differently in every process.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -284,4 +290,4 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "cogvideox": _cogvideox,
     "hunyuan1.5": _hunyuan_15,
 }
-"""How each of `dbsp_core.models.table.TINY_MODELS` is made, and what only `dbsp_diffusers` runs."""
+"""Makers of all tiny models: `dbsp_core.models.table.TINY_MODELS`, and those that only `dbsp_diffusers` runs."""

@@ -1,4 +1,4 @@
-"""Parallelizing a diffusers pipeline or transformer on para-attn's device mesh, and undoing it."""
+"""Parallelizes a diffusers pipeline or transformer on para-attn's device mesh, and undoes it."""
 
 from __future__ import annotations
 

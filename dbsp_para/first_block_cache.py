@@ -1,4 +1,4 @@
-"""para-attn's first-block cache on top: all ranks skip the same steps, the ones that one process would skip."""
+"""para-attn's first-block cache with db-SP: all ranks skip the steps that one process would skip."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["over_real_tokens"]
 
 
 def over_real_tokens(original: Callable[..., bool]) -> Callable[..., bool]:
-    """para-attn's `are_two_tensors_similar`, but over the real tokens of all ranks where db-SP sharded the tensors.
+    """Wraps para-attn's `are_two_tensors_similar` to compare the real tokens of all ranks where db-SP shards them.
 
     The cache passes on the transformer's `_is_parallelized`, with the first block's residuals of the last computed
-    pass and of this one: [B, shard, C]. para-attn itself averages the ranks' means over all ranks there are, and over
-    padding as well. Collective then, and the same answer on every rank.
+    pass and of this one: [B, shard, C]. para-attn itself averages the means of all ranks there are, with padding. The
+    wrapper is collective, and returns the same on every rank.
     """
 
     @torch.compiler.disable

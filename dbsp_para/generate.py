@@ -1,4 +1,4 @@
-"""What `dbsp generate --host diffusers` runs in every rank: `python -m dbsp_para.generate CONFIG VIDEO SECONDS`."""
+"""The rank program of `dbsp generate --host diffusers`: `python -m dbsp_para.generate CONFIG VIDEO SECONDS`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = ["check", "generate"]
 
 
 def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
-    """Before any rank is started. Raises UserError for a pipeline that is not for this host."""
+    """Raises UserError, before any rank is started, for a pipeline that this host does not run."""
     if identity.pipeline not in PIPELINES:
         raise UserError(f"--model {model} is {model_title(identity)}; db-SP generates with {', '.join(PIPELINES)}")
 
 
 def generate(config: DbspConfig, video: Path) -> None:
-    """Makes the video that `config` describes, in a process group that is there; rank 0 writes it and the report."""
+    """Makes the video that `config` describes. Needs a process group; rank 0 writes the video and the report."""
     import diffusers
     from diffusers.utils import export_to_video
 
@@ -66,7 +66,7 @@ def generate(config: DbspConfig, video: Path) -> None:
 
 
 def _options(pipe: Any, wanted: VideoSettings) -> dict[str, Any]:
-    """Arguments that not every pipeline has. An image has the video's size already."""
+    """Arguments that only some pipelines have. Images have the video's size already."""
     from PIL import Image
 
     options: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def _options(pipe: Any, wanted: VideoSettings) -> dict[str, Any]:
     images = [Image.open(path).convert("RGB") for path in (wanted.image, wanted.last_image) if path is not None]
     if "reference_images" not in inspect.signature(type(pipe).__call__).parameters:
         return options | dict(zip(("image", "last_image"), images, strict=False))
-    # VACE: the frames between are left to it, as xDiT does
+    # VACE invents the frames between, as in xDiT
     first, last = images
     between, size = (wanted.num_frames or 0) - 2, first.size
     options["video"] = [first, *[Image.new("RGB", size, (128, 128, 128))] * between, last]
@@ -90,7 +90,7 @@ def _device() -> torch.device:
 
 
 def main(arguments: list[str]) -> Any:
-    """Joins the ranks, generates, and leaves. The last argument is how long a rank waits for others."""
+    """Joins the ranks, generates, and leaves the group. SECONDS is how long a rank waits for others."""
     config_file, video, seconds = arguments
     limit_group_timeouts(float(seconds))
     if torch.cuda.is_available():

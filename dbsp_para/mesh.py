@@ -23,9 +23,15 @@ class MeshGroups(TypedDict, total=False):
 
 
 def groups_of(mesh: Any) -> MeshGroups:
-    """mesh: para-attn's, with dimensions (batch, ring, ulysses); None: all ranks share the sequence, by heads.
+    """Returns the groups of a mesh of para-attn's; without one all ranks share the sequence, by heads.
 
-    Raises UserError for anything else, and on a rank outside the mesh. Collective where it makes new groups.
+    Collective where it makes new groups.
+
+    Args:
+        mesh: A device mesh with dimensions (batch, ring, ulysses), or None.
+
+    Raises:
+        UserError: The mesh is anything else, or this rank is outside it.
     """
     if mesh is None:
         return {}

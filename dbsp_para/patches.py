@@ -1,7 +1,7 @@
 """Teaches para-attn's `parallelize_pipe` and `parallelize_transformer` the argument `attn="dbsp"`.
 
-para-attn looks its adapters' functions up by name at each call, so wrapping those is enough, whatever was imported
-first. Its first-block cache learns to compare what db-SP has sharded.
+para-attn looks its adapters' functions up by name at each call, so wrapping them is enough, whatever was imported
+first. Its first-block cache is taught to compare tensors that db-SP has sharded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dbsp_para.first_block_cache import over_real_tokens
 
 __all__ = ["install", "uninstall"]
 
-_ADAPTERS = ("wan", "cogvideox", "flux", "hunyuan_video", "mochi")  # the last three, to be told that db-SP can't
+_ADAPTERS = ("wan", "cogvideox", "flux", "hunyuan_video", "mochi")  # the last three refuse attn="dbsp" with a reason
 _installed: PatchSet | None = None
 
 
 def install() -> bool:
-    """Wraps para-attn's functions, once. returns: whether para-attn is there to be wrapped."""
+    """Wraps para-attn's functions, once. Returns False where para-attn is not installed."""
     global _installed
     if _installed is None and importlib.util.find_spec("para_attn") is not None:
         with PatchSet() as patches:
@@ -49,7 +49,7 @@ def uninstall() -> None:
 
 
 def _with_dbsp(module: ModuleType, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """The adapter's function of the same name, or, asked for by `attn`, ours."""
+    """Wraps the adapter's function of the same name, so that `attn="dbsp"` calls ours."""
     original = getattr(module, ours.__name__)
 
     @functools.wraps(original)

@@ -1,3 +1,4 @@
-"""How db-SP's processes start and end with each other, and what is told by a command line or done at an import.
+"""Processes that end together or quickly, and import hooks. Needs only Python.
 
-Light: nothing here imports torch, and `dbsp_core` would."""
+Nothing here imports torch, directly or through `dbsp_core`.
+"""

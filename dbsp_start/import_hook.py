@@ -1,4 +1,4 @@
-"""Acting on other libraries' modules right after they are imported, so that nothing is imported for it beforehand."""
+"""Acts on other libraries' modules right after they are imported, so that nothing is imported beforehand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Action = Callable[[ModuleType], object]
 def after_import(actions: Mapping[str, Action]) -> Callable[[], None]:
     """Runs each action once the module of that name has been executed, at once where it has been already.
 
-    returns: takes back the actions that have not come about
+    Returns:
+        A function that takes back the actions that have not run.
     """
     waiting = dict(actions)
     for name in [name for name in waiting if name in sys.modules]:

@@ -1,4 +1,8 @@
-"""Processes that end when the one that started them has ended, however that came about: no signal need be caught."""
+"""Processes that end when the process that started them has ended, whatever ended it: no signal need be caught.
+
+`python -m dbsp_start.parents PARENT COMMAND…` becomes a command that starts ranks, and that ends with PARENT. It is
+sent SIGTERM then, at which torchrun ends its ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["LAUNCHER", "end_with_parent"]
+__all__ = ["LAUNCHER", "end_with_parent", "with_parent"]
 
 LAUNCHER = "DBSP_LAUNCHER"
 """Environment variable of ranks: the process number of their torchrun."""
@@ -19,14 +24,19 @@ _PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0
 
 
+def with_parent(command: Sequence[str]) -> list[str]:
+    """The command line that runs `command` for as long as the calling thread lives, which must wait for it."""
+    return [sys.executable, "-m", "dbsp_start.parents", str(os.getpid()), *command]
+
+
 def end_with_parent(
     parent: int | None = None, by: signal.Signals = signal.SIGKILL, *, starter_waits: bool = False
 ) -> None:
-    """From now on this process is sent a signal once its parent has ended; at once where that has ended already.
+    """Has this process sent a signal when its parent ends, or at once where the parent has ended already.
 
-    parent:        its number, where that is known from somewhere else than this process, which may have been too late
-                   to ask
-    starter_waits: whether the thread that started this process lives as long as it is needed, whichever it is
+    Args:
+        parent: The parent's number as another process knows it: this one may begin after its parent's end.
+        starter_waits: Whether the thread that started this process is known to wait for it, whichever thread it is.
     """
     present = os.getppid()
     if not ((starter_waits or _by_main_thread(present)) and _ask_the_kernel(by)):
@@ -36,7 +46,7 @@ def end_with_parent(
 
 
 def _by_main_thread(parent: int) -> bool:
-    """Whether the parent's main thread, which lives as long as it does, has started this process, as far as known."""
+    """True where the parent's main thread is known to have started this process; it lives as long as its process."""
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     except OSError:
@@ -45,8 +55,10 @@ def _by_main_thread(parent: int) -> bool:
 
 
 def _ask_the_kernel(by: signal.Signals) -> bool:
-    """Linux sends a signal when the thread that started this process ends, at its process's end or before. Kept by
-    `exec`."""
+    """Has Linux send a signal when the thread that started this process ends. The request outlives `exec`.
+
+    That may be before the thread's process ends.
+    """
     if sys.platform != "linux":
         return False
     try:
@@ -56,7 +68,7 @@ def _ask_the_kernel(by: signal.Signals) -> bool:
 
 
 def _watch(parent: int, by: signal.Signals) -> None:
-    """Where the kernel can't be asked: an orphan gets another parent."""
+    """Waits until this process has another parent, as an orphan gets, where the kernel cannot be asked."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     os.kill(os.getpid(), by)
@@ -70,3 +82,9 @@ def _exists(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+if __name__ == "__main__":
+    os.environ[LAUNCHER] = str(os.getpid())  # which `exec` keeps
+    end_with_parent(int(sys.argv[1]), by=signal.SIGTERM, starter_waits=True)
+    os.execvp(sys.argv[2], sys.argv[2:])

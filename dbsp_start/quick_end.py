@@ -1,5 +1,8 @@
-"""A process's end without taking apart what it has imported: with torch and its hosts that takes one to two seconds,
-in which others wait for it, and in which threads of gloo can abort it."""
+"""Ends a process without taking apart what it has imported.
+
+With torch and its hosts that would take one to two seconds, in which others wait for the process, and in which gloo's
+threads can abort it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ __all__ = ["quick_end"]
 
 @contextmanager
 def quick_end() -> Iterator[None]:
-    """Around all that a program does, before it imports much: its process ends right after its `atexit` functions.
+    """Wraps a whole program, before it imports much: its process ends right after its `atexit` functions.
 
-    Its threads have been waited for by then, and an error has been shown. The exit code is what it would have been. An
+    Its threads have been waited for by then, errors have been shown, and the exit code is what it would have been. An
     interrupt is left to the interpreter, as is output that cannot be written.
     """
     code: int | None = None
@@ -28,7 +31,7 @@ def quick_end() -> Iterator[None]:
                 sys.stderr.flush()
                 os._exit(code)
 
-    atexit.register(end)  # first, and so called last
+    atexit.register(end)  # registered first, so called last
     try:
         yield
         code = 0
@@ -41,7 +44,7 @@ def quick_end() -> Iterator[None]:
 
 
 def _code_of(said: object) -> int:
-    """As the interpreter takes `sys.exit(said)`."""
+    """The exit code that the interpreter gives `sys.exit(said)`."""
     if said is None:
         return 0
     return said & 0xFF if isinstance(said, int) else 1

@@ -1,4 +1,4 @@
-"""`python -m dbsp_start.rank MODULE ARGUMENTS…`: runs a module as a rank, which ends when its torchrun has ended."""
+"""`python -m dbsp_start.rank MODULE ARGUMENTS…` runs a module as a rank, which ends when its torchrun has ended."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """db-SP for xDiT (xfuser): `xdit … --sp-backend dbsp`, or `attach(pipe, config)` in a script of your own.
 
-Nothing is imported here: `dbsp_xdit.autoload` is loaded each time torch is.
+Imports nothing at first, since every import of torch loads `dbsp_xdit.autoload`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["NEEDS", "attach", "detach", "session_of"]
 
 NEEDS = ("xfuser", "diffusers", "transformers", "triton", "imageio_ffmpeg")
-"""Packages that a run imports, none of which comes with db-SP alone."""
+"""Packages that a run imports besides what db-SP itself requires."""
 
 
 def __getattr__(name: str) -> Any:

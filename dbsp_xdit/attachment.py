@@ -1,4 +1,4 @@
-"""Attaching db-SP to a pipeline in an xfuser process, and detaching it without a trace."""
+"""Attaches db-SP to a pipeline in an xfuser process, and detaches it without a trace."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
             transformer's checkpoint, dense attention where none are shipped.
 
     Returns:
-        The session: its plans, strategies and statistics. Of two transformers (Wan2.2) that of the first.
+        The session of the pipeline's first transformer (Wan2.2 has two): its plans, strategies and statistics.
 
     Raises:
         UserError: On all ranks, before any of them waits for another, for a transformer that db-SP does not know or
@@ -115,7 +115,7 @@ def _kind_of(transformer: Any) -> str | None:
 
 
 def _strategy(config: DbspConfig) -> Strategy | None:
-    """What configuration and xfuser's degrees make; None for "auto". Raises UserError where they don't agree."""
+    """Combines configuration and xfuser's degrees; None for "auto". Raises UserError where they contradict."""
     from xfuser.core.distributed import get_ring_parallel_world_size, get_ulysses_parallel_world_size
 
     return strategy_from(config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
@@ -156,9 +156,9 @@ def _require_parallel_guidance(pipe: Any, guidance: SequenceGroup) -> None:
 
 @contextmanager
 def recorded(pipe: Any, model: str) -> Iterator[None]:
-    """Reports once the pipeline runs inside succeeded, so that writing is in none of xfuser's own timings. Collective.
+    """Reports once the pipeline runs inside have succeeded, after xfuser's own timings have ended. Collective.
 
-    Without a folder for reports, nothing.
+    Does nothing without a folder for reports.
     """
     state = attached_to(pipe)
     sessions = [] if state is None else [session for _, session in state.sessions]

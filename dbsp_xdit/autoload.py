@@ -1,8 +1,8 @@
-"""How the unmodified `xdit` command learns db-SP's flags: `autoload`, which is called when torch has been imported.
+"""Teaches the unmodified `xdit` command db-SP's flags, from `dbsp_cli.autoload`. `dbsp-xdit` needs none of this.
 
-It looks whether the process is an xfuser run and if so installs the patches before xfuser's modules are imported; in a
-run with db-SP, torchrun ends with `xdit`, and ranks with their torchrun, however that came about. A script of the
-user's that is given the flags is told what to call. Anywhere else it does nothing. `dbsp-xdit` does without it.
+In an xfuser run the patches are installed before xfuser's modules are imported; in a run with db-SP, torchrun also
+ends when `xdit` does, and ranks when their torchrun does. A user's own script that is given the flags fails with what
+to call instead. In any other process nothing happens.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import os
 import signal
 import sys
 
-from dbsp_start.command_line import RUNNER, dbsp_requested, is_xfuser_run, is_xfusers_torchrun, program
+from dbsp_xdit.command_line import RUNNER, dbsp_requested, is_xfuser_run, is_xfusers_torchrun, program
 
 __all__ = ["autoload"]
 
 
 def autoload() -> None:
-    """Never raises: torch must stay importable whatever happens here. DBSP_AUTOLOAD=0 turns it off."""
-    if os.environ.get("DBSP_AUTOLOAD", "1") == "0":
-        return
+    """Prepares this process if it is an xfuser run. Never raises: torch must stay importable."""
     launching, running = is_xfusers_torchrun(sys.orig_argv), is_xfuser_run(sys.orig_argv)
     ours = dbsp_requested(sys.orig_argv)
     try:
@@ -47,5 +45,5 @@ def _refuse_in_script(_: object) -> None:
 
 
 def _is_rank() -> bool:
-    """Whether torchrun started this process as one of xfuser's ranks. RANK alone says nothing: pods may export it."""
+    """True where torchrun started this process as a rank of xfuser's. RANK does not tell: pods may export it."""
     return program(sys.orig_argv)[0] == RUNNER and "TORCHELASTIC_RUN_ID" in os.environ

@@ -78,8 +78,8 @@ class _StripSharding:
     def __init__(self, transformer: Any, session: AttentionSession) -> None:
         self._transformer = transformer
         self._session = session
-        self._text_tokens = 0  # of the whole sequence
-        self._text_held = 0  # by this rank
+        self._text_tokens = 0  # in the whole sequence
+        self._text_held = 0  # on this rank
 
     def attach(self, patches: PatchSet) -> None:
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
@@ -108,7 +108,7 @@ class _StripSharding:
         )
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        """q, k, v: [B, H, text held + strip, D]. returns: the same, text equal on all ranks that hold all of it."""
+        """Attends to q, k, v of [B, H, text held + strip, D]; ranks that hold all text get it equal."""
         if self._text_held == self._text_tokens and self._session.group.size > 1:
             out = self._session.attend(layer, *(self._with_text_share(x) for x in (q, k, v)), **options)
             return self._with_all_text(out)
@@ -127,7 +127,7 @@ class _StripSharding:
         return torch.cat([text, x[:, :, self._text_tokens :]], dim=2)
 
     def _with_all_text(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse. Collective."""
+        """Inverts `_with_text_share`. Collective."""
         text = torch.cat(self._session.group.all_gather(x[:, :, : self._share]), dim=2)
         return torch.cat([text[:, :, : self._text_tokens], x[:, :, self._share :]], dim=2)
 

@@ -1,11 +1,10 @@
 """xfuser without an accelerator, for demonstrations and tests: real processes, real wrappers, gloo instead of NCCL.
 
-xfuser refuses to be imported on such a machine. Asked for by `--sp-backend dbsp` and active only where torch finds no
-accelerator, this answers the questions that xfuser puts to CUDA; attention itself is db-SP's own. What is stood in
-for is listed here in full:
+xfuser refuses to be imported on such a machine. With `--sp-backend dbsp`, and only where torch finds no accelerator,
+this answers the questions that xfuser asks CUDA. Attention itself is db-SP's own. It replaces only these:
 - xfuser.envs: no CUDA, and no CUDA version; gloo as the backend; yunchang counts as installed, which it is
 - placement of the pipeline: nothing to move
-- torch.backends.cudnn: not there, as torch's build for CUDA says it is also where no GPU is, and xfuser then takes it
+- torch.backends.cudnn: absent; builds for CUDA claim to have it also where there is no GPU, and xfuser would use it
 - torch.cuda.Event and torch.cuda.synchronize: the host's clock, and nothing to wait for
 """
 
@@ -61,7 +60,7 @@ class HostEvent:
         self._time = time.perf_counter()
 
     def synchronize(self) -> None:
-        """The host has done what it recorded."""
+        """Returns at once: the host has done what it recorded."""
 
     def elapsed_time(self, end: HostEvent) -> float:
         """Milliseconds until `end`."""

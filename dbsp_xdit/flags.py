@@ -14,7 +14,7 @@ from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import SOURCES
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import UserError
-from dbsp_start.command_line import full_name
+from dbsp_xdit.command_line import full_name
 
 __all__ = ["add_flags", "config_from", "parse_known", "strategy_from"]
 

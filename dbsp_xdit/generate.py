@@ -1,7 +1,7 @@
-"""What `dbsp generate --host xdit` runs in every rank: `python -m dbsp_xdit.generate CONFIG VIDEO SECONDS`.
+"""The rank program of `dbsp generate --host xdit`: `python -m dbsp_xdit.generate CONFIG VIDEO SECONDS`.
 
-xfuser's own runner with db-SP in it, as dbsp_xdit.run, apart from where the video goes: written by rank 0 rather
-than the last one, under a given name, with the configured frames per second.
+It runs xfuser's own runner with db-SP in it, as dbsp_xdit.run does, but rank 0 rather than the last rank writes the
+video, under the given name and with the configured frames per second.
 """
 
 from __future__ import annotations

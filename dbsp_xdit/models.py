@@ -1,4 +1,4 @@
-"""Which models db-SP runs in xDiT: published checkpoints by name, and local folders of the same pipelines."""
+"""The models that db-SP runs in xDiT: published checkpoints by name, and local folders of the same pipelines."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _KNOWN = f"use one of {', '.join(MODEL_SPECS)}, their names on Hugging Face, or 
 class Model:
     """A pipeline that can be loaded.
 
-    source: its repository on Hugging Face, or the local folder it is in
-    like:   the published model whose settings are its defaults
+    Attributes:
+        source: Its repository on Hugging Face, or its local folder.
+        like: The published model whose settings are its defaults.
     """
 
     source: str
@@ -39,9 +40,10 @@ class Model:
 
 
 def find_model(name: str) -> Model:
-    """The model that `--model name` means: a name of a published checkpoint, in any case, or a local folder.
+    """Finds the model that `--model name` means: a published checkpoint's name, in any case, or a local folder.
 
-    Raises UserError, in one line, for anything else.
+    Raises:
+        UserError: In one line, for anything else.
     """
     spec = find_model_spec(name)
     if spec is not None:
@@ -63,7 +65,8 @@ def find_model(name: str) -> Model:
 def require_video_size(model: Model, args: Mapping[str, Any]) -> None:
     """Raises UserError, in one line, for arguments of a run that the model cannot serve.
 
-    args: xfuser's, by name; what is missing or None takes the model's default
+    Args:
+        args: xfuser's arguments by name. One that is missing or None takes the model's default.
     """
     name = model.like.pipeline
     for side in ("height", "width"):
@@ -84,7 +87,7 @@ def require_video_size(model: Model, args: Mapping[str, Any]) -> None:
 
 
 def _require_images(model: Model, args: Mapping[str, Any]) -> None:
-    """xfuser would find a wrong number only when the weights are loaded."""
+    """Raises UserError for a wrong number of images, which xfuser finds only when the weights are loaded."""
     images, task = args.get("input_images") or [], args.get("task")
     identity = model.like.signature
     most = identity.images[1]
@@ -137,10 +140,16 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def preflight(argv: Sequence[str], read: DbspConfig | None = None) -> str | None:
-    """Raises UserError for what is wrong with an xdit command line that asks for db-SP; quiet otherwise.
+    """Checks an xdit command line, if it asks for db-SP, before any rank is started.
 
-    read: the configuration, where it has been read already
-    returns: the repository or the folder that its ranks will load
+    Args:
+        read: The configuration, if it has been read already.
+
+    Returns:
+        The repository or folder that its ranks will load, or None.
+
+    Raises:
+        UserError: The arguments are wrong.
     """
     if "-h" in argv or "--help" in argv:
         return None
@@ -149,17 +158,19 @@ def preflight(argv: Sequence[str], read: DbspConfig | None = None) -> str | None
     if settings is None:
         return None
     require_possible(settings[0])
-    if settings[0].report and args["nnodes"] == "1":  # of several, one writes it
+    if settings[0].report and args["nnodes"] == "1":  # one of several nodes writes it
         require_folder_place(Path(settings[0].report).absolute(), "--sp-report" if args["sp_report"] else "report")
     return settings[1].source
 
 
 def settings_of(args: Mapping[str, Any], read: DbspConfig | None = None) -> tuple[DbspConfig, Model] | None:
-    """The configuration and the model that a run's arguments ask for; None for backend "usp".
+    """Returns the configuration and the model that xfuser's arguments, by name, ask for; None for backend "usp".
 
-    args: xfuser's, by name
-    read: the configuration, where it has been read already
-    Raises UserError, in one line, for arguments that make no sense.
+    Args:
+        read: The configuration, if it has been read already.
+
+    Raises:
+        UserError: In one line, for arguments that make no sense.
     """
     config = config_from(args, read)
     if config is None:

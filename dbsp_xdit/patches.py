@@ -22,8 +22,8 @@ from typing import Any
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.utils.errors import UserError, exit_on_user_error
 from dbsp_diffusers.patching import PatchSet
-from dbsp_start.command_line import BACKEND, dbsp_requested, full_name
 from dbsp_start.import_hook import after_import
+from dbsp_xdit.command_line import BACKEND, dbsp_requested, full_name
 
 __all__ = ["install", "undoable", "uninstall"]
 

@@ -14,9 +14,9 @@ from typing import NoReturn
 from dbsp_core.utils.errors import exit_on_user_error
 from dbsp_core.utils.packages import require_packages
 from dbsp_diffusers.preflight import require_checkpoint
-from dbsp_start.command_line import BACKEND, dbsp_requested, full_name
 from dbsp_start.parents import LAUNCHER
 from dbsp_xdit import NEEDS
+from dbsp_xdit.command_line import BACKEND, dbsp_requested, full_name
 from dbsp_xdit.models import preflight
 from dbsp_xdit.patches import install
 
@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 
 def main() -> NoReturn:
-    """Checks the arguments, then becomes torchrun."""
+    """Checks the arguments, then replaces this process by torchrun."""
     argv = sys.argv[1:]
     if not any(full_name(argument.split("=")[0]) == BACKEND for argument in argv):
         argv = ["--sp_backend", "dbsp", *argv]
@@ -39,7 +39,7 @@ def main() -> NoReturn:
     options = [f"{name}={value}" for name, value in torchrun.items()]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *options]
     os.environ[LAUNCHER] = str(os.getpid())
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, which torchrun would not heed
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, which torchrun would ignore
         os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     os.execv(sys.executable, [*command, "-m", "dbsp_start.rank", "dbsp_xdit.run", *runner_args])
 

@@ -1,6 +1,6 @@
-"""xfuser's runner models for what xfuser has none for: CogVideoX, some sizes of Wan, local folders, short names.
+"""Runner models for what xfuser has none for: CogVideoX, some sizes of Wan, local folders, short names.
 
-Registered in runs with backend "dbsp" only: elsewhere xfuser's own list of models stays as it is.
+They are registered only in runs with backend "dbsp"; in all others xfuser's list of models stays as it is.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ def register(name: str, model: Model, config: DbspConfig) -> None:
 
 
 def _wan(model: Model, base: Any, own: bool, dtype: torch.dtype) -> type:
-    """xfuser's own runner model, told where the weights are and what is usual for their size.
+    """Makes xfuser's own runner model load these weights, with the usual settings for their size.
 
-    own: whether `base` is of just this model: its defaults stay, so that a command makes the same video with and
-         without db-SP
+    Args:
+        own: Whether `base` is for just this model. Its defaults stay then, so that a command makes the same video with
+            and without db-SP.
     """
     like = model.like
-    # a choice of layers for low precision is for the model that it was made for
+    # which layers may have low precision is known for the model itself only
     no_low_precision = {"use_fp8_gemms": False, "use_fp4_gemms": False, "use_fp6_gemms": False}
 
     class WanModel(base):
         capabilities = replace(base.capabilities, **({} if own else no_low_precision))
         default_input_values = replace(base.default_input_values, **({} if own else _defaults(model)))
-        _BASE_MODEL = model.source  # where the distilled model's parts but its transformers are
+        _BASE_MODEL = model.source  # where the distilled model's other parts are
 
         def _customize_settings(self, config: Any) -> None:
             super()._customize_settings(config)
@@ -71,7 +72,7 @@ def _wan(model: Model, base: Any, own: bool, dtype: torch.dtype) -> type:
 
 
 def _pipeline(model: Model, task: str | None) -> Any:
-    """The class that xfuser runs a Wan model in. task: of one that makes videos from text or from images"""
+    """The class that xfuser runs a Wan model in; `task` matters for models that take text or images."""
     import diffusers
     from xfuser.model_executor.pipelines.pipeline_wan_i2v import xFuserWanImageToVideoPipeline
 
@@ -80,7 +81,7 @@ def _pipeline(model: Model, task: str | None) -> Any:
 
 
 def _transformers(model: Model, dtype: torch.dtype) -> dict[str, Any]:
-    """In xfuser's wrappers, by a pipeline's names of them."""
+    """Loads a pipeline's transformers in xfuser's wrappers, by their names in the pipeline."""
     from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
     from xfuser.model_executor.models.transformers.transformer_wan_vace import xFuserWanVACETransformer3DWrapper
 
@@ -94,7 +95,7 @@ def _transformers(model: Model, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _cogvideox(model: Model, dtype: torch.dtype) -> type:
-    """A runner model around diffusers' own pipeline, which `attach` shards over xfuser's sequence-parallel group."""
+    """Makes a runner model of diffusers' own pipeline, which `attach` shards over xfuser's sequence-parallel group."""
     from xfuser.model_executor.models.runner_models.base_model import (
         DefaultInputValues,
         DiffusionOutput,
@@ -135,7 +136,7 @@ def _cogvideox(model: Model, dtype: torch.dtype) -> type:
 
 
 def _defaults(model: Model) -> dict[str, Any]:
-    """By the names of xfuser's DefaultInputValues."""
+    """The model's usual settings by the names of xfuser's DefaultInputValues."""
     video = model.like.video
     names = ("height", "width", "num_frames", "guidance_scale", "guidance_scale_2", "flow_shift")
     return {name: getattr(video, name) for name in names} | {"num_inference_steps": video.steps}

@@ -1,4 +1,4 @@
-"""db-SP in xfuser's Wan transformers, VACE too, which cut the sequence into equal shards themselves."""
+"""db-SP in xfuser's Wan and VACE transformers, which cut the sequence into equal shards themselves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ __all__ = ["attach_wan"]
 def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -> None:
     """Replaces xfuser's USP by db-SP, and shards the sequence in the order that the configuration asks for.
 
-    transformer: an xFuserWanTransformer3DWrapper, or xFuserWanVACETransformer3DWrapper
-    Raises UserError when its self-attention is not xfuser's.
+    Args:
+        transformer: An xFuserWanTransformer3DWrapper or xFuserWanVACETransformer3DWrapper.
+
+    Raises:
+        UserError: Its self-attention is not xfuser's.
     """
     architecture = architecture_of(transformer)
     attentions, blocks = architecture.attentions_of(transformer), architecture.blocks_of(transformer)
@@ -62,7 +65,7 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
 
 
 class _Sharding:
-    """How xfuser shards the video of the current forward pass, for step caches."""
+    """The way that xfuser shards the video of the current forward pass, for step caches."""
 
     def __init__(self, session: AttentionSession) -> None:
         self._session = session
@@ -76,7 +79,7 @@ class _Sharding:
 def _attend(
     session: AttentionSession, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> torch.Tensor:
-    """query, key, value: [B, H, shard, D]; xfuser's options choose among backends that are not used here."""
+    """Attends to [B, H, shard, D]; ignores xfuser's options, which choose among backends that are not used."""
     return session.attend(layer, query, key, value)
 
 
@@ -134,7 +137,7 @@ def patch_tokens(sample: torch.Tensor, patch: tuple[int, int, int]) -> torch.Ten
 
 
 def unpatch_tokens(tokens: torch.Tensor, like: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
-    """The inverse of `patch_tokens`, to the shape of `like`."""
+    """Inverts `patch_tokens`, to the shape of `like`."""
     batch, channels = like.shape[:2]
     counts = [size // p for size, p in zip(like.shape[2:], patch, strict=True)]
     blocks = tokens.reshape(batch, *counts, channels, *patch)

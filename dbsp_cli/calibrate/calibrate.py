@@ -1,4 +1,4 @@
-"""From measurements to constants, and from constants to what they are worth on shapes held out."""
+"""Constants of the latency model from measurements, and what they are worth on shapes held out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,13 @@ __all__ = ["Calibration", "Checked", "calibrate", "check", "constants_from", "pr
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """hardware: ready to be saved; fits: by part of the model; seconds: the measured times they were fitted to"""
+    """A calibrated machine.
+
+    Attributes:
+        hardware: The constants, ready to be saved.
+        fits: By part of the model.
+        seconds: By part, the measured times that were fitted.
+    """
 
     hardware: Hardware
     fits: dict[str, Fit]
@@ -36,7 +42,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Checked:
-    """A shape that was held out. error: predicted over measured, less one."""
+    """A shape that was held out, predicted and measured."""
 
     case: Case
     strategy: str
@@ -46,6 +52,7 @@ class Checked:
 
     @property
     def error(self) -> float:
+        """Predicted over measured, less one."""
         return self.predicted_s / self.measured_s - 1
 
 
@@ -60,9 +67,12 @@ def calibrate(
 ) -> Calibration:
     """Measures this machine on `ranks` ranks (GPUs where there are any, else CPU cores) and fits the constants.
 
-    communication: another machine's constants for what one rank cannot measure
-    max_wait_s:    how long to wait, in all, for moments in which nothing else runs here
-    Raises ValueError for a kernel that cannot serve here, more ranks than GPUs, or one rank without `communication`.
+    Args:
+        communication: Another machine's constants for what one rank cannot measure.
+        max_wait_s: Seconds to wait, in all, for moments in which nothing else runs here.
+
+    Raises:
+        UserError: The kernel cannot serve here, there are fewer GPUs than ranks, or one rank lacks `communication`.
     """
     device, dtype = _device(ranks)
     if ranks == 1 and communication is None:
@@ -91,7 +101,7 @@ def calibrate(
 
 
 def _device(ranks: int) -> tuple[str, str]:
-    """("cuda" or "cpu", dtype). Raises ValueError when there are GPUs, but fewer than ranks."""
+    """("cuda" or "cpu", dtype). Raises UserError where there are GPUs, but fewer than ranks."""
     if ranks < 1:
         raise UserError(f"--ranks must be at least 1, got {ranks}")
     if not torch.cuda.is_available():
@@ -104,9 +114,10 @@ def _device(ranks: int) -> tuple[str, str]:
 def constants_from(
     sizes: Sizes, seconds: dict[str, np.ndarray], ranks: int, dtype: str, communication: Hardware | None = None
 ) -> tuple[Constants, dict[str, Fit]]:
-    """The constants that explain the measured seconds best, part by part, and each part's fit.
+    """Returns the constants that explain the measured seconds best, part by part, and each part's fit.
 
-    seconds: by part, as `measure_parts` names them, in the order of `sizes`
+    Args:
+        seconds: By part, as `measure_parts` names them, in the order of `sizes`.
     """
     fits = {
         "compute": fit(np.array([_compute_columns(case) for case in sizes.compute]), seconds["compute"]),
@@ -155,7 +166,7 @@ def _compute_columns(case: Case) -> list[float]:
 
 
 def _fit_call(cases: tuple[Case, ...], seconds: np.ndarray, strategy: Strategy, known: Constants, dtype: str) -> Fit:
-    """Packing and bookkeeping: what an attention without dense blocks takes beyond its exchange and its rows."""
+    """Fits packing and bookkeeping: what an attention without dense blocks takes beyond its exchange and rows."""
     predictions = [
         predict_case(case, strategy, "contiguous", replace(known, pack_bytes_per_s=1.0), dtype) for case in cases
     ]
@@ -167,7 +178,7 @@ def _fit_call(cases: tuple[Case, ...], seconds: np.ndarray, strategy: Strategy, 
 def _fit_overlap(
     cases: tuple[Case, ...], seconds: np.ndarray, strategy: Strategy, known: Constants, dtype: str
 ) -> float:
-    """Where between max(compute, P2P) and their sum rings end up; 1 where it makes no difference."""
+    """Fits how far compute hides P2P: 1 is max(compute, P2P), 0 their sum; 1 where it makes no difference."""
     hidden, apart = (
         np.array(
             [predict_case(case, strategy, "contiguous", replace(known, overlap=o), dtype).total_s for case in cases]
@@ -181,7 +192,7 @@ def _fit_overlap(
 
 
 def predict_case(case: Case, strategy: Strategy, planner: str, known: Constants | Hardware, dtype: str) -> Prediction:
-    """What a case is predicted to take on one node, under the sequence layout that the planner is meant for."""
+    """Predicts a case on one node, under the sequence layout that the planner is meant for."""
     mask = case.mask()
     layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, strategy)
     plan = make_plan(mask, strategy, planner, layout=layout)

@@ -1,4 +1,4 @@
-"""What is measured: sizes of each part's samples, quick or thorough, and whole attentions that are held out."""
+"""Sizes that are measured, quick or thorough, and the whole attentions that are held out."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ __all__ = ["Case", "Sizes", "held_out", "sizes_for", "uneven_mask"]
 
 
 def uneven_mask(heads: int, grid: BlockGrid, density: float, seed: int = 0, slope: float = 0.5) -> BlockMask:
-    """Random blocks; heads, rows and columns grow denser from first to last, so that contiguous plans are uneven.
+    """Makes random blocks; heads, rows and columns grow denser from first to last, so contiguous plans are uneven.
 
-    density: in the middle; slope: the last is (1 + slope) times as dense, the first (1 − slope)
+    Args:
+        density: In the middle.
+        slope: The last is (1 + slope) times as dense as the middle, the first (1 − slope) times.
     """
     rng = np.random.default_rng(seed)
     bits = np.empty((heads, grid.nq, grid.nk), dtype=bool)
@@ -44,8 +46,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """compute: attentions of which only the kernel runs; call: attentions without a dense block, for packing
-    transfers: bytes a rank sends; merges: output elements; linear: (rows, width) of matrix products
+    """The samples of each part.
+
+    Attributes:
+        compute: Attentions of which only the kernel runs.
+        call: Attentions without a dense block, for packing.
+        overlap: Attentions in a ring.
+        transfers: Bytes that a rank sends.
+        merges: Output elements.
+        linear: (rows, width) of matrix products.
     """
 
     compute: tuple[Case, ...]
@@ -58,7 +67,7 @@ class Sizes:
 
 
 def sizes_for(device: str, quick: bool) -> Sizes:
-    """Thorough ones take about two minutes on two ranks of a CPU; quick ones a few seconds."""
+    """Returns thorough sizes, about two minutes on two ranks of a CPU, or quick ones, a few seconds."""
     if quick:
         small = (Case(2, 512, 32, 0.3), Case(2, 512, 64, 0.6), Case(4, 768, 32, 0.4, seed=1), Case(2, 768, 64, 0.1))
         return Sizes(small, small[:2], small[1:3], (1 << 14, 1 << 18), (1 << 12, 1 << 16), ((128, 128),), 3)

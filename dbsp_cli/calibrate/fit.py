@@ -14,7 +14,7 @@ __all__ = ["Fit", "fit"]
 
 @dataclass(frozen=True)
 class Fit:
-    """coefficients: ≥ 0, one per column; errors: float64[samples], predicted over measured, less one."""
+    """Coefficients ≥ 0, one per column, and the relative errors of the samples, float64[samples]."""
 
     coefficients: tuple[float, ...]
     errors: np.ndarray
@@ -26,12 +26,17 @@ class Fit:
 
 
 def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.0) -> Fit:
-    """The coefficients ≥ 0 with the least sum of squared relative errors.
+    """Finds the coefficients ≥ 0 with the least sum of squared relative errors.
 
-    columns: float64[samples, n], n ≤ 6;  seconds: float64[samples] > 0
-    given:   float64[samples], seconds that are explained already
-    Tries every set of coefficients that are not zero: exact, and there are few.
-    Raises ValueError when there are fewer samples than columns.
+    Every set of coefficients that are not zero is tried: exact, and there are few.
+
+    Args:
+        columns: float64[samples, n], n ≤ 6.
+        seconds: float64[samples] > 0.
+        given: float64[samples], seconds that are explained already.
+
+    Raises:
+        UserError: There are fewer samples than columns.
     """
     columns, seconds = np.asarray(columns, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     samples, n = columns.shape

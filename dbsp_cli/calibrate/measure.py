@@ -1,4 +1,4 @@
-"""What each rank runs: one part of an attention at a time, in step with the others."""
+"""The program of each rank: it measures one part of an attention at a time, in step with the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Setting", "measure_attentions", "measure_parts"]
 
 @dataclass(frozen=True)
 class Setting:
-    """How to measure. dtype: of q, k and v; max_wait_s: see `Timer`"""
+    """How to measure: `dtype` is that of q, k and v; for `max_wait_s` see `Timer`."""
 
     device: str
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Setting:
 
 
 def measure_parts(rank: int, world: int, sizes: Sizes, setting: Setting) -> dict[str, list[Samples]]:
-    """Samples by part, in the order of `sizes`; communication and overlap only with several ranks."""
+    """Measures each part, samples in the order of `sizes`; communication and overlap only with several ranks."""
     group, where, repeats = SequenceGroup.of(), setting.where, setting.repeats
     timer = Timer(setting.device, setting.max_wait_s)
     found = {
@@ -59,7 +59,7 @@ def measure_parts(rank: int, world: int, sizes: Sizes, setting: Setting) -> dict
 def measure_attentions(
     rank: int, world: int, cases: tuple[tuple[Case, str, str], ...], setting: Setting
 ) -> list[Samples]:
-    """Of whole attentions, (case, strategy, planner) each: one of each in turn, so that drift hits all alike."""
+    """Measures whole attentions of (case, strategy, planner), one of each in turn, so that drift hits all alike."""
     group, timer = SequenceGroup.of(), Timer(setting.device, setting.max_wait_s)
     calls = [
         _attention_call(case, Strategy.parse(strategy), planner, group, setting) for case, strategy, planner in cases
@@ -74,7 +74,7 @@ def measure_attentions(
 def _attention_call(
     case: Case, strategy: Strategy, planner: str, group: SequenceGroup, setting: Setting
 ) -> Callable[[], object]:
-    """A call of the attention on random q, k, v of this rank."""
+    """Prepares an attention, and returns a call of it on this rank's random q, k, v."""
     mask = case.mask()
     layout = SequenceLayout.named(require_planner(planner).layout, mask.grid, strategy)
     plan = make_plan(mask, strategy, planner, layout=layout)
@@ -84,7 +84,7 @@ def _attention_call(
 
 
 def _kernel_call(case: Case, setting: Setting) -> Callable[[], object]:
-    """Only the kernel, on all rows of the case, as one rank would see them."""
+    """Returns a call of only the kernel, on all rows of the case, as one rank would see them."""
     mask = case.mask()
     plan = make_plan(mask, "U1R1", "contiguous")
     table = build_tables(table_layout(plan.assignment, 0).to(torch.device(setting.device)), mask)[0]
@@ -106,7 +106,7 @@ def _product(rows: int, width: int, where: dict[str, Any]) -> Callable[[], objec
 
 
 def _exchange(size: int, group: SequenceGroup, device: str) -> Callable[[], object]:
-    """All-to-all in which each rank sends `size` bytes to the others together, and nothing to itself."""
+    """Returns an all-to-all in which each rank sends `size` bytes to the others together, and nothing to itself."""
     each = max(1, size // 4 // (group.size - 1))
     splits = [0 if rank == group.rank else each for rank in range(group.size)]
     sent = torch.zeros(sum(splits), device=device)

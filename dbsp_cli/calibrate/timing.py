@@ -9,20 +9,32 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-__all__ = ["Samples", "Timer", "core_seconds", "median_time", "run_ranks", "undisturbed_samples"]
+__all__ = ["Sample", "Samples", "Timer", "core_seconds", "median_time", "run_ranks", "undisturbed_samples"]
 
-Samples = list[tuple[float, float, float]]
-"""Of each repetition: seconds, those of them in which this thread was ready but another had its core, and seconds that
-this process ran on a core: unlike the first, they do not depend on what else runs here"""
 
-QUIET, LEAST = 0.05, 3
+class Sample(NamedTuple):
+    """One repetition of what is timed. All in seconds."""
+
+    elapsed: float
+    waited: float
+    """How long this thread was ready to run while another had its core."""
+    on_core: float
+    """How long this process ran on a core. Unlike `elapsed`, it does not depend on what else runs here."""
+
+
+Samples = list[Sample]
+"""One rank's repetitions."""
+
+_QUIET = 0.05
+"""Largest share of its time that a rank waits for a core in a quiet repetition."""
+_LEAST_REPETITIONS = 3
 _SCHEDULER = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds run, nanoseconds waited for a core, slices
 _MACHINE = Path("/proc/stat")
 
@@ -30,8 +42,9 @@ _MACHINE = Path("/proc/stat")
 class Timer:
     """Takes the samples of one rank.
 
-    device:     "cpu" or "cuda"
-    max_wait_s: how long, over all samples, to wait for moments in which nothing else runs on this machine's CPU
+    Args:
+        device: "cpu" or "cuda".
+        max_wait_s: Seconds to wait, over all samples, for moments in which nothing else runs on this machine's CPU.
     """
 
     def __init__(self, device: str, max_wait_s: float = 0.0) -> None:
@@ -39,7 +52,7 @@ class Timer:
         self._max_wait_s = max_wait_s
 
     def samples(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Samples:
-        """All ranks begin each repetition together."""
+        """Times an action; all ranks begin each repetition together."""
         samples = []
         for repetition in range(warm_up + repeats):
             self._synchronize()
@@ -52,13 +65,15 @@ class Timer:
             self._synchronize()
             if repetition >= warm_up:
                 seconds = time.perf_counter() - start
-                samples.append((seconds, _waited() - waited, time.process_time() - ran))
+                samples.append(Sample(seconds, _waited() - waited, time.process_time() - ran))
         return samples
 
     def samples_alone(self, action: Callable[[], object], repeats: int, warm_up: int = 1) -> Samples:
-        """Of an action that waits for no other rank: on a CPU, the time that it ran on a core, whoever else did."""
+        """Times an action that waits for no other rank: on a CPU, by the time that this process ran on a core."""
         samples = self.samples(action, repeats, warm_up)
-        return samples if self.device == "cuda" else [(max(ran, 1e-9), 0.0, ran) for _, _, ran in samples]
+        if self.device == "cuda":
+            return samples
+        return [Sample(max(one.on_core, 1e-9), 0.0, one.on_core) for one in samples]
 
     def _await_quiet(self) -> None:
         start, quiet = time.perf_counter(), 0
@@ -73,23 +88,24 @@ class Timer:
 
 
 def median_time(by_rank: Sequence[Sequence[Samples]]) -> np.ndarray:
-    """float64[samples]: the slowest rank's seconds, median over quiet repetitions. by_rank: [ranks][samples]"""
+    """float64[samples]: the slowest rank's seconds, median over quiet repetitions, of by_rank[ranks][samples]."""
     return np.array([float(np.median(undisturbed_samples(list(one)))) for one in zip(*by_rank, strict=True)])
 
 
 def undisturbed_samples(by_rank: Sequence[Samples]) -> np.ndarray:
-    """float64[n]: the slowest rank's seconds in quiet repetitions: no rank waited for its core for more than a
-    twentieth of them. The three most quiet ones where there are fewer. by_rank: samples of each rank
+    """float64[n]: the slowest rank's seconds in quiet repetitions, at least in the three most quiet ones.
+
+    A repetition is quiet if no rank waited for its core for more than a twentieth of it.
     """
     samples = np.asarray(by_rank, dtype=np.float64)  # [ranks, repetitions, 3]
     seconds = samples[..., 0].max(axis=0)
     waited = samples[..., 1].max(axis=0) / np.maximum(seconds, 1e-12)
-    enough = np.sort(waited)[: min(LEAST, len(waited))].max()
-    return seconds[waited <= max(QUIET, enough)]
+    enough = np.sort(waited)[: min(_LEAST_REPETITIONS, len(waited))].max()
+    return seconds[waited <= max(_QUIET, enough)]
 
 
 def core_seconds(by_rank: Sequence[Samples]) -> float:
-    """Seconds on a core of the busiest rank, median over repetitions. by_rank: samples of each rank"""
+    """Seconds on a core of the busiest rank, median over repetitions."""
     return float(np.median(np.asarray(by_rank, dtype=np.float64)[..., 2].max(axis=0)))
 
 
@@ -111,14 +127,21 @@ def _running() -> int:
 
 _CPU_RANKS = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 """Environment of ranks on a CPU: one core each; and glibc keeps freed memory, as GPU allocators do, instead of handing
-large blocks back to the system, after which every call would pay for fresh pages"""
+large blocks back to the system, after which every call would pay for fresh pages."""
 
 
 def run_ranks(function: Callable[..., Any], world: int, device: str, *args: Any) -> list[Any]:
     """Calls function(rank, world, *args) in `world` new processes of one process group.
 
-    function: importable by its name; device: "cpu" (gloo, one thread a rank) or "cuda" (NCCL, one GPU a rank)
-    returns:  its results by rank. Raises RuntimeError with the trace of the first rank that fails or dies.
+    Args:
+        function: Importable by its name.
+        device: "cpu" (gloo, one thread a rank) or "cuda" (NCCL, one GPU a rank).
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        RuntimeError: A rank failed or died; the message has its trace.
     """
     before = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:

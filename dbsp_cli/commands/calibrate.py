@@ -86,7 +86,7 @@ def calibrate_command(
 
 
 def _fault_of(known: Hardware, checked: list[Checked]) -> str | None:
-    """Why constants must not be used, or None."""
+    """Returns why constants must not be used, or None."""
     infinite = [
         name for name, value in vars(known.constants).items() if value is not None and not math.isfinite(value)
     ]

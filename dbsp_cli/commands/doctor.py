@@ -35,10 +35,11 @@ def doctor_command(as_json: JsonFlag = False) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at.
+    """One thing that was looked at.
 
-    state: "ok", "missing", or "not here": nothing that could be installed
-    fix:   what to do where it is not ok
+    Attributes:
+        state: "ok", "missing", or "not here" where nothing could be installed to change it.
+        fix: What to do where it is not ok.
     """
 
     what: str
@@ -53,10 +54,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Importable:
-    """Something that is there once it can be imported, which is tried in a process of its own.
+    """Something that works if it can be imported, which is tried in a process of its own.
 
-    needs: packages by the names they are imported by, whose versions are shown;  code: imports what is used of them
-    extra: installs them
+    Attributes:
+        needs: Packages, by the names they are imported by, whose versions are shown.
+        extra: Extra of dbsp-attention that installs them.
+        code: Imports what is used of them.
+        use: What they are for.
     """
 
     what: str
@@ -109,7 +113,7 @@ _PACKAGES = (
 
 
 def run_checks() -> list[Check]:
-    """Versions, devices, communication, kernels and hosts. What is called ok has been imported."""
+    """Checks versions, devices, communication, kernels and hosts. What is called ok has been imported."""
     with ThreadPoolExecutor() as threads:
         imported = list(threads.map(Importable.check, (*HOSTS, *_PACKAGES)))
     return [
@@ -124,7 +128,7 @@ def run_checks() -> list[Check]:
 
 
 def verdict(checks: list[Check]) -> str:
-    """The one line to read first."""
+    """Returns the one line to read first."""
     state = {one.what: one for one in checks}
     hosts = [host.what for host in HOSTS if state[host.what].ok]
     where = state["accelerator"].detail if state["accelerator"].ok else "on the CPU, for trying out: there is no GPU"

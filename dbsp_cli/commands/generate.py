@@ -13,10 +13,12 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from dbsp_cli.generate.job import HOSTS, TIMEOUT_S, GenerateJob, GenerateRequest, resolve
-from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed
+from dbsp_cli.generate.hosts import HOSTS
+from dbsp_cli.generate.job import TIMEOUT_S, GenerateJob, GenerateRequest, resolve
+from dbsp_cli.generate.launch import Launch
+from dbsp_cli.generate.rank_output import LogFollower, RunFailed
 from dbsp_cli.generate.running import GenerateResult, run_job
-from dbsp_cli.generate.signals import end_cleanly_on_signals
+from dbsp_cli.generate.supervisor import end_cleanly_on_signals
 from dbsp_cli.output import JsonFlag, options_for, print_json
 from dbsp_core.utils.log import NOTICE
 

@@ -177,7 +177,7 @@ def info(
 
 
 def parse_thw(text: str | None) -> tuple[int, int, int] | None:
-    """From "21,45,80" or "21x45x80". Raises ValueError for anything else."""
+    """Parses "21,45,80" or "21x45x80". Raises ValueError for anything else."""
     if text is None:
         return None
     parts = text.replace("x", ",").split(",")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -82,48 +83,81 @@ def plan_command(
         return
     if file is None or gpus is None:
         raise UserError("a mask file is planned for a number of GPUs; give it, for example --gpus 8")
+    request = _FileRequest(**options_for(_FileRequest, context.params))
     source = MaskFile(file)
     of_layer = source.layer(layer)
-    possible = candidates(gpus, of_layer.grid) if strategy == "all" else (Strategy.parse(strategy),)
-    for wanted in possible:
-        wanted.require_world(gpus)
-    profile = MaskProfile.of(map(source.layer, range(source.layers))) if layout == "learned" else None
-    require_keys(keys)
-    names = tuple(PLANNERS) if planner == "all" else tuple(planner.split(","))
-    for name in names:
-        require_planner(name)
-    plans, kv_received = [], []
-    for s in possible:
-        for name in names:
-            local = keys == "needed" and name in ("dbsp", "local")
-            chosen = layout or ("local" if local else require_planner(name).layout)
-            if chosen == "local":
-                sequence = least_keys_layout([of_layer], s)
-            else:
-                sequence = SequenceLayout.named(chosen, of_layer.grid, s, profile=profile)
-            config = PlannerConfig(name, target_rho, paper=PaperConfig(reward, equal_heads))
-            plans.append(make_plan(of_layer, s, config, layout=sequence, keys=keys))
-            share = of_layer.heads * of_layer.grid.tokens / gpus
-            kv_received.append(traffic_of(plans[-1].assignment, sequence).kv_received / share)
+    plans = _plans(source, of_layer, request)
     if as_json:
-        rows = [
-            {"strategy": str(p.strategy)}
-            | {name: getattr(p, name) for name in _VALUES}
-            | {"split_heads": p.assignment.split_heads, "extra_kv": p.assignment.extra_kv, "plan_ms": p.plan_ms}
-            | {"keys": keys, "kv_received": received}
-            for p, received in zip(plans, kv_received, strict=True)
-        ]
+        rows = [_record(one, keys) for one in plans]
         print_json(file=str(file), gpus=gpus, density=of_layer.density, plans=rows)
         return
     if source.per_layer:
         print(f"{file}: layer {layer} of {source.layers}", file=sys.stderr)
-    print_tables([_table(of_layer, gpus, plans, kv_received)])
+    print_tables([_table(of_layer, gpus, plans)])
 
 
-def _table(mask: BlockMask, gpus: int, plans: list[Plan], kv_received: list[float]) -> TextTable:
+@dataclass(frozen=True)
+class _FileRequest:
+    """The options of `dbsp plan` for a mask file; see its help."""
+
+    gpus: int
+    strategy: str
+    planner: str
+    reward: float
+    equal_heads: bool
+    target_rho: float | None
+    layout: str | None
+    keys: str
+
+
+class _FilePlan(NamedTuple):
+    plan: Plan
+    kv_received: float
+    """K and V that a rank receives, mean, in shares of one rank's Q."""
+
+
+def _plans(source: MaskFile, mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
+    """Plans the mask, a layer's of the file, for every strategy and planner asked for."""
+    strategies = candidates(request.gpus, mask.grid) if request.strategy == "all" else (request.strategy,)
+    strategies = tuple(map(Strategy.parse, strategies))
+    for strategy in strategies:
+        strategy.require_world(request.gpus)
+    learned = request.layout == "learned"
+    profile = MaskProfile.of(map(source.layer, range(source.layers))) if learned else None
+    require_keys(request.keys)
+    names = tuple(PLANNERS) if request.planner == "all" else tuple(request.planner.split(","))
+    for name in names:
+        require_planner(name)
+    share = mask.heads * mask.grid.tokens / request.gpus
+    plans = []
+    for strategy in strategies:
+        for name in names:
+            local = request.keys == "needed" and name in ("dbsp", "local")
+            chosen = request.layout or ("local" if local else require_planner(name).layout)
+            if chosen == "local":
+                layout = least_keys_layout([mask], strategy)
+            else:
+                layout = SequenceLayout.named(chosen, mask.grid, strategy, profile=profile)
+            config = PlannerConfig(name, request.target_rho, paper=PaperConfig(request.reward, request.equal_heads))
+            plan = make_plan(mask, strategy, config, layout=layout, keys=request.keys)
+            plans.append(_FilePlan(plan, traffic_of(plan.assignment, layout).kv_received / share))
+    return plans
+
+
+def _record(one: _FilePlan, keys: str) -> dict[str, Any]:
+    plan = one.plan
+    return (
+        {"strategy": str(plan.strategy)}
+        | {name: getattr(plan, name) for name in _VALUES}
+        | {"split_heads": plan.assignment.split_heads, "extra_kv": plan.assignment.extra_kv, "plan_ms": plan.plan_ms}
+        | {"keys": keys, "kv_received": one.kv_received}
+    )
+
+
+def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
     grid = mask.grid
     rows = []
-    for p, received in zip(plans, kv_received, strict=True):
+    for p, received in plans:
         numbers = (f"{p.rho_before:.4f}", f"{p.rho:.4f}", f"{p.rho_bound:.4f}")
         shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.assignment.extra_kv:.0%}")
         rows.append((str(p.strategy), p.planner, *numbers, *shares, f"{received:.2f}", f"{p.plan_ms:.2f}"))
@@ -131,7 +165,7 @@ def _table(mask: BlockMask, gpus: int, plans: list[Plan], kv_received: list[floa
         f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
         ("strategy", "planner", "before", "ρ_s", "own bound", "gap", "moved", "+KV", "KV in", "ms"),
         rows,
-        f"{_conclusion(plans)}"
+        f"{_conclusion([one.plan for one in plans])}"
         "ρ_s: slowest rank over mean; own bound: least for a planner of this kind, which shares out\n"
         "single rows (dbsp, local) or whole heads and blocks (the others); gap: above it;\n"
         "moved: of Q, K, V between ring ranks; +KV: sent again to further ranks; ms: planning;\n"
@@ -142,7 +176,7 @@ def _table(mask: BlockMask, gpus: int, plans: list[Plan], kv_received: list[floa
 
 
 def _conclusion(plans: list[Plan]) -> str:
-    """A line that names the most even of several plans."""
+    """Names the most even of several plans in a line."""
     if len(plans) == 1:
         return ""
     best = min(plans, key=lambda plan: (plan.rho, plan.moved))

@@ -46,10 +46,7 @@ UNBALANCED = "g1n1"
 
 @dataclass(frozen=True)
 class SequenceRequest:
-    """The options of `dbsp plan` that belong to sequences; see its help.
-
-    bags: topologies with commas between, or "all";  gpus: None means as many as the streams have
-    """
+    """The options of `dbsp plan` for sequences; see its help. None for `gpus` means as many as the streams have."""
 
     sequences: str
     gpus: int | None = None
@@ -74,7 +71,7 @@ class _Candidate:
 
 
 def print_sequence_plans(request: SequenceRequest, as_json: bool) -> None:
-    """Draws the sequences, shares them out in every way asked for, and prints what comes of it. Times are modelled."""
+    """Draws sequences, shares them out in every way asked for, and prints the results. Times are modelled."""
     streams, hardware = parse_streams(request.sequences), load_hardware(request.hardware)
     layer = FLUX if request.model.casefold() == FLUX_NAME else LayerSize.of(require_model(request.model))
     world = sum(stream.gpus for stream in streams) if request.gpus is None else request.gpus
@@ -104,7 +101,7 @@ def print_sequence_plans(request: SequenceRequest, as_json: bool) -> None:
 
 
 def _work(drawn: DrawnSequences, layer: LayerSize, mask: str) -> SequenceWork:
-    """Dense blocks of every sequence's rows, under a static mask source as a configuration names it."""
+    """Counts the dense blocks of every sequence's rows, under a static mask source as a configuration names it."""
     source = DbspConfig.load(mask).mask
     if source.changes == "per_call":
         raise UserError(
@@ -136,7 +133,7 @@ def _candidates(
     hardware: Hardware,
     world: int,
 ) -> list[_Candidate]:
-    """Without bags, then every topology under both balancers. Of all, those that can hold the sequences."""
+    """Plans without bags, then every topology with both balancers; leaves out those that cannot hold the sequences."""
     grid = work.grids[0]
     cost = sequence_cost(layer, hardware, grid.block_q, grid.block_k)
     picoseconds, tokens = cost.picoseconds(work.tokens, work.blocks), work.tokens

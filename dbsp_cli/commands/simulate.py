@@ -122,7 +122,7 @@ def _numbers(text: str, of: str = "gpus") -> list[int]:
 
 
 def _with_bandwidth(machine: Hardware, bandwidth: float | None) -> Hardware:
-    """The machine with another network, which is then assumed. bandwidth: GB/s of each GPU"""
+    """Returns the machine with another network, assumed to have this bandwidth: GB/s of each GPU."""
     if bandwidth is None:
         return machine
     if not bandwidth > 0:
@@ -139,9 +139,10 @@ def _with_bandwidth(machine: Hardware, bandwidth: float | None) -> Hardware:
 
 
 def masks_for(model: ModelSpec, mask: str | None, layers: int, coarsen: int = 1, seed: int = 0) -> list[BlockMask]:
-    """Masks of the model's first layers: of a preset, of a density in the preset's style, or from a file.
+    """Returns masks of the model's first layers: of a preset, of a density in the preset's style, or from a file.
 
-    Raises ValueError for a mask of another size, a density out of range or a number of layers there is not.
+    Raises:
+        UserError: The mask has another size, the density is out of range, or there are not so many layers.
     """
     if not 1 <= layers <= model.layers:
         raise UserError(f"--layers {layers} must lie between 1 and {model.layers}, the layers of {model.name}")

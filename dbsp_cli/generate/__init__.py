@@ -1,1 +1,1 @@
-"""From a configuration to an mp4: settings of the video, ranks started and watched."""
+"""`dbsp generate`: decides a job, starts ranks, follows them, and puts the video in place."""

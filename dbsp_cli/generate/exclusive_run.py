@@ -1,4 +1,4 @@
-"""One run at a time for one video and one report: two would write one log, and leave one's with the other's."""
+"""Lock files that let only one run at a time make a video or a report: two would mix their logs and results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ _HOLDER = re.compile(rb"process \d+ on \S*")
 
 @contextmanager
 def exclusive_run(lock: Path, making: str, option: str) -> Iterator[bool]:
-    """Holds a lock file, which is gone afterwards. The system releases it however a process ends.
+    """Holds a lock file, which is removed afterwards. The system releases the lock however the process ends.
 
-    making: what it is for, in words;  option: says where that is to be
-    yields: whether this is known to be the only run; False where the file system knows no locks
-    Raises UserError where another run has it, or where the file is not a lock of db-SP's.
+    Yields whether this is known to be the only run: False where the file system has no locks.
+
+    Args:
+        making: What the lock is for, in words.
+        option: The option that gives another place.
+
+    Raises:
+        UserError: Another run has the lock, or the file is not a lock of db-SP's.
     """
     file = _locked(lock, making, option)
     if file is None:
@@ -70,14 +75,14 @@ def _locked(lock: Path, making: str, option: str) -> BinaryIO | None:
 
 
 def _opened(lock: Path, option: str) -> BinaryIO:
-    """A link is not followed: what it leads to is somebody's file."""
+    """Opens the lock without following a link, which may lead to somebody's file."""
     if lock.is_symlink() or (lock.exists() and not lock.is_file()):
         raise _not_a_lock(lock, option)
     return os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+b")
 
 
 def _require_lock(file: BinaryIO, lock: Path, option: str) -> None:
-    """What has anything in it but a holder's name is not emptied, and not removed."""
+    """Raises UserError for a file with anything but a holder's name in it, which must be kept."""
     file.seek(0)
     content = file.read(200)
     if content and not _HOLDER.fullmatch(content):
@@ -89,7 +94,7 @@ def _not_a_lock(lock: Path, option: str) -> UserError:
 
 
 def _is_named(file: BinaryIO, path: Path) -> bool:
-    """Whether the file still has that name: the run before may have removed it between opening and locking."""
+    """False where the file has lost its name: the run before may have removed it between opening and locking."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except (FileNotFoundError, NotADirectoryError):

@@ -12,9 +12,10 @@ __all__ = ["fitted"]
 
 
 def fitted(path: Path, video: VideoSettings) -> Any:
-    """An image as PIL has it, in the video's size: scaled, and what is too wide or too high cut off evenly.
+    """Reads an image in the video's size: scaled, and cut off evenly where it is too wide or too high.
 
-    Raises UserError for a file that is no image, and for one of which more than half would be cut off.
+    Raises:
+        UserError: The file is no image, or more than half of it would be cut off.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 

@@ -1,4 +1,4 @@
-"""From a user's request to one job with nothing left open: all that can be checked before a process is launched."""
+"""Decides everything about a job from a user's request, and checks what can be checked before processes start."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-import dbsp_xdit
+from dbsp_cli.generate.hosts import HOSTS, find_host
 from dbsp_cli.generate.images import fitted
-from dbsp_cli.generate.joined import Joined
-from dbsp_cli.generate.launcher import Launch
-from dbsp_cli.generate.log_file import require_own_log
-from dbsp_cli.generate.meeting import Meeting
+from dbsp_cli.generate.launch import Launch, Rendezvous
+from dbsp_cli.generate.rank_output import require_own_log
 from dbsp_cli.generate.resources import duration_notice
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config.config import DbspConfig
@@ -35,47 +33,29 @@ from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
 from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
-from dbsp_core.utils.packages import missing_packages, require_packages
 from dbsp_core.utils.paths import require_file_place, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
-__all__ = ["HOSTS", "TIMEOUT_S", "GenerateJob", "GenerateRequest", "resolve"]
+__all__ = ["TIMEOUT_S", "GenerateJob", "GenerateRequest", "resolve"]
 
 TIMEOUT_S = 600.0
-"""NCCL's: longer than any rank has to wait for the others in a run that goes well."""
-_LONGEST_S = 1_000_000
-
-
-@dataclass(frozen=True)
-class Host:
-    """module: runs in every rank, with arguments CONFIG VIDEO SECONDS;  needs: packages;  extra: installs them"""
-
-    module: str
-    needs: tuple[str, ...]
-    extra: str
-
-    @property
-    def missing(self) -> list[str]:
-        return missing_packages(self.needs)
-
-
-HOSTS = {
-    "xdit": Host("dbsp_xdit.generate", dbsp_xdit.NEEDS, "xdit"),
-    "diffusers": Host("dbsp_para.generate", ("diffusers", "transformers", "imageio_ffmpeg"), "diffusers"),
-}
-_SYNONYMS = {"para": "diffusers"}
+"""NCCL's default: longer than any rank waits for the others in a run that goes well."""
+_MAX_TIMEOUT_S = 1_000_000
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What a user asks for; None and empty: as usual.
+    """What a user asks for; None and empty mean the usual.
 
-    config:  file, or name of a shipped one;  model: name or folder;  changes: "key=value", with dots in the key
-    host:    one of HOSTS, or another name of one
-    nproc:   processes on this node;  launch: all else about processes and nodes
-    timeout: seconds that a rank waits for others
+    Attributes:
+        config: File, or name of a shipped one.
+        model: Name or folder.
+        changes: "key=value", with dots in the key.
+        host: A key of `HOSTS`, or another name of one.
+        nproc: Processes on this node; `launch` says all else about processes and nodes.
+        timeout: Seconds that a rank waits for others.
     """
 
     config: str | None = None
@@ -95,14 +75,15 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """One video to make, with nothing left open.
+    """One video to make, with everything decided.
 
-    settings: content of the configuration file that the ranks read, but for paths
-    given:    the settings as the user gave them, which know where
-    origin:   where they come from, in words
-    model:    what the ranks load: a repository's name or a folder; None: a tiny checkpoint, to be made
-    tiny:     its architecture
-    warnings: what the user should know before it runs
+    Attributes:
+        settings: Content of the configuration file that the ranks read, but for paths.
+        given: The settings as the user gave them, with the place of each.
+        origin: Where they come from, in words.
+        model: Repository or folder that the ranks load; None for a tiny checkpoint of architecture `tiny`, which is
+            made first.
+        warnings: What the user should know before the run.
     """
 
     config: DbspConfig
@@ -120,14 +101,14 @@ class GenerateJob:
 
     def command(self, work: Path) -> list[str]:
         arguments = [str(work / "dbsp.yaml"), str(work / "video.mp4"), f"{self.timeout:g}"]
-        return self.launch.command(HOSTS[self.host].module, arguments, self.meeting)
+        return self.launch.command(HOSTS[self.host].module, arguments, self.rendezvous)
 
     @property
-    def meeting(self) -> Meeting | None:
-        return self.launch.meeting(self.timeout)
+    def rendezvous(self) -> Rendezvous | None:
+        return self.launch.rendezvous(self.timeout)
 
     def settings_in(self, work: Path) -> dict[str, Any]:
-        """What the ranks read."""
+        """The settings that the ranks read, with paths in the work folder."""
         report = None if self.report is None else str(work / "report")
         images = {name: str(work / f"{name}.png") for name in self.images}
         model = self.model or str(work / f"{TINY}{self.tiny}")
@@ -135,14 +116,14 @@ class GenerateJob:
 
     @property
     def images(self) -> dict[str, Path]:
-        """The files that the video is made from, by their settings' names; ranks are given copies in its size."""
+        """The files that the video is made from, by setting; ranks read copies in the video's size."""
         video = self.config.generate.video
         given = {"image": video.image, "last_image": video.last_image}
         return {name: Path(path) for name, path in given.items() if path is not None}
 
     @property
     def effective(self) -> dict[str, Any]:
-        """Every setting, with what defaults and "auto" come to."""
+        """Every setting, with "auto" and defaults replaced by what they mean here."""
         config = self.config
         kernel = choose_kernel(
             config.kernel, "cuda" if torch.cuda.is_available() else "cpu", config.generate.torch_dtype
@@ -153,7 +134,7 @@ class GenerateJob:
 
     @property
     def name(self) -> str:
-        """For what is beside the video. Nodes, and ranks, may share a folder, so each has its own."""
+        """Stem of the log and lock file; unique per node and rank, which may share a folder."""
         joined = self.launch.joined
         if joined:
             return self.out.stem + (f".rank{joined.rank}" if joined.rank else "")
@@ -169,7 +150,11 @@ class GenerateJob:
 
 
 def resolve(request: GenerateRequest) -> GenerateJob:
-    """Everything that can be known before a process is launched. Raises UserError for what the user must change."""
+    """Decides and checks all that can be known before a process is started.
+
+    Raises:
+        UserError: The user must change something.
+    """
     from dbsp_diffusers.preflight import require_possible  # here: it takes seconds to import
 
     settings = _settings(request)
@@ -185,7 +170,7 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         require_possible(config)
     if not video.prompt:
         raise UserError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
-    launch = _launch(request)
+    launch = request.launch.on_this_node(request.nproc)
     strategy = config.strategy or _default_strategy(launch, config)
     if isinstance(strategy, Strategy):
         strategy.require_world(launch.world)
@@ -194,8 +179,8 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         raise UserError(f"--out {request.out} must end in .mp4")
     require_file_place(out, "--out")
     report = _report(request, config, settings, here=bool(launch.leads))
-    if not 0 < request.timeout <= _LONGEST_S:
-        bound = "above 0" if not request.timeout > 0 else f"at most {_LONGEST_S:,}"
+    if not 0 < request.timeout <= _MAX_TIMEOUT_S:
+        bound = "above 0" if not request.timeout > 0 else f"at most {_MAX_TIMEOUT_S:,}"
         raise UserError(f"--timeout {request.timeout:g} must be {bound} seconds; {TIMEOUT_S:g} is usual")
     tiny, named = tiny_architecture(model), find_model_spec(model)
     warnings = (
@@ -211,7 +196,7 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         origin=_origin_in_words(settings, request.changes),
         model=None if tiny else named.hub if named else os.path.abspath(model),
         tiny=tiny,
-        host=_host(request.host),
+        host=find_host(request.host),
         launch=launch,
         out=out,
         report=report,
@@ -222,7 +207,7 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     for name, path in job.images.items():
         with settings.located(), blame_setting("video"), blame_setting(name):
             fitted(path, video)
-    # The host's own refusals, before its ranks are started.
+    # what only the host knows to refuse
     check: Callable[[DbspConfig, str, ModelSignature], None] = importlib.import_module(HOSTS[job.host].module).check
     if job.model is not None:
         check(job.config, job.model, identity)
@@ -255,7 +240,7 @@ def _settings(request: GenerateRequest) -> Settings:
 
 
 def _report(request: GenerateRequest, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
-    """The folder for the report. here: whether it is known to be written on this node, and so must be possible here"""
+    """The folder for the report, checked where `here`: it is written on the node of rank 0."""
     given = request.report or (Path(config.report) if config.report else None)
     report = None if given is None else given.absolute()
     if config.record is not None and here:
@@ -300,7 +285,7 @@ def _model(request: GenerateRequest, config: DbspConfig, settings: Settings) -> 
 
 
 def _require_images(identity: ModelSignature, video: VideoSettings) -> None:
-    """What is missing is no setting's fault, and least of all that of a file which ships."""
+    """Raises UserError for an image that the model needs; no setting is blamed for one that is missing."""
     given = {"--image": video.image, "--last-image": video.last_image}
     missing = [option for option, image in given.items() if image is None]
     if len(given) - len(missing) < identity.images[0]:
@@ -308,34 +293,7 @@ def _require_images(identity: ModelSignature, video: VideoSettings) -> None:
         raise UserError(f"{model_title(identity)} {complaint}; give one with {missing[0]} FILE")
 
 
-def _launch(request: GenerateRequest) -> Launch:
-    gpus = torch.cuda.device_count()
-    joined = None if request.nproc or request.launch != Launch() else Joined.of(os.environ)
-    if joined is not None:
-        joined.variables(gpus)
-        return replace(request.launch, joined=joined)
-    nproc = max(1, gpus) if request.nproc is None else request.nproc
-    if 0 < gpus < nproc:
-        raise UserError(
-            f"--nproc {nproc} is more than the {gpus} GPUs of this machine; a GPU serves one process "
-            "(CUDA_VISIBLE_DEVICES= runs them on the CPU)"
-        )
-    return replace(request.launch, nproc=nproc)
-
-
 def _default_strategy(launch: Launch, config: DbspConfig) -> Strategy:
-    """Heads are divided within a node, blocks between nodes, where the kernel can."""
+    """Divides heads within a node, and blocks between nodes where the kernel can."""
     ring = launch.nodes if returns_lse(config.kernel) else 1
     return Strategy(launch.world // ring, ring)
-
-
-def _host(name: str | None) -> str:
-    if name is None:
-        name = next((host for host in HOSTS if not HOSTS[host].missing), None)
-        if name is None:
-            raise UserError("neither xfuser nor diffusers is installed; pip install 'dbsp-attention[xdit]'")
-    name = _SYNONYMS.get(name, name)
-    if name not in HOSTS:
-        raise UserError(f"unknown host {name!r}; use {' or '.join(HOSTS)}")
-    require_packages(f"--host {name}", HOSTS[name].needs, HOSTS[name].extra)
-    return name

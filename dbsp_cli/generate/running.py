@@ -1,4 +1,4 @@
-"""A job run by torchrun in a host's own module, its results put in place when they are whole, and never lost."""
+"""Runs a job, and puts its results in place when they are complete. Results are never lost."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import yaml
 from dbsp_cli.generate.exclusive_run import exclusive_run
 from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.job import GenerateJob
-from dbsp_cli.generate.launcher import LogFollower, RunFailed, run_watched
+from dbsp_cli.generate.rank_output import LogFollower, RunFailed
 from dbsp_cli.generate.resources import memory_complaint
+from dbsp_cli.generate.supervisor import run_watched
 from dbsp_cli.generate.work_folder import WorkFolder, folder_at, put_file, put_folder, remove_left_over, work_folder
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.models.table import TINY
@@ -30,9 +31,10 @@ __all__ = ["GenerateResult", "run_job"]
 class GenerateResult:
     """What a run has left on this node.
 
-    video:   None where rank 0 runs on another node
-    report:  its folder; None where none was asked for, or with the video elsewhere
-    lacking: why there is no report where one was asked for, and what became of it; None if all is well
+    Attributes:
+        video: None where rank 0 runs on another node.
+        report: Folder of the report, or None.
+        lacking: Why there is no report although one was asked for, and what became of it; else None.
     """
 
     video: Path | None = None
@@ -41,10 +43,13 @@ class GenerateResult:
 
 
 def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
-    """Makes the video. It appears when it is whole, and then the report's files; a failure leaves nothing but the log.
+    """Makes the video, which appears when it is complete, and then the report's files. A failure leaves only the log.
 
-    What is made and cannot be moved to its place stays in the work folder, which is named then.
-    Raises UserError where that could be found only now, RunFailed when a rank fails or the video has no place.
+    Results that cannot be moved to their place stay in the work folder, and the message says where.
+
+    Raises:
+        UserError: A mistake of the user's that could be found only now.
+        RunFailed: A rank failed, or the video could not be put in its place.
     """
     from dbsp_diffusers.preflight import require_checkpoint  # here: it takes seconds to import
 
@@ -54,11 +59,11 @@ def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
             raise UserError(f"{complaint}; take a smaller model, fewer --nproc, or --set dtype=bfloat16")
         require_checkpoint(job.model)
     job.out.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as alone:
-        known = alone.enter_context(exclusive_run(job.lock, str(job.out), "--out"))
+    with ExitStack() as locks:
+        known = locks.enter_context(exclusive_run(job.lock, str(job.out), "--out"))
         if job.report is not None and job.launch.leads:
-            alone.enter_context(folder_at(job.report))
-            alone.enter_context(exclusive_run(job.report / ".lock", f"the report in {job.report}", "--report"))
+            locks.enter_context(folder_at(job.report))
+            locks.enter_context(exclusive_run(job.report / ".lock", f"the report in {job.report}", "--report"))
         for result in remove_left_over(job.out.parent, job.name) if known else []:
             follower.on_notice(f"{NOTICE}an earlier run was cut off; what it had made is still in {result}")
         with work_folder(job.out.parent, job.name) as work:
@@ -73,14 +78,15 @@ def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
             follower.reword = in_the_users_names(job, work.path, read_settings(settings, "configuration file"))
             joined = job.launch.joined
             variables = joined.variables(torch.cuda.device_count()) if joined else None
-            run_watched(job.command(work.path), job.log, work.path / "ranks", follower, variables, job.meeting)
+            run_watched(job.command(work.path), job.log, work.path / "ranks", follower, variables, job.rendezvous)
             return _put_in_place(job, work)
 
 
 def in_the_users_names(job: GenerateJob, work: Path, written: Settings) -> Callable[[str], str]:
-    """Rewords what ranks say: the file they read is gone when it is read, and so is their folder for the report.
+    """Returns a function that replaces paths in the work folder, which is gone afterwards, by the user's names.
 
-    written: the ranks' configuration file, read back
+    Args:
+        written: The ranks' configuration file, read back.
     """
     file, named = str(work / "dbsp.yaml"), job.given.origin or "the configuration"
     places = {place: job.given.place_of(path) for path, place in written.places.items()}
@@ -94,7 +100,7 @@ def in_the_users_names(job: GenerateJob, work: Path, written: Settings) -> Calla
 
 
 def _put_in_place(job: GenerateJob, work: WorkFolder) -> GenerateResult:
-    """The video first: a report that finds no place must not take it along."""
+    """Puts the video in place first: it must not be lost with a report that cannot be."""
     video, report = work.path / "video.mp4", work.path / "report"
     if not video.is_file():
         if not job.launch.leads:

@@ -1,4 +1,4 @@
-"""Where a run's results are made and put in place: nothing is lost when that cannot be done after all."""
+"""The hidden folder in which a run makes its results, and putting them in place without losing any."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from dbsp_core.utils.atomic_io import open_atomically
 __all__ = ["RESULTS", "WorkFolder", "folder_at", "put_file", "put_folder", "remove_left_over", "work_folder"]
 
 RESULTS = ("video.mp4", "report")
-"""What a run leaves in its work folder: a file and a folder."""
+"""Names of a run's results in its work folder: a file and a folder."""
 
 
 @dataclass
 class WorkFolder:
-    """kept: what of its content is to stay"""
+    """A folder, and the names of its entries that are to stay."""
 
     path: Path
     kept: set[str] = field(default_factory=set)
 
     def keep(self, name: str) -> Path:
-        """Leaves something where it is. returns: where that is"""
+        """Leaves an entry where it is, and returns its path."""
         self.kept.add(name)
         return self.path / name
 
 
 @contextmanager
 def work_folder(parent: Path, name: str) -> Iterator[WorkFolder]:
-    """A hidden folder beside the results, on their file system. Gone afterwards, but for what is kept of it."""
+    """Makes a hidden folder beside the results, on their file system, and removes all of it that is not kept."""
     folder = WorkFolder(Path(tempfile.mkdtemp(dir=parent, prefix=_prefix(name))))
     try:
         yield folder
@@ -55,9 +55,9 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def remove_left_over(parent: Path, name: str) -> list[Path]:
-    """Removes work folders of runs that are over but could not clean up. None may be running.
+    """Removes work folders of runs that could not clean up, and returns the results that are still in some.
 
-    returns: results in such folders, which are left: a video may be whole, and took hours
+    Folders with results stay: a video may be complete, and took hours. No such run may be active.
     """
     pattern = re.compile(re.escape(_prefix(name)) + r"[a-z0-9_]+")
     results = []
@@ -70,13 +70,13 @@ def remove_left_over(parent: Path, name: str) -> list[Path]:
 
 
 def put_file(source: Path, target: Path) -> None:
-    """Copies a file, which then appears whole; the target may be a link, or on another disk."""
+    """Copies a file, which appears when it is complete; the target may be a link, or on another disk."""
     with open_atomically(target) as file:
         _copy(source, file)
 
 
 def put_folder(folder: Path, target: Path) -> None:
-    """Copies a folder's files to another, which may be on another disk: all of them, or none where one fails."""
+    """Copies a folder's files to another, maybe on another disk: all of them, or none where one fails."""
     with ExitStack() as files:
         if not target.exists():
             files.callback(_remove_if_empty, target)
@@ -92,7 +92,7 @@ def _copy(path: Path, file: BinaryIO) -> None:
 
 @contextmanager
 def folder_at(path: Path) -> Iterator[None]:
-    """Makes a folder, and those around it; afterwards those of them that are still empty are gone."""
+    """Makes a folder with its parents, and removes those it made that are empty afterwards."""
     made = [place for place in (path, *path.parents) if not place.exists()]
     path.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,4 +1,4 @@
-"""Masks of other projects, and recordings, to mask files."""
+"""Converts masks of other projects, and recordings, to mask files."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ from dbsp_core.utils.errors import UserError
 __all__ = ["ENCODINGS", "ConvertOptions", "convert_masks", "convert_recording", "lut_bits"]
 
 ENCODINGS = ("absolute", "delta")
-"""absolute: the key blocks' numbers. delta: the first one's number, then each one's distance to the one before it, as
-SpargeAttn's kernels and the official db-SP scripts have it."""
+"""Key blocks by number ("absolute"), or the first by number and each later one by its distance to the one before it
+("delta"), as SpargeAttn's kernels and the official db-SP scripts write them."""
 
 
 def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: int) -> torch.Tensor:
-    """bool[H, nq, nk] of integer lists [H, nq, width].
+    """Reads integer lists of key blocks, [H, nq, width], as bool[H, nq, nk].
 
-    counts: int[H, nq], how many entries of each row count; without them all do that name a block (0 ≤ block < nk), so
-            that lists padded with −1, nk or, in delta, zeros are read right; only an empty row of zeros cannot be told
-            from block 0
-    Raises ValueError for entries that count but name no block, for counts out of range, or for no integers.
+    Args:
+        counts: int[H, nq], how many entries of each row count. Without counts, all entries that name a block
+            (0 ≤ block < nk) do, so that padding with −1, nk or, in delta, zeros is read right; only an empty row of
+            zeros cannot be told from block 0.
+
+    Raises:
+        UserError: Entries that count name no block, counts are out of range, or lists are no integers.
     """
     if lut.dtype.is_floating_point or lut.dtype == torch.bool:
         raise UserError(f"lists of blocks must be integers, got {lut.dtype}")
@@ -68,21 +71,23 @@ _COUNTS = ("counts", "count", "valid_block_num")
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """How to read a file. Raises ValueError for options that don't go together.
+    """How to read a file. Raises UserError for options that contradict one another.
 
-    key:         name of the tensor of masks (default: a usual one, or the only one)
-    tokens:      text and video together; not needed with thw
-    orders:      a token order, one per head separated by commas, or the path of a file with indices [L, H] or [H] into
-                 PARO_ORDERS, as PAROAttention's permute plans have under 'permute'
-    head_permutation: path of a file with [L, H] or [H]: which head is at each place, where they were reordered
-    groups:      step groups, such as "5-9,10-24,25-49"
-    steps:       of the denoising: divided evenly over the file's groups, as PAROAttention does it
-    dense_steps: leading steps to be dense, with `steps`
-    lut:         "absolute" or "delta": the tensor lists each row's key blocks; counts: name of their numbers
-    joined_text: whether blocks run on from text into video; None: whichever fits
-    skip_empty:  heads that the permute plan calls empty compute no video-to-video block
-    crop:        drop rows and columns beyond the last block
-    tail_dense:  the last row and column are dense, as PAROAttention makes them; None: in its sparse plans
+    Attributes:
+        key: Name of the tensor of masks; by default a usual one, or the only one.
+        tokens: Text and video together; not needed with `thw`.
+        orders: A token order, one per head separated by commas, or the path of a file with indices [L, H] or [H] into
+            PARO_ORDERS, as PAROAttention's permute plans have under 'permute'.
+        head_permutation: Path of a file with [L, H] or [H]: the head at each place, where heads were reordered.
+        groups: Step groups, such as "5-9,10-24,25-49".
+        steps: Denoising steps, divided evenly over the file's groups, as PAROAttention does it.
+        dense_steps: Leading steps to be dense, with `steps`.
+        lut: "absolute" or "delta" where the tensor lists each row's key blocks.
+        counts: Name of the tensor with the lengths of these lists.
+        joined_text: Whether blocks run on from text into video; None for whichever fits.
+        skip_empty: Whether heads that the permute plan calls empty compute no video-to-video block.
+        crop: Whether to drop rows and columns beyond the last block.
+        tail_dense: Whether the last row and column are dense, as PAROAttention makes them; None: in its sparse plans.
     """
 
     key: str | None = None
@@ -118,7 +123,7 @@ class ConvertOptions:
 
     @property
     def grid(self) -> BlockGrid:
-        """The grid of the mask file, its orders apart."""
+        """The grid of the mask file, without its token orders."""
         tokens = self.text_tokens + math.prod(self.thw or ()) if self.tokens is None else self.tokens
         return BlockGrid(tokens, self.text_tokens, self.block_q, self.block_k, self.thw)
 
@@ -126,8 +131,13 @@ class ConvertOptions:
 def convert_masks(
     source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions
 ) -> MaskLayout:
-    """Writes `target`, a mask file, from masks in any form that docs/mask-files.md lists. One mask is in memory at a
-    time. returns: what the file says. Raises ValueError, naming the option that helps, for what does not fit.
+    """Writes a mask file from masks in any form that docs/mask-files.md lists, one mask in memory at a time.
+
+    Returns:
+        What the file says of its masks.
+
+    Raises:
+        UserError: Something does not fit; names the option that helps.
     """
     _require_foreign(source)
     arrays = read_arrays(source)
@@ -174,8 +184,11 @@ def convert_recording(
 ) -> MaskLayout:
     """Writes the masks of one recorded forward pass as a mask file, every layer of the model.
 
-    step: default: the only one that was recorded
-    Raises ValueError for a pass that was not recorded, or not in all layers, or whose layers differ in grid.
+    Args:
+        step: The denoising step; not needed where only one was recorded.
+
+    Raises:
+        UserError: The pass was not recorded, or not in all layers, or its layers differ in grid.
     """
     recording = Recording.read(folder)
     steps = sorted({moment.step for moment in recording.passes})
@@ -194,7 +207,7 @@ def convert_recording(
 
 
 def _require_foreign(source: str | os.PathLike[str]) -> None:
-    """Raises ValueError for a mask file of ours, whose metadata would be lost."""
+    """Raises UserError for a mask file of db-SP's, whose metadata would be lost."""
     try:
         MaskFile(source)
     except UserError:
@@ -205,7 +218,7 @@ def _require_foreign(source: str | os.PathLike[str]) -> None:
 def _masks(
     arrays: Mapping[str, torch.Tensor], options: ConvertOptions, source: object
 ) -> tuple[torch.Tensor, str | None]:
-    """The tensor of masks, [H, nq, nk] after up to two leading dimensions, and its name."""
+    """Finds the tensor of masks, [H, nq, nk] after up to two leading dimensions, and its name."""
     large = [name for name, array in arrays.items() if array.ndim >= 3]
     usual = tuple(name for name in _MASKS if name in large) or (tuple(large) if len(large) == 1 else ())
     masks = find_array(arrays, options.key, usual, source, "--key")
@@ -223,7 +236,7 @@ def _masks(
 
 
 def _as_bits(one: torch.Tensor, source: object) -> torch.Tensor:
-    """bool of a mask of any type that holds 0 and 1. Raises ValueError for other values."""
+    """Turns a mask of any type that holds 0 and 1 into bool. Raises UserError for other values."""
     if one.dtype == torch.bool:
         return one
     bits = one != 0

@@ -1,4 +1,4 @@
-"""Low-rank projections of queries and keys, in closed form from their second moments (for mask source `lowrank`)."""
+"""Low-rank projections of queries and keys for mask source `lowrank`, in closed form from second moments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORD = "record one with: xdit … --sp-mask 'record_qk:path=FOLDER', or mask: 
 
 @dataclass(frozen=True)
 class FitSummary:
-    """kept: by layer, the share of E[(q·k)²] that the projections keep, mean over heads"""
+    """What a fit was made of, and `kept`: by layer, the share of E[(q·k)²] that it keeps, mean over heads."""
 
     heads: int
     width: int
@@ -31,13 +31,17 @@ class FitSummary:
 def fit_projections(
     query: torch.Tensor, key: torch.Tensor, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A, B of D × rank for which (q·A)·(k·B) is nearest to q·k in the mean square, for independent q and k.
-
-    query, key: [H, D, D], second moments C = E[x xᵀ]
-    returns: A, B float32[H, D, rank], and float64[H], the share of E[(q·k)²] that is kept
+    """Finds A, B of D × rank for which (q·A)·(k·B) is nearest to q·k in the mean square, for independent q and k.
 
     E[(qᵀ(I − M)k)²] = ‖Cq^½ (I − M) Ck^½‖²: the best M of a rank is Cq^−½ times the truncated SVD of Cq^½ Ck^½ times
     Ck^−½ (Eckart, Young, 1936).
+
+    Args:
+        query: [H, D, D], second moments C = E[x xᵀ] of queries.
+        key: [H, D, D], those of keys.
+
+    Returns:
+        A and B, float32[H, D, rank], and float64[H], the share of E[(q·k)²] that is kept.
     """
     (root_q, inverse_q), (root_k, inverse_k) = _roots(query), _roots(key)
     u, s, vt = torch.linalg.svd(root_q @ root_k)
@@ -49,7 +53,7 @@ def fit_projections(
 
 
 def _roots(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """C^½ and C^−½, float64[H, D, D]; directions in which there is next to nothing are held above zero."""
+    """C^½ and C^−½, float64[H, D, D]; directions with next to nothing in them are held above zero."""
     values, vectors = torch.linalg.eigh(moments.double())
     values = values.clamp(min=1e-9 * values.amax(dim=1, keepdim=True).clamp(min=1e-30))
     scaled = [(vectors * values.pow(power)[:, None]) @ vectors.transpose(1, 2) for power in (0.5, -0.5)]
@@ -59,7 +63,8 @@ def _roots(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def fit_recording(recordings: Iterable[Path], out: Path, rank: int) -> FitSummary:
     """Fits all layers and heads of recordings (folders of `record_qk`, or files of theirs), and writes a file.
 
-    Raises UserError for what is no recording, recordings of different models, or a rank out of range.
+    Raises:
+        UserError: There is no recording, recordings are of different models, or the rank is out of range.
     """
     sums, weights, layers = _sum_of(recordings)
     numbers = sorted({int(name.partition(".")[2]) for name in sums})
@@ -78,7 +83,7 @@ def fit_recording(recordings: Iterable[Path], out: Path, rank: int) -> FitSummar
 
 
 def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int], str]:
-    """By name, Σ x xᵀ and the number of tokens; and how many layers the model has, "" where that is not known."""
+    """Sums up Σ x xᵀ and tokens by name; the third value is the number of the model's layers, "" where not known."""
     sums: dict[str, torch.Tensor] = {}
     weights: dict[str, int] = {}
     known: set[str] = set()

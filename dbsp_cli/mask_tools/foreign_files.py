@@ -1,4 +1,4 @@
-"""Arrays in other projects' files. Nothing is unpickled: what needs that is refused."""
+"""Reads arrays in other projects' files. Nothing is unpickled: files that need that are refused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Every tensor in a file by its name: "" for a lone one, "a/b" in nested mappings, "a/0" in lists.
+    """Reads every tensor in a file by its name: "" for a lone one, "a/b" in nested mappings, "a/0" in lists.
 
-    .pt and .pth are read with weights_only, .npy and .npz without pickles; where the format allows it, tensors are
-    mapped from disk, not read. Raises ValueError for what is no such file or has nothing to read in it.
+    .pt and .pth are read with weights_only, .npy and .npz without pickles. Where the format allows it, tensors are
+    mapped from disk, not read.
+
+    Raises:
+        UserError: It is no such file, or has nothing to read in it.
     """
     path = Path(path)
     if not path.is_file():
@@ -51,9 +54,10 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 def find_array(
     arrays: Mapping[str, torch.Tensor], wanted: str | None, usual: tuple[str, ...], where: object, option: str
 ) -> torch.Tensor | None:
-    """The array called `wanted`; else the first of the usual names that is there; None if none is.
+    """Returns the array called `wanted`; else the first of the usual names that is there; None if none is.
 
-    Raises ValueError when there is no `wanted`. option: to name in it
+    Raises:
+        UserError: There is no `wanted`; the message names `option`.
     """
     if wanted is not None:
         if wanted not in arrays:
@@ -73,7 +77,7 @@ def _read(path: Path) -> Any:
 
 
 def _require_all_there(tensor: torch.Tensor, name: str) -> None:
-    """Raises UserError for a tensor of which the file has only a part, repeated or not: it could be of any size."""
+    """Raises UserError for a tensor that the file holds only in part, expanded or sparse: it could be of any size."""
     size = tensor.numel() * tensor.element_size()
     if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() < size:
         raise UserError(

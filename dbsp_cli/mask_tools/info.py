@@ -1,4 +1,4 @@
-"""What `dbsp masks info` says about masks."""
+"""The contents of `dbsp masks info`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ __all__ = ["InfoOptions", "LayerError", "MaskInfo", "examine_masks"]
 
 @dataclass(frozen=True)
 class InfoOptions:
-    """gpus, planners: for ρ_s.  threshold, budget: for replans, see `dbsp_core.runtime.plan_reuse.rule.ReplanRule`
+    """Options of `dbsp masks info`.
 
-    sample: layers to plan and compare; 0: all
-    quality: measure errors;  limit: of the relative L1 error, above which it warns;  thw: where the masks lack it
+    Attributes:
+        gpus: Ranks for which ρ_s is computed, by each of `planners`.
+        threshold: Of replans, as is `budget`; see `ReplanRule`.
+        sample: Number of layers to plan and compare; 0 for all.
+        quality: Whether to measure errors.
+        limit: Relative L1 error above which it warns.
+        thw: The token grid, where the masks lack it.
     """
 
     gpus: int = 8
@@ -45,7 +50,7 @@ class LayerError(HeadError):
 
 @dataclass(frozen=True, eq=False)
 class MaskInfo:
-    """densities: float64[layers, H]. errors: None where they were not asked for. warnings: one line each"""
+    """What was found. `densities` is float64[layers, H]; `errors` is None where they were not asked for."""
 
     first: BlockMask
     steps: tuple[int, ...]
@@ -88,7 +93,7 @@ class MaskInfo:
 
 
 def examine_masks(series: MaskSeries, options: InfoOptions) -> MaskInfo:
-    """Reads masks one at a time. Raises ValueError for options that don't fit them."""
+    """Examines masks, reading one at a time. Raises UserError for options that don't fit them."""
     sampled = spread_out(series.layers, options.sample)
     first = series.first(series.layers[0], options.thw)
     densities = densities_of(series, series.layers)
@@ -103,7 +108,7 @@ def examine_masks(series: MaskSeries, options: InfoOptions) -> MaskInfo:
 
 
 def _errors(series: MaskSeries, layers: list[int], options: InfoOptions) -> list[LayerError]:
-    """A few heads of each sampled layer, from the emptiest to the densest: they share one head of synthetic tokens."""
+    """Measures some heads of each sampled layer, from the emptiest to the densest, on one head of synthetic tokens."""
     tokens = None
     errors = []
     for layer in layers:

@@ -13,11 +13,11 @@ from dbsp_core.masks.block_mask import BlockMask
 __all__ = ["heads_to_draw", "mask_picture"]
 
 _PIXELS = 240
-"""Of each side of a picture; masks with more blocks are drawn as densities of squares."""
+"""Largest side of a mask's picture; masks with more blocks are drawn as densities of squares."""
 
 
 def heads_to_draw(densities: np.ndarray, count: int = 3) -> list[tuple[int, int]]:
-    """(row of `densities`, head) from the emptiest head over the middle one to the densest. densities: [layers, H]"""
+    """Returns (row of `densities`, head) from the emptiest head over the middle one to the densest."""
     order = np.argsort(densities, axis=None, kind="stable")
     chosen = dict.fromkeys(order[np.linspace(0, len(order) - 1, count).round().astype(int)].tolist())
     return [(int(flat) // densities.shape[1], int(flat) % densities.shape[1]) for flat in chosen]
@@ -30,11 +30,12 @@ def mask_picture(
     masks: Sequence[tuple[int, int, BlockMask]],
     similarity: Sequence[tuple[str, Sequence[int], Sequence[float]]] = (),
 ) -> bytes:
-    """PNG: a heat map of heads × layers, some heads' masks, and how masks change over steps where that is known.
+    """Draws a PNG: a heat map of heads × layers, some heads' masks, and how masks change over steps where known.
 
-    densities:  float64[layers, H]
-    masks:      (layer, head, that layer's mask), one at least
-    similarity: (label, steps, IoU with the step before)
+    Args:
+        densities: float64[layers, H].
+        masks: (layer, head, that layer's mask), at least one.
+        similarity: (label, steps, IoU with the step before).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

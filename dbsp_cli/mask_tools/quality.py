@@ -1,4 +1,4 @@
-"""What skipping blocks costs in accuracy, measured on synthetic tokens: a guard against masks that cannot be right.
+"""Loss of accuracy from skipping blocks, measured on synthetic tokens: a guard against masks that cannot be right.
 
 The tokens are seeded and smooth over time, height and width, as videos are: tokens near each other have like queries,
 keys and values, so attention is mostly local. A mask that keeps the near blocks changes little; one that was made for
@@ -32,7 +32,7 @@ _CELL = (2, 4, 4)
 
 @dataclass(frozen=True)
 class HeadError:
-    """error: Σ|sparse − dense| / Σ|dense| over the sampled queries;  density: of the head's mask"""
+    """A head's Σ|sparse − dense| / Σ|dense| over the sampled queries, and the density of its mask."""
 
     head: int
     density: float
@@ -42,7 +42,7 @@ class HeadError:
 def smooth_tokens(
     thw: tuple[int, int, int], text_tokens: int = 0, heads: int = 1, width: int = 32, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v: float32[1, heads, text_tokens + t·h·w, width], seeded, smooth over t, h and w; text is random.
+    """Makes q, k, v, float32[1, heads, text_tokens + t·h·w, width], smooth over t, h and w; text is random.
 
     q = k, so that q·k is largest where two tokens lie near each other; meant for a scale of width ** -0.5.
     """
@@ -69,12 +69,17 @@ def sparse_errors(
     scale: float | None = None,
     seed: int = 0,
 ) -> list[HeadError]:
-    """Relative L1 error of block-sparse against dense attention.
+    """Measures the relative L1 error of block-sparse against dense attention.
 
-    q, k, v: [1, H or 1, tokens, D] by canonical position; one head of tokens serves every head of the mask
-    heads:   of the mask, default all
-    queries: this many tokens, drawn by `seed`, are compared: memory and time are queries × tokens a head
-    Queries whose row of blocks is empty count as zeros. Raises ValueError for tensors that don't fit the mask.
+    Queries whose row of blocks is empty count as zeros.
+
+    Args:
+        q, k, v: [1, H or 1, tokens, D] by canonical position; one head of tokens serves every head of the mask.
+        heads: Heads of the mask to measure; all by default.
+        queries: Number of tokens to compare, drawn by `seed`: memory and time are queries × tokens a head.
+
+    Raises:
+        UserError: The tensors don't fit the mask.
     """
     tokens = mask.grid.tokens
     if mask.grid.packed_from:

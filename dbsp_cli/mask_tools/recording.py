@@ -20,12 +20,12 @@ __all__ = ["Recording"]
 
 @dataclass(frozen=True)
 class Recording:
-    """The recording in a folder. Of several generations, it shows the last of those with the most passes.
+    """The recording in a folder: of several generations, the last of those with the most passes.
 
-    passes:  name of each recorded layer's mask file, by moment, in the order in which they ran
-    layers:  of the model, recorded or not
-    stopped: why it ended before the run did, or None
-    Raises ValueError for a folder without a recording.
+    Attributes:
+        passes: Name of each recorded layer's mask file, by moment, in the order in which they ran.
+        layers: Number of layers of the model, recorded or not.
+        stopped: Why it ended before the run did, or None.
     """
 
     folder: Path
@@ -35,7 +35,7 @@ class Recording:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Recording:
-        """Reads only the index."""
+        """Reads only the index. Raises UserError for a folder without a recording."""
         folder = Path(folder)
         try:
             content = json.loads((folder / INDEX).read_text())
@@ -50,12 +50,12 @@ class Recording:
 
     @property
     def recorded_layers(self) -> tuple[int, ...]:
-        """Layers that every pass has."""
+        """The layers that every pass has."""
         common = set.intersection(*(set(layers) for layers in self.passes.values())) if self.passes else set()
         return tuple(sorted(common))
 
     def mask(self, layer: int, moment: DenoisingStep) -> BlockMask:
-        """The mask of one attention. Raises ValueError when it was not recorded, or its file cannot be read."""
+        """Reads the mask of one attention. Raises UserError where it was not recorded, or cannot be read."""
         name = self.passes.get(moment, {}).get(layer)
         if name is None:
             steps = sorted({at.step for at in self.passes})
@@ -70,7 +70,7 @@ class Recording:
 
 
 def _longest(passes: list[dict[str, Any]]) -> dict[DenoisingStep, dict[int, str]]:
-    """The passes of the last generation of those with the most."""
+    """Returns the passes of the last generation of those with the most."""
     generations: dict[int, dict[DenoisingStep, dict[int, str]]] = {}
     for one in passes:
         moment = DenoisingStep(int(one["step"]), int(one["cfg_branch"]))

@@ -29,8 +29,10 @@ __all__ = ["Balance", "Drift", "MaskSeries", "balance_of", "densities_of", "drif
 class MaskSeries:
     """Masks over the steps of one guidance branch.
 
-    steps:  first step of each moment that has masks;  layers: those that every moment has
-    notice: what a reader should know, such as that the recording was cut short; or None
+    Attributes:
+        steps: First step of each moment that has masks.
+        layers: The layers that every moment has.
+        notice: What a reader should know, such as that the recording was cut short; or None.
     """
 
     steps: tuple[int, ...]
@@ -41,7 +43,7 @@ class MaskSeries:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], branch: int = 0) -> MaskSeries:
-        """Of a recording (a folder) or a mask file. Raises ValueError for what is neither."""
+        """Reads a recording (a folder) or a mask file. Raises UserError for anything else."""
         return cls._of_recording(path, branch) if Path(path).is_dir() else cls._of_file(path)
 
     @classmethod
@@ -67,14 +69,14 @@ class MaskSeries:
         )
 
     def first(self, layer: int, thw: tuple[int, int, int] | None = None) -> BlockMask:
-        """A layer's first mask; thw replaces the token grid's size. Raises ValueError when thw does not fit."""
+        """Returns a layer's first mask, with token grid `thw` if given. Raises UserError where that does not fit."""
         mask = self.get(self.steps[0], layer)
         return mask if thw is None else BlockMask(mask.bits, replace(mask.grid, thw=thw))
 
 
 @dataclass(frozen=True)
 class Balance:
-    """ρ_s over layers: before (contiguous), and by planner; means and maxima."""
+    """ρ_s over layers, before (contiguous) and by planner: means, and the maximum."""
 
     strategy: str
     planner: str
@@ -86,11 +88,13 @@ class Balance:
 
 @dataclass(frozen=True)
 class Drift:
-    """How a layer's mask changes from one recorded step to the next.
+    """The changes of a layer's mask from one recorded step to the next.
 
-    steps, iou, changed: per pair of neighbours of one shape: the later step, the share of their dense blocks that both
-                         have, and the share of all blocks that differ
-    replans:             plans made, the first included, as a run makes them by the rule given
+    Attributes:
+        steps: Of each pair of neighbours of one shape, the later step.
+        iou: Of each pair, the share of their dense blocks that both have.
+        changed: Of each pair, the share of all blocks that differ.
+        replans: Plans made, the first included, as a run makes them by the rule given.
     """
 
     layer: int
@@ -101,15 +105,17 @@ class Drift:
 
 
 def spread_out(values: Sequence[int], count: int) -> list[int]:
-    """At most `count` of the values, evenly spread, the first and last among them; 0: all."""
+    """Picks at most `count` values, evenly spread, the first and last among them; all for 0."""
     if count <= 0 or count >= len(values):
         return list(values)
     return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, count).round().astype(int))]
 
 
 def densities_of(series: MaskSeries, layers: Sequence[int]) -> np.ndarray:
-    """float64[layers, H]: the density of each layer's first mask by head; of every batch item's heads, where they have
-    masks of their own."""
+    """float64[layers, H]: the density by head of each layer's first mask.
+
+    Where batch items have masks of their own, H counts the heads of all of them.
+    """
     rows = []
     for layer in layers:
         mask = series.first(layer)
@@ -119,7 +125,7 @@ def densities_of(series: MaskSeries, layers: Sequence[int]) -> np.ndarray:
 
 
 def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: Sequence[str]) -> list[Balance]:
-    """One row per strategy and planner, over the layers' first masks. Rings longer than the KV blocks are left out."""
+    """Plans the layers' first masks, one row per strategy and planner, without rings longer than the KV blocks."""
     rows = []
     masks = [series.first(layer) for layer in layers]
     for strategy in candidates(gpus, min((mask.grid for mask in masks), key=lambda grid: grid.nk)):
@@ -136,7 +142,7 @@ def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planners: S
 
 
 def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, rule: ReplanRule) -> Drift:
-    """Over all recorded steps of one layer, which is an attention as a run keeps plans for."""
+    """Compares all recorded steps of one layer, which is an attention as a run keeps plans for."""
 
     def plan(mask: BlockMask) -> Plan:
         return make_plan(mask, strategy, planner, compare=False)

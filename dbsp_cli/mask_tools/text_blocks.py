@@ -1,4 +1,4 @@
-"""How other projects' blocks are laid out over text and video, and how they become blocks of our grid."""
+"""Reads other projects' blocks over text and video, and turns them into blocks of db-SP's grid."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ __all__ = ["BlockReading", "fit_blocks"]
 
 @dataclass(frozen=True)
 class BlockReading:
-    """How blocks are counted.
+    """A way to count blocks.
 
-    joined: from the first token on, so that one may hold text and video; else text and video have blocks of their own
-    text:   whether blocks of text are among them, or only video's
+    Attributes:
+        joined: Whether blocks are counted from the first token on, so that one may hold text and video; else text and
+            video have blocks of their own.
+        text: Whether blocks of text are among them, or only the video's.
     """
 
     grid: BlockGrid
@@ -30,11 +32,15 @@ class BlockReading:
     def find(
         cls, rows: int, columns: int | None, grid: BlockGrid, joined: bool | None = None, crop: bool = False
     ) -> BlockReading:
-        """The reading of masks with these numbers of rows and columns of blocks. columns: None where unknown
+        """Finds the reading of masks with these numbers of rows and columns of blocks.
 
-        joined: None: whichever fits
-        crop:   there may be more rows and columns at the end, which don't count
-        Raises ValueError, naming an option, when none fits or two do.
+        Args:
+            columns: None where unknown.
+            joined: None for whichever fits.
+            crop: Whether there may be more rows and columns at the end, which don't count.
+
+        Raises:
+            UserError: None fits or two do; the message names an option.
         """
         aligned = grid.text_tokens % grid.block_q == 0 and grid.text_tokens % grid.block_k == 0
         joinings = (False,) if aligned else (False, True) if joined is None else (joined,)
@@ -68,31 +74,33 @@ class BlockReading:
 
     @property
     def rows(self) -> int:
-        """Rows of masks so read."""
+        """Rows of masks that are read so."""
         total = -(-self.grid.tokens // self.grid.block_q) if self.joined else block_counts(self.grid)[0]
         return total - self.left_out(self.grid.block_q)
 
     @property
     def columns(self) -> int:
-        """Columns of masks so read."""
+        """Columns of masks that are read so."""
         total = -(-self.grid.tokens // self.grid.block_k) if self.joined else block_counts(self.grid)[1]
         return total - self.left_out(self.grid.block_k)
 
     def left_out(self, block: int) -> int:
-        """Rows or columns of text, in blocks of that size, that the masks lack."""
+        """Number of text rows or columns, in blocks of this size, that the masks lack."""
         return 0 if self.text else -(-self.grid.text_tokens // block)
 
     def short(self, axis: BlockAxis) -> bool:
-        """Whether the last block is shorter than the others."""
+        """True where the last block is shorter than the others."""
         return (self.grid.tokens - (0 if self.joined else self.grid.text_tokens)) % axis.block != 0
 
 
 def fit_blocks(bits: torch.Tensor, reading: BlockReading, tail_dense: bool = False) -> torch.Tensor:
-    """bool[H, nq, nk] on the reading's grid, from bool[H, ≥ rows, ≥ columns]. What is beyond those is dropped.
+    """Fits bool[H, ≥ rows, ≥ columns] to the reading's grid, as bool[H, nq, nk]; drops what is beyond the last block.
 
-    tail_dense: make the last row and column dense where the last block is short
     Rows and columns of text that are left out become dense. Where blocks run on from text into video, a block of the
     grid is dense when any of those that share tokens with it is.
+
+    Args:
+        tail_dense: Whether to make the last row and column dense where the last block is short.
     """
     q, k = reading.grid.q_axis, reading.grid.k_axis
     given = bits[:, : reading.rows, : reading.columns]
@@ -107,7 +115,7 @@ def fit_blocks(bits: torch.Tensor, reading: BlockReading, tail_dense: bool = Fal
 
 
 def _spread(bits: torch.Tensor, axis: BlockAxis, dim: int) -> torch.Tensor:
-    """Each block of the axis from those that share tokens with it, when blocks are counted from the first token on."""
+    """Makes each block of the axis from those that share tokens with it, counted from the first token on."""
     first, last = axis.starts // axis.block, (axis.starts + axis.lengths - 1) // axis.block
     result = bits.index_select(dim, torch.from_numpy(first))
     for step in range(1, int((last - first).max()) + 1):

@@ -23,6 +23,7 @@ from dbsp_core.planning.balanced.planner import plan_rows
 from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.planning.imbalance import imbalance_ratio
 from dbsp_core.planning.key_travel import RingKeys
+from dbsp_core.planning.planner_input import PlannerInput
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan
 from dbsp_core.utils.errors import UserError
@@ -211,8 +212,9 @@ def _owners(rows: np.ndarray, ranks: int, balancer: str) -> np.ndarray:
     if balancer == "knapsack":
         return np.broadcast_to(contiguous_heads(len(rows), ranks)[:, None], rows.shape)
     home = np.zeros(rows.shape[1], dtype=np.int64)
-    # Without a ring nothing is asked of keys.
-    return plan_rows(rows, rows, home, home, ranks, 1, lambda slots: rows[:, :, None])[0]
+    # without a ring, a planner asks nothing of keys or positions
+    inputs = PlannerInput(Strategy(ranks, 1), rows, rows, home, home, lambda: home, lambda slots: rows[:, :, None])
+    return plan_rows(inputs)[0]
 
 
 def _sent(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout) -> np.ndarray:

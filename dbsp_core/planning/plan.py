@@ -17,7 +17,8 @@ from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.imbalance import imbalance_ratio
 from dbsp_core.planning.key_travel import KeyTravel, require_keys
 from dbsp_core.planning.majority import baseline_assignment, block_positions, majority_ring_ranks
-from dbsp_core.planning.planners import PlannerConfig, PlannerInput, require_planner
+from dbsp_core.planning.planner_input import PlannerInput
+from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
@@ -222,10 +223,9 @@ def make_plan(
         k_home=k_home,
         q_position=functools.partial(block_positions, layout, grid),
         count_work_by_slot=count_work_by_slot,
-        config=config,
     )
     start = time.perf_counter()
-    q_owner, kv_slot = chosen.assign(inputs)
+    q_owner, kv_slot = chosen.assign(inputs, config)
     travel = way.of(RowOwners(strategy, grid, q_owner), kv_slot, mask)
     seconds = time.perf_counter() - start - count_work_by_slot.seconds
     assignment = Assignment(strategy, grid, q_owner, travel)

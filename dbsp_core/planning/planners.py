@@ -19,10 +19,11 @@ from dbsp_core.planning.baselines import (
     snake_heads,
 )
 from dbsp_core.planning.bounds import whole_block_bound, whole_row_bound
+from dbsp_core.planning.planner_input import PlannerInput
 from dbsp_core.utils.byte_sizes import parse_size
 from dbsp_core.utils.errors import UserError, bad_value, blame_setting, in_short
 
-__all__ = ["PLANNERS", "OwnersAndSlots", "PaperConfig", "Planner", "PlannerConfig", "PlannerInput", "require_planner"]
+__all__ = ["PLANNERS", "OwnersAndSlots", "PaperConfig", "Planner", "PlannerConfig", "require_planner"]
 
 AUTO = "auto"
 RING_TOLERANCE, HEAD_TOLERANCE = 1.005, 1.002
@@ -93,42 +94,16 @@ def _read_limit(limit: int | str | None) -> int:
     return size
 
 
-@dataclass(frozen=True, eq=False)
-class PlannerInput:
-    """What a planner may look at: sums of the mask, and where blocks are before the exchange.
-
-    row_work:    int64[H, nq], dense blocks per (head, query block)
-    kv_block_work: int64[H, nk], dense blocks per (head, KV block)
-    q_home:  int64[nq], k_home: int64[nk]: ring rank that holds most of each block at home; int64[H, nq], int64[H, nk]
-             where heads have token orders of their own
-    q_position: () → float64[nq], where each query block is in the order of the sequence layout, or of its head
-    count_work_by_slot: slots int64[H, nk] → int64[H, nq, y], dense blocks of each row by the slot their keys travel in
-    """
-
-    strategy: Strategy
-    row_work: np.ndarray
-    kv_block_work: np.ndarray
-    q_home: np.ndarray
-    k_home: np.ndarray
-    q_position: Callable[[], np.ndarray]
-    count_work_by_slot: Callable[[np.ndarray], np.ndarray]
-    config: PlannerConfig
-
-    @property
-    def heads(self) -> int:
-        return len(self.row_work)
-
-
 @dataclass(frozen=True)
 class Planner:
     """How work is assigned, and what bounds it.
 
-    granularity_bound: (rows, Ulysses ranks, x, y) → ρ_s that no plan of this granularity can beat
+    granularity_bound: (row work, KV-block work, x, y) → ρ_s that no plan of this granularity can beat
     layout:    the sequence layout it is meant for: where blocks are when nothing else is asked for
     heeds_cap: whether `PaperConfig.equal_heads` binds it
     """
 
-    assign: Callable[[PlannerInput], OwnersAndSlots]
+    assign: Callable[[PlannerInput, PlannerConfig], OwnersAndSlots]
     granularity_bound: Callable[..., float] = whole_block_bound
     layout: str = "contiguous"
     heeds_cap: bool = False
@@ -141,18 +116,18 @@ class Planner:
         return self.granularity_bound(row_work, kv_block_work, strategy.ulysses, strategy.ring, **capped)
 
 
-def contiguous(inputs: PlannerInput) -> OwnersAndSlots:
+def contiguous(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     """Ulysses, Ring and USP as they are: heads in equal runs, blocks where they live."""
     return contiguous_assignment(inputs.heads, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
 
 
-def snake(inputs: PlannerInput) -> OwnersAndSlots:
+def snake(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     """xDiT's head balancing: heads, densest first, dealt back and forth in equal numbers; blocks where they live."""
     ulysses_rank = snake_heads(inputs.row_work.sum(axis=1), inputs.strategy.ulysses)
     return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
 
 
-def knapsack(inputs: PlannerInput) -> OwnersAndSlots:
+def knapsack(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     """KnapFormer's balancer (§3.3), with heads for sequences and Ulysses ranks for bags of y GPUs.
 
     The largest head goes to the least occupied bag (bags being equal, the one with most room), and is cut into even
@@ -162,9 +137,9 @@ def knapsack(inputs: PlannerInput) -> OwnersAndSlots:
     return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
 
 
-def paper(inputs: PlannerInput) -> OwnersAndSlots:
+def paper(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     """Alg. 1: greedy heads, then biased greedy blocks for Q and for K, V on counts summed over heads."""
-    x, y, told = inputs.strategy.ulysses, inputs.strategy.ring, inputs.config.paper
+    x, y, told = inputs.strategy.ulysses, inputs.strategy.ring, config.paper
     cap = -(-inputs.heads // x) if told.equal_heads else None
     ulysses_rank = greedy_heads(inputs.row_work.sum(axis=1), x, cap)
     q_ring = biased_greedy(inputs.row_work.sum(axis=0), y, _of_most_heads(inputs.q_home), told.reward)
@@ -179,17 +154,10 @@ def _of_most_heads(home: np.ndarray) -> np.ndarray:
     return (home[:, :, None] == np.arange(home.max() + 1)).sum(axis=0).argmax(axis=1)
 
 
-def dbsp(inputs: PlannerInput) -> OwnersAndSlots:
+def dbsp(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     """Ours: whole heads and the fewest splits, level slots, single rows moved; see `planning.balanced.planner`."""
-    config = inputs.config
     return plan_rows(
-        inputs.row_work,
-        inputs.kv_block_work,
-        inputs.q_home,
-        inputs.k_home,
-        inputs.strategy.ulysses,
-        inputs.strategy.ring,
-        inputs.count_work_by_slot,
+        inputs,
         target_rho=config.target_rho or RING_TOLERANCE,
         head_target_rho=config.target_rho or HEAD_TOLERANCE,
         exchange_cost=config.exchange_cost or 0.0,
@@ -197,9 +165,9 @@ def dbsp(inputs: PlannerInput) -> OwnersAndSlots:
     )
 
 
-def local(inputs: PlannerInput) -> OwnersAndSlots:
+def local(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
     """Rows cut in the order of tokens at equal work, keys where they live; see `planning.balanced.row_cuts`."""
-    strategy, target_rho = inputs.strategy, inputs.config.target_rho or HEAD_TOLERANCE
+    strategy, target_rho = inputs.strategy, config.target_rho or HEAD_TOLERANCE
     owner = cut_rows(inputs.row_work, inputs.q_position(), strategy.ulysses, strategy.ring, target_rho)
     return owner, np.array(np.broadcast_to(inputs.k_home, inputs.kv_block_work.shape))
 

@@ -1,4 +1,4 @@
-"""The environment variables that the core reads; docs/configuration.md lists all of db-SP's."""
+"""The environment variables of db-SP that the core reads; docs/configuration.md lists all."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from dbsp_core.planning.balanced.planner import plan_rows
 from dbsp_core.planning.baselines import contiguous_heads, majority_rank
 from dbsp_core.planning.bounds import whole_row_bound
 from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
+from dbsp_core.planning.planner_input import PlannerInput
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 
@@ -137,10 +138,11 @@ def measure(
         away += time.perf_counter() - start
         return counted[key]
 
+    inputs = PlannerInput(strategy, rows, columns, q_home, k_home, lambda: np.arange(blocks), count_work_by_slot)
     times = []
     for _ in range(repeat):
         away, start = 0.0, time.perf_counter()
-        owner, slots = plan_rows(rows, columns, q_home, k_home, strategy.ulysses, strategy.ring, count_work_by_slot)
+        owner, slots = plan_rows(inputs)
         times.append((time.perf_counter() - start - away) * 1e3)
     q_start, k_start = homes(grid, strategy, "contiguous")
     before = q_start * strategy.ulysses + contiguous_heads(heads, strategy.ulysses)[:, None]

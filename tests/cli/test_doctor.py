@@ -10,7 +10,7 @@ import torch
 
 from dbsp_cli.commands import doctor
 from dbsp_cli.commands.doctor import HOSTS, Importable
-from dbsp_cli.generate import job
+from dbsp_cli.generate import hosts
 from tests.support.repository import ROOT
 
 MISSING = Importable("nothing", ("dbsp_no_such_module",), "xdit")
@@ -73,6 +73,6 @@ def extras() -> dict[str, set[str]]:
     return {extra: packages(extra) for extra in named}
 
 
-@pytest.mark.parametrize("needs", [*HOSTS, *doctor._PACKAGES, *job.HOSTS.values()], ids=str)
+@pytest.mark.parametrize("needs", [*HOSTS, *doctor._PACKAGES, *hosts.HOSTS.values()], ids=str)
 def test_an_extra_alone_brings_what_it_is_named_for(needs):
     assert set(needs.needs) <= extras()[needs.extra]

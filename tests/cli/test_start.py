@@ -143,7 +143,9 @@ class TestFaultsOfOurOwn:
         assert ("Traceback (most recent call last):" in before) is ours
 
     def test_of_a_rank_of_dbsp_generate(self, tmp_path, monkeypatch):
-        from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed, run_watched
+        from dbsp_cli.generate.launch import Launch
+        from dbsp_cli.generate.rank_output import LogFollower, RunFailed
+        from dbsp_cli.generate.supervisor import run_watched
 
         (tmp_path / "broken_rank.py").write_text(
             "import sys\nimport dbsp_para.generate as host\n"

@@ -12,7 +12,7 @@ from diffusers import WanTransformer3DModel
 
 import dbsp_diffusers.reference
 from dbsp_cli.generate.job import GenerateRequest, resolve
-from dbsp_cli.generate.launcher import LogFollower
+from dbsp_cli.generate.rank_output import LogFollower
 from dbsp_core import Strategy
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from generators import random_bits
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.planning.imbalance import imbalance_ratio
 from scripts.reproduce.burst import burst_balance
+from tests.support.generators import random_bits
 
 
 @pytest.mark.parametrize("name", ["U4R1", "U2R2", "U2R3", "U1R8"])

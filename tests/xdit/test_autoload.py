@@ -12,7 +12,7 @@ import pytest
 
 from dbsp_cli.autoload import autoload
 from dbsp_diffusers.patching import PatchSet
-from dbsp_start.command_line import FLAGS, dbsp_requested, full_name, is_xfuser_run
+from dbsp_xdit.command_line import FLAGS, dbsp_requested, full_name, is_xfuser_run
 from dbsp_xdit.flags import add_flags, parse_known
 from dbsp_xdit.models import preflight
 from dbsp_xdit.patches import _patch_parser

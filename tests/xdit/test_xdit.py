@@ -15,7 +15,7 @@ from dbsp_core import Strategy
 from dbsp_core.models.lookup import find_model_spec
 from dbsp_core.sources import RadialSource, WindowSource
 from dbsp_diffusers.patching import PatchSet
-from dbsp_start.command_line import dbsp_requested, is_xfuser_run, is_xfusers_torchrun
+from dbsp_xdit.command_line import dbsp_requested, is_xfuser_run, is_xfusers_torchrun
 from dbsp_xdit.cpu_shim import cpu_patches
 from dbsp_xdit.flags import config_from, parse_known
 from dbsp_xdit.models import find_model, preflight, settings_of

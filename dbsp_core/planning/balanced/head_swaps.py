@@ -1,9 +1,8 @@
-"""Whole heads exchanged between Ulysses ranks until these agree in every ring step of every ring row. Only
-numpy.
+"""Whole heads exchanged between Ulysses ranks until they agree in every ring step of every ring row. Only numpy.
 
-Equal totals are not enough in a hybrid: a head along the diagonal has its work in other ring steps than a head of
-Ulysses ranks, and Eq. 1 takes the maximum in each. All that changes here is free: no K or V goes to one more Ulysses
-rank.
+Equal totals are not enough in a hybrid: a head with its work along the diagonal is busy in other ring steps than a
+head whose work is elsewhere, and Eq. 1 takes the maximum in each step. All changes here are free: no K or V goes to
+one more Ulysses rank.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ EXACT = 18  # bits to which work is rounded here: products of two then add up ex
 def match_ulysses_ranks(parts: HeadShards, ulysses: int, most_heads: int | None = None) -> np.ndarray:
     """Moves and swaps whole heads while that lowers the squared differences between Ulysses ranks.
 
-    most_heads: of which a Ulysses rank may have parts, or None
-    returns: int64[parts], the Ulysses rank of each part; parts of split heads keep theirs
+    Args:
+        most_heads: Most heads of which a Ulysses rank may have parts, or None.
+
+    Returns:
+        int64[parts], the Ulysses rank of each part; parts of split heads keep theirs.
     """
     before = parts.work_by_rank(parts.ulysses_rank, ulysses)
     ring = len(before)

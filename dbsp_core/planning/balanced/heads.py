@@ -16,7 +16,7 @@ from dbsp_core.planning.baselines import greedy_heads
 
 __all__ = ["balance_heads", "local_search_heads", "trade_single_rows"]
 
-PAIR_HEADS = 14  # most heads of two Ulysses ranks together that are shared again by trying every subset
+PAIR_HEADS = 14  # most heads of two Ulysses ranks for which every way to share them is tried
 
 
 def local_search_heads(
@@ -24,10 +24,15 @@ def local_search_heads(
 ) -> np.ndarray:
     """Moves and swaps whole heads until no Ulysses rank is above `limit`, or the fullest one cannot be helped.
 
-    A step is one head out of the fullest Ulysses rank with or without one in return, or, where none helps, the best of
-    all ways to share the heads of the fullest Ulysses rank and another one. Each step makes the fullest Ulysses rank
-    less full.
-    work: int[H];  ulysses_rank: int[H];  most_heads: on any Ulysses rank, or None;  returns: int64[H]
+    A step takes one head out of the fullest Ulysses rank, with or without one in return; where that does not help, it
+    shares the heads of the fullest and another rank in the best of all ways. Each step lowers the fullest rank's load.
+
+    Args:
+        work: int[H], of each head; `ulysses_rank`, int[H], is where it starts.
+        most_heads: Most heads on any Ulysses rank, or None.
+
+    Returns:
+        int64[H], the Ulysses rank of each head.
     """
     most = len(work) if most_heads is None else most_heads
     ulysses_rank = ulysses_rank.astype(np.int64)
@@ -43,10 +48,7 @@ def local_search_heads(
 
 
 def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int, most: int) -> bool:
-    """Makes the best move or swap of one head of `fullest` (in place); False when none lowers its load.
-
-    most: heads of any Ulysses rank
-    """
+    """Makes the best move or swap of one head of `fullest` in place; False when none lowers its load."""
     mine, others = np.flatnonzero(ulysses_rank == fullest), np.flatnonzero(ulysses_rank != fullest)
     # a head of `fullest` goes; another comes back from the Ulysses rank it goes to, or nothing does
     back = np.concatenate([work[others], np.zeros(len(load), dtype=work.dtype)])
@@ -66,8 +68,9 @@ def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest:
 
 
 def _share_with_another(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int, most: int) -> bool:
-    """Shares the heads of `fullest` and of the first other Ulysses rank with which it helps again, as evenly as can
-    be. most: heads of any Ulysses rank
+    """Shares the heads of `fullest` and another Ulysses rank anew, as evenly as possible; False when that never helps.
+
+    The other rank is the least loaded with which the load of `fullest` falls. No rank gets more than `most` heads.
     """
     for other in np.argsort(load, kind="stable"):
         heads = np.flatnonzero((ulysses_rank == fullest) | (ulysses_rank == other))
@@ -94,10 +97,8 @@ SHOWN = 128  # rows of each side looked at in a trade
 def trade_single_rows(row_work: np.ndarray, owner: np.ndarray, head_work_by_rank: np.ndarray, limit: int) -> None:
     """Moves single rows out of the fullest Ulysses rank, or swaps them for others of the same head, down to `limit`.
 
-    Only between Ulysses ranks that both have the head already, so that no K or V is sent once more; each trade makes
-    the fullest Ulysses rank less full.
-    row_work: int[H, nq];  owner: int64[H, nq], changed;  head_work_by_rank: int64[H, x], work of each
-    head in each Ulysses rank, too
+    Rows only move between Ulysses ranks that both have the head already, so that no K or V is sent once more. Each
+    trade lowers the fullest rank's load. `owner` and `head_work_by_rank`, int64[H, x], are changed in place.
     """
     load = head_work_by_rank.sum(axis=0)
     shared = (head_work_by_rank > 0).sum(axis=1) > 1
@@ -126,7 +127,7 @@ def trade_single_rows(row_work: np.ndarray, owner: np.ndarray, head_work_by_rank
 def _best_trade(
     work: np.ndarray, owner: np.ndarray, load: np.ndarray, fullest: int, other: int
 ) -> tuple[int, int, int]:
-    """(load of the fuller of the two Ulysses ranks afterwards, row given, row taken or −1). work, owner: int[nq]"""
+    """Returns (load of the fuller of the two Ulysses ranks afterwards, row given, row taken or −1)."""
     give, take = np.flatnonzero(owner == fullest)[:SHOWN], np.flatnonzero(owner == other)[:SHOWN]
     if len(give) == 0:
         return int(load[fullest]), -1, -1
@@ -156,16 +157,19 @@ def balance_heads(
     row_order: np.ndarray | None = None,
     most_heads: int | None = None,
 ) -> np.ndarray:
-    """The Ulysses rank of every row: heads whole where that is balanced, a few of them split otherwise.
+    """Assigns rows to Ulysses ranks: heads whole where that is balanced, a few of them split otherwise.
 
-    row_work:   int[H, nq], dense blocks per (head, query block)
-    target_rho: fullest Ulysses rank over mean (ρ_s of U{x}R1) that is good enough
-    split_cost: what one more Ulysses rank for a head's K and V costs, in units of ρ_s; 0 splits until `target_rho` is
-                met
-    row_order:  int[nq], the order of the query blocks in which a head is cut (default: by number)
-    most_heads: of which a Ulysses rank may have rows, which bounds its memory; at least ceil(H / x). Then the load
-                evens out as far as that allows
-    returns:    int64[H, nq]
+    Args:
+        row_work: int[H, nq], dense blocks per (head, query block).
+        target_rho: Fullest Ulysses rank over mean (ρ_s of U{x}R1) that is good enough.
+        split_cost: What one more Ulysses rank for a head's K and V costs, in units of ρ_s; 0 splits until `target_rho`
+            is met.
+        row_order: int[nq], order of the query blocks in which a head is cut; by number when None.
+        most_heads: Most heads of which a Ulysses rank may have rows, which bounds its memory; at least ceil(H / x).
+            The load is then as even as that allows.
+
+    Returns:
+        int64[H, nq], the Ulysses rank of each row.
     """
     # 1. Whole heads, largest first, then moved and swapped.
     work = row_work.sum(axis=1)
@@ -199,10 +203,11 @@ def balance_heads(
 
 
 def _choose_splits(load: list[int], limit: int, price: float) -> list[HeadSplit]:
-    """The fewest cuts that bring every Ulysses rank down to `limit`, or, with a price per cut, the cheapest trade.
+    """Returns the fewest cuts that bring every Ulysses rank down to `limit`; with a price per cut, the cheapest trade.
 
-    load: work per Ulysses rank, whole heads;  price: work in the fullest Ulysses rank that saves as much as one cut
-          costs
+    Args:
+        load: Work per Ulysses rank, with whole heads.
+        price: Work in the fullest Ulysses rank that costs as much as one cut.
     """
     if max(load) <= limit:
         return []
@@ -218,11 +223,10 @@ def _choose_splits(load: list[int], limit: int, price: float) -> list[HeadSplit]
 
 
 def _plan_splits(load: list[int], limit: int) -> tuple[list[HeadSplit], int]:
-    """Cuts that leave no Ulysses rank above `limit`, and the load of the fullest Ulysses rank after them.
+    """Returns cuts that leave no Ulysses rank above `limit`, and the load of the fullest one after them.
 
     The fullest Ulysses rank goes first, to the least room that takes all its surplus, else to the most room. Each cut
-    either settles the Ulysses rank it leaves or fills the Ulysses rank it reaches, and the last does both: at most x −
-                                                                                                            1 cuts.
+    either settles the rank it leaves or fills the rank it reaches, and the last does both: at most x − 1 cuts.
     """
     load = list(load)
     ranks = range(len(load))
@@ -245,10 +249,10 @@ def _plan_splits(load: list[int], limit: int) -> tuple[list[HeadSplit], int]:
 
 
 def _splits_into_places(load: list[int], limit: int, places: list[int]) -> list[HeadSplit]:
-    """Cuts of which no Ulysses rank takes more than it has places for further heads.
+    """Returns cuts after which no Ulysses rank has taken parts of more heads than it has places for.
 
-    The fullest Ulysses rank fills the emptiest that has a place up to the mean, even where it falls below it: it takes
-    a part in turn then. As in Walker's alias tables (ACM TOMS 3, 1977), one place each is enough to level all.
+    The fullest rank fills the emptiest that has a place up to the mean, even where it falls below the mean itself: it
+    then takes a part in turn. As in Walker's alias tables (ACM TOMS 3, 1977), one place each is enough to level all.
     """
     load, places = list(load), list(places)
     ranks = range(len(load))
@@ -275,7 +279,6 @@ def _apply_split(
 
     The rows are a run, and one more row that makes up for what whole rows at the run's end cannot. Levels are the
     source's, so that a head cut many times rounds each boundary to a row and the errors do not add up.
-    owner: int64[H, nq];  head_work_by_rank: int64[H, x], work of each head in each Ulysses rank
     """
     head = int(head_work_by_rank[:, split.source].argmax())
     wanted = int(head_work_by_rank[:, split.source].sum()) - split.level

@@ -1,8 +1,6 @@
-"""Planner "dbsp": the stages in order. Arrays in, owners and slots out. Only numpy."""
+"""Planner "dbsp": its stages in order. Only numpy."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 
@@ -13,6 +11,7 @@ from dbsp_core.planning.balanced.row_moves import move_rows, trade_rows
 from dbsp_core.planning.balanced.work import RingSchedule, head_shards
 from dbsp_core.planning.baselines import contiguous_assignment
 from dbsp_core.planning.imbalance import imbalance_ratio, owned_work
+from dbsp_core.planning.planner_input import PlannerInput
 
 __all__ = ["plan_rows"]
 
@@ -21,50 +20,44 @@ TURNS = 4  # most turns of whole heads and rows of split heads making way for ea
 
 
 def plan_rows(
-    row_work: np.ndarray,
-    kv_block_work: np.ndarray,
-    q_home: np.ndarray,
-    k_home: np.ndarray,
-    ulysses: int,
-    ring: int,
-    count_work_by_slot: Callable[[np.ndarray], np.ndarray],
+    inputs: PlannerInput,
     *,
     target_rho: float = 1.005,
     head_target_rho: float = 1.002,
     exchange_cost: float = 0.0,
     most_heads: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The owner of every row and the slot of every (head, KV block): heads, then slots, then single rows.
+    """Plans heads, then slots, then single rows.
 
-    row_work:       int[H, nq], dense blocks per (head, query block);  kv_block_work: int[H, nk]
-    q_home, k_home: int[nq], int[nk], ring rank where each block lives; int[H, nq], int[H, nk] where heads differ
-    count_work_by_slot: slots int64[H, nk] -> int[H, nq, y], dense blocks of each row by slot; not called when y = 1,
-                    once otherwise, and once more where the plan misses its tolerance
-    target_rho:     ρ_s that is good enough for a ring or hybrid; `head_target_rho` for Ulysses alone
-    exchange_cost:  what exchanging all of Q, K and V once costs, in units of ρ_s (time of the exchange over time of
-                    perfectly balanced attention). 0: balance first, and move only what that needs
-    most_heads:     of which a Ulysses rank may have rows, or None; see `heads.balance_heads`
-    returns:        int64[H, nq], int64[H, nk]
+    Slots are counted (`inputs.count_work_by_slot`) once with a ring, and once more where the plan misses its
+    tolerance.
+
+    Args:
+        target_rho: ρ_s that is good enough for a ring or hybrid; `head_target_rho` for Ulysses alone.
+        exchange_cost: What exchanging all of Q, K and V once costs, in units of ρ_s: its time over that of perfectly
+            balanced attention. 0 puts balance first, and moves only what that needs.
+        most_heads: Most heads of which a Ulysses rank may have rows; see `heads.balance_heads`.
+
+    Returns:
+        int64[H, nq], owner of each row, and int64[H, nk], slot of each KV block.
     """
-    heads = len(row_work)
-    split_cost = exchange_cost * 2 / (3 * heads)  # one more Ulysses rank for a head: its K and V once more
+    row_work, q_home, strategy = inputs.row_work, inputs.q_home, inputs.strategy
+    ulysses, ring = strategy.ulysses, strategy.ring
+    split_cost = exchange_cost * 2 / (3 * inputs.heads)  # one more Ulysses rank for a head: its K and V once more
     # 1. Heads to Ulysses ranks; without a ring that is all.
     if ring == 1:
-        slots = np.zeros(kv_block_work.shape, dtype=np.int64)
+        slots = np.zeros(inputs.kv_block_work.shape, dtype=np.int64)
         owner = balance_heads(row_work, ulysses, head_target_rho, split_cost, most_heads=most_heads)
-        work_by_slot = row_work[:, :, None]
-        rho = imbalance_ratio(owned_work(owner, work_by_slot, ulysses))
-        return _unless_staying_is_better(
-            owner, slots, rho, work_by_slot, q_home, k_home, ulysses, None, head_target_rho
-        )
+        rho = imbalance_ratio(owned_work(owner, row_work[:, :, None], ulysses))
+        return _unless_staying_is_better(inputs, owner, slots, rho, head_target_rho)
     # moved rows are much cheaper than split heads, but cannot level Ulysses ranks: leave them a part of the tolerance
     unsplit_target = 1 + HEAD_SHARE * (target_rho - 1)
     ulysses_rank = balance_heads(
         row_work, ulysses, unsplit_target, split_cost, _interleaved(q_home, ring), most_heads=most_heads
     )
     # 2. KV blocks to ring slots of equal work.
-    slots = balance_slots(kv_block_work, k_home, _main_ulysses_rank(ulysses_rank, ulysses), ring)
-    work_by_slot = count_work_by_slot(slots)
+    slots = balance_slots(inputs.kv_block_work, inputs.k_home, _main_ulysses_rank(ulysses_rank, ulysses), ring)
+    work_by_slot = inputs.count_work_by_slot(slots)
     schedule = RingSchedule(ulysses, ring)
     # 3. In turn, whole heads swapped and rows of split heads traded within a ring row, which moves no K or V.
     for turn in range(TURNS):
@@ -80,39 +73,26 @@ def plan_rows(
             break
     # 4. Single rows moved to other ring ranks, as few as bring ρ_s to the tolerance.
     owner, work = move_rows(work_by_slot, ulysses_rank, q_home, work, schedule, target_rho, exchange_cost)
-    rho = imbalance_ratio(work)
-    return _unless_staying_is_better(
-        owner, slots, rho, work_by_slot, q_home, k_home, ulysses, count_work_by_slot, target_rho
-    )
+    return _unless_staying_is_better(inputs, owner, slots, imbalance_ratio(work), target_rho)
 
 
 def _unless_staying_is_better(
-    owner: np.ndarray,
-    slots: np.ndarray,
-    rho: float,
-    work_by_slot: np.ndarray,
-    q_home: np.ndarray,
-    k_home: np.ndarray,
-    ulysses: int,
-    count_work_by_slot: Callable[[np.ndarray], np.ndarray] | None,
-    target_rho: float,
+    inputs: PlannerInput, owner: np.ndarray, slots: np.ndarray, rho: float, target_rho: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The plan, or heads in equal runs and blocks at home where a handful of rows is better left alone.
-
-    rho: ρ_s of the plan
-    """
+    """Returns the plan of this ρ_s, or the contiguous one where that is more even, as it can be with few rows."""
     if rho > target_rho:
-        stay, at_home = contiguous_assignment(len(owner), q_home, k_home, ulysses)
-        at_rest = count_work_by_slot(at_home) if count_work_by_slot else work_by_slot
-        if imbalance_ratio(owned_work(stay, at_rest, ulysses)) < rho:
+        ulysses, ring = inputs.strategy.ulysses, inputs.strategy.ring
+        stay, at_home = contiguous_assignment(inputs.heads, inputs.q_home, inputs.k_home, ulysses)
+        work_by_slot = inputs.row_work[:, :, None] if ring == 1 else inputs.count_work_by_slot(at_home)
+        if imbalance_ratio(owned_work(stay, work_by_slot, ulysses)) < rho:
             return stay, at_home
     return owner, slots
 
 
 def _interleaved(q_home: np.ndarray, ring: int) -> np.ndarray:
-    """int64[nq]: query blocks in an order that visits the ring ranks in turn: a run takes equally from each.
+    """int64[nq]: query blocks in an order that visits the ring ranks in turn, so that a run takes equally from each.
 
-    Where heads differ, in an order that does so for the first of them: it only decides how even the start is.
+    Where homes differ between heads, the order is the first head's: it only decides how even the start is.
     """
     q_home = q_home if q_home.ndim == 1 else q_home[0]
     turn = np.empty(len(q_home), dtype=np.int64)

@@ -1,9 +1,8 @@
 """Ring slots of KV blocks: equal work in every slot, the fewest (head, KV block) pieces moved. Only numpy.
 
 In each ring step a slot's keys are with other ranks, so no assignment of rows makes up for a slot that has more than
-its
-share: ρ_s ≥ y · (work of the fullest slot) / T. Slots are therefore levelled first. A piece is one head's KV block:
-moving it alone costs 1/H of moving the block for all heads, and what is missing is seldom a whole block.
+its share: ρ_s ≥ y · (work of the fullest slot) / T. Slots are therefore levelled first. A piece is one head's KV
+block. Moving it alone costs 1/H of moving the block for all heads, and what is missing is seldom a whole block.
 """
 
 from __future__ import annotations
@@ -20,10 +19,13 @@ def balance_slots(
 ) -> np.ndarray:
     """Moves the fewest pieces between slots that bring every slot of every group of heads near the group's mean.
 
-    kv_block_work: int[H, nk], dense blocks per (head, KV block)
-    slot:    int[nk] or int[H, nk], where the blocks are now
-    group:   int[H], heads whose work must be level together: the Ulysses rank that computes the head
-    returns: int64[H, nk]
+    Args:
+        kv_block_work: int[H, nk], dense blocks per (head, KV block).
+        slot: int[nk] or int[H, nk], slot of each block now.
+        group: int[H]; heads of one group, those that one Ulysses rank computes, are levelled together.
+
+    Returns:
+        int64[H, nk], the slot of each piece.
     """
     slots = np.array(np.broadcast_to(slot, kv_block_work.shape), dtype=np.int64, order="C")
     for one in range(int(group.max()) + 1):
@@ -41,11 +43,16 @@ def balance_slots(
 
 
 def _shed(weight: np.ndarray, source: int, loads: list[int], limit: int) -> list[tuple[int, int]]:
-    """Brings `source` down to `limit` with the fewest of its pieces, each to the slot with the most room.
+    """Brings slot `source` down to `limit` with the fewest of its pieces, each to the slot with the most room.
 
     The lightest piece that settles everything is taken if there is one, else the heaviest that fits.
-    weight:  int[n], its pieces;  loads: work per slot, kept up to date
-    returns: (piece, target slot) of each move
+
+    Args:
+        weight: int[n], work of the pieces in `source`.
+        loads: Work per slot, kept up to date.
+
+    Returns:
+        (piece, target slot) of each move.
     """
     surplus = loads[source] - limit
     some = min(len(weight), 64 + 4 * int(surplus * len(weight) // max(1, weight.sum())))

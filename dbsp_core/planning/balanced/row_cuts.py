@@ -1,7 +1,7 @@
 """Planner "local": rows in the order of their tokens, cut into runs of equal work. Only numpy.
 
-Rows that are near one another need much the same keys, so that runs of them need few. What a ring asks for, that every
-ring step be even, such runs cannot give; where a rank is sent just the keys it needs, only its total must be even.
+Rows near one another need much the same keys, so a run of them needs few. Such runs cannot make every ring step even,
+as a ring asks; where a rank is sent only the keys it needs, only its total must be even.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ NEAR = 64  # rows on either side of a cut among which one pair may change sides
 def cut_rows(
     row_work: np.ndarray, position: np.ndarray, ulysses: int, ring: int, target_rho: float = 1.002
 ) -> np.ndarray:
-    """The owner of every row: heads to Ulysses ranks, then each Ulysses rank's rows to its ring ranks, in runs.
+    """Assigns heads to Ulysses ranks, then each Ulysses rank's rows to its ring ranks, in runs.
 
-    row_work: int[H, nq], dense blocks per (head, query block)
-    position: float[nq], where each query block is in the order of tokens
-    target_rho: of the Ulysses ranks, see `balance_heads`
-    returns:  int64[H, nq], rank = ring rank · ulysses + Ulysses rank
+    Args:
+        row_work: int[H, nq], dense blocks per (head, query block).
+        position: float[nq], where each query block is in the order of tokens.
+        target_rho: ρ_s of Ulysses ranks that is good enough; see `balance_heads`.
+
+    Returns:
+        int64[H, nq], the owner of each row: ring rank · ulysses + Ulysses rank.
     """
     # 1. Heads to Ulysses ranks, a few of them split in the order of tokens.
     owner = balance_heads(row_work, ulysses, target_rho, row_order=np.argsort(position, kind="stable"))
@@ -39,7 +42,7 @@ def cut_rows(
 
 
 def _runs(work: np.ndarray, parts: int) -> np.ndarray:
-    """int64[n]: the part of each row, in runs but for one pair of rows at each cut. work: int64[n], not all 0"""
+    """int64[n]: the part of each row, in runs but for one pair of rows at each cut. `work` is not all 0."""
     total = int(work.sum())
     middle = np.cumsum(work) - (work + 1) // 2
     part = np.minimum(middle * parts // total, parts - 1)
@@ -47,7 +50,7 @@ def _runs(work: np.ndarray, parts: int) -> np.ndarray:
     cuts[0], cuts[-1] = 0, len(work)
     before = np.concatenate([[0], np.cumsum(work)])
     for cut in range(1, parts):
-        # What the parts before this cut have too much, and the pair of rows at it whose swap leaves least of that.
+        # the surplus of the parts before this cut, and the pair of rows at it whose swap leaves least of that
         excess = int(before[cuts[cut]]) - (2 * cut * total + parts) // (2 * parts)
         left = np.arange(max(cuts[cut] - NEAR, (cuts[cut - 1] + cuts[cut] + 1) // 2), cuts[cut])
         right = np.arange(cuts[cut], min(cuts[cut] + NEAR, (cuts[cut] + cuts[cut + 1]) // 2))

@@ -22,10 +22,13 @@ __all__ = ["Moves", "move_rows", "pair_up", "trade_rows"]
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Row `first` goes from rank `source` to rank `target`, and row `second`, if there is one, the other way.
+    """Moves of row `first` from rank `source` to rank `target`, and of row `second`, if there is one, back.
 
-    first, source, target: int64[k];  second: int64[k] or None
-    out, into: int64[k, y], what the ring steps of source lose and those of target gain, in all
+    Attributes:
+        first, source, target: int64[k].
+        second: int64[k], or None.
+        out: int64[k, y], what each ring step of `source` loses in all.
+        into: int64[k, y], what each ring step of `target` gains in all.
     """
 
     first: np.ndarray
@@ -52,7 +55,7 @@ class Moves:
         )
 
     def change(self, deviation: np.ndarray) -> np.ndarray:
-        """int64[k]: by how much each alone changes P · Φ. deviation: int64[P, y]"""
+        """int64[k]: by how much each move alone changes P · Φ, for deviations int64[P, y]."""
         slope = (self.into * deviation[self.target] - self.out * deviation[self.source]).sum(axis=1)
         return 2 * slope + self._square(len(deviation))
 
@@ -60,9 +63,12 @@ class Moves:
         return (world * (self.out**2 + self.into**2) - (self.into - self.out) ** 2).sum(axis=1)
 
     def lowering(self, deviation: list[list[int]]) -> list[int]:
-        """Those that lower Φ after those made before them, tried in turn. deviation: [P][y], changed as they are made.
+        """Tries the moves in turn, and returns the numbers of those that lower Φ after those made before them.
 
         Plain lists: numpy is slower on a few numbers at a time.
+
+        Args:
+            deviation: [P][y], changed with each move that is made.
         """
         world = len(deviation)
         drift = [0] * len(deviation[0])  # what the ring steps' sums have grown by
@@ -87,10 +93,13 @@ class Moves:
 
 
 def pair_up(moves: Moves, gain: np.ndarray) -> Moves:
-    """Swaps: the best move from a to b with the best from b to a, the second best with the second best, and so on.
+    """Makes swaps of moves: the best from a to b with the best from b to a, the second best with the second best, …
 
-    Two rows that change places change ranks by their difference, where one changes them by a row.
-    moves: without second rows; each rank exchanges with one other alone.  gain: [k], larger is better
+    Two rows that change places change their ranks by their difference, where one row changes them by a whole row.
+
+    Args:
+        moves: Without second rows; each rank exchanges with only one other.
+        gain: [k], larger is better.
     """
     forth = moves.source < moves.target
     code = []
@@ -124,9 +133,12 @@ def trade_rows(
     schedule: RingSchedule,
     target_rho: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of split heads change Ulysses rank within their ring row, which is free, until ρ_s is at most `target_rho`.
+    """Moves rows of split heads between the Ulysses ranks of a ring row, which is free, until ρ_s is `target_rho`.
 
-    Arguments as in `move_rows`;  returns: int64[H, nq] Ulysses rank, int64[y, P] work
+    Arguments are those of `move_rows`.
+
+    Returns:
+        int64[H, nq], the Ulysses rank of each row, and int64[y, P], the work then.
     """
     search = _Search.start(work_by_slot, ulysses_rank, q_home, work, schedule)
     split = np.flatnonzero(search.needed[:, : schedule.ulysses].sum(axis=1) > 1)
@@ -144,15 +156,19 @@ def move_rows(
     target_rho: float = 1.005,
     move_cost: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The owner of every row: its home ring rank and Ulysses rank, but for the few that bring ρ_s to `target_rho`.
+    """Leaves rows at their home ring rank and Ulysses rank, but for the few moves that bring ρ_s to `target_rho`.
 
     A row may go to any ring rank, in any Ulysses rank in which its head is needed anyway.
-    work_by_slot: int[H, nq, y], dense blocks of each row by the slot their keys travel in
-    ulysses_rank: int[H, nq], Ulysses rank of each row
-    q_home:    int[nq] or [H, nq], ring rank where each query block lives
-    work:      int64[y, P], dense blocks by (ring step, rank) with every row at its home ring rank
-    move_cost: what moving all of Q, K and V would cost, in units of ρ_s
-    returns:   int64[H, nq], and int64[y, P], the work then
+
+    Args:
+        work_by_slot: int[H, nq, y], dense blocks of each row by the slot that their keys travel in.
+        ulysses_rank: int[H, nq], Ulysses rank of each row.
+        q_home: int[nq] or int[H, nq], ring rank where each query block lives.
+        work: int64[y, P], dense blocks by (ring step, rank) with every row at its home ring rank.
+        move_cost: What moving all of Q, K and V would cost, in units of ρ_s.
+
+    Returns:
+        int64[H, nq], the owner of each row, and int64[y, P], the work then.
     """
     total = int(work.sum())
     price = move_cost * total / (3 * ulysses_rank.size * schedule.world)
@@ -163,12 +179,15 @@ def move_rows(
 
 @dataclass(eq=False)
 class _Search:
-    """A local search on owners; `owner` and `work` are its state, all else is given.
+    """A local search on owners; `owner` and `work` are its state.
 
-    work_by_slot: int[n, y], n = H · nq rows;  home: int[n], ring rank;  needed: bool[H, P], ranks whose Ulysses rank
-                  has the head
-    price: slowest work (Σ_p max_g) that moving one row must save
-    owner: int64[n];  work: int64[y, P] by (ring step, rank)
+    Attributes:
+        work_by_slot: int[n, y] for n = H · nq rows.
+        home: int[n], ring rank.
+        needed: bool[H, P], ranks whose Ulysses rank has the head.
+        price: Work of the slowest ranks (Σ_p max_g) that moving one row must save.
+        owner: int64[n].
+        work: int64[y, P] by (ring step, rank).
     """
 
     work_by_slot: np.ndarray
@@ -190,7 +209,7 @@ class _Search:
         schedule: RingSchedule,
         price: float = 0.0,
     ) -> _Search:
-        """Every row at its home ring rank, in its Ulysses rank."""
+        """Puts every row at its home ring rank, in its Ulysses rank."""
         heads, _, ring = work_by_slot.shape
         needed = np.zeros((heads, schedule.ulysses), dtype=bool)
         needed[np.arange(heads)[:, None], ulysses_rank] = True
@@ -203,9 +222,11 @@ class _Search:
         return int(self.work.max(axis=1).sum())
 
     def run(self, rows: np.ndarray, free: bool, goal: int, rounds: int) -> None:
-        """Rounds until the slowest work is at most `goal` or gets no closer; then back to the cheapest state seen.
+        """Makes rounds until the slowest work is at most `goal` or gets no closer; returns to the cheapest state seen.
 
-        rows: int64[k], the rows to look at;  free: whether rows must stay at their ring rank
+        Args:
+            rows: int64[k], the rows to look at.
+            free: Whether rows must stay at their ring rank.
         """
         # 1. How much work is in the wrong place decides how many rows move in a round, and how many are looked at.
         over = np.maximum(self._deviation(self.work), 0).sum() // self.schedule.world
@@ -234,11 +255,12 @@ class _Search:
 
     def _round(self, sample: np.ndarray, batch: int, swaps: bool, free: bool, goal: int) -> int:
         """Makes at most `batch` moves, or swaps, of rows in `sample` (int64[k]); returns how many rows it moved."""
-        # 1. The moves that each lower Φ most; 2. of these, the ones that still do after those before them; 3. as many
-        # of these as the goal needs.
+        # 1. The moves that each lower Φ most.
         deviation = self._deviation(self.work).T
         moves = self._best_swaps(sample, free, batch) if swaps else self._best_moves(sample, free, batch)
+        # 2. Those of them that still do after the moves before them.
         moves = moves.take(moves.lowering(deviation.tolist()))
+        # 3. As many of these as the goal needs.
         count, self.work = self._until(moves, goal)
         row, leaves, joins = moves.take(np.arange(count)).rows()
         if count:
@@ -247,7 +269,7 @@ class _Search:
         return len(row)
 
     def _best_moves(self, sample: np.ndarray, free: bool, batch: int) -> Moves:
-        """Each row to the rank to which moving it lowers Φ most; the `batch` best of them.
+        """Moves of each row to the rank where it lowers Φ most; the `batch` best of them.
 
         Moving work by slot c from rank a to b changes Φ by 2·c·(deviation of b − deviation of a) + 2·|c|².
         """
@@ -268,7 +290,7 @@ class _Search:
         return self._moves(sample[best], source[best], target[best])
 
     def _best_swaps(self, sample: np.ndarray, free: bool, batch: int) -> Moves:
-        """Rows of ranks that differ most exchanged, the best for one with the best for the other; the `batch` best."""
+        """Swaps of rows between ranks that differ most, the best of each with the other's best; `batch` at most."""
         _, toward = self._toward()
         target = _partners(toward, self.schedule.ulysses, free)[self.owner[sample]]
         fits = (target >= 0) & self._needed(sample)[np.arange(len(sample)), target]
@@ -284,23 +306,20 @@ class _Search:
         return self.needed[sample // (len(self.work_by_slot) // len(self.needed))]
 
     def _toward(self) -> tuple[int, np.ndarray]:
-        """Bits dropped so that `EXACT` are left, and float64[y, P]: deviation by (slot, rank) without them."""
+        """Bits dropped so that `EXACT` are left, and float64[y, P]: deviation by (slot, rank) without those bits."""
         deviation = self._deviation(self.work)
         shift = max(0, int(np.abs(deviation).max()).bit_length() - EXACT)
         return shift, (deviation >> shift)[self.schedule.ring_step, np.arange(self.schedule.world)].astype(np.float64)
 
     def _moves(self, row: np.ndarray, source: np.ndarray, target: np.ndarray) -> Moves:
-        slot, ulysses, work_by_slot = (
-            self.schedule.slot,
-            self.schedule.ulysses,
-            self.work_by_slot[row].astype(np.int64),
-        )
+        slot, ulysses = self.schedule.slot, self.schedule.ulysses
+        work_by_slot = self.work_by_slot[row].astype(np.int64)
         out = np.take_along_axis(work_by_slot, slot[source // ulysses], axis=1)
         into = np.take_along_axis(work_by_slot, slot[target // ulysses], axis=1)
         return Moves(row, None, source, target, out, into)
 
     def _until(self, moves: Moves, goal: int) -> tuple[int, np.ndarray]:
-        """How many of the moves it takes to reach the goal, or all, and the work after them."""
+        """Number of moves that it takes to reach the goal, or all, and the work after them."""
         step, ring_step = np.arange(1, len(moves.first) + 1)[:, None], np.arange(len(self.work))
         change = np.zeros((len(moves.first) + 1, *self.work.shape), dtype=np.int64)
         change[0] = self.work
@@ -317,9 +336,11 @@ class _Search:
 
 
 def _partners(toward: np.ndarray, ulysses: int, free: bool) -> np.ndarray:
-    """int64[P]: who exchanges rows with whom, those who differ most first; −1 for nobody. toward: float64[y, P]
+    """int64[P]: the rank that each rank exchanges rows with, pairs that differ most first; −1 for none.
 
-    free: with ranks of the same ring row, else with ranks of the same Ulysses rank
+    Args:
+        toward: float64[y, P], deviation by (slot, rank).
+        free: Whether partners share a ring row, rather than a Ulysses rank.
     """
     world = toward.shape[1]
     place = np.arange(world) // ulysses if free else np.arange(world) % ulysses
@@ -333,7 +354,7 @@ def _partners(toward: np.ndarray, ulysses: int, free: bool) -> np.ndarray:
 
 
 def _stride(rows: int, sample: int, blocks: int) -> int:
-    """How far apart sampled rows lie, so that about `sample` are, from every head and every place in a stripe."""
+    """Distance of sampled rows, about `sample` in all: one that reaches every head and every place in a stripe."""
     stride = max(1, rows // sample)
     while stride > 1 and any(gcd(stride, other) > 1 for other in (2, 3, 5, 7, blocks)):
         stride += 1

@@ -1,7 +1,6 @@
-"""Where work falls in Eq. 1: (rank, slot) work by slot and (ring step, rank) work, and the share of each part of a
-head.
+"""Sums of work as Eq. 1 needs them: by (rank, slot), by (ring step, rank), and by part of a head. Only numpy.
 
-Only numpy. In ring step p, ring rank r computes with slot (r + p) mod y, and r = rank // x.
+In ring step p, ring rank r computes with slot (r + p) mod y, and r = rank // x.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ __all__ = ["HeadShards", "RingSchedule", "head_shards"]
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """Which rank computes with which slot in which ring step, for `ulysses` · `ring` ranks."""
+    """The slot that each rank computes with in each ring step, for x·y = `ulysses`·`ring` ranks."""
 
     ulysses: int
     ring: int
@@ -38,10 +37,12 @@ class RingSchedule:
 
 @dataclass(frozen=True, eq=False)
 class HeadShards:
-    """The rows of one head in one Ulysses rank are a part; a whole head is one part.
+    """Work of the parts of heads: a part is the rows of one head in one Ulysses rank, a whole head is one part.
 
-    head, ulysses_rank: int64[parts]
-    work:         int64[parts, y, y], dense blocks by (ring rank, ring step) while rows are at their home ring rank
+    Attributes:
+        head: int64[parts].
+        ulysses_rank: int64[parts].
+        work: int64[parts, y, y], dense blocks by (ring rank, ring step) while rows are at their home ring rank.
     """
 
     head: np.ndarray
@@ -64,10 +65,7 @@ class HeadShards:
 def head_shards(
     work_by_slot: np.ndarray, ulysses_rank: np.ndarray, q_home: np.ndarray, schedule: RingSchedule
 ) -> HeadShards:
-    """Sums rows that share a head, a Ulysses rank and a home ring rank.
-
-    work_by_slot: int[H, nq, y];  ulysses_rank: int[H, nq];  q_home: int[nq] or [H, nq]
-    """
+    """Sums the rows of int[H, nq, y] that share a head, a Ulysses rank and a home ring rank."""
     present = np.zeros((len(work_by_slot), schedule.ulysses), dtype=bool)
     present[np.arange(len(work_by_slot))[:, None], ulysses_rank] = True
     head, part_rank = np.nonzero(present)

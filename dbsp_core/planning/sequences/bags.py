@@ -1,4 +1,4 @@
-"""Bags: groups of ranks that share their sequences, written as KnapFormer writes them (§3.2)."""
+"""Bags, which are groups of ranks that share their sequences, in KnapFormer's notation (§3.2)."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class BagTopology:
 
     @cached_property
     def bag_of_rank(self) -> np.ndarray:
-        """int64[world]"""
+        """int64[world]: the bag of each rank."""
         return np.repeat(np.arange(len(self.ranks)), self.ranks)
 
     @cached_property

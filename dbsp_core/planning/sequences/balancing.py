@@ -1,5 +1,7 @@
-"""Ours: sequences stay in the bags they are loaded in, or go where KnapFormer's greedy puts them; then bags are evened
-out by moves and exchanges of single sequences."""
+"""Planner "dbsp" for sequences: they stay in the bags they are loaded in, or go where KnapFormer's greedy puts them.
+
+Bags are then evened out by moves and exchanges of single sequences.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,9 @@ MAX_STEPS = 4096  # a safety net: the loop ends by itself when no step helps
 def even_bags(
     cost: np.ndarray, tokens: np.ndarray, loader: np.ndarray, topology: BagTopology, most_tokens: np.ndarray
 ) -> np.ndarray:
-    """The bag of each sequence. Whole numbers only: every rank decides the same.
+    """Chooses the bag of each sequence, in whole numbers only, so that every rank decides the same.
 
-    cost, tokens, loader: int64[n];  most_tokens: int64[bags], what each bag can hold
-    returns: int64[n]
-    Raises UserError as `greedy_bags` does.
+    Arguments, result and errors are those of `greedy_bags`.
     """
     bags = len(topology.sizes)
     # 1. From where sequences are loaded, while a few steps do: little is moved then.
@@ -62,10 +62,11 @@ class _Bags:
         np.add.at(self.held, self.bag, self.tokens)
 
     def even_out(self, unit: slice, steps: int) -> bool:
-        """Moves and exchanges sequences of a unit's bags. returns: whether they became even
+        """Moves and exchanges sequences between a unit's bags; returns whether the bags became even.
 
-        A step takes the fullest and the emptiest bag (by load a rank), or the next emptiest where they cannot come
-        closer. Where the fullest can give nothing to any, everybody waits for it whatever the others do.
+        A step takes the fullest and the emptiest bag (by load a rank), or the next emptiest where these two cannot
+        come closer. It ends when the fullest can give nothing to any: all ranks wait for that bag, whatever the
+        others do.
         """
         ranks = self.topology.ranks[unit]
         share = self.topology.multiple // ranks
@@ -80,7 +81,7 @@ class _Bags:
         return False
 
     def _exchange(self, full: int, empty: int) -> bool:
-        """The best exchange of two bags' sequences, one of which may be none. returns: whether it helps"""
+        """Makes the best exchange of two bags' sequences, one of which may be none; returns whether one helps."""
         # 1. What moves: a sequence of the full bag, or none, against one of the empty bag, or none (index −1).
         mine, theirs = (np.append(np.flatnonzero(self.bag == bag), -1) for bag in (full, empty))
         delta = self.weight[mine][:, None] - self.weight[theirs]
@@ -109,7 +110,7 @@ class _Bags:
 
 
 def _nearest_home(bag: np.ndarray, tokens: np.ndarray, loader: np.ndarray, topology: BagTopology) -> np.ndarray:
-    """The same bags in the places, among those of their size and unit, where most of their tokens are loaded."""
+    """Renames bags: each takes the place, among bags of its size and unit, where most of its tokens are loaded."""
     count = len(topology.ranks)
     kind = (np.arange(count) // len(topology.sizes)) * topology.unit + topology.ranks  # bags alike: of unit and size
     common = np.zeros((count, count), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What a sequence costs: seconds that grow with its tokens, and seconds that grow with its dense blocks."""
+"""Cost of a sequence: seconds that grow with its tokens, and seconds that grow with its dense blocks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SequenceCost:
 
     @classmethod
     def gamma_corrected(cls, width: int, gamma: float, flops_per_s: float = 1e15, heads: int = 1) -> SequenceCost:
-        """KnapFormer's Eq. 2 for blocks of 1 × 1 tokens. width: d;  heads: that share each pair's 4·d FLOP"""
+        """KnapFormer's Eq. 2 for a model of width d and blocks of 1 × 1 tokens; `heads` share a pair's 4·d FLOP."""
         return cls(24 * width**2 / flops_per_s, gamma * 4 * width / flops_per_s / heads)
 
     def picoseconds(self, tokens: np.ndarray, blocks: np.ndarray) -> np.ndarray:

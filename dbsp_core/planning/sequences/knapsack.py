@@ -19,15 +19,22 @@ _Entry = tuple[int, int]
 def greedy_bags(
     cost: np.ndarray, tokens: np.ndarray, loader: np.ndarray, topology: BagTopology, most_tokens: np.ndarray
 ) -> np.ndarray:
-    """The bag of each sequence. Whole numbers only: every rank decides the same.
+    """Chooses the bag of each sequence, in whole numbers only, so that every rank decides the same.
 
     Where no bag has room left the paper says nothing. Its published program then looks among the bags whose whole
-    capacity would do, else among the largest ones; so do we.
+    capacity would do, else among the largest ones; so does this.
 
-    cost: int64[n];  tokens, loader: int64[n], the tokens and the rank that loads each sequence
-    most_tokens: int64[bags], what each bag can hold
-    returns: int64[n]
-    Raises UserError when a sequence no longer fits into any bag of its unit.
+    Args:
+        cost: int64[n].
+        tokens: int64[n].
+        loader: int64[n], the rank that loads each sequence.
+        most_tokens: int64[bags], what each bag can hold.
+
+    Returns:
+        int64[n].
+
+    Raises:
+        UserError: A sequence no longer fits into any bag of its unit.
     """
     bag = np.empty(len(cost), dtype=np.int64)
     unit_of = loader // topology.unit
@@ -42,7 +49,7 @@ def greedy_bags(
 
 
 class _Unit:
-    """The bags of a unit. Of bags of one size the emptiest has most room left, so only that one is looked at."""
+    """The bags of a unit. Of bags of one size only the emptiest is looked at: it has the most room left."""
 
     def __init__(self, topology: BagTopology, room: list[int], total: int) -> None:
         self.topology, self.room, self.total = topology, room, total
@@ -71,11 +78,11 @@ class _Unit:
         return bag
 
     def _within(self, load: int, size: int) -> bool:
-        """Whether a bag's capacity, its ranks' share of all cost, is enough."""
+        """True where a bag's capacity, its ranks' share of all cost, is at least this load."""
         return load * self.topology.unit <= size * self.total
 
     def _emptiest(self, length: int) -> Iterator[tuple[int, _Entry]]:
-        """By size of bag, the emptiest that can hold so many tokens."""
+        """Yields, for each size of bag, the emptiest bag that has room for this many tokens."""
         for size, bags in self.by_size.items():
             fits = (entry for entry in bags[:1] if self.room[entry[1]] >= length)
             found = next(fits, None) or min((e for e in bags if self.room[e[1]] >= length), default=None)

@@ -1,4 +1,4 @@
-"""Several sequences shared out over the ranks: the bag of each, and which rank holds which of its tokens."""
+"""Shares several sequences out over the ranks: the bag of each, and the tokens of it that each rank holds."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BITS = 62
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SequencePlan:
-    """Where sequences are between attentions, and which ranks share each one's attention.
+    """The ranks that hold each sequence's tokens between attentions, and the ranks that share its attention.
 
     Attributes:
         topology: The bags.
         balancer: "dbsp" or "knapsack": the ranks of a bag share attention by balanced rows, or by whole heads.
-        bag: int64[n], the bag of each sequence, of all bags of the cluster.
-        runs: Which rank holds which tokens.
+        bag: int64[n], the bag of each sequence, numbered over the whole cluster.
+        runs: The tokens that each rank holds.
     """
 
     topology: BagTopology

@@ -1,4 +1,4 @@
-"""Which rank holds which tokens of each sequence once bags are chosen (KnapFormer §3.3, second pass; and ours)."""
+"""The tokens of each sequence that each rank holds once bags are chosen (KnapFormer §3.3, second pass; and ours)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ __all__ = ["TokenRuns", "chunks", "staying"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenRuns:
-    """Runs of tokens, each of one sequence and on one rank; together every token once. All int64[runs].
+    """Runs of tokens, each of one sequence and on one rank; together they hold every token once. All int64[runs].
 
-    sequence: whose;  start: the first token's place in it;  length: tokens, at least 1;  rank: that holds them
-    Sorted by rank, and on a rank by sequence and start: the order of its tokens.
+    Runs are sorted by rank, and on a rank by sequence and start: the order of its tokens.
+
+    Attributes:
+        start: Place of the first token in its sequence.
+        length: Number of tokens, at least 1.
     """
 
     sequence: np.ndarray
@@ -26,7 +29,7 @@ class TokenRuns:
 
     @classmethod
     def sorted(cls, sequence: np.ndarray, start: np.ndarray, length: np.ndarray, rank: np.ndarray) -> TokenRuns:
-        """Of runs in any order, empty ones left out."""
+        """Sorts runs that come in any order, and leaves out empty ones."""
         some = np.flatnonzero(length)
         some = some[np.lexsort((start[some], sequence[some], rank[some]))]
         return cls(sequence[some], start[some], length[some], rank[some])
@@ -36,25 +39,19 @@ class TokenRuns:
         return _summed(self.rank, self.length, world)
 
     def moved(self, loader: np.ndarray, node_size: int) -> tuple[int, int]:
-        """Tokens that another rank has loaded, and those of them from another node. loader: int64[n], of sequences"""
+        """Numbers of tokens that another rank has loaded, and of those from another node; `loader` is by sequence."""
         source = loader[self.sequence]
         apart = source // node_size != self.rank // node_size
         return int(self.length[source != self.rank].sum()), int(self.length[apart].sum())
 
     def within(self, sequences: np.ndarray, first_rank: int) -> TokenRuns:
-        """The runs of some sequences, numbered from 0 in their order, as are ranks from `first_rank` on.
-
-        sequences: int64[s], rising
-        """
+        """The runs of some sequences, int64[s] and rising, numbered anew from 0, as are ranks from `first_rank` on."""
         own = np.flatnonzero(np.isin(self.sequence, sequences))
         number = np.searchsorted(sequences, self.sequence[own])
         return TokenRuns(number, self.start[own], self.length[own], self.rank[own] - first_rank)
 
     def token_homes(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rank of each token and its place there, int64[Σ tokens] each, sequences one after another.
-
-        What `SequenceLayout` takes. tokens: int64[n]
-        """
+        """Rank of each token and its place there, int64[Σ tokens] each; sequences of `tokens` follow one another."""
         first = np.cumsum(tokens) - tokens
         place = np.cumsum(self.length) - self.length
         rank_first = np.searchsorted(self.rank, self.rank)  # the first run of each run's rank
@@ -67,11 +64,9 @@ class TokenRuns:
 
 
 def chunks(tokens: np.ndarray, bag: np.ndarray, topology: BagTopology) -> TokenRuns:
-    """KnapFormer's: each sequence in contiguous chunks, as even as they come, one for each rank of its bag.
+    """Cuts as KnapFormer does: each sequence in contiguous chunks, as even as possible, one for each rank of its bag.
 
-    Where a sequence's tokens do not divide, the ranks whose turn it is take one more.
-
-    tokens, bag: int64[n]
+    Tokens that do not divide evenly go one each to ranks of the bag in turn. `tokens` and `bag` are int64[n].
     """
     sizes = topology.ranks[bag]
     over = tokens % sizes
@@ -92,11 +87,9 @@ def chunks(tokens: np.ndarray, bag: np.ndarray, topology: BagTopology) -> TokenR
 
 
 def staying(tokens: np.ndarray, bag: np.ndarray, loader: np.ndarray, topology: BagTopology) -> TokenRuns:
-    """Ours: every rank of a bag holds as many tokens, up to one, and as many of them as can be are those it loaded.
+    """Cuts so that every rank of a bag holds as many tokens, up to one, and keeps as many that it loaded as it can.
 
-    No layout that is as even moves fewer tokens.
-
-    tokens, bag, loader: int64[n]
+    No layout that is as even moves fewer tokens. All arrays are int64[n].
     """
     # 1. Quotas.
     total, bags = _summed(bag, tokens, len(topology.ranks)), topology.bag_of_rank

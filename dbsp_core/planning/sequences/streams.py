@@ -15,7 +15,7 @@ _CODE = re.compile(r"g(\d{1,9})b(\d{1,9})i(\d{1,9})(?:f(\d{1,9}))?(?:s([01]))?",
 TOKEN_PIXELS = 16
 """Height and width of a token: a VAE that shrinks by 8, patches of 2."""
 _NARROWEST = 0.75
-"""Of a video's height over its width."""
+"""Least ratio of a video's height to its width."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _parse(code: str) -> Stream:
 
 @dataclass(frozen=True)
 class StreamAssumptions:
-    """What codes leave open. The defaults are those of KnapFormer's published simulator.
+    """Assumptions about what codes leave open. The defaults are those of KnapFormer's published simulator.
 
     Attributes:
         text: Least and most text tokens of a sequence, drawn uniformly.
@@ -102,7 +102,13 @@ class StreamAssumptions:
 
 @dataclass(frozen=True, eq=False)
 class DrawnSequences:
-    """text: int64[n], text tokens;  thw: int64[n, 3], the token grid;  loader: int64[n], the rank that loads each"""
+    """The sequences of one step.
+
+    Attributes:
+        text: int64[n], text tokens.
+        thw: int64[n, 3], the token grid.
+        loader: int64[n], the rank that loads each sequence.
+    """
 
     text: np.ndarray
     thw: np.ndarray

@@ -210,7 +210,7 @@ _TORCH = (
         PrivateName(f"torch.ops:aten._scaled_dot_product_flash_attention_for_cpu{suffix}", "dbsp_kernels.backends.cpu")
         for suffix in ("", "_backward")
     ),
-    PrivateName("torch.distributed.run", "dbsp_cli.generate.launcher"),
+    PrivateName("torch.distributed.run", "dbsp_cli.generate.launch"),
 )
 PRIVATE_NAMES = {
     "xfuser": XFUSER,

@@ -96,10 +96,10 @@ def _be_a_rank(video: Path) -> None:
 
 def _generate() -> None:
     from dbsp_cli.cli import main
-    from dbsp_cli.generate import job as generate
     from dbsp_cli.generate import running
+    from dbsp_cli.generate.hosts import HOSTS
 
-    generate.HOSTS["diffusers"] = replace(generate.HOSTS["diffusers"], module=MODULE)
+    HOSTS["diffusers"] = replace(HOSTS["diffusers"], module=MODULE)
     running.make_tiny = lambda *_: None  # type: ignore[assignment]  # there is no model
     running.silence_libraries = lambda: None
     sys.argv[1:1] = ["generate"]

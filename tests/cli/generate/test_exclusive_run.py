@@ -9,8 +9,10 @@ import pytest
 from dbsp_cli.generate import running
 from dbsp_cli.generate.exclusive_run import exclusive_run
 from dbsp_cli.generate.job import GenerateRequest, resolve
-from dbsp_cli.generate.launcher import Launch, LogFollower, run_watched
+from dbsp_cli.generate.launch import Launch
+from dbsp_cli.generate.rank_output import LogFollower
 from dbsp_cli.generate.running import run_job
+from dbsp_cli.generate.supervisor import run_watched
 from dbsp_core.utils.errors import UserError
 
 PRECIOUS = "years of work"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_cli.generate.job import GenerateRequest, resolve
-from dbsp_cli.generate.joined import Joined
-from dbsp_cli.generate.launcher import Launch
+from dbsp_cli.generate.launch import JoinedRank, Launch
 from dbsp_core.utils.errors import UserError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -34,8 +33,8 @@ MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
     ],
 )
 def test_each_launcher_is_understood(environment, local_world, address, port):
-    joined = Joined.of(environment)
-    assert joined == Joined(3, 4, 1, local_world, address, port)
+    joined = JoinedRank.of(environment)
+    assert joined == JoinedRank(3, 4, 1, local_world, address, port)
     assert joined.variables(gpus=8) == {
         "RANK": "3",
         "WORLD_SIZE": "4",
@@ -51,7 +50,7 @@ def test_each_launcher_is_understood(environment, local_world, address, port):
     [("node0", "node0"), ("a,b[1-2]", "a"), ("n[3,5-7]", "n3"), ("n[01-16],m1", "n01"), ("r[1-2]n[1-4]", "r1n")],
 )
 def test_ranks_of_slurm_meet_on_the_first_node(nodes, first):
-    address = Joined.of(SLURM | {"SLURM_STEP_NODELIST": nodes}).address
+    address = JoinedRank.of(SLURM | {"SLURM_STEP_NODELIST": nodes}).address
     assert address.startswith(first)
 
 
@@ -65,20 +64,20 @@ def test_ranks_of_slurm_meet_on_the_first_node(nodes, first):
     ],
 )
 def test_a_process_that_is_alone_starts_its_own(environment):
-    assert Joined.of(environment) is None
+    assert JoinedRank.of(environment) is None
 
 
 def test_a_gpu_bound_to_its_rank_is_the_first_one_that_it_sees():
-    joined = Joined.of(SLURM)
+    joined = JoinedRank.of(SLURM)
     assert joined.variables(gpus=1)["LOCAL_RANK"] == "0"
     assert joined.variables(gpus=0)["LOCAL_RANK"] == "1"
     with pytest.raises(UserError, match="5 ranks were started on this node, which has 4 GPUs"):
-        Joined(1, 5, 1, 5, "a", 1).variables(gpus=4)
+        JoinedRank(1, 5, 1, 5, "a", 1).variables(gpus=4)
 
 
 def test_nowhere_to_meet_is_the_users_to_mend():
     with pytest.raises(UserError, match="set MASTER_ADDR to rank 0's"):
-        Joined.of(MPICH)
+        JoinedRank.of(MPICH)
 
 
 def test_a_job_joins_unless_it_is_told_how_to_start_ranks(tmp_path, monkeypatch):

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_cli.generate import meeting, running
+from dbsp_cli.generate import launch as launching
+from dbsp_cli.generate import running
 from dbsp_cli.generate.job import GenerateJob, GenerateRequest, resolve
-from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed
+from dbsp_cli.generate.launch import Launch, Rendezvous
+from dbsp_cli.generate.rank_output import LogFollower, RunFailed
 from dbsp_cli.generate.running import run_job
 from tests.cli.generate.cheap_ranks import wait_until
 from tests.support.ports import free_port
@@ -29,7 +31,7 @@ def no_model(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_a_node_that_never_comes(tmp_path, monkeypatch, no_model, backend):
-    monkeypatch.setattr(meeting, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(launching, "_PATIENCE_S", 0.0)
     port = free_port()
     place = f"127.0.0.1:{port}"
     launch = Launch(nnodes=2, node_rank=0, master_addr="127.0.0.1", master_port=port)
@@ -49,12 +51,12 @@ def test_torchrun_is_told_how_long_to_wait(tmp_path):
     launch = Launch(nnodes=3, rdzv_endpoint="node0:29400")
     command = job(tmp_path, launch).command(tmp_path)
     assert "--rdzv-conf=timeout=1,join_timeout=1,read_timeout=1" in command
-    assert Launch(nnodes=2, node_rank=1, master_addr="node0").meeting(0.5) == meeting.Meeting(2, "node0:29500", 0.5)
-    assert Launch().meeting(600) is None
+    assert Launch(nnodes=2, node_rank=1, master_addr="node0").rendezvous(0.5) == Rendezvous(2, "node0:29500", 0.5)
+    assert Launch().rendezvous(600) is None
 
 
 def test_what_torchrun_says_is_told_apart(tmp_path):
-    nodes = meeting.Meeting(4, "node0:29500", 90)
+    nodes = Rendezvous(4, "node0:29500", 90)
     taken = "torch.distributed.DistNetworkError: The server socket has failed … name: EADDRINUSE, message: …"
     assert nodes.complaint(tmp_path, taken) == (
         "the port of node0:29500 is taken; give another one, the same on all nodes"
@@ -67,10 +69,10 @@ def test_what_torchrun_says_is_told_apart(tmp_path):
 
 
 def test_nodes_that_have_met_are_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(meeting, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(launching, "_PATIENCE_S", 0.0)
     asked: list[Path] = []
-    monkeypatch.setattr(meeting, "_have_met", lambda folder: asked.append(folder) or True)
+    monkeypatch.setattr(launching, "_have_met", lambda folder: asked.append(folder) or True)
     told: list[str] = []
-    with meeting.Meeting(2, "node0:29500", 90).watched(tmp_path, told.append):
+    with Rendezvous(2, "node0:29500", 90).watched(tmp_path, told.append):
         wait_until(lambda: bool(asked))
     assert told == []

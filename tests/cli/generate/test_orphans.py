@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed, run_watched
-from dbsp_cli.generate.signals import end_cleanly_on_signals
+from dbsp_cli.generate.launch import Launch
+from dbsp_cli.generate.rank_output import LogFollower, RunFailed
+from dbsp_cli.generate.supervisor import end_cleanly_on_signals, run_watched
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.autoload import autoload
 from dbsp_xdit.patches import _patch_cli

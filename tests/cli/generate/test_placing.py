@@ -11,8 +11,10 @@ import pytest
 
 from dbsp_cli.generate import running
 from dbsp_cli.generate.job import GenerateJob, GenerateRequest, resolve
-from dbsp_cli.generate.launcher import Launch, LogFollower, RunFailed, run_watched
+from dbsp_cli.generate.launch import Launch
+from dbsp_cli.generate.rank_output import LogFollower, RunFailed
 from dbsp_cli.generate.running import GenerateResult, run_job
+from dbsp_cli.generate.supervisor import run_watched
 from dbsp_cli.generate.work_folder import put_folder, work_folder
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.utils.errors import UserError

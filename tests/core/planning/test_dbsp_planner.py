@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -20,6 +21,7 @@ from dbsp_core.planning.balanced.work import RingSchedule, head_shards
 from dbsp_core.planning.baselines import greedy_heads
 from dbsp_core.planning.bounds import bins_bound, whole_row_bound
 from dbsp_core.planning.imbalance import imbalance_ratio, work_by_ring_step
+from dbsp_core.planning.planner_input import PlannerInput
 from tests.support.oracle import cell_counts
 
 
@@ -33,9 +35,9 @@ def plan(bits: np.ndarray, ulysses: int, ring: int, **options: float) -> tuple[n
     """(owner, slots, work) of a mask whose blocks live in stripes."""
     q_home, k_home = np.arange(bits.shape[1]) % ring, np.arange(bits.shape[2]) % ring
     rows, columns = bits.sum(axis=2), bits.sum(axis=1)
-    owner, slots = plan_rows(
-        rows, columns, q_home, k_home, ulysses, ring, lambda s: count_work_by_slot(bits, s, ring), **options
-    )
+    work_by_slot = functools.partial(count_work_by_slot, bits, ring=ring)
+    inputs = PlannerInput(Strategy(ulysses, ring), rows, columns, q_home, k_home, lambda: q_home, work_by_slot)
+    owner, slots = plan_rows(inputs, **options)
     work = work_by_ring_step(cell_counts(bits, owner, slots, ulysses * ring, ring), ulysses)
     return owner, slots, work
 

@@ -101,10 +101,10 @@ class Generation:
 def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
     """The command, as it is installed."""
     from dbsp_cli.entry import dbsp
-    from dbsp_cli.generate import job
+    from dbsp_cli.generate.hosts import HOSTS
     from dbsp_cli.tiny_models import make_tiny
 
-    results, host = folder / "results", job.HOSTS[generation.host]
+    results, host = folder / "results", HOSTS[generation.host]
     results.mkdir()
     if generation.act == "disk fills":
         ctypes.CDLL(None).mount(b"tmpfs", str(results).encode(), b"tmpfs", 0, b"size=64m")
@@ -117,7 +117,7 @@ def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
     injection = generation.injection
     os.environ.update(variables(host.module, folder, injection))
     os.environ.update({RESULTS: str(results), CHECKPOINT: str(folder / "checkpoint")})
-    job.HOSTS[generation.host] = replace(host, module="scripts.checks.campaign.faults.rank")
+    HOSTS[generation.host] = replace(host, module="scripts.checks.campaign.faults.rank")
     injection.arm(PARENT, folder)
     sizes = [part for name, value in SIZES.items() for part in ("--set", f"video.{name}={value}")]
     places = ["--out", str(results / "ball.mp4"), "--report", str(results / "report")]

@@ -1,4 +1,4 @@
-"""xfuser's command lines, read before anything is imported: whether a process is one of its runs, and one of ours."""
+"""xfuser's command lines, read before anything is imported: they tell its runs, and those with db-SP."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ __all__ = [
 RUNNER = "xfuser.runner"
 BACKEND = "--sp_backend"
 FLAGS = (BACKEND, "--sp_config", "--sp_strategy", "--sp_planner", "--sp_mask", "--sp_report")
-"""db-SP's own, as xfuser's parser knows them: it rewrites dashes to underscores, and takes abbreviations."""
+"""db-SP's flags as xfuser's parser stores them: it turns dashes into underscores, and takes abbreviations."""
 
 
 def is_xfuser_run(orig_argv: Sequence[str]) -> bool:
-    """Whether a command line is `xdit …` or `python -m xfuser.runner …`; torchrun's own process is not."""
+    """True for a command line `xdit …` or `python -m xfuser.runner …`; torchrun's own process is not one."""
     module, script = program(orig_argv)
     return module in (RUNNER, "xfuser.cli") or os.path.basename(script) in ("xdit", "xdit.exe")
 
 
 def is_xfusers_torchrun(orig_argv: Sequence[str]) -> bool:
-    """Whether a command line is `python -m torch.distributed.run … -m xfuser.runner …`, which `xdit` starts."""
+    """True for the command line `python -m torch.distributed.run … -m xfuser.runner …`, which `xdit` starts."""
     modules = [module for flag, module in pairwise(orig_argv) if flag == "-m"][:2]
     return modules == ["torch.distributed.run", RUNNER]
 
 
 def program(orig_argv: Sequence[str]) -> tuple[str, str]:
-    """What a command line of Python's runs: (module, ""), or ("", file); ("", "") for anything else."""
+    """Returns what Python runs by this command line: (module, ""), or ("", file); ("", "") for anything else."""
     arguments = iter(orig_argv[1:])
     for argument in arguments:
         if argument == "-" or not argument.startswith("-"):
@@ -45,7 +45,7 @@ def program(orig_argv: Sequence[str]) -> tuple[str, str]:
             next(arguments, "")
         if argument.startswith("--"):
             continue
-        # of letters in one word, the first of these has what follows it as its value, or else the next word
+        # the first of these letters in a word takes the rest of the word as its value, or else the next word
         place = next((place for place, letter in enumerate(argument) if letter in "cmWX"), None)
         if place is not None:
             value = argument[place + 1 :] or next(arguments, "")
@@ -55,14 +55,14 @@ def program(orig_argv: Sequence[str]) -> tuple[str, str]:
 
 
 def dbsp_requested(argv: Sequence[str]) -> bool:
-    """Whether a command line names a backend other than "usp": "dbsp", or a misspelling to be told about."""
+    """True where a command line names a backend other than "usp": "dbsp", or a misspelling to be refused."""
     words = [word for argument in argv for word in argument.split("=", 1)]
     backends = [value for name, value in pairwise(words) if full_name(name) == BACKEND]
     return bool(backends) and backends[-1] != "usp"
 
 
 def full_name(argument: str) -> str:
-    """db-SP's flag that a word means, abbreviated or not; any other word as it is."""
+    """Expands db-SP's flag, abbreviated or not; returns any other word as it is."""
     name = argument.replace("-", "_").replace("__", "--", 1)
     meant = [flag for flag in FLAGS if flag.startswith(name) and name.startswith("--sp_")]
     return meant[0] if len(meant) == 1 else argument

@@ -1,0 +1,50 @@
+"""The hosts that `dbsp generate` runs videos in, and which of them is installed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import dbsp_xdit
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.packages import missing_packages, require_packages
+
+__all__ = ["HOSTS", "Host", "find_host"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """A program that makes videos.
+
+    Attributes:
+        module: Runs in every rank with arguments CONFIG VIDEO SECONDS; its `check` refuses jobs before that.
+        needs: Packages to be imported.
+        extra: Extra of dbsp-attention that installs them.
+    """
+
+    module: str
+    needs: tuple[str, ...]
+    extra: str
+
+    @property
+    def missing(self) -> list[str]:
+        return missing_packages(self.needs)
+
+
+HOSTS = {
+    "xdit": Host("dbsp_xdit.generate", dbsp_xdit.NEEDS, "xdit"),
+    "diffusers": Host("dbsp_para.generate", ("diffusers", "transformers", "imageio_ffmpeg"), "diffusers"),
+}
+_SYNONYMS = {"para": "diffusers"}
+
+
+def find_host(name: str | None) -> str:
+    """Returns the key in `HOSTS` of this host, or of the first that is installed. Raises UserError for none."""
+    if name is None:
+        name = next((host for host in HOSTS if not HOSTS[host].missing), None)
+        if name is None:
+            raise UserError("neither xfuser nor diffusers is installed; pip install 'dbsp-attention[xdit]'")
+    name = _SYNONYMS.get(name, name)
+    if name not in HOSTS:
+        raise UserError(f"unknown host {name!r}; use {' or '.join(HOSTS)}")
+    require_packages(f"--host {name}", HOSTS[name].needs, HOSTS[name].extra)
+    return name
