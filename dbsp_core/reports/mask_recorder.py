@@ -32,12 +32,15 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """The folder of a recording, if any; the distance of its steps; its layers, or None for all; its most bytes."""
+    """What `MaskRecorder` writes; nothing without a folder."""
 
     folder: str | None = None
     every: int = 1
+    """Distance of the recorded steps."""
     layers: frozenset[int] | None = None
+    """The recorded layers; None: all."""
     limit: int = 2 * 2**30
+    """Most bytes on disk."""
 
     @classmethod
     def of(cls, folder: str | None) -> RecordSettings:
