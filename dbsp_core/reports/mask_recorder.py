@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.mask_file import mask_file_bytes
+from dbsp_core.masks.mask_writer import mask_file_bytes
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.utils import env
