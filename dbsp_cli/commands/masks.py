@@ -22,7 +22,7 @@ from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_cli.output import MOST_GPUS, JsonFlag, TextTable, options_for, print_json, print_tables
-from dbsp_core.masks.mask_file import MaskLayout
+from dbsp_core.masks.mask_writer import MaskLayout
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.utils import env

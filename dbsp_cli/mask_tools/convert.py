@@ -14,7 +14,8 @@ from dbsp_cli.mask_tools.paro_plan import empty_heads, head_permutations, token_
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_cli.mask_tools.text_blocks import BlockReading, fit_blocks
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.mask_file import MaskFile, MaskLayout, one_or_each, write_masks
+from dbsp_core.masks.mask_file import MaskFile, one_or_each
+from dbsp_core.masks.mask_writer import MaskLayout, write_masks
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL

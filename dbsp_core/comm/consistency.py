@@ -64,30 +64,20 @@ def check_consistent(
             `error` is no UserError, every problem is raised as `error`.
     """
     with outside_transforms():
-        _check_consistent(group, problem, marks, device, error)
-
-
-def _check_consistent(
-    group: SequenceGroup,
-    problem: Exception | None,
-    marks: Mapping[str, int],
-    device: torch.device,
-    error: type[Exception],
-) -> None:
-    states = [(_kind(problem), *marks.values())]
-    if not group.alone:  # without a process group one rank of several may be examined
-        states = [tuple(state) for state in group.gather_integers(states[0], device)]
-    failed = [rank for rank, (kind, *_) in enumerate(states) if kind != _FINE]
-    if failed:
-        first = failed[0]
-        texts = [_in_words(problem)] if group.alone else gather_texts(group, _in_words(problem), device)
-        where = "" if len(failed) == len(states) else f"rank(s) {failed}: "
-        raised: type[Exception] = UserError if states[first][0] == _USERS else ValueError
-        if not issubclass(error, UserError):
-            raised = error
-        raise raised(where + texts[first]) from problem
-    for complaint, of_ranks in zip(marks, list(zip(*states, strict=True))[1:], strict=True):
-        require_equal(complaint, of_ranks, error)
+        states = [(_kind(problem), *marks.values())]
+        if not group.alone:  # without a process group one rank of several may be examined
+            states = [tuple(state) for state in group.gather_integers(states[0], device)]
+        failed = [rank for rank, (kind, *_) in enumerate(states) if kind != _FINE]
+        if failed:
+            first = failed[0]
+            texts = [_in_words(problem)] if group.alone else gather_texts(group, _in_words(problem), device)
+            where = "" if len(failed) == len(states) else f"rank(s) {failed}: "
+            raised: type[Exception] = UserError if states[first][0] == _USERS else ValueError
+            if not issubclass(error, UserError):
+                raised = error
+            raise raised(where + texts[first]) from problem
+        for complaint, of_ranks in zip(marks, list(zip(*states, strict=True))[1:], strict=True):
+            require_equal(complaint, of_ranks, error)
 
 
 def require_equal(complaint: str, of_ranks: Sequence[int], error: type[Exception] = UserError) -> None:

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Order
-from dbsp_core.masks.mask_values import block_counts, head_values, mask_bits, mask_values
+from dbsp_core.masks.mask_values import block_counts, head_values, mask_bits
 from dbsp_core.masks.step_groups import StepGroups
 from dbsp_core.masks.token_order import CANONICAL
-from dbsp_core.utils.atomic_io import ByteTensor, write_byte_tensors
 from dbsp_core.utils.errors import UserError, in_short
 
-__all__ = ["MaskFile", "MaskLayout", "mask_file_bytes", "save_mask", "write_masks"]
+__all__ = ["SIZES", "MaskFile", "Orders", "one_or_each", "require_countable"]
 
 Orders = tuple[Order, ...]
 
 _MOST_SEQUENCES = 1 << 16
 _MOST_ORDERS = 256
 """What a byte can number."""
-_SIZES = ("tokens", "text_tokens", "block_q", "block_k")
+SIZES = ("tokens", "text_tokens", "block_q", "block_k")
 
 
 class MaskFile:
@@ -83,14 +79,14 @@ class MaskFile:
         return found[0]
 
     def _parse(self, metadata: dict[str, str]) -> tuple[BlockGrid, StepGroups | None]:
-        missing = [key for key in _SIZES if key not in metadata]
+        missing = [key for key in SIZES if key not in metadata]
         if missing:
             raise UserError(
                 f"mask file {self.path} lacks metadata {', '.join(missing)}; save it with block_q, block_k, tokens "
                 "and text_tokens as strings"
             )
         try:
-            tokens, text_tokens, block_q, block_k = (_whole_number(key, metadata[key]) for key in _SIZES)
+            tokens, text_tokens, block_q, block_k = (_whole_number(key, metadata[key]) for key in SIZES)
             thw = _parse_thw(metadata["thw"]) if "thw" in metadata else None
             groups = StepGroups.parse(metadata["groups"]) if "groups" in metadata else None
             if "sequences" not in metadata:
@@ -211,126 +207,6 @@ class MaskFile:
         )
 
 
-@dataclass(frozen=True)
-class MaskLayout:
-    """The description of the masks in a file.
-
-    Attributes:
-        grid: The grid of every mask, apart from token orders.
-        layers: Number of layers; None: one mask for every layer.
-        orders: The token orders of each mask, by group and layer; a single element is for all masks.
-
-    Raises:
-        UserError: For orders that don't fit the grid.
-    """
-
-    grid: BlockGrid
-    heads: int
-    layers: int | None = None
-    groups: StepGroups | None = None
-    orders: tuple[Orders, ...] = ((CANONICAL,),)
-
-    def __post_init__(self) -> None:
-        for orders in set(self.orders):
-            self.grid.with_orders(orders)
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        groups = (len(self.groups),) if self.groups else ()
-        layers = (self.layers or 1,) if self.layers is not None or self.groups else ()
-        return groups + layers
-
-    def metadata(self) -> tuple[dict[str, str], ByteTensor | None]:
-        """The file's metadata, and its tensor `orders` where heads or layers differ."""
-        texts = {key: str(getattr(self.grid, key)) for key in _SIZES}
-        if self.grid.thw is not None:
-            texts["thw"] = ",".join(map(str, self.grid.thw))
-        if self.grid.packed_from:
-            _require_countable(len(self.grid.sequences))
-            own = [
-                {"tokens": one.tokens, "text_tokens": one.text_tokens, "thw": one.thw} for one in self.grid.sequences
-            ]
-            texts["sequences"] = json.dumps(own)
-        if self.groups is not None:
-            texts["groups"] = str(self.groups)
-        # By mask, head and sequence.
-        sequences = len(self.grid.sequences)
-        each = [
-            [(order,) * sequences if isinstance(order, str) else order for order in orders] for orders in self.orders
-        ]
-        names = list(dict.fromkeys(name for orders in each for order in orders for name in order))
-        if names != [CANONICAL]:
-            texts["orders"] = ",".join(names)
-        if len(names) == 1:
-            return texts, None
-        of_heads = [orders if len(orders) > 1 else orders * self.heads for orders in each]
-        leading = self.leading if len(each) > 1 else ()
-        table = bytes(names.index(name) for orders in of_heads for order in orders for name in order)
-        last = (sequences,) if self.grid.packed_from else ()
-        return texts, ByteTensor((*leading, self.heads, *last), [table])
-
-
-def write_masks(
-    path: str | os.PathLike[str], layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool = False
-) -> int:
-    """Writes a mask file with one mask in memory at a time, whole or not at all, and returns its size in bytes.
-
-    `masks` are the bits of a `BlockMask` each, by group and layer.
-    """
-    pieces: Iterator[bytes] = (mask_values(bits, layout.grid, packed).tobytes() for bits in masks)
-    metadata, orders = layout.metadata()
-    a_head, nq = head_values(layout.grid, packed), layout.grid.nq
-    own = (layout.heads * a_head,) if layout.grid.packed_from else (layout.heads, nq, a_head // nq)
-    tensors = {"packed" if packed else "mask": ByteTensor((*layout.leading, *own), pieces)}
-    return write_byte_tensors(path, tensors if orders is None else tensors | {"orders": orders}, metadata)
-
-
-def save_mask(
-    path: str | os.PathLike[str],
-    masks: BlockMask | Sequence[BlockMask] | Sequence[Sequence[BlockMask]],
-    *,
-    groups: StepGroups | str | None = None,
-    packed: bool = False,
-) -> None:
-    """Writes a mask file, whole or not at all.
-
-    Args:
-        path: The file, usually *.safetensors.
-        masks: One mask for all layers, a list with one mask per layer, or with `groups` a list of such lists.
-        groups: The step groups, such as "5-9,10-24,25-49": steps before the first are dense.
-        packed: Whether to store eight blocks in a byte.
-
-    Raises:
-        UserError: When masks don't go together.
-    """
-    groups = StepGroups.parse(groups) if isinstance(groups, str) else groups
-    given: list[BlockMask | Sequence[BlockMask]] = [masks] if isinstance(masks, BlockMask) else list(masks)
-    by_group = [[mask] if isinstance(mask, BlockMask) else list(mask) for mask in given]
-    flat = [mask for layers in by_group for mask in layers]
-    if not flat:
-        raise UserError("save_mask needs at least one mask")
-    if groups is not None and (len(by_group) != len(groups) or len({len(layers) for layers in by_group}) > 1):
-        raise UserError(f"groups {groups} need {len(groups)} lists of masks, all with the same number of layers")
-    if groups is None and any(not isinstance(mask, BlockMask) for mask in given):
-        raise UserError("lists of lists of masks need groups, such as groups='0-9,10-49'")
-    grid, heads = flat[0].grid.with_orders((CANONICAL,)), flat[0].heads
-    if any(mask.grid.with_orders((CANONICAL,)) != grid or mask.heads != heads for mask in flat):
-        raise UserError("all layers of a mask file need the same grid and number of heads")
-    layers = None if isinstance(masks, BlockMask) else len(by_group[0]) if groups else len(flat)
-    layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat))
-    write_masks(path, layout, (mask.bits for mask in flat), packed)
-
-
-def mask_file_bytes(mask: BlockMask) -> bytes:
-    """The content of a packed mask file with one mask for all layers."""
-    plain = mask.grid.with_orders((CANONICAL,))
-    metadata, orders = MaskLayout(plain, mask.heads, orders=(mask.grid.orders,)).metadata()
-    tensors = {"packed": mask_values(mask.bits, plain, packed=True)}
-    if orders is not None:
-        tensors["orders"] = np.frombuffer(b"".join(orders.pieces), dtype=np.uint8).reshape(orders.shape)
-    return save(tensors, metadata)
-
-
 def one_or_each(orders: Sequence[Order]) -> Orders:
     """One order if all heads have the same, otherwise one per head."""
     return (orders[0],) if len(set(orders)) == 1 else tuple(orders)
@@ -355,13 +231,13 @@ def _parse_thw(text: str) -> tuple[int, int, int]:
     return sizes
 
 
-def _require_countable(sequences: int) -> None:
+def require_countable(sequences: int) -> None:
     if sequences > _MOST_SEQUENCES:
         raise UserError(f"{sequences:,} sequences are more than the {_MOST_SEQUENCES:,} that a mask file can have")
 
 
 def _parse_sequences(text: str, block_q: int, block_k: int) -> BlockGrid:
-    _require_countable(text.count("{"))
+    require_countable(text.count("{"))
     try:
         sequences = [
             BlockGrid(

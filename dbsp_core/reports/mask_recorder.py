@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.mask_file import mask_file_bytes
+from dbsp_core.masks.mask_writer import mask_file_bytes
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.utils import env
@@ -32,12 +32,15 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """The folder of a recording, if any; the distance of its steps; its layers, or None for all; its most bytes."""
+    """What `MaskRecorder` writes; nothing without a folder."""
 
     folder: str | None = None
     every: int = 1
+    """Distance of the recorded steps."""
     layers: frozenset[int] | None = None
+    """The recorded layers; None: all."""
     limit: int = 2 * 2**30
+    """Most bytes on disk."""
 
     @classmethod
     def of(cls, folder: str | None) -> RecordSettings:

@@ -7,7 +7,7 @@ import pytest
 
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import BlockGrid, BlockMask
-from dbsp_core.masks.mask_file import save_mask
+from dbsp_core.masks.mask_writer import save_mask
 from tests.xdit.xdit_cases import PipelineCase, start_xfuser
 from tests.xdit.xdit_fault_cases import attach_error, fail_then_generate, run_until_error, strip_errors
 

@@ -19,7 +19,7 @@ from dbsp_cli.mask_tools.series import MaskSeries, drift_of
 from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.mask_file import save_mask
+from dbsp_core.masks.mask_writer import save_mask
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from scripts.reproduce.common import RESULTS, STRATEGIES, publish

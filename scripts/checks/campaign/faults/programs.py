@@ -13,7 +13,7 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.masks.mask_file import save_mask
+from dbsp_core.masks.mask_writer import save_mask
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK, SpargeSource
