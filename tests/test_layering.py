@@ -287,3 +287,40 @@ def test_every_folder_of_a_package_is_one(package):
     suffixes = {".py", ".yaml"}
     folders = {path.parent for path in folder_of(package).rglob("*") if path.suffix in suffixes}
     assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+LABORATORY = sorted(path for folder in ("tests", "scripts", "docs") for path in (ROOT / folder).rglob("*.py"))
+PARTS = {name for path in LABORATORY for name in path.relative_to(ROOT).with_suffix("").parts[1:]}
+BARE = PARTS - {"diffusers", "paroattention", "scripts"} - sys.stdlib_module_names
+"""Files and folders of tests and scripts, but for names that are others' packages: no module has such a name."""
+FOREIGN = ROOT / "scripts" / "checks" / "upstream"
+"""Runs other projects' code from checkouts, which has to be put on the path."""
+
+
+def bare_names(path: Path) -> set[str]:
+    """Modules of tests and scripts that a file names without their package: in imports, and as "module:function"."""
+    named = {text.partition(":")[0] for text in strings(path) if re.fullmatch(r"[a-z_][\w.]*:[a-z_]\w*", text)}
+    return {name for name in imports(path) | named if name.partition(".")[0] in BARE}
+
+
+def edits_path(path: Path) -> bool:
+    """Whether a file changes or replaces sys.path."""
+    changed = r"sys\.path\.(insert|append|extend|remove|pop|clear)\(|sys\.path(\[[^]]*\])? *\+?= "
+    return bool(re.search(changed, path.read_text()))
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in LABORATORY])
+def test_tests_and_scripts_are_imported_by_package(path):
+    assert bare_names(path) == set()
+    assert not edits_path(path) or path.is_relative_to(FOREIGN)
+
+
+def test_a_bare_name_and_an_edited_path_would_be_found(tmp_path):
+    file = tmp_path / "test_it.py"
+    file.write_text(
+        "import sys\nsys.path" + '.insert(0, "x")\nfrom workers import WorkerPool\nMASK = "user_masks:band"\n'
+    )
+    assert bare_names(file) == {"workers", "user_masks"}
+    assert edits_path(file)
+    file.write_text("import sys\nimport diffusers\nfrom tests.support.workers import WorkerPool\nprint(sys.path)\n")
+    assert (bare_names(file), edits_path(file)) == (set(), False)

@@ -97,7 +97,9 @@ def run(recipe: Recipe, seed: int, work: Path, weights: Path, command: str, prog
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/train_tiny", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     root = Path(__file__).resolve().parents[2]
     parser.add_argument("--seed", type=int, default=0, help="of the worlds and the weights")
     parser.add_argument("--work", type=Path, default=root / "out" / "train-tiny", help="folder for the checkpoints")

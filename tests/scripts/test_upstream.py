@@ -8,7 +8,8 @@ import torch
 import dbsp_diffusers
 from scripts.checks.upstream.counting import COUNTED, attentions_counted
 from scripts.checks.upstream.outcomes import Comparison, compare_outputs, outcomes_of, relative_difference
-from scripts.checks.upstream.suites import SUITES
+from scripts.checks.upstream.run_suites import run_suite
+from scripts.checks.upstream.suites import SUITES, Suite
 from scripts.checks.upstream.switch import Outputs, install, known_classes
 from scripts.checks.upstream.yardsticks.finding import compared
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
@@ -77,6 +78,18 @@ def test_outcomes_are_read_from_the_report(tmp_path):
         "a::wrong": ("failed", "1 is not 2"),
         "a::ended badly": ("failed", "teardown"),
     }
+
+
+def test_a_project_imports_its_own_tests_by_package(tmp_path):
+    pytest.importorskip("para_attn")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "helper.py").write_text("ANSWER = 42\n")
+    (tmp_path / "tests" / "test_it.py").write_text(
+        "from tests.helper import ANSWER\n\ndef test_answer():\n    assert ANSWER == 42\n"
+    )
+    suite = Suite("own", "para-attn", ("tests/test_it.py",), "a test that imports another file of its folder")
+    outcomes = run_suite(suite, tmp_path, tmp_path, "stock", minutes=4)
+    assert list(outcomes.values()) == [("passed", "")], (tmp_path / "own.stock.log").read_text()
 
 
 def test_names_of_suites_differ():

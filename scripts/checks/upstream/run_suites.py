@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _row(suite: Suite, folder: Path, version: str, work: Path, minutes: float) -> Row:
-    stock, dbsp = (_run(suite, folder, work, mode, minutes) for mode in ("stock", "dbsp"))
+    stock, dbsp = (run_suite(suite, folder, work, mode, minutes) for mode in ("stock", "dbsp"))
     found = compare_outputs(*(work / f"{suite.name}.{mode}.pt" for mode in ("stock", "dbsp")))
     ran = {test for test, (outcome, _) in stock.items() if outcome != "skipped"}
     passed = {test for test in ran if stock[test][0] == "passed"}
@@ -126,11 +126,11 @@ def _counted(reasons: Iterable[str]) -> str:
     return "; ".join(f"{count} × {why}" for why, count in Counter(reasons).most_common(5))
 
 
-def _run(suite: Suite, folder: Path, work: Path, mode: str, minutes: float) -> dict[str, tuple[str, str]]:
+def run_suite(suite: Suite, folder: Path, work: Path, mode: str, minutes: float) -> dict[str, tuple[str, str]]:
     """By test: "passed", "skipped" or "failed", and why."""
     report = (work / f"{suite.name}.{mode}.xml").resolve()
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))),
+        "PYTHONPATH": str(_packages(work.resolve() / "packages")),
         "DBSP_UPSTREAM": mode,
         "DBSP_UPSTREAM_SUITE": suite.package,
         "DBSP_UPSTREAM_OUTPUTS": str(report.with_suffix(".pt")),
@@ -150,6 +150,15 @@ def _run(suite: Suite, folder: Path, work: Path, mode: str, minutes: float) -> d
         except subprocess.TimeoutExpired:
             print(f"{suite.name} ({mode}): not done in {minutes} minutes", file=sys.stderr)
     return outcomes_of(report) if report.exists() else {}
+
+
+def _packages(folder: Path) -> Path:
+    """A folder of links to db-SP's packages and `scripts`, without `tests`: other projects have one of that name."""
+    folder.mkdir(exist_ok=True)
+    for package in (*ROOT.glob("dbsp_*"), ROOT / "kernels" / "dbsp_kernels", ROOT / "scripts"):
+        if not (folder / package.name).is_symlink():
+            (folder / package.name).symlink_to(package)
+    return folder
 
 
 def _printable(row: Row) -> dict[str, object]:

@@ -76,9 +76,9 @@ def test_a_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
     ("keys", "message"),
     [
         ({}, "needs function: package.module:name, got ''"),
-        ({"function": "tests.support.user_masks.band"}, "needs function: package.module:name, got 'user_masks.band'"),
+        ({"function": "my_masks.band"}, "needs function: package.module:name, got 'my_masks.band'"),
         ({"function": "no_such_masks:band"}, "importing no_such_masks failed"),
-        ({"function": "tests.support.user_masks:bnad"}, "user_masks has no such name; name a function"),
+        ({"function": "tests.support.user_masks:bnad"}, "tests.support.user_masks has no such name; name a function"),
         ({"function": "tests.support.user_masks:NOT_A_FUNCTION"}, "names an int, which cannot be called"),
         (
             {"function": "tests.support.user_masks:band", "depends_on": "call"},
