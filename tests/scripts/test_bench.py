@@ -49,3 +49,17 @@ def test_planning_of_sequences():
     rows = json.loads(done.stdout)["rows"]
     assert [row["sequences"] for row in rows if row["gpus"] == 32] == [128] * 12 + [1024] * 6
     assert all(row["worst_wir"] <= 1.005 for row in rows if row["bags"].startswith("g8") and row["balancer"] == "dbsp")
+
+
+def test_reuse_of_plans_on_recorded_masks():
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    masks = ROOT / "tests" / "data" / "learned-masks.safetensors"
+    options = ("--masks", str(masks), "--layers", "1", "--strategies", "U4R1", "--json")
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "reuse.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["label"], report["masks"]) == ("measured on recorded masks", masks.name)
+    used = {row["rule"]: (row["plans"], row["rho_used"]) for row in report["rows"]}
+    assert used["budget, sync"][0] >= used["threshold, sync"][0]
+    assert used["threshold, sync"][1] <= 1.10
