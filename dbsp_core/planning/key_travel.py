@@ -28,12 +28,14 @@ class KeyTravel(ABC):
 
     name:      of the setting `keys`
     planner:   the planner that planner "dbsp" stands for
+    known_masks: whether masks must be known before the call, as what is sent follows from them
     lockstep:  whether ranks wait for one another in every period; else only the sum of a rank's periods must be even
     slot:      int64[H, nk], ring rank of each (head, KV block): where it is in the first period, if it travels then
     """
 
     name: ClassVar[str]
     planner: ClassVar[str]
+    known_masks: ClassVar[bool]
     lockstep: ClassVar[bool]
 
     slot: np.ndarray
@@ -113,6 +115,7 @@ class RingKeys(KeyTravel):
 
     name = "ring"
     planner = "dbsp"
+    known_masks = False
     lockstep = True
 
     ring: int
@@ -193,6 +196,7 @@ class NeededKeys(KeyTravel):
 
     name = "needed"
     planner = "local"
+    known_masks = True
     lockstep = False
 
     needed: np.ndarray
