@@ -58,7 +58,7 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
             )
         patches.set_attribute(processor, "attention_function", functools.partial(_attend, session, layer))
     strategy, config = session.strategy, session.config
-    reorders = config.effective_layout != "contiguous" or config.effective_keys != "ring"
+    reorders = config.effective_layout != "contiguous" or config.searches_layout
     if reorders and (strategy is None or strategy.ring > 1):
         _permute_sequence(transformer, session, patches)  # with Ulysses only, the order does not matter
     patches.hook(transformer.register_forward_hook, end)

@@ -14,7 +14,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.models.lookup import signature_of_name
 from dbsp_core.models.video import GenerateSettings
-from dbsp_core.planning.key_travel import KEYS
+from dbsp_core.planning.key_travel import KEYS, RingKeys
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.sources.spec import mask_settings, names_mask
@@ -136,10 +136,10 @@ class DbspConfig:
             require_choice("layout", self.layout, tuple(LAYOUT_ORDERS))
         require_choice("kernel", self.kernel, ("auto", *KERNELS))
         require_choice("keys", self.keys, (*KEYS, AUTO))
-        if self.keys == "needed" and self.mask.changes == "per_call":
+        if self.keys != AUTO and KEYS[self.keys].known_masks and self.mask.changes == "per_call":
             raise SettingError(
-                "keys: needed is for masks that are known beforehand, and these are predicted from the queries and "
-                "keys of each call, too late to choose what is sent; use keys: ring, or auto",
+                f"keys: {self.keys} is for masks that are known beforehand, and these are predicted from the queries "
+                "and keys of each call, too late to choose what is sent; use keys: ring, or auto",
                 ("keys",),
             )
         if isinstance(self.strategy, Strategy):
@@ -164,13 +164,19 @@ class DbspConfig:
     @property
     def effective_layout(self) -> str:
         """The name of the layout that is used: the one that is set, or else the planner's."""
-        needed = self.keys == "needed" and self.planner.name == "dbsp"
-        return self.layout or ("local" if needed else require_planner(self.planner.name).layout)
+        way = KEYS.get(self.keys, RingKeys)
+        planner = way.planner if self.planner.name == "dbsp" else self.planner.name
+        return self.layout or require_planner(planner).layout
+
+    @property
+    def searches_layout(self) -> bool:
+        """Whether several ranks choose the layout at the first attention, by the masks that are known by then."""
+        return self.layout is None and self.effective_keys != RingKeys.name
 
     @property
     def effective_keys(self) -> str:
         """As set, but "ring" instead of "auto" for masks that are predicted from queries and keys."""
-        return "ring" if self.keys == AUTO and self.mask.changes == "per_call" else self.keys
+        return RingKeys.name if self.keys == AUTO and self.mask.changes == "per_call" else self.keys
 
     @property
     def effective_planning(self) -> str:

@@ -29,6 +29,7 @@ class KeyTravel(ABC):
     Attributes:
         name: Of the setting `keys`.
         planner: The planner that planner "dbsp" stands for.
+        known_masks: Whether masks must be known before the call, as what is sent follows from them.
         lockstep: Whether ranks wait for one another in every period; else only the sum of a rank's periods must be
             even.
         slot: int64[H, nk], ring rank of each (head, KV block): where it is in the first period, if it travels then.
@@ -36,6 +37,7 @@ class KeyTravel(ABC):
 
     name: ClassVar[str]
     planner: ClassVar[str]
+    known_masks: ClassVar[bool]
     lockstep: ClassVar[bool]
 
     slot: np.ndarray
@@ -120,6 +122,7 @@ class RingKeys(KeyTravel):
 
     name = "ring"
     planner = "dbsp"
+    known_masks = False
     lockstep = True
 
     ring: int
@@ -201,6 +204,7 @@ class NeededKeys(KeyTravel):
 
     name = "needed"
     planner = "local"
+    known_masks = True
     lockstep = False
 
     needed: np.ndarray
