@@ -109,7 +109,7 @@ class Route:
         return (*self.dispatch_exchanges, *self.fetch_exchanges)
 
     def tokens_sent(self, rank: int) -> tuple[int, int]:
-        """Tokens of one head that `rank`, the owner of this route, sends to others: in dispatch, and in combine."""
+        """Tokens of one head that `rank`, whose route this is, sends to others: in dispatch, and in combine."""
 
         def to_others(exchange: Exchange) -> int:
             return sum(exchange.sent) - exchange.sent[rank]

@@ -117,6 +117,7 @@ class Rehoming:
     debug: bool
     _ways: dict[torch.device, tuple[_Way, _Way]]
     _agreed: set[bool] = field(default_factory=set)
+    """Directions, True for `back`, whose inputs the ranks have compared."""
 
     def __repr__(self) -> str:
         return f"<Rehoming on rank {self.group.rank} of {self.group.size}: {self.source} → {self.target}>"
