@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict
 from dbsp_core.cost.local_layout import least_keys_layout
@@ -13,6 +12,7 @@ from dbsp_core.cost.selection import candidates, fastest_plan, in_fastest_chunks
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.models.spec import ModelSpec
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig, require_planner
 

@@ -20,24 +20,18 @@ from dbsp_core.reports.observed import observed_session
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.attention.checks import check_not_compiled, check_not_parallelized
-from dbsp_diffusers.effective_config import identify, log_config, resolve_config
+from dbsp_diffusers.attached import STATE, Attached, transformers_of
+from dbsp_diffusers.packed.packing import packing_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
+from dbsp_diffusers.resolve import identify, log_config, resolve_config
+from dbsp_diffusers.sharding.checks import check_not_parallelized
 from dbsp_diffusers.sharding.generations import Generations
+from dbsp_diffusers.sharding.step_caches import ForwardRanks
 
-__all__ = [
-    "Attached",
-    "Host",
-    "attach_host",
-    "attached_to",
-    "transformers_in",
-    "transformers_of",
-]
+__all__ = ["Host", "attach_host"]
 
 _CPU = torch.device("cpu")
-_STATE = "_dbsp"
-"""Attribute of a transformer: on it, rather than in a table here, so that both are freed together."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +55,6 @@ class Host:
     shard: Callable[[Any, AttentionSession, PatchSet], object]
     shares_seeds: bool = False
     full_latents: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class Attached:
-    """What is on a pipeline's transformers, or on one alone.
-
-    sessions: with the transformer of each;  everyone: the ranks that make one video together
-    generations: what they agree on of each video
-    """
-
-    patches: PatchSet
-    everyone: SequenceGroup
-    sessions: Sequence[tuple[nn.Module, AttentionSession]]
-    host: str
-    generations: Generations
 
 
 def attach_host(
@@ -117,13 +96,16 @@ def attach_host(
     def change() -> None:
         for transformer, session in sessions:
             generations.hook(transformer, changes, whole_inputs=host.full_latents is None, always=debug)
-            changes.set_attribute(transformer, "_is_parallelized", host.shard(transformer, session, changes))
+            ranks, packing = host.shard(transformer, session, changes), packing_of(transformer)
+            if packing is not None and isinstance(ranks, ForwardRanks):
+                packing.attach(transformer, session, changes)
+            changes.set_attribute(transformer, "_is_parallelized", ranks)
         generations.attach(changes, shares_seeds=host.shares_seeds)
         if pipe is not None:
             report_calls(pipe, [session for _, session in sessions], changes, host.name, host.full_latents)
         for transformer, _ in sessions:
             state = Attached(changes, host.everyone, sessions, host.name, generations)
-            changes.set_attribute(transformer, _STATE, state)
+            changes.set_attribute(transformer, STATE, state)
             changes.set_attribute(transformer, "__reduce_ex__", _refuse_copy)  # which copy and pickle ask
 
     with changes:
@@ -154,30 +136,3 @@ def _own_config(
     own = resolve_config(config, transformer, host.everyone, pipe=pipe, name=name)
     record = own.record or env.read(env.RECORD)
     return replace(own, record=os.path.join(record, name)) if record and several else own
-
-
-def transformers_of(model: Any) -> dict[str, Any]:
-    """A pipeline's transformers by its names of them, or the transformer that is given.
-
-    Raises UserError for a pipeline without any, and for a compiled transformer.
-    """
-    found = transformers_in(model)
-    if not found:
-        raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
-    for transformer in found.values():
-        check_not_compiled(transformer)
-    return found
-
-
-def transformers_in(model: Any) -> dict[str, Any]:
-    names = ("transformer", "transformer_2")
-    if not any(hasattr(model, name) for name in names):
-        return {"transformer": model} if isinstance(model, nn.Module) else {}
-    parts = {name: getattr(model, name, None) for name in names}
-    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-
-
-def attached_to(model: Any) -> Attached | None:
-    """Of any of its transformers, which torch.compile may have wrapped."""
-    parts = (getattr(part, "_orig_mod", part) for part in transformers_in(model).values())
-    return next(filter(None, (vars(part).get(_STATE) for part in parts)), None)

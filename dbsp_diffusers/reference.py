@@ -17,10 +17,10 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.schedule import StepClock
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
-from dbsp_diffusers.architectures import TokenSequence, architecture_of
-from dbsp_diffusers.attention.intercept import intercept_self_attention
-from dbsp_diffusers.effective_config import resolve_config
+from dbsp_diffusers.models import TokenSequence, architecture_of
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
+from dbsp_diffusers.resolve import resolve_config
+from dbsp_diffusers.sharding.intercept import intercept_self_attention
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.config.models import find_model_spec
-from dbsp_core.config.preflight import dense_complaint
+from dbsp_core.models.lookup import find_model_spec
 from dbsp_core.reports.collect import is_writer, make_report, write_report_files
 from dbsp_core.reports.observer import RunObserver, run_observer
 from dbsp_core.runtime.session import AttentionSession
@@ -87,7 +86,7 @@ def _warn_of_dense_calls(pipe: Any, session: AttentionSession, patches: PatchSet
             if is_writer(session.group) and 0 < after.evaluated - before.evaluated == after.dense - before.dense:
                 source = session.config.to_values()["mask"]["source"]
                 log.warning(
-                    dense_complaint(session.config, session.steps())
+                    session.config.dense_schedule.complaint(session.steps())
                     or f"mask {source} left nothing out, density 1.000 in every attention: nothing was gained over "
                     "dense attention; see docs/masks.md for its settings, and for other sources"
                 )

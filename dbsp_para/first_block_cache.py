@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dbsp_diffusers.caching import ForwardRanks
+from dbsp_diffusers.sharding.step_caches import ForwardRanks
 
 __all__ = ["over_real_tokens"]
 

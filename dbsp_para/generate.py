@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core.comm.groups import told_if_it_breaks_off
-from dbsp_core.comm.timeouts import limit_group_timeouts
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import PIPELINES, ModelSignature, signature_of_model
-from dbsp_core.config.video import VideoSettings
+from dbsp_core.models.lookup import model_title, signature_of_model
+from dbsp_core.models.pipelines import PIPELINES
+from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError, exit_on_user_error
+from dbsp_diffusers.group_timeouts import limit_group_timeouts
 from dbsp_diffusers.patching import in_float64
 
 __all__ = ["check", "generate"]
@@ -25,7 +27,7 @@ __all__ = ["check", "generate"]
 def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
     """Raises UserError, before any rank is started, for a pipeline that this host does not run."""
     if identity.pipeline not in PIPELINES:
-        raise UserError(f"--model {model} is {identity}; db-SP generates with {', '.join(PIPELINES)}")
+        raise UserError(f"--model {model} is {model_title(identity)}; db-SP generates with {', '.join(PIPELINES)}")
 
 
 def generate(config: DbspConfig, video: Path) -> None:

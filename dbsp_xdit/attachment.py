@@ -15,14 +15,15 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
-from dbsp_diffusers.attach import Host, attach_host, attached_to, transformers_of
-from dbsp_diffusers.caching import refuse_step_caches
-from dbsp_diffusers.enabling import disable, session_of
+from dbsp_diffusers.api import disable, session_of
+from dbsp_diffusers.attach import Host, attach_host
+from dbsp_diffusers.attached import attached_to, transformers_of
+from dbsp_diffusers.models import ARCHITECTURES, architecture_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_or_say_why_not, shown_name
 from dbsp_diffusers.sharding.batch_parallel import split_batch
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
+from dbsp_diffusers.sharding.step_caches import refuse_step_caches
 from dbsp_xdit.cogvideox import attach_strips, gather_latents
 from dbsp_xdit.flags import strategy_from
 from dbsp_xdit.wan import attach_wan

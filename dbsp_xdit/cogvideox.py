@@ -18,10 +18,10 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.architectures import architecture_of
-from dbsp_diffusers.attention.intercept import intercept_self_attention
-from dbsp_diffusers.caching import refuse_step_caches
+from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.patching import PatchSet, signature_of
+from dbsp_diffusers.sharding.intercept import intercept_self_attention
+from dbsp_diffusers.sharding.step_caches import refuse_step_caches
 
 __all__ = ["attach_strips", "gather_latents", "strips_layout"]
 

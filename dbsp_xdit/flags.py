@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import find_model_spec, signature_of_model
 from dbsp_core.config.of_model import default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.models.lookup import find_model_spec, signature_of_model
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import SOURCES
 from dbsp_core.sources.spec import mask_settings
@@ -90,9 +90,10 @@ def parse_known(argv: Sequence[str]) -> dict[str, Any]:
     return vars(parser.parse_known_args(normal)[0])
 
 
-def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
+def config_from(args: Mapping[str, Any], read: DbspConfig | None = None) -> DbspConfig | None:
     """The configuration that parsed arguments ask for, or None for backend "usp".
 
+    read: the configuration, where it has been read already; other flags override it
     Raises UserError for settings that make no sense, each or together.
     """
     if args.get("sp_backend", "usp") == "usp":
@@ -102,12 +103,12 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
         return None
     mask = args.get("sp_mask")
     model = None if args.get("model") is None else signature_of_model(args["model"])
-    nothing_given = mask is None and args.get("sp_config") is None
-    base = (
-        default_config(model, find_model_spec(args.get("model") or ""))
-        if nothing_given
-        else DbspConfig.load(args.get("sp_config"))
-    )
+    if read is not None:
+        base = read
+    elif mask is None and args.get("sp_config") is None:
+        base = default_config(model, find_model_spec(args.get("model") or ""))
+    else:
+        base = DbspConfig.load(args.get("sp_config"))
     require_same_model(base, model)
     config = base.with_overrides(
         strategy=args.get("sp_strategy"),

@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.comm.timeouts import limit_group_timeouts
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import ModelSignature, signature_of_model
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.models.lookup import signature_of_model
+from dbsp_core.models.signature import ModelSignature
+from dbsp_diffusers.group_timeouts import limit_group_timeouts
 from dbsp_xdit.models import preflight
 from dbsp_xdit.patches import install
 
@@ -23,18 +25,21 @@ __all__ = ["check", "runner_arguments"]
 
 
 def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
-    """Before any rank is started. Raises UserError as `xdit --sp-backend dbsp` would."""
-    preflight([f"--model={model}", "--sp_backend=dbsp", *_images(config, identity)])
+    """Before any rank is started. Raises UserError as `xdit --sp-backend dbsp` would.
+
+    config: of the run; where its report goes is for the caller to check
+    """
+    config = replace(config, report=None, generate=replace(config.generate, model=model))
+    preflight(runner_arguments(Path(), config, 1), config)
 
 
-def runner_arguments(config_file: Path, config: DbspConfig, world: int) -> list[str]:
-    """xdit's arguments for the video that a configuration describes. What else xfuser writes goes beside the file."""
+def runner_arguments(folder: Path, config: DbspConfig, world: int) -> list[str]:
+    """xdit's arguments for the video that a configuration describes. folder: for what else xfuser writes"""
     video = config.generate.video
     strategy = config.strategy_or(Strategy(world, 1)) or Strategy(world, 1)  # "auto" needs degrees for their product
     options = {
         "model": config.generate.model,
         "sp_backend": "dbsp",
-        "sp_config": config_file,
         "ulysses_degree": strategy.ulysses,
         "ring_degree": strategy.ring,
         "prompt": video.prompt,
@@ -47,7 +52,7 @@ def runner_arguments(config_file: Path, config: DbspConfig, world: int) -> list[
         "guidance_scale_2": video.guidance_scale_2,
         "flow_shift": video.flow_shift,
         "seed": video.seed,
-        "output_directory": config_file.parent,
+        "output_directory": folder,
     }
     identity = signature_of_model(config.generate.model or "")
     return [*(f"--{name}={value}" for name, value in options.items() if value is not None), *_images(config, identity)]
@@ -65,10 +70,10 @@ def main(arguments: list[str]) -> None:
     config_file, video, seconds = arguments
     limit_group_timeouts(float(seconds))  # xfuser says nothing of timeouts
     config = DbspConfig.load(config_file)
-    install(active=True)
+    install(active=True, config=config)
     _save_on_rank_0(Path(video), config.generate.video.fps or 16)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    sys.argv = ["xfuser.runner", *runner_arguments(Path(config_file), config, world)]
+    sys.argv = ["xfuser.runner", *runner_arguments(Path(config_file).parent, config, world)]
     runpy.run_module("xfuser.runner", run_name="__main__", alter_sys=True)
 
 

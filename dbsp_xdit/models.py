@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import (
-    MODEL_SPECS,
-    PIPELINES,
-    ModelSignature,
-    ModelSpec,
-    find_model_spec,
-    signature_of_model,
-)
-from dbsp_core.config.preflight import require_possible
-from dbsp_core.config.video import side_complaint
+from dbsp_core.models.lookup import find_model_spec, published_model, signature_of_model
+from dbsp_core.models.pipelines import PIPELINES
+from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.models.video import side_complaint
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_core.utils.paths import require_folder_place
+from dbsp_diffusers.preflight import require_possible
 from dbsp_xdit.flags import config_from, parse_known
 
 __all__ = ["Model", "find_model", "preflight", "require_video_size", "settings_of"]
@@ -129,7 +126,7 @@ def _most_like(signature: ModelSignature) -> ModelSpec:
     same = [s for s in MODEL_SPECS.values() if (s.pipeline, s.variant) == (signature.pipeline, signature.variant)]
     same = same or [spec for spec in MODEL_SPECS.values() if spec.pipeline == signature.pipeline]
     alike = (spec for spec in same if spec.patch_frames == signature.sizes[3])
-    return signature.spec or next(alike, same[0])
+    return published_model(signature) or next(alike, same[0])
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -142,8 +139,11 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def preflight(argv: Sequence[str]) -> str | None:
+def preflight(argv: Sequence[str], read: DbspConfig | None = None) -> str | None:
     """Checks an xdit command line, if it asks for db-SP, before any rank is started.
+
+    Args:
+        read: The configuration, where it has been read already.
 
     Returns:
         The repository or folder that its ranks will load, or None.
@@ -154,7 +154,7 @@ def preflight(argv: Sequence[str]) -> str | None:
     if "-h" in argv or "--help" in argv:
         return None
     args = parse_known(argv)
-    settings = settings_of(args)
+    settings = settings_of(args, read)
     if settings is None:
         return None
     require_possible(settings[0])
@@ -163,13 +163,16 @@ def preflight(argv: Sequence[str]) -> str | None:
     return settings[1].source
 
 
-def settings_of(args: Mapping[str, Any]) -> tuple[DbspConfig, Model] | None:
+def settings_of(args: Mapping[str, Any], read: DbspConfig | None = None) -> tuple[DbspConfig, Model] | None:
     """Returns the configuration and the model that xfuser's arguments, by name, ask for; None for backend "usp".
+
+    Args:
+        read: The configuration, where it has been read already.
 
     Raises:
         UserError: In one line, for arguments that make no sense.
     """
-    config = config_from(args)
+    config = config_from(args, read)
     if config is None:
         return None
     if args.get("model") is None:

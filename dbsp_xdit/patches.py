@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from dbsp_core.config.config import DbspConfig
 from dbsp_core.utils.errors import UserError, exit_on_user_error
 from dbsp_diffusers.patching import PatchSet
 from dbsp_start.import_hook import after_import
@@ -30,11 +31,12 @@ Action = Callable[[ModuleType, PatchSet], None]
 _installed: PatchSet | None = None
 
 
-def install(*, active: bool, script: bool = False) -> None:
+def install(*, active: bool, script: bool = False, config: DbspConfig | None = None) -> None:
     """Makes every change, now or when the module is imported. Once; see `uninstall`.
 
     active: whether the run uses backend "dbsp": otherwise it only learns the flags
     script: whether it is no run of xfuser's runner, but a script of the user's
+    config: of the run, where it has been read already
     """
     global _installed
     if _installed is not None:
@@ -42,7 +44,7 @@ def install(*, active: bool, script: bool = False) -> None:
     patches = PatchSet()
     actions: dict[str, Action] = {
         "xfuser.cli": _patch_cli,
-        "xfuser.config.args": _patch_args,
+        "xfuser.config.args": functools.partial(_patch_args, read=config),
     }
     if script:
         actions = {"xfuser.config.args": _patch_parser}
@@ -78,7 +80,7 @@ def _patch_cli(module: ModuleType, patches: PatchSet) -> None:
 
     @functools.wraps(original)
     def main(args: list[str] | None = None) -> None:
-        from dbsp_core.config.preflight import require_checkpoint
+        from dbsp_diffusers.preflight import require_checkpoint
         from dbsp_xdit.models import preflight
 
         with exit_on_user_error():
@@ -90,7 +92,8 @@ def _patch_cli(module: ModuleType, patches: PatchSet) -> None:
     patches.set_attribute(module, "main", main)
 
 
-def _patch_args(module: ModuleType, patches: PatchSet) -> None:
+def _patch_args(module: ModuleType, patches: PatchSet, read: DbspConfig | None = None) -> None:
+    """read: the configuration, where it has been read already"""
     cls = module.xFuserArgs
     add_runner_args, from_runner_args = cls.add_runner_args, cls.from_runner_args
 
@@ -108,11 +111,13 @@ def _patch_args(module: ModuleType, patches: PatchSet) -> None:
         from dbsp_xdit.runner_models import register
 
         with exit_on_user_error():
-            settings = settings_of(args)
+            settings = settings_of(args, read)
+        made = from_runner_args(args)
+        made.dbsp_config = None
         if settings is not None:
-            config, model = settings
-            register(args["model"], model, config)
-        return from_runner_args(args)
+            made.dbsp_config, model = settings
+            register(args["model"], model, made.dbsp_config)
+        return made
 
     patches.set_attribute(cls, "add_runner_args", staticmethod(with_flags))
     patches.set_attribute(cls, "from_runner_args", classmethod(with_models))
@@ -148,8 +153,10 @@ def _patch_base_model(module: ModuleType, patches: PatchSet) -> None:
         from dbsp_xdit.flags import config_from
 
         post_load(self, input_args)
+        own: Any = getattr(self, "config", None)
         with exit_on_user_error():
-            config = config_from(input_args)
+            # A runner model that a script made from arguments of its own has no configuration yet.
+            config = own.dbsp_config if hasattr(own, "dbsp_config") else config_from(input_args)
             if config is not None:
                 attach(self.pipe, config)
 

@@ -11,9 +11,9 @@ import signal
 import sys
 from typing import NoReturn
 
-from dbsp_core.config.preflight import require_checkpoint
 from dbsp_core.utils.errors import exit_on_user_error
 from dbsp_core.utils.packages import require_packages
+from dbsp_diffusers.preflight import require_checkpoint
 from dbsp_start.parents import LAUNCHER
 from dbsp_xdit import NEEDS
 from dbsp_xdit.command_line import BACKEND, dbsp_requested, full_name

@@ -9,9 +9,9 @@ import torch
 
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.architectures import architecture_of
-from dbsp_diffusers.caching import ForwardRanks, StepCaches
+from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
+from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 
 __all__ = ["attach_wan"]

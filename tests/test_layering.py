@@ -191,6 +191,52 @@ def circles(ours: dict[str, Path]) -> set[str]:
     return set(left)
 
 
+ORDER = {
+    "dbsp_core": (
+        *("utils", "models", "masks", "layout", "planning", "comm", "sources", "cost", "config", "runtime", "reports"),
+    ),
+    "dbsp_diffusers": (
+        *("patching", "group_timeouts", "preflight", "models", "resolve", "sharding", "attached", "packed"),
+        *("report_hook", "reference", "attach", "sum_gradients", "api"),
+    ),
+}
+"""The parts of a package, lowest first: each imports itself and those before it, inside functions too."""
+
+
+def upward(root: Path, order: tuple[str, ...]) -> set[str]:
+    """Imports of a part of a package by one that is lower. The package itself, its `__init__`, is above all parts."""
+    ours = modules(root)
+    places = {f"{root.name}.{part}": place for place, part in enumerate(order)} | {root.name: len(order)}
+
+    def place(name: str) -> int:
+        return places[".".join(name.split(".")[:2])]
+
+    return {
+        f"{name} imports {other}"
+        for name, path in ours.items()
+        for other in imported(path, ours)
+        if place(other) > place(name)
+    }
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_parts_of_a_package_import_downwards(package):
+    assert upward(folder_of(package), ORDER[package]) == set()
+    assert {name.split(".")[1] for name in modules(folder_of(package)) if "." in name} == {*ORDER[package]}
+
+
+def test_an_import_upwards_would_be_found(tmp_path):
+    root = tmp_path / "house"
+    (root / "roof").mkdir(parents=True)
+    (root / "__init__.py").write_text("from house.roof import tiles\n")
+    (root / "cellar.py").write_text("def late():\n    from house.roof.tiles import red\n")
+    (root / "roof" / "__init__.py").write_text("")
+    (root / "roof" / "tiles.py").write_text("import house.cellar\n")
+    (root / "roof" / "gutter.py").write_text("import house\n")
+    found = {"house.cellar imports house.roof.tiles", "house.roof.gutter imports house"}
+    assert upward(root, ("cellar", "roof")) == found
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_package_imports_in_circles(package):
     assert circles(modules(folder_of(package))) == set()

@@ -11,7 +11,6 @@ import typer
 
 from dbsp_cli.commands.sequences import FLUX_NAME, SequenceRequest, print_sequence_plans
 from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, options_for, print_json, print_tables
-from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.local_layout import least_keys_layout
 from dbsp_core.cost.selection import candidates
@@ -20,6 +19,7 @@ from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.key_travel import require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner

@@ -12,7 +12,6 @@ import numpy as np
 
 from dbsp_cli.output import print_json, print_tables
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import require_model
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.sequences import (
     FLUX,
@@ -25,6 +24,7 @@ from dbsp_core.cost.sequences import (
 )
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.models.lookup import require_model
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.sequence_plan import BALANCERS, SequencePlan, plan_sequences
 from dbsp_core.planning.sequences.streams import (

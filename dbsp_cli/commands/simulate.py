@@ -15,11 +15,13 @@ import typer
 from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, print_json, print_tables
 from dbsp_cli.simulate import SimulationResult, simulate
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
+from dbsp_core.models.lookup import require_model
+from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.key_travel import require_keys
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.reports.tables import TextTable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dbsp_core.config.video import VideoSettings
+from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["fitted"]

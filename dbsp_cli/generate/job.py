@@ -16,21 +16,22 @@ from dbsp_cli.generate.hosts import HOSTS, find_host
 from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.launch import Launch, Rendezvous
 from dbsp_cli.generate.rank_output import require_own_log
+from dbsp_cli.generate.resources import duration_notice
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import (
-    MODEL_SPECS,
-    TINY,
-    TINY_MODELS,
-    ModelSignature,
+from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.models.lookup import (
     find_model_spec,
+    model_title,
+    published_model,
+    require_video,
     signature_of_model,
     tiny_architecture,
 )
-from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
-from dbsp_core.config.preflight import dense_complaint, duration_notice, require_possible
-from dbsp_core.config.video import VideoSettings
-from dbsp_core.layout.strategy import Strategy
+from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
+from dbsp_core.models.video import VideoSettings
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
 from dbsp_core.utils.paths import require_file_place, require_folder_place
 from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings
@@ -154,16 +155,18 @@ def resolve(request: GenerateRequest) -> GenerateJob:
     Raises:
         UserError: The user must change something.
     """
+    from dbsp_diffusers.preflight import require_possible  # here: it takes seconds to import
+
     settings = _settings(request)
     config = DbspConfig.load(settings)
     model, identity = _model(request, config, settings)
-    spec = find_model_spec(model) or identity.spec
+    spec = find_model_spec(model) or published_model(identity)
     with settings.located(), blame_setting("video"):
         video = config.generate.video.filled(None if spec is None else spec.video)
     _require_images(identity, video)
     with settings.located():
         with blame_setting("video"):
-            identity.require_video(video)
+            require_video(identity, video)
         require_possible(config)
     if not video.prompt:
         raise UserError("there is no prompt; give one with --prompt, or as video.prompt in the configuration")
@@ -181,7 +184,7 @@ def resolve(request: GenerateRequest) -> GenerateJob:
         raise UserError(f"--timeout {request.timeout:g} must be {bound} seconds; {TIMEOUT_S:g} is usual")
     tiny, named = tiny_architecture(model), find_model_spec(model)
     warnings = (
-        dense_complaint(config, video.steps),
+        config.dense_schedule.complaint(video.steps),
         duration_notice(spec, video, launch.world),
         unknown_words(TRAINED_WAN if tiny == "wan-trained" else Path(model), video.prompt),
     )
@@ -272,7 +275,8 @@ def _model(request: GenerateRequest, config: DbspConfig, settings: Settings) -> 
         )
     require_same_model(config, identity)
     spec = find_model_spec(model)
-    if spec is not None and identity.spec not in (None, spec) and identity.spec.hub == spec.hub:
+    other = published_model(identity)
+    if spec is not None and other not in (None, spec) and other.hub == spec.hub:
         raise UserError(
             f"--model {model}: its weights are in files beside {spec.hub}; merge them into a folder and give that as "
             f"--model, with --config {spec.name}-sparge"
@@ -286,7 +290,7 @@ def _require_images(identity: ModelSignature, video: VideoSettings) -> None:
     missing = [option for option, image in given.items() if image is None]
     if len(given) - len(missing) < identity.images[0]:
         complaint = identity.images_complaint(len(given) - len(missing))
-        raise UserError(f"{identity} {complaint}; give one with {missing[0]} FILE")
+        raise UserError(f"{model_title(identity)} {complaint}; give one with {missing[0]} FILE")
 
 
 def _default_strategy(launch: Launch, config: DbspConfig) -> Strategy:

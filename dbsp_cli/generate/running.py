@@ -15,11 +15,11 @@ from dbsp_cli.generate.exclusive_run import exclusive_run
 from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.job import GenerateJob
 from dbsp_cli.generate.rank_output import LogFollower, RunFailed
+from dbsp_cli.generate.resources import memory_complaint
 from dbsp_cli.generate.supervisor import run_watched
 from dbsp_cli.generate.work_folder import WorkFolder, folder_at, put_file, put_folder, remove_left_over, work_folder
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
-from dbsp_core.config.models import TINY
-from dbsp_core.config.preflight import memory_complaint, require_checkpoint
+from dbsp_core.models.table import TINY
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import NOTICE
 from dbsp_core.utils.yaml_file import Settings, read_settings
@@ -51,6 +51,8 @@ def run_job(job: GenerateJob, follower: LogFollower) -> GenerateResult:
         UserError: A mistake of the user's that could be found only now.
         RunFailed: A rank failed, or the video could not be put in its place.
     """
+    from dbsp_diffusers.preflight import require_checkpoint  # here: it takes seconds to import
+
     if job.model is not None:
         complaint = memory_complaint(job.model, job.config.generate.torch_dtype, job.launch.nproc)
         if complaint is not None:

@@ -1,1 +1,1 @@
-"""Configuration: db-SP's settings, the table of models, the video to generate."""
+"""Configuration: db-SP's settings, and which of the shipped ones go with a model."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from dbsp_core.config.models import signature_of_name
-from dbsp_core.config.video import GenerateSettings
 from dbsp_core.cost.selection import AUTO
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
+from dbsp_core.models.lookup import signature_of_name
+from dbsp_core.models.video import GenerateSettings
 from dbsp_core.planning.key_travel import KEYS
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import ModelSignature, ModelSpec, signature_of_model
+from dbsp_core.models.lookup import model_title, published_model, signature_of_model
+from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.spec import ModelSpec
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.yaml_file import shipped_configs
 
@@ -18,7 +20,7 @@ def default_config(identity: ModelSignature | None, spec: ModelSpec | None = Non
 
     spec: which of the models with this signature it is, where a name tells
     """
-    spec = spec or (None if identity is None else identity.spec)
+    spec = spec or (None if identity is None else published_model(identity))
     path = None if spec is None else shipped_configs() / f"{spec.name}-sparge.yaml"
     if path is None or not path.is_file():
         return DbspConfig(origin=DEFAULT_ORIGIN)
@@ -37,6 +39,6 @@ def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_p
     if not same:
         where = f" ({config.origin})" if config.origin else ""
         raise UserError(
-            f"the configuration{where} is for {wanted}, the model is {actual}; take the configuration of that model, "
-            "or leave out 'model' to use these settings for any"
+            f"the configuration{where} is for {model_title(wanted)}, the model is {model_title(actual)}; take the "
+            "configuration of that model, or leave out 'model' to use these settings for any"
         )

@@ -19,7 +19,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels.packing.block_selection import pairs_at_once
+from dbsp_kernels.prediction.block_selection import pairs_at_once
 
 __all__ = ["MemoryLimit", "head_caps", "mask_bytes", "peak_bytes", "prediction_bytes", "within_limit"]
 

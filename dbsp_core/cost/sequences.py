@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.config.models import ModelSpec
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import Topology, block_s, exchange_s, require_network
@@ -18,6 +17,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.models.spec import ModelSpec
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.balanced.planner import plan_rows
 from dbsp_core.planning.baselines import contiguous_heads

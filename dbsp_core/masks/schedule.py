@@ -149,3 +149,12 @@ class DenseSchedule:
                 "knows it, rather than to the transformer alone, or leave last_steps at 0"
             )
         return step >= steps - self.last_steps
+
+    def complaint(self, steps: int | None) -> str | None:
+        """That it leaves nothing to sparse attention, or None. steps: of the denoising; None: not known"""
+        if steps is None or self.first_steps + self.last_steps < steps:
+            return None
+        return (
+            f"dense_schedule makes all {steps} steps dense (first_steps {self.first_steps}, last_steps "
+            f"{self.last_steps}): nothing will be gained; lower them, or take more steps (video.steps)"
+        )

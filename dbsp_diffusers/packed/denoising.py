@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.attach import attached_to
+from dbsp_diffusers.attached import attached_to
+from dbsp_diffusers.models.packed_samples import PackedSample
 from dbsp_diffusers.packed.forward import packed_forward
-from dbsp_diffusers.packed.samples import PackedSample
 from dbsp_diffusers.sharding.generations import shared_generator
 
 __all__ = ["PackedRequest", "denoise_packed"]

@@ -14,10 +14,11 @@ from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.architectures import Packing, architecture_of
-from dbsp_diffusers.attach import attached_to
-from dbsp_diffusers.caching import ForwardRanks
-from dbsp_diffusers.packed.samples import PackedBatch, PackedSample, check_samples
+from dbsp_diffusers.attached import attached_to
+from dbsp_diffusers.models import architecture_of
+from dbsp_diffusers.models.packed_samples import PackedBatch, PackedSample, check_samples
+from dbsp_diffusers.packed.packing import Packing, packing_of
+from dbsp_diffusers.sharding.step_caches import ForwardRanks
 
 __all__ = ["LocalPredictions", "packed_forward", "packed_forward_local"]
 
@@ -154,7 +155,8 @@ def _described(sample: PackedSample) -> list[int]:
 def _transformer_of(model: Any) -> tuple[Any, Packing]:
     """Raises UserError for one that takes one size at a time."""
     transformer = model.module if isinstance(model, DistributedDataParallel) else model
-    packing = architecture_of(transformer).packing
+    architecture_of(transformer)  # raises for one that db-SP does not know
+    packing = packing_of(transformer)
     if packing is None:
         raise UserError(f"{type(transformer).__name__} takes one size at a time; WanTransformer3DModel takes several")
     if getattr(transformer, "is_cache_enabled", False):

@@ -14,14 +14,14 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.architectures import Cut, TokenSequence, architecture_of
-from dbsp_diffusers.architectures.cuts import modules_at
-from dbsp_diffusers.attention.backends import NativeBackend
-from dbsp_diffusers.attention.intercept import intercept_self_attention
-from dbsp_diffusers.caching import ForwardRanks, StepCaches
-from dbsp_diffusers.packed.samples import PackedBatch
+from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
+from dbsp_diffusers.models.cuts import modules_at
+from dbsp_diffusers.models.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
+from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
+from dbsp_diffusers.sharding.intercept import intercept_self_attention
+from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
 __all__ = ["shard_transformer"]
@@ -50,6 +50,59 @@ def shard_transformer(
     return sharding.together
 
 
+class _VideoPass:
+    """A pass of videos of one size: what holds tokens is cut, and the output gathered."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+
+    @property
+    def video(self) -> StreamShards:
+        """How the video is sharded."""
+        shards = self._stream("video")
+        assert isinstance(shards, StreamShards)
+        return shards
+
+    def _stream(self, name: str) -> StreamShards | PackedShards:
+        if name not in self._shards:
+            raise RuntimeError("a part of the transformer was called outside its forward pass")
+        return self._shards[name]
+
+    def cut(self, value: Any, cut: Cut) -> Any:
+        """This rank's share of a tensor, or of each tensor in a list."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.cut(one, cut) for one in value)
+        if not isinstance(value, torch.Tensor) or cut.ndim not in (None, value.ndim):
+            return value
+        shards = self._stream(cut.stream)
+        if cut.grid:
+            return shards.take(value.flatten(cut.dim, cut.dim + 2), cut.dim)[..., None, None]
+        if cut.after_text:
+            text, video = value.tensor_split([value.shape[cut.dim] - self.video.tokens], cut.dim)
+            return torch.cat([text, self.video.take(video, cut.dim)], cut.dim)
+        if cut.stream == "text" and isinstance(shards, StreamShards):
+            value = value.narrow(cut.dim, 0, min(shards.tokens, value.shape[cut.dim]))
+        return shards.take(value, cut.dim)
+
+    def gather(self, output: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """All ranks' shares of an output. Collective."""
+        return self._stream(cut.stream).gather(output, cut.dim)
+
+
+class _PackedPass:
+    """A pass of samples of several sizes: its own forward cuts and gathers, so nothing is left to do here."""
+
+    @property
+    def video(self) -> StreamShards:
+        raise RuntimeError("a packed pass has no shards of one video")
+
+    def cut(self, value: Any, cut: Cut) -> Any:
+        return value
+
+    def gather(self, output: torch.Tensor, cut: Cut) -> torch.Tensor:
+        return output
+
+
 class _SequenceSharding:
     """The hooks on one transformer."""
 
@@ -59,8 +112,7 @@ class _SequenceSharding:
         self._architecture = architecture_of(transformer)
         self._cuts = self._architecture.cuts.of(transformer)
         self._session = session
-        self._shards: Shards = {}
-        self._packs = False  # whether the current pass is of samples of several sizes, which shards itself
+        self._pass: _VideoPass | _PackedPass = _VideoPass({})
         self._made: WeakKeyDictionary[SequenceLayout, Shards] = WeakKeyDictionary()
         blocks = self._architecture.blocks_of(transformer)
         self._caches = StepCaches(transformer, blocks, self.together, shared_batch=batch.size > 1)
@@ -71,8 +123,6 @@ class _SequenceSharding:
         self._backend = NativeBackend(self._transformer, self._architecture.attentions_of(self._transformer), patches)
         self._branch = guidance_branch(self._transformer, patches)
         self._cut_own = self._arguments_cut(self._transformer, self._cuts.inputs.get("", {}))
-        if self._architecture.packing is not None:
-            self._architecture.packing.attach(self._transformer, self._session, patches)
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         for path, arguments in self._cuts.inputs.items():
             for module in modules_at(self._transformer, path):
@@ -92,9 +142,7 @@ class _SequenceSharding:
     @property
     def video(self) -> StreamShards:
         """How the video of the current forward pass is sharded."""
-        shards = self._stream("video")
-        assert isinstance(shards, StreamShards)
-        return shards
+        return self._pass.video
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
@@ -104,12 +152,12 @@ class _SequenceSharding:
             raise UserError(
                 "enable_parallelism was called after db-SP was enabled, and both would shard; call it before"
             )
-        self._packs = bool(args) and isinstance(args[0], PackedBatch)
-        if self._packs:
+        if args and isinstance(args[0], PackedBatch):
             transformer: Any = module
             videos = [(grid, 0) for grid in args[0].grids(transformer.config.patch_size)]
             timestep = self._step_of(module, args[0].timestep)
             self._session.begin_packed(videos, timestep, args[0].device, cfg_branch=self._branch())
+            self._pass = _PackedPass()
             return args, kwargs
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
@@ -123,7 +171,7 @@ class _SequenceSharding:
             cfg_branch=self._branch(),
             text_last=self._architecture.text == "last",
         )
-        self._shards = self._shards_of(layout, sequence, device)
+        self._pass = _VideoPass(self._shards_of(layout, sequence, device))
         return self._cut_own(args, kwargs)
 
     def _step_of(self, module: nn.Module, timestep: torch.Tensor | float | None) -> torch.Tensor | float | None:
@@ -153,27 +201,6 @@ class _SequenceSharding:
         assert isinstance(video, StreamShards)
         return {**shards, "packed": PackedShards(text, video, sequence.packed.to(device))}
 
-    def _stream(self, name: str) -> StreamShards | PackedShards:
-        if name not in self._shards:
-            raise RuntimeError("a part of the transformer was called outside its forward pass")
-        return self._shards[name]
-
-    def _cut(self, value: Any, cut: Cut) -> Any:
-        """This rank's share of a tensor, or of each tensor in a list."""
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._cut(one, cut) for one in value)
-        if not isinstance(value, torch.Tensor) or cut.ndim not in (None, value.ndim):
-            return value
-        shards = self._stream(cut.stream)
-        if cut.grid:
-            return shards.take(value.flatten(cut.dim, cut.dim + 2), cut.dim)[..., None, None]
-        if cut.after_text:
-            text, video = value.tensor_split([value.shape[cut.dim] - self.video.tokens], cut.dim)
-            return torch.cat([text, self.video.take(video, cut.dim)], cut.dim)
-        if cut.stream == "text" and isinstance(shards, StreamShards):
-            value = value.narrow(cut.dim, 0, min(shards.tokens, value.shape[cut.dim]))
-        return shards.take(value, cut.dim)
-
     def _arguments_cut(self, module: nn.Module, arguments: Mapping[str, Cut]) -> Callable[[Args, Kwargs], Arguments]:
         """Cuts arguments of a module's forward, positional or by name as they came.
 
@@ -192,24 +219,22 @@ class _SequenceSharding:
             given, named = list(args), dict(kwargs)
             for name, part in arguments.items():
                 if name in named:
-                    named[name] = self._cut(named[name], part)
+                    named[name] = self._pass.cut(named[name], part)
                 elif places[name] < len(given):
-                    given[places[name]] = self._cut(given[places[name]], part)
+                    given[places[name]] = self._pass.cut(given[places[name]], part)
             return tuple(given), named
 
         return cut
 
     @torch.compiler.disable
     def _cut_outputs(self, cuts: Mapping[int, Cut], module: nn.Module, args: Args, output: Any) -> Any:
-        if self._packs:
-            return output
         if isinstance(output, torch.Tensor):
-            return self._cut(output, cuts[0])
-        return tuple(self._cut(one, cuts[index]) if index in cuts else one for index, one in enumerate(output))
+            return self._pass.cut(output, cuts[0])
+        return tuple(self._pass.cut(one, cuts[index]) if index in cuts else one for index, one in enumerate(output))
 
     @torch.compiler.disable
     def _gather(self, cut: Cut, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-        return output if self._packs else self._stream(cut.stream).gather(output, cut.dim)
+        return self._pass.gather(output, cut)
 
 
 def _ignoring_module(cut: Callable[[Args, Kwargs], Arguments]) -> Callable[[nn.Module, Args, Kwargs], Arguments]:

@@ -14,9 +14,9 @@ from rich.table import Table
 from dbsp_cli.commands.simulate import masks_for
 from dbsp_cli.simulate import ELEMENT_BYTES, RunConfig, simulate_layer
 from dbsp_core import Plan, Strategy
-from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, block_s, require_fit, require_network
+from dbsp_core.models.table import MODEL_SPECS
 
 
 def as_printed(

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from common import publish
 from dbsp_cli.simulate import LayerTime, RunConfig, summarize
-from dbsp_core.config.models import MODEL_SPECS
+from dbsp_core.models.table import MODEL_SPECS
 from modelled import MODELLED, PAPER_DYNAMIC, machine, model_masks, modelled_arguments, strategies, times_of
 
 MODELS = ("wan2.1-t2v-14b", "cogvideox1.5-5b")

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from common import publish
 from dbsp_cli.simulate import RunConfig
 from dbsp_core import Strategy
-from dbsp_core.config.models import MODEL_SPECS
+from dbsp_core.models.table import MODEL_SPECS
 from modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arguments, video
 
 MODEL = "wan2.1-t2v-14b"

@@ -20,9 +20,10 @@ from dbsp_cli.commands.simulate import masks_for
 from dbsp_cli.output import print_tables
 from dbsp_cli.simulate import ELEMENT_BYTES, MODELLED, RunConfig, simulate_layer, strategies_for
 from dbsp_core import BlockMask
-from dbsp_core.config.models import MODEL_SPECS, ModelSpec
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology
+from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.reports.tables import TextTable
 from scripts.reproduce.training_cost import predict_backward, saved_bytes, sent_backward, sent_forward

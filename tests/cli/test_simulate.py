@@ -23,10 +23,12 @@ from dbsp_core import (
     make_plan,
     save_mask,
 )
-from dbsp_core.config.models import MODEL_SPECS, ModelSpec, require_model
 from dbsp_core.cost.hardware import load_hardware, save_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.selection import WORTH_A_LOOK, candidates
+from dbsp_core.models.lookup import require_model
+from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_kernels import KERNELS
 from dbsp_kernels.registry import returns_lse

@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 
 import dbsp_para
-from dbsp_diffusers.caching import StepCaches
 from dbsp_diffusers.reference import attach_single_process
+from dbsp_diffusers.sharding.step_caches import StepCaches
 from para_cases import fingerprint
 from para_pipeline_cases import alone, latents, load, para_mesh
 from transformers_for_tests import Inputs, make_transformer

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import dbsp_diffusers
-from dbsp_diffusers.attach import attached_to
+from dbsp_diffusers.attached import attached_to
 from para_pipeline_cases import difference, load
 from transformers_for_tests import Inputs, make_transformer
 

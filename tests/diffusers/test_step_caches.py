@@ -19,7 +19,7 @@ from cache_cases import (
 )
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import SequenceGroup, SequenceLayout
-from dbsp_diffusers.caching import BY_STEP, DECIDING, WHOLE_BATCH, ForwardRanks
+from dbsp_diffusers.sharding.step_caches import BY_STEP, DECIDING, WHOLE_BATCH, ForwardRanks
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 from xdit_cases import start_xfuser
 
@@ -175,7 +175,7 @@ def test_padding_and_uneven_shards_weigh_nothing():
 
 
 class TestWhatIsKnownOfOtherLibraries:
-    """Fails where another version has it otherwise: dbsp_diffusers/caching.py must then be looked at again."""
+    """Fails where another version has it otherwise: sharding/step_caches.py must then be looked at again."""
 
     def test_every_hook_of_diffusers_that_may_skip(self):
         hooks = importlib.import_module("diffusers.hooks")

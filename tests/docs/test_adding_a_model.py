@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from dbsp_diffusers.architectures import ARCHITECTURES, register_architecture
+from dbsp_diffusers.models import ARCHITECTURES, register_architecture
 from repository import ROOT
 
 PAGE = ROOT / "docs" / "adding-a-model.md"

@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.config.models import MODEL_SPECS
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_xdit.flags import _SWITCHES, add_flags
 from dbsp_xdit.models import find_model, preflight
 from repository import ROOT

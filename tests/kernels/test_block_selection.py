@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dbsp_kernels.packing.block_selection import pooled_scores_torch, select_blocks_torch
+from dbsp_kernels.prediction.block_selection import pooled_scores_torch, select_blocks_torch
 from interpreter import interpreted
 
 pytest.importorskip("triton")

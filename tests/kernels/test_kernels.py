@@ -327,7 +327,7 @@ class TestRegistry:
         def run(inputs):
             return inputs.q + 1, inputs.q[..., 0]
 
-        monkeypatch.setitem(KERNELS, "plus one", Kernel("plus one", run, frozenset({"cpu"})))
+        monkeypatch.setitem(KERNELS, "plus one", Kernel(name="plus one", run=run, devices=frozenset({"cpu"})))
         monkeypatch.setenv("DBSP_KERNEL", "plus one")
         p = packed()
         assert torch.equal(p.attend("auto")[0], p.q + 1)

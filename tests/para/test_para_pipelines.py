@@ -102,7 +102,7 @@ def test_first_block_cache_skips_what_one_process_skips(pool, folders, model, wo
 def test_ranks_decide_alike_where_stock_averages_would_not():
     """Padding and uneven shards weigh nothing: two shards of 3 and 2 tokens give the decision of 5 tokens."""
     from dbsp_core import SequenceGroup, SequenceLayout
-    from dbsp_diffusers.caching import ForwardRanks
+    from dbsp_diffusers.sharding.step_caches import ForwardRanks
     from dbsp_diffusers.sharding.stream_shards import StreamShards
     from dbsp_para.first_block_cache import over_real_tokens
 

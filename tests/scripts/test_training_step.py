@@ -12,8 +12,8 @@ import pytest
 
 from dbsp_cli.simulate import simulate
 from dbsp_core import BlockGrid, BlockMask
-from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.models.table import MODEL_SPECS
 from repository import ROOT
 from scripts.reproduce.training_step import simulate_training
 

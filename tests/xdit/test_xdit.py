@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
-from dbsp_core.config.models import find_model_spec
+from dbsp_core.models.lookup import find_model_spec
 from dbsp_core.sources import RadialSource, WindowSource
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.command_line import dbsp_requested, is_xfuser_run, is_xfusers_torchrun

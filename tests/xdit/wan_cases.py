@@ -26,7 +26,7 @@ def run_wan_pipeline(rank: int, world: int, case: WanCase) -> tuple[float, float
     import diffusers
 
     import dbsp_xdit
-    from dbsp_diffusers.enabling import sessions_of
+    from dbsp_diffusers.api import sessions_of
     from dbsp_xdit.models import find_model
     from dbsp_xdit.runner_models import _pipeline, _transformers
 

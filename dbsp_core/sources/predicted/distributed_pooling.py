@@ -20,8 +20,8 @@ from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.packing.h2d import to_device
-from dbsp_kernels.packing.pooling import BlockRuns, block_runs, pool_rows, sum_tokens
 from dbsp_kernels.packing.row_bits import unpack_bits
+from dbsp_kernels.prediction.pooling import BlockRuns, block_runs, pool_rows, sum_tokens
 
 __all__ = ["assigned_heads", "exchange_heads", "gather_bits", "pool_own_heads", "traffic"]
 

@@ -27,7 +27,7 @@ from dbsp_core.sources.predicted.sparge import SpargeThresholds, always_dense
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_kernels.packing.h2d import to_device
-from dbsp_kernels.packing.pooling import halving_sum
+from dbsp_kernels.prediction.pooling import halving_sum
 
 __all__ = ["LowRankProjections", "LowRankSource", "predicted_mass"]
 

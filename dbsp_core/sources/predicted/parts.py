@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from dbsp_kernels.packing.block_selection import pairs_at_once, select_blocks
+from dbsp_kernels.prediction.block_selection import pairs_at_once, select_blocks
 
 __all__ = ["select_in_parts"]
 

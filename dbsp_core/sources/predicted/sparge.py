@@ -16,8 +16,8 @@ from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.predicted.distributed_pooling import gather_bits, pool_own_heads
 from dbsp_core.sources.predicted.parts import select_in_parts
 from dbsp_core.utils.errors import SettingError, blame_setting, require_value
-from dbsp_kernels.packing.block_selection import pooled_scores
 from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.prediction.block_selection import pooled_scores
 
 __all__ = ["SpargeSource", "SpargeThresholds", "always_dense"]
 

@@ -1,1 +1,1 @@
-"""The kernels that are not our own Triton ones: one file each, registered in `dbsp_kernels.registry`."""
+"""The kernels, one file each, with what each can do: its `KERNEL`; `dbsp_kernels.registry` lists them."""

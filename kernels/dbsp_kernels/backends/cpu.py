@@ -11,10 +11,12 @@ import itertools
 
 import torch
 
+from dbsp_kernels.backward import BackwardInputs, Gradients
 from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.kernel import Kernel
 from dbsp_kernels.merge import PartialAttention, lse_dtype
 
-__all__ = ["GATHER_BYTES", "cpu_attention", "tail_bias", "why_unavailable"]
+__all__ = ["GATHER_BYTES", "KERNEL", "cpu_attention", "tail_bias", "why_unavailable"]
 
 GATHER_BYTES = 2 << 20
 """Of keys gathered at a time for each thread, into memory that is reused: fresh memory costs page faults."""
@@ -123,3 +125,40 @@ def tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Te
     beyond = torch.arange(block, device=lengths.device) >= lengths[..., None]
     bias = torch.zeros(beyond.shape, dtype=dtype, device=beyond.device)
     return bias.masked_fill_(beyond, -torch.inf).flatten(1)[:, None, None]
+
+
+def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
+    """The contract of `dbsp_kernels.block_attention_backward`, in float32 at least.
+
+    torch's operator takes the log-sum-exp it is given, so the whole attention's gives this call's part.
+    """
+    given, wide = inputs.forward, inputs.lse.dtype
+    q, k, v, dout, out = (t.to(wide).contiguous() for t in (given.q, given.k, given.v, inputs.dout, inputs.out))
+    dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+    short = bool((given.kv_len < k.shape[1]).any())
+    block_bytes = k[0].numel() * k.element_size() if len(k) else 1
+    for count in given.kv_count.unique().tolist():
+        if count == 0:
+            continue
+        alike = (given.kv_count == count).nonzero().squeeze(1)
+        for rows in alike.split(max(1, GATHER_BYTES * torch.get_num_threads() // (count * block_bytes))):
+            blocks = given.kv_index[rows, :count].long()
+            keys, values = (t[blocks].flatten(1, 2)[:, None] for t in (k, v))
+            bias = tail_bias(given.kv_len[blocks], k.shape[1], wide) if short else None
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout[rows, None], q[rows, None], keys, values, out[rows, None], inputs.lse[rows, None],
+                0.0, False, attn_mask=bias, scale=given.scale,
+            )  # fmt: skip
+            dq[rows] = parts[0][:, 0]
+            for total, part in zip((dk, dv), parts[1:], strict=True):
+                total.index_add_(0, blocks.flatten(), part[:, 0].unflatten(1, (count, -1)).flatten(0, 1))
+    return dq, dk, dv
+
+
+KERNEL = Kernel(
+    name="cpu",
+    run=cpu_attention,
+    backward=cpu_attention_backward,
+    devices=frozenset({"cpu"}),
+    why_unavailable=why_unavailable,
+)

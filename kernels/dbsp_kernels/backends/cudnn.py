@@ -13,10 +13,12 @@ import torch
 
 from dbsp_kernels.backward import BackwardInputs, Gradients
 from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.kernel import HALVES, Kernel
 from dbsp_kernels.merge import PartialAttention
 
 __all__ = [
     "ARCHS",
+    "KERNEL",
     "backward_arguments",
     "blocks",
     "cudnn_attention",
@@ -146,3 +148,18 @@ def _aligned(arguments: dict[str, Any]) -> dict[str, Any]:
         name: value.clone() if isinstance(value, torch.Tensor) and value.data_ptr() % 128 else value
         for name, value in arguments.items()
     }
+
+
+KERNEL = Kernel(
+    name="cudnn",
+    run=cudnn_attention,
+    backward=cudnn_attention_backward,
+    why_no_backward=why_no_backward,
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES,
+    archs=ARCHS,
+    blocks=blocks,
+    widths=frozenset({64, 96, 128}),
+    why_unavailable=why_unavailable,
+    by_name_only=True,
+)

@@ -8,9 +8,10 @@ import importlib.util
 import torch
 
 from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.kernel import Kernel
 from dbsp_kernels.merge import PartialAttention
 
-__all__ = ["ARCHS", "BLOCKS", "fastvideo_attention", "why_unavailable"]
+__all__ = ["ARCHS", "BLOCKS", "KERNEL", "fastvideo_attention", "why_unavailable"]
 
 ARCHS = frozenset({90})
 BLOCKS = frozenset({(64, 64)})
@@ -43,3 +44,16 @@ def fastvideo_attention(inputs: KernelInputs) -> PartialAttention:
     )
     lse = scaled.view(q.shape[:2]) / -(width**0.5)
     return out.view(q.shape).masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
+
+
+KERNEL = Kernel(
+    name="fastvideo",
+    run=fastvideo_attention,
+    devices=frozenset({"cuda"}),
+    dtypes=frozenset({torch.bfloat16}),
+    archs=ARCHS,
+    blocks=lambda *_: BLOCKS,
+    widths=frozenset({64, 128}),
+    why_unavailable=why_unavailable,
+    by_name_only=True,
+)

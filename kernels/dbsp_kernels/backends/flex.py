@@ -11,9 +11,17 @@ import torch
 from dbsp_kernels.backward import BackwardInputs, Gradients, TransposedTable, backward_by_autograd
 from dbsp_kernels.errors import UserError
 from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.kernel import HALVES, Kernel
 from dbsp_kernels.merge import PartialAttention
 
-__all__ = ["BLOCKS", "flex_attention_packed", "flex_attention_packed_backward", "packed_block_mask", "why_unavailable"]
+__all__ = [
+    "BLOCKS",
+    "KERNEL",
+    "flex_attention_packed",
+    "flex_attention_packed_backward",
+    "packed_block_mask",
+    "why_unavailable",
+]
 
 BLOCKS = frozenset((q, k) for q in (64, 128) for k in (64, 128))
 
@@ -142,3 +150,15 @@ def _attend(inputs: KernelInputs, transposed: TransposedTable | None) -> Partial
     out, lse = out.view(q.shape), lse.view(q.shape[:2])
     empty = kv_count[:, None] == 0  # guarded, whatever FlexAttention makes of rows without blocks
     return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
+
+
+KERNEL = Kernel(
+    name="flex",
+    run=flex_attention_packed,
+    backward=flex_attention_packed_backward,
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES | {torch.float32},
+    blocks=lambda *_: BLOCKS,
+    widths=range(16, 257),
+    why_unavailable=why_unavailable,
+)

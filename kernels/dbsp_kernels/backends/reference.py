@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from dbsp_kernels.backward import backward_by_autograd
 from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.kernel import Kernel
 from dbsp_kernels.merge import PartialAttention, lse_dtype
 
-__all__ = ["reference_attention"]
+__all__ = ["KERNEL", "reference_attention"]
 
 
 def reference_attention(inputs: KernelInputs) -> PartialAttention:
@@ -26,3 +28,11 @@ def reference_attention(inputs: KernelInputs) -> PartialAttention:
         lse[row] = torch.logsumexp(scores, dim=-1)
         out[row] = torch.softmax(scores, dim=-1) @ values
     return out, lse
+
+
+KERNEL = Kernel(
+    name="reference",
+    run=reference_attention,
+    backward=backward_by_autograd(reference_attention),
+    devices=frozenset({"cpu", "cuda"}),
+)

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import torch
 
 from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.kernel import HALVES, Kernel
 from dbsp_kernels.merge import PartialAttention
 
-__all__ = ["ARCHS", "LEAST_TOKENS", "blocks", "sparge_attention", "why_unavailable"]
+__all__ = ["ARCHS", "KERNEL", "LEAST_TOKENS", "blocks", "sparge_attention", "why_unavailable"]
 
 ARCHS = frozenset({80, 86, 87, 89, 90})
 LEAST_TOKENS = 128
@@ -85,3 +86,19 @@ def _head_mask(kv_index: torch.Tensor, kv_count: torch.Tensor, heads: int, packe
     block = torch.where(column, kv_index % own, own).long()  # entries beyond the count mark a column that is dropped
     mask = torch.zeros(rows, own + 1, dtype=torch.int8, device=kv_index.device)
     return mask.scatter_(1, block, 1)[:, :own].reshape(1, heads, -1, own).contiguous()
+
+
+KERNEL = Kernel(
+    name="sparge",
+    run=sparge_attention,
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES,
+    archs=ARCHS,
+    blocks=lambda arch, *_: blocks(arch),
+    widths=frozenset({64, 128}),
+    least_tokens=LEAST_TOKENS,
+    returns_lse=False,
+    ragged_rows=False,
+    why_unavailable=why_unavailable,
+    by_name_only=True,
+)

@@ -1,1 +1,1 @@
-"""Between tokens and packed blocks: row bits, copies of token segments, pooled blocks."""
+"""Between tokens and packed blocks: row bits, and copies of token segments."""

@@ -34,7 +34,7 @@ def _score_kernel(  # type: ignore[no-untyped-def]
 
 
 def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
-    """The contract of `dbsp_kernels.packing.block_selection.pooled_scores`."""
+    """The contract of `dbsp_kernels.prediction.block_selection.pooled_scores`."""
     heads, blocks, width = rows.shape
     rows, nk = rows.contiguous(), blocks - nq
     scores = rows.new_empty(heads, nq, nk, dtype=torch.float64)
@@ -83,7 +83,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
 
 
 def select_blocks_triton(chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int) -> torch.Tensor:
-    """The contract of `dbsp_kernels.packing.block_selection.select_blocks`."""
+    """The contract of `dbsp_kernels.prediction.block_selection.select_blocks`."""
     heads, nq, nk = chance.shape
     packed = dense.new_empty(heads, nq, -(-nk // 8), dtype=torch.uint8)
     if packed.numel():

@@ -15,7 +15,7 @@ TILE = 16  # tokens at a time: of 32, some compilers spill
 
 @triton.jit
 def _halving_sum(terms, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`dbsp_kernels.packing.pooling.halving_sum` of ROWS rows; WIDTH is 2 to the LOG2.
+    """`dbsp_kernels.prediction.pooling.halving_sum` of ROWS rows; WIDTH is 2 to the LOG2.
 
     Halves are split and added: from a sum over an axis of two, Triton 3.9 makes code that lives in local memory. To
     gather the sums from where they are ends the layout that halving led to: else Triton lays out the tokens, which are
@@ -77,7 +77,7 @@ def sum_tokens_triton(
     mean_unit: float,
     direction_unit: float,
 ) -> torch.Tensor:
-    """The contract of `dbsp_kernels.packing.pooling.sum_tokens`, with its limit and units."""
+    """The contract of `dbsp_kernels.prediction.pooling.sum_tokens`, with its limit and units."""
     batch, heads, _, width = tokens.shape
     blocks = len(first) - 1
     sums = tokens.new_empty(heads, batch, blocks, 2 * width, dtype=torch.int64)
@@ -114,7 +114,7 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
 def pool_rows_triton(
     sums: torch.Tensor, lengths: torch.Tensor, mean_unit: float, direction_unit: float
 ) -> torch.Tensor:
-    """The contract of `dbsp_kernels.packing.pooling.pool_rows`, with its units."""
+    """The contract of `dbsp_kernels.prediction.pooling.pool_rows`, with its units."""
     heads, batch, blocks, width = *sums.shape[:3], sums.shape[3] // 2
     pooled = sums.new_empty(heads, batch, blocks, width + 1, dtype=torch.float32)
     if pooled.numel():

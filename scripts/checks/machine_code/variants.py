@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.experimental.gluon import language as gl
 
-from dbsp_kernels.packing import pooling
+from dbsp_kernels.prediction import pooling
 from dbsp_kernels.triton.backward import backward_keys_kernel, backward_rows_kernel
 from dbsp_kernels.triton.forward import forward_kernel
 from dbsp_kernels.triton.hopper import stages_for

@@ -101,6 +101,6 @@ def known_classes() -> list[type[nn.Module]]:
     """diffusers' transformer classes that db-SP runs."""
     import diffusers
 
-    from dbsp_diffusers.architectures.known import ARCHITECTURES
+    from dbsp_diffusers.models.table import ARCHITECTURES
 
     return [getattr(diffusers, name) for name in ARCHITECTURES if hasattr(diffusers, name)]

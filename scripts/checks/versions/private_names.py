@@ -33,19 +33,37 @@ _PLANNED = (
     *("LTXVideoTransformer3DModel", "FluxTransformer2DModel", "Flux2Transformer2DModel"),
     *("QwenImageTransformer2DModel", "MiniMaxH3Transformer3DModel"),
 )
+_FAMILIES = {
+    "Wan": "wan",
+    "SkyReels": "wan",
+    "ChronoEdit": "wan",
+    "CogVideoX": "cogvideox",
+    "Hunyuan": "hunyuan",
+    "LTX": "ltx",
+    "Flux": "flux",
+    "Qwen": "qwen",
+    "MiniMax": "minimax",
+}
+"""By the beginning of a class's name, the file that knows it."""
+
+
+def _family(name: str) -> str:
+    return next(file for beginning, file in _FAMILIES.items() if name.startswith(beginning))
+
+
 _SINCE = {"MiniMaxH3Transformer3DModel": "0.40"}
 _DIFFUSERS = (
     *(
         PrivateName(
             f"diffusers:{cls}.forward",
-            "dbsp_diffusers.architectures.known",
+            f"dbsp_diffusers.models.{_family(cls)}",
             ("self", *arguments),
             since=_SINCE.get(cls, ""),
         )
         for cls, arguments in _CLASSES.items()
     ),
     *(
-        PrivateName(f"diffusers:{cls}._cp_plan", "dbsp_diffusers.architectures.cuts", since=_SINCE.get(cls, ""))
+        PrivateName(f"diffusers:{cls}._cp_plan", "dbsp_diffusers.models.cuts", since=_SINCE.get(cls, ""))
         for cls in _PLANNED
     ),
     PrivateName(
@@ -64,13 +82,11 @@ _DIFFUSERS = (
         "dbsp_diffusers.sharding.takeover",
         ("context_parallel_config",),
     ),
-    PrivateName(
-        "diffusers.models.attention_dispatch:AttentionBackendName.NATIVE", "dbsp_diffusers.attention.backends"
-    ),
+    PrivateName("diffusers.models.attention_dispatch:AttentionBackendName.NATIVE", "dbsp_diffusers.sharding.backends"),
     *(
         PrivateName(f"diffusers.models.transformers.transformer_wan:WanAttnProcessor.{name}", user)
         for name, user in (
-            ("_attention_backend", "dbsp_diffusers.attention.backends"),
+            ("_attention_backend", "dbsp_diffusers.sharding.backends"),
             ("_parallel_config", "dbsp_diffusers.sharding.takeover"),
         )
     ),
@@ -93,15 +109,15 @@ _DIFFUSERS = (
     ),
     PrivateName(
         f"{_HOOKS}.first_block_cache:FBCHeadBlockHook.__init__",
-        "dbsp_diffusers.caching",
+        "dbsp_diffusers.sharding.step_caches",
         says=("self.state_manager =", "self.threshold ="),
     ),
     PrivateName(
         f"{_HOOKS}.first_block_cache:FBCHeadBlockHook._should_compute_remaining_blocks",
-        "dbsp_diffusers.caching",
+        "dbsp_diffusers.sharding.step_caches",
         ("hidden_states_residual",),
     ),
-    PrivateName(f"{_HOOKS}.first_block_cache", "dbsp_diffusers.caching", says=("head_block_residual",)),
+    PrivateName(f"{_HOOKS}.first_block_cache", "dbsp_diffusers.sharding.step_caches", says=("head_block_residual",)),
     *(
         PrivateName(f"diffusers:WanPipeline.{name}", "dbsp_diffusers.packed.denoising", arguments)
         for name, arguments in (
@@ -145,26 +161,34 @@ _CONTEXTS = "cache_dit.caching.cache_contexts.cache_manager"
 _CACHE_DIT = (
     PrivateName(
         f"{_CONTEXTS}:CachedContextManager.similarity",
-        "dbsp_diffusers.caching",
+        "dbsp_diffusers.sharding.step_caches",
         ("t1", "t2", "threshold", "parallelized"),
     ),
-    PrivateName(f"{_CONTEXTS}:CachedContextManager.get_important_condition_threshold", "dbsp_diffusers.caching"),
-    PrivateName(f"{_CONTEXTS}:CachedContextManager.can_cache", "dbsp_diffusers.caching", says=("self.similarity(",)),
+    PrivateName(
+        f"{_CONTEXTS}:CachedContextManager.get_important_condition_threshold", "dbsp_diffusers.sharding.step_caches"
+    ),
+    PrivateName(
+        f"{_CONTEXTS}:CachedContextManager.can_cache",
+        "dbsp_diffusers.sharding.step_caches",
+        says=("self.similarity(",),
+    ),
     PrivateName(
         "cache_dit.caching.cache_adapters.cache_adapter",
-        "dbsp_diffusers.caching",
+        "dbsp_diffusers.sharding.step_caches",
         says=("transformer._context_manager =", "_is_cached = True"),
     ),
 )
 _TORCH = (
     PrivateName("torch:_import_device_backends", "dbsp_cli.autoload", says=("torch.backends",)),
-    PrivateName("torch._utils:_flatten_dense_tensors", "dbsp_diffusers.sharding.sum_gradients"),
-    PrivateName("torch._utils:_unflatten_dense_tensors", "dbsp_diffusers.sharding.sum_gradients"),
+    PrivateName("torch._utils:_flatten_dense_tensors", "dbsp_diffusers.sum_gradients"),
+    PrivateName("torch._utils:_unflatten_dense_tensors", "dbsp_diffusers.sum_gradients"),
     PrivateName("torch.distributed:ProcessGroup._device_types", "dbsp_core.comm.auxiliary"),
     PrivateName("torch.distributed:ProcessGroup._get_backend", "dbsp_core.comm.auxiliary"),
     PrivateName("torch.distributed:ProcessGroupGloo._Options._timeout", "dbsp_core.comm.auxiliary"),
-    PrivateName("torch.distributed.distributed_c10d:init_process_group", "dbsp_core.comm.timeouts", ("timeout",)),
-    PrivateName("torch.distributed.distributed_c10d:new_group", "dbsp_core.comm.timeouts", ("timeout",)),
+    PrivateName(
+        "torch.distributed.distributed_c10d:init_process_group", "dbsp_diffusers.group_timeouts", ("timeout",)
+    ),
+    PrivateName("torch.distributed.distributed_c10d:new_group", "dbsp_diffusers.group_timeouts", ("timeout",)),
     PrivateName("torch.distributed:ProcessGroup.group_name", "dbsp_core.comm.auxiliary"),
     PrivateName(
         "torch.distributed.distributed_c10d:_new_process_group_helper",
@@ -173,7 +197,7 @@ _TORCH = (
     ),
     PrivateName("torch.distributed.distributed_c10d:_get_default_store", "dbsp_core.comm.auxiliary"),
     PrivateName("torch.distributed.distributed_c10d:_world.pg_group_ranks", "dbsp_core.comm.auxiliary"),
-    PrivateName("torch.distributed.device_mesh:new_group", "dbsp_core.comm.timeouts"),
+    PrivateName("torch.distributed.device_mesh:new_group", "dbsp_diffusers.group_timeouts"),
     PrivateName("torch.distributed.device_mesh:DeviceMesh._flatten", "dbsp_para.mesh"),
     PrivateName("torch.accelerator:is_available", "dbsp_xdit.cpu_shim"),
     PrivateName("torch._C._functorch:is_functorch_wrapped_tensor", "dbsp_core.comm.transforms"),
@@ -181,7 +205,7 @@ _TORCH = (
     PrivateName("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", "dbsp_core.comm.transforms"),
     PrivateName("torch._dynamo:config", "dbsp_kernels.backends.flex"),
     PrivateName("torch._dynamo:exc", "dbsp_kernels.backends.flex"),
-    PrivateName("torch._dynamo.eval_frame:OptimizedModule", "dbsp_diffusers.attention.checks", says=("_orig_mod",)),
+    PrivateName("torch._dynamo.eval_frame:OptimizedModule", "dbsp_diffusers.sharding.checks", says=("_orig_mod",)),
     *(
         PrivateName(f"torch.ops:aten._scaled_dot_product_flash_attention_for_cpu{suffix}", "dbsp_kernels.backends.cpu")
         for suffix in ("", "_backward")

@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, make_plan
-from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, predict
+from dbsp_core.models.table import MODEL_SPECS
 
 DENSITY = 0.414
 SCALING = {"U8R1": (6.09, 1.355), "U1R8": (5.81, 1.255)}

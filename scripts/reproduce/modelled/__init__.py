@@ -9,9 +9,10 @@ from typing import Any
 from common import arguments, layer_count, masks
 from dbsp_cli.simulate import LayerTime, RunConfig, SimulationResult, simulate_layer, summarize
 from dbsp_core import BlockMask, Strategy
-from dbsp_core.config.models import MODEL_SPECS, ModelSpec
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import Topology
+from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.table import MODEL_SPECS
 
 MODELLED = "modelled, synthetic masks"
 

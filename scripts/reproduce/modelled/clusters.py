@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 
 from dbsp_cli.simulate import simulate
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from scripts.reproduce.training_cost import predict_backward
 

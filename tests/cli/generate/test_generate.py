@@ -22,7 +22,7 @@ from dbsp_cli.generate.rank_output import _root_cause
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.reports.run_report import RunReport
-from dbsp_diffusers.attach import transformers_of
+from dbsp_diffusers.attached import transformers_of
 from dbsp_diffusers.reference import attach_single_process
 from nodes import two_nodes
 from ports import free_port

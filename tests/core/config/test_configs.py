@@ -10,14 +10,17 @@ import torch
 
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import MODEL_SPECS, ModelSignature, find_model_spec, signature_of_model, token_grid
 from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
-from dbsp_core.config.video import GenerateSettings, VideoSettings
+from dbsp_core.models.lookup import find_model_spec, published_model, require_video, signature_of_model
+from dbsp_core.models.pipelines import token_grid
+from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.models.video import GenerateSettings, VideoSettings
 from dbsp_core.sources import SOURCES, MaskRequest, ParoSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.schema import setting_names
 from dbsp_core.utils.yaml_file import find_config, read_settings, shipped_configs
-from dbsp_diffusers.effective_config import describe_mask
+from dbsp_diffusers.resolve import describe_mask
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
 MODELS = ("wan2.1-t2v-14b", "wan2.1-t2v-1.3b", "cogvideox1.5-5b")
@@ -39,7 +42,7 @@ def request_of(config: DbspConfig) -> MaskRequest:
     identity = signature_of_model(config.generate.model)
     spec = find_model_spec(config.generate.model)
     video = config.generate.video.filled(None if spec is None else spec.video)
-    identity.require_video(with_images(video, identity))
+    require_video(identity, with_images(video, identity))
     thw = token_grid(video.num_frames, video.height, video.width, identity.sizes[3], spec.token_pixels if spec else 16)
     text = 226 if identity.pipeline == "CogVideoXPipeline" else 0
     return MaskRequest(0, identity.sizes[1], thw, text_tokens=text)
@@ -159,9 +162,9 @@ def test_token_grids_are_those_of_the_usual_video_but_for_the_papers():
         "cogvideox-5b": (13, 30, 45),
     }
     for spec in MODEL_SPECS.values():
-        spec.signature.require_video(with_images(spec.video, spec.signature))
+        require_video(spec.signature, with_images(spec.video, spec.signature))
         first = {"wan2.1-i2v-14b-480p": "wan2.1-i2v-14b", "wan2.2-distilled-i2v": "wan2.2-i2v-a14b"}
-        assert spec.signature.spec is MODEL_SPECS[first.get(spec.name, spec.name)]
+        assert published_model(spec.signature) is MODEL_SPECS[first.get(spec.name, spec.name)]
         assert spec.preset in PRESETS
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
-from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import block_s
@@ -19,6 +18,7 @@ from dbsp_core.cost.sequences import (
     gamma_of,
     sequence_cost,
 )
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import BALANCERS, plan_sequences

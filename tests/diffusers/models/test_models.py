@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dbsp_diffusers.architectures import ARCHITECTURES
+from dbsp_diffusers.models import ARCHITECTURES
 from model_cases import run_model
 from tiny_transformers import TINY
 

@@ -19,7 +19,7 @@ import torch
 import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.observer import SessionObserver
-from dbsp_diffusers.architectures import ARCHITECTURES
+from dbsp_diffusers.models import ARCHITECTURES
 from dbsp_diffusers.sharding.generations import LEFT_OUT, Generations
 from tiny_transformers import TINY, make_tiny_transformer
 

@@ -13,7 +13,7 @@ import torch
 import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.schedule import StepClock
-from dbsp_diffusers.attach import transformers_of
+from dbsp_diffusers.attached import transformers_of
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations
 from para_pipeline_cases import difference, load

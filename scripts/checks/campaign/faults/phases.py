@@ -77,7 +77,7 @@ PHASES: dict[str, Phase] = {
     "backward: home": Phase("attention", f"{COMM}.all_to_all_backward.BackwardRoute.from_owners", settings=BACKWARD),
     "re-homing": Phase("re-homing", f"{COMM}.rehoming.Rehoming._check", 2),
     "re-homing: travel": Phase("re-homing", f"{COMM}.groups.SequenceGroup.all_to_all", 3),
-    "attaching: configuration": _transformer("dbsp_diffusers.effective_config.run_consistently"),
+    "attaching: configuration": _transformer("dbsp_diffusers.resolve.run_consistently"),
     "attaching: session": _transformer("dbsp_diffusers.attach.observed_session"),
     "sharding": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.take", 2),
     "gathering the output": _transformer("dbsp_diffusers.sharding.stream_shards.StreamShards.gather"),

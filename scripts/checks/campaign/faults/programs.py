@@ -17,7 +17,7 @@ from dbsp_core.masks.mask_file import save_mask
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK, SpargeSource
-from dbsp_diffusers.enabling import disable, enable
+from dbsp_diffusers.api import disable, enable
 from dbsp_diffusers.reference import attach_single_process, masked_attention
 from dbsp_diffusers.report_hook import report_or_say_why_not
 from faults.phases import WINDOW

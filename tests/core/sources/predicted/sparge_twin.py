@@ -16,7 +16,7 @@ from sparge_cases import SpargeCase
 from sparge_reference import predict
 
 from dbsp_core.sources import LocalQK
-from dbsp_kernels.packing.pooling import block_runs, pool_rows, pool_rows_torch, sum_tokens, sum_tokens_torch
+from dbsp_kernels.prediction.pooling import block_runs, pool_rows, pool_rows_torch, sum_tokens, sum_tokens_torch
 
 CASES = (
     SpargeCase((4, 8, 16), heads=2, settings={"block_q": 32, "block_k": 16, "cdf": 0.6, "similarity": 0.2}),

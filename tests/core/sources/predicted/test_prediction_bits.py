@@ -12,7 +12,7 @@ from sparge_cases import SpargeCase
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.sources import LocalQK
-from dbsp_kernels.packing.pooling import DIRECTION_UNIT, LIMIT, MEAN_UNIT, block_runs, sum_tokens_torch
+from dbsp_kernels.prediction.pooling import DIRECTION_UNIT, LIMIT, MEAN_UNIT, block_runs, sum_tokens_torch
 
 CASES = (
     SpargeCase(settings={"cdf": 0.6, "similarity": 0.35}),
@@ -92,7 +92,7 @@ def test_bits_are_those_of_the_plain_form(case, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_those_of_the_plain_form(dtype, monkeypatch):
     monkeypatch.setattr(
-        "dbsp_kernels.packing.pooling.CHUNK_BYTES", 8 * 24 * 100
+        "dbsp_kernels.prediction.pooling.CHUNK_BYTES", 8 * 24 * 100
     )  # several chunks, and blocks longer than one
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(2, 3, 400, 24, generator=generator) * torch.logspace(-30, 5, 400)[:, None]

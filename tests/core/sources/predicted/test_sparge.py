@@ -21,8 +21,8 @@ from sparge_reference import predict
 from dbsp_core import Strategy
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import LocalQK, SpargeSource
-from dbsp_kernels.packing.pooling import block_runs, pool_rows, sum_tokens
 from dbsp_kernels.packing.row_bits import pack_bits, unpack_bits
+from dbsp_kernels.prediction.pooling import block_runs, pool_rows, sum_tokens
 from generators import SEEDS, examples
 
 CASES = {

@@ -1,4 +1,4 @@
-"""What can be said of a configuration and a checkpoint before any rank is started, or any weight loaded."""
+"""Whether this machine has the memory for a checkpoint, and the time: said before a rank is started."""
 
 from __future__ import annotations
 
@@ -11,51 +11,16 @@ from pathlib import Path
 
 import torch
 
-from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import ModelSpec, find_model_spec
-from dbsp_core.config.video import VideoSettings
 from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting
-from dbsp_kernels import choose_kernel
+from dbsp_core.models.lookup import find_model_spec
+from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.video import VideoSettings
 
-__all__ = ["dense_complaint", "duration_notice", "memory_complaint", "require_checkpoint", "require_possible"]
+__all__ = ["duration_notice", "memory_complaint"]
 
-_ANSWER_S = 10.0
 _WEIGHTS = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
 """The files that pipelines load; others are variants of them."""
 _HOUR = 3600.0
-
-
-def require_possible(config: DbspConfig) -> None:
-    """Raises SettingError for settings that cannot be served on this machine, or with these masks."""
-    with blame_setting("kernel"):
-        choose_kernel(config.kernel, _device(), config.generate.torch_dtype)
-    if config.cost_model is not None:
-        with blame_setting("cost_model"):
-            load_hardware(config.cost_model)
-    if config.effective_layout == "learned" and config.mask.changes != "never":
-        kind = type(config.mask).__name__.removesuffix("Source").lower()
-        message = (
-            f"layout 'learned' needs masks that are known beforehand, those of source {kind} are not; use striped"
-        )
-        raise SettingError(message, ("layout",))
-
-
-def require_checkpoint(model: str | None) -> None:
-    """Raises UserError for a repository that is neither in the cache nor to be had; None and a folder: nothing."""
-    if model is None or Path(model).is_dir() or _in_cache(model) is not None:
-        return
-    from huggingface_hub import HfApi, constants
-
-    try:
-        HfApi().model_info(model, timeout=_ANSWER_S)
-    except Exception as error:  # of whichever library answers for the network
-        reason = (str(error).strip(" .\n").splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"checkpoint {model} is not in {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} does not give it "
-            f"({reason}); download it where there is a network (hf download {model}) and give its folder with "
-            "--model, or name the cache that has it with HF_HUB_CACHE"
-        ) from error
 
 
 def memory_complaint(model: str, dtype: torch.dtype, processes: int) -> str | None:
@@ -64,7 +29,9 @@ def memory_complaint(model: str, dtype: torch.dtype, processes: int) -> str | No
     Every process holds all weights: of its GPU's memory, or of the machine's. Counted from the files where they are
     here, else known of published models.
     """
-    folder, spec = Path(model) if Path(model).is_dir() else _in_cache(model), find_model_spec(model)
+    from dbsp_diffusers.preflight import cached_checkpoint  # here: it takes seconds to import
+
+    folder, spec = Path(model) if Path(model).is_dir() else cached_checkpoint(model), find_model_spec(model)
     numbers = max(sum(_numbers_in(folder)) if folder else 0, spec.parameters if spec else 0)
     if torch.cuda.is_available():
         where, processes = "the GPU", 1
@@ -97,32 +64,6 @@ def duration_notice(spec: ModelSpec | None, video: VideoSettings, processes: int
         f"there is no GPU: {spec.name} on {processes} process{'es' if processes > 1 else ''} of this CPU will take "
         f"{long} or more (modelled); --config tiny-wan-trained is for trying out"
     )
-
-
-def dense_complaint(config: DbspConfig, steps: int | None) -> str | None:
-    """That the schedule leaves nothing to sparse attention, or None. steps: of the denoising"""
-    schedule = config.dense_schedule
-    if steps is None or schedule.first_steps + schedule.last_steps < steps:
-        return None
-    return (
-        f"dense_schedule makes all {steps} steps dense (first_steps {schedule.first_steps}, last_steps "
-        f"{schedule.last_steps}): nothing will be gained; lower them, or take more steps (video.steps)"
-    )
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _in_cache(repository: str) -> Path | None:
-    """Its folder in Hugging Face's cache, whole or not."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(repository, "model_index.json")
-    except (ImportError, ValueError):  # not a name of a repository
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _numbers_in(folder: Path) -> Iterator[int]:

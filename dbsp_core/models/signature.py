@@ -1,4 +1,4 @@
-"""What distinguishes models, told from their configurations; and what videos of each may be like."""
+"""What distinguishes models, told from their configurations."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dbsp_core.config.pipelines import PIPELINES
-from dbsp_core.config.video import VideoSettings, side_complaint
-from dbsp_core.utils.errors import SettingError, bad_value
+from dbsp_core.models.pipelines import PIPELINES
 
-__all__ = ["PUBLISHED", "TINY", "TINY_NAMES", "ModelSignature", "Variant", "model_signature", "variant_of"]
+__all__ = ["ModelSignature", "Variant", "model_signature", "variant_of"]
 
 Variant = Literal["", "two", "ti2v"]
 """What tells pipelines of one class and size apart: nothing, two transformers that take turns (Wan2.2 A14B), or a
 timestep for each token, from text alone or from an image and text (Wan2.2 TI2V)."""
-
-TINY = "tiny-"
-"""Before a key of `TINY_MODELS`, the name of a model that is made where it is needed."""
 
 
 @dataclass(frozen=True)
@@ -32,33 +27,11 @@ class ModelSignature:
     variant: Variant = ""
 
     @property
-    def spec(self) -> Any:
-        """The published model (`ModelSpec`) that it is of, or None."""
-        return PUBLISHED.get(self)
-
-    @property
     def images(self) -> tuple[int, int]:
         """The fewest and the most images that a video is made from: its first frame, and its last."""
         if self.variant == "ti2v":
             return 0, 1
         return PIPELINES[self.pipeline].images if self.pipeline in PIPELINES else (0, 0)
-
-    def require_video(self, video: VideoSettings) -> None:
-        """Raises SettingError for what the pipeline would change or refuse: frames, a size, or images."""
-        if self.pipeline in PIPELINES and video.num_frames is not None:
-            complaint = PIPELINES[self.pipeline].frames_complaint(video.num_frames)
-            if complaint is not None:
-                raise bad_value(video, "num_frames", complaint, "video.")
-        for side in ("height", "width"):
-            value = getattr(video, side)
-            complaint = None if value is None or self.spec is None else side_complaint(value, self.spec.token_pixels)
-            if complaint is not None:
-                raise bad_value(video, side, complaint, "video.")
-        complaint = self.images_complaint(sum(image is not None for image in (video.image, video.last_image)))
-        if complaint is not None:
-            raise SettingError(f"{self} {complaint}", ("image",))
-        if video.last_image is not None and video.image is None:
-            raise SettingError("video.last_image needs video.image, the first frame", ("last_image",))
 
     def images_complaint(self, given: int) -> str | None:
         """What is wrong with a number of images; None: nothing."""
@@ -69,20 +42,6 @@ class ModelSignature:
             return "makes videos from text alone; leave the image out"
         wanted = {(0, 1): "at most one image", (1, 2): "an image, and maybe the last frame's"}
         return f"needs {wanted.get((least, most), 'two images: of the first frame and of the last')}, got {given}"
-
-    def __str__(self) -> str:
-        if self.spec is not None:
-            return str(self.spec.name)
-        if self in TINY_NAMES:
-            return f"{TINY}{TINY_NAMES[self]}"
-        layers, heads, head_dim, _ = self.sizes
-        return f"a {self.pipeline} with {layers} layers and {heads} heads of {head_dim}"
-
-
-PUBLISHED: dict[ModelSignature, Any] = {}
-"""By signature, the model of the table in `config.models`, which fills it."""
-TINY_NAMES: dict[ModelSignature, str] = {}
-"""By signature, the name of a tiny model; filled there too."""
 
 
 def variant_of(two: bool, index: Mapping[str, Any]) -> Variant:

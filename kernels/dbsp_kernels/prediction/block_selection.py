@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dbsp_kernels.packing.pooling import with_triton
 from dbsp_kernels.packing.row_bits import pack_bits
+from dbsp_kernels.prediction.pooling import with_triton
 
 __all__ = ["pairs_at_once", "pooled_scores", "pooled_scores_torch", "select_blocks", "select_blocks_torch"]
 

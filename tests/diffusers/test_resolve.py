@@ -16,13 +16,14 @@ from dbsp_cli.generate.rank_output import LogFollower
 from dbsp_core import Strategy
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import MODEL_SPECS
 from dbsp_core.config.of_model import DEFAULT_ORIGIN
-from dbsp_diffusers.effective_config import resolve_config
+from dbsp_core.models.lookup import published_model
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_diffusers.reference import attach_single_process
+from dbsp_diffusers.resolve import resolve_config
 from dbsp_xdit.flags import config_from, parse_known
-from effective_config_cases import attach_to_another_model, settings_by_rank
 from repository import ROOT
+from resolve_cases import attach_to_another_model, settings_by_rank
 from transformers_for_tests import make_transformer
 from workers import WorkerError
 
@@ -49,7 +50,7 @@ def test_without_a_configuration_a_known_model_has_its_own(name):
     if name == "cogvideox-5b":
         assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)
     else:
-        same = MODEL_SPECS[name].signature.spec.name
+        same = published_model(MODEL_SPECS[name].signature).name
         assert config == DbspConfig.load(f"{same}-sparge")
         assert config.generate.model == same
 

@@ -13,15 +13,16 @@ import torch
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
-from dbsp_core.config.models import ModelSignature, model_signature, variant_of
 from dbsp_core.config.of_model import DEFAULT_ORIGIN, default_config, require_same_model
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
+from dbsp_core.models.lookup import model_title
+from dbsp_core.models.signature import ModelSignature, model_signature, variant_of
 from dbsp_core.sources import SOURCES, DenseSource
 from dbsp_core.utils.errors import UserError, kind_of
 from dbsp_core.utils.log import log
 from dbsp_core.utils.yaml_file import Settings
-from dbsp_diffusers.architectures import ARCHITECTURES, architecture_of
+from dbsp_diffusers.models import ARCHITECTURES, architecture_of
 from dbsp_kernels import choose_kernel
 
 __all__ = ["describe_mask", "identify", "log_config", "resolve_config"]
@@ -76,7 +77,7 @@ def log_config(
     chosen_later = config.effective_keys == "auto" and config.layout is None and group.size > 1
     layout = "auto" if chosen_later else config.effective_layout
     layout = f"planner {config.planner.name}, layout {layout}, kernel {kernel}"
-    _log_once(f"{identity} on {ranks}, strategy {strategy or 'auto'}, {layout}")
+    _log_once(f"{model_title(identity)} on {ranks}, strategy {strategy or 'auto'}, {layout}")
     origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {config.origin}"
     _log_once(f"mask {describe_mask(config)}" + (f"; {origin}" if origin else ""))
 

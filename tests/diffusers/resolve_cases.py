@@ -6,7 +6,7 @@ from typing import Any
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
-from dbsp_diffusers.effective_config import resolve_config
+from dbsp_diffusers.resolve import resolve_config
 from transformers_for_tests import make_transformer
 
 

@@ -114,7 +114,7 @@ class VideoSettings:
 class GenerateSettings:
     """What a configuration says besides how attention is computed: which model, and what is made with it.
 
-    model: the checkpoint that the file's settings are for, a name or a folder (see dbsp_core.config.models): attaching
+    model: the checkpoint that the file's settings are for, a name or a folder (see dbsp_core.models.table): attaching
            to another one is refused; None: for any
     dtype: in which its weights are loaded; auto is bfloat16 on an accelerator, float32 without
     video: a mapping such as {height: 480, width: 832, steps: 50}

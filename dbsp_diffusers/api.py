@@ -15,8 +15,9 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.architectures import architecture_of
-from dbsp_diffusers.attach import Host, attach_host, attached_to, transformers_in
+from dbsp_diffusers.attach import Host, attach_host
+from dbsp_diffusers.attached import attached_to, transformers_in
+from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import model_name, write_run_report
 from dbsp_diffusers.sharding.batch_parallel import split_batch

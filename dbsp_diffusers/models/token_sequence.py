@@ -14,14 +14,20 @@ from dbsp_core.sources import DenseSource, LowRankSource, MaskSource, RecordQKSo
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
+    "Inputs",
     "TokenSequence",
     "no_grid",
     "position_grid",
     "read_once",
+    "refuse_arguments",
     "require_position_grid",
     "sample_grid",
+    "timestep_of",
     "valid_tokens",
 ]
+
+Inputs = Mapping[str, Any]
+"""A forward pass's arguments by name."""
 
 Value = TypeVar("Value")
 _PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SpargeSource)
@@ -147,3 +153,16 @@ def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -
         _read[tensor] = known
     value: Value = known[1]
     return value
+
+
+def timestep_of(inputs: Inputs) -> torch.Tensor | float | None:
+    """The latest of those of an image's or a video's tokens: what is given already, as a first frame, is at 0."""
+    timestep = inputs.get("timestep")
+    return timestep.amax().reshape(1) if isinstance(timestep, torch.Tensor) else timestep
+
+
+def refuse_arguments(inputs: Inputs, *names: str) -> None:
+    """Raises UserError where one of these arguments is given: tensors of all tokens that db-SP does not cut."""
+    for name in names:
+        if not (inputs.get(name) is None or inputs[name] is False):
+            raise UserError(f"db-SP does not run this model with {name}; leave it out, or leave db-SP out (disable)")

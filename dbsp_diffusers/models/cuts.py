@@ -10,7 +10,7 @@ from torch import nn
 
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["Cut", "Cuts", "DerivedCuts", "Stream", "modules_at"]
+__all__ = ["OUTPUT", "Cut", "Cuts", "DerivedCuts", "Stream", "modules_at"]
 
 Stream = Literal["video", "text", "packed"]
 """Whose tokens: "packed" for all of a model with one packed sequence, in that sequence's order."""
@@ -90,6 +90,10 @@ class DerivedCuts:
                 else:
                     inputs.setdefault(path, {})[name] = cut
         return Cuts(inputs, outputs, gathered)
+
+
+OUTPUT = {"proj_out": Cut("video", 1)}
+"""Where most transformers' output is gathered."""
 
 
 def modules_at(root: nn.Module, path: str) -> list[nn.Module]:

@@ -9,17 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dbsp_core.config import preflight
+from dbsp_cli.generate import resources
+from dbsp_cli.generate.resources import duration_notice, memory_complaint
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.config.models import MODEL_SPECS, require_model
-from dbsp_core.config.preflight import (
-    dense_complaint,
-    duration_notice,
-    memory_complaint,
-    require_checkpoint,
-    require_possible,
-)
+from dbsp_core.models.lookup import require_model
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.utils.errors import SettingError, UserError
+from dbsp_diffusers.preflight import require_checkpoint, require_possible
 
 WAN = require_model("wan2.1-t2v-14b")
 ELSEWHERE = "cpu" if torch.cuda.is_available() else "sparge"
@@ -78,7 +74,7 @@ def test_a_checkpoint_that_is_here_needs_no_network(cache):
 @pytest.fixture
 def small_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(preflight, "_machine_memory", lambda: 100 * 2**30)
+    monkeypatch.setattr(resources, "_machine_memory", lambda: 100 * 2**30)
 
 
 def test_weights_too_large_for_the_machine_are_counted(cache, small_machine):
@@ -90,7 +86,7 @@ def test_weights_too_large_for_the_machine_are_counted(cache, small_machine):
 
 
 def test_weights_of_a_folder_are_counted_from_its_files_once(tmp_path, small_machine, monkeypatch):
-    monkeypatch.setattr(preflight, "_machine_memory", lambda: 1000)
+    monkeypatch.setattr(resources, "_machine_memory", lambda: 1000)
     for part, name in (("transformer", "diffusion_pytorch_model-00001-of-00002"), ("vae", "diffusion_pytorch_model")):
         (tmp_path / part).mkdir()
         save_file({"a": torch.zeros(10, 6), "b": torch.zeros(40)}, tmp_path / part / f"{name}.safetensors")
@@ -101,7 +97,7 @@ def test_weights_of_a_folder_are_counted_from_its_files_once(tmp_path, small_mac
 
 def test_a_machine_that_does_not_say_is_not_judged(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(preflight, "_machine_memory", lambda: None)
+    monkeypatch.setattr(resources, "_machine_memory", lambda: None)
     assert memory_complaint(WAN.hub, torch.float64, 1000) is None
 
 
@@ -141,10 +137,10 @@ def test_parameters_are_those_of_the_models():
 )
 def test_a_schedule_that_leaves_nothing(first, last, steps, all_dense):
     config = DbspConfig.load({"dense_schedule": {"first_steps": first, "last_steps": last}})
-    said = dense_complaint(config, steps)
+    said = config.dense_schedule.complaint(steps)
     assert (said is not None) is all_dense
     assert said is None or f"makes all {steps} steps dense (first_steps {first}, last_steps {last})" in said
-    assert dense_complaint(config, None) is None
+    assert config.dense_schedule.complaint(None) is None
 
 
 def test_a_folder_in_a_file_is_relative_to_the_file(tmp_path, monkeypatch):

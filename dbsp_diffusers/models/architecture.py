@@ -6,28 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
-from dbsp_core.runtime.session import AttentionSession
-from dbsp_diffusers.architectures.cuts import Cuts, DerivedCuts, modules_at
-from dbsp_diffusers.architectures.token_sequence import TokenSequence
-from dbsp_diffusers.packed.samples import PackedBatch
-from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.models.cuts import Cuts, DerivedCuts, modules_at
+from dbsp_diffusers.models.token_sequence import TokenSequence
 
-__all__ = ["Architecture", "Packing"]
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a transformer is called with samples of several sizes at once.
-
-    alone:  (transformer, batch) -> predictions, one a sample, on one process without db-SP
-    attach: (transformer, session, patches) lets calls of the transformer itself take a `PackedBatch`, with db-SP
-    """
-
-    alone: Callable[[Any, PackedBatch], list[torch.Tensor]]
-    attach: Callable[[Any, AttentionSession, PatchSet], None]
+__all__ = ["Architecture"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +25,6 @@ class Architecture:
     text:      where text stands in the sequence that is attended over: "first", "last", or None, not in it
     padded_text: whether a mask of its self-attention says only which text is padding, which `sequence` leaves out
     pipeline:  class name of the pipeline that it is usually in, where published checkpoints are known by it
-    packing:   how it takes samples of several sizes; None: it cannot
     refused:   tells why a transformer of the class cannot be run; None: it can
     """
 
@@ -51,7 +34,6 @@ class Architecture:
     text: Literal["first", "last"] | None = None
     padded_text: bool = False
     pipeline: str = ""
-    packing: Packing | None = None
     refused: Callable[[Any], str | None] = lambda transformer: None
 
     def attentions_of(self, transformer: nn.Module) -> list[nn.Module]:

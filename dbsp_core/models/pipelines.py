@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dbsp_core.config.video import TOKEN_PIXELS
+from dbsp_core.models.video import TOKEN_PIXELS
 
 __all__ = ["PIPELINES", "Pipeline", "token_grid"]
 

@@ -1,0 +1,1 @@
+"""The models that db-SP knows: their sizes, how they are told apart, and the videos they make."""

@@ -1,0 +1,106 @@
+"""What is known of a published model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dbsp_core.models.pipelines import PIPELINES, token_grid
+from dbsp_core.models.signature import ModelSignature, Variant
+from dbsp_core.models.video import TOKEN_PIXELS, VideoSettings
+
+__all__ = ["ModelSpec"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A published video diffusion transformer, with the settings of its model card.
+
+    name:       short; also names its files in configs/
+    hub:        repository on Hugging Face
+    aliases:    other names, of other repositories or in xfuser's registry
+    pipeline:   diffusers' class
+    layers, heads: of self-attention; VACE's few layers for the control video come on top
+    head_dim:   the width of a head
+    patch_frames: latent frames that make one token (patch_size_t)
+    ffn:        width of the MLP
+    cross_text: text tokens that cross-attention looks at; 0: there is none
+    parameters: of transformer and text encoder together, as published
+    preset:     of dbsp_core.sources.synthetic.presets, whose masks stand for its own
+    video:      the usual one; all is set but prompt and seed, and flow_shift where the scheduler comes with one
+    paper_thw:  the token grid that times are predicted for, where that is not the usual video's
+    variant:    see `Variant`
+    token_pixels: height and width of a token
+    """
+
+    name: str
+    hub: str
+    aliases: tuple[str, ...]
+    pipeline: str
+    layers: int
+    heads: int
+    head_dim: int
+    patch_frames: int
+    ffn: int
+    cross_text: int
+    parameters: int
+    preset: str
+    video: VideoSettings
+    paper_thw: tuple[int, int, int] | None = None
+    variant: Variant = ""
+    token_pixels: int = TOKEN_PIXELS
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, self.hub, *self.aliases)
+
+    @property
+    def signature(self) -> ModelSignature:
+        return ModelSignature(self.pipeline, (self.layers, self.heads, self.head_dim, self.patch_frames), self.variant)
+
+    @property
+    def text_tokens(self) -> int:
+        """Text tokens that are part of self-attention's sequence."""
+        return PIPELINES[self.pipeline].text_tokens
+
+    @property
+    def thw(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the video's token grid."""
+        if self.paper_thw is not None:
+            return self.paper_thw
+        frames, height, width = (getattr(self.video, name) for name in ("num_frames", "height", "width"))
+        return token_grid(frames, height, width, self.patch_frames, self.token_pixels)
+
+    @property
+    def tokens(self) -> int:
+        return self.text_tokens + math.prod(self.thw)
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def steps(self) -> int:
+        """Of a denoising."""
+        return self.video.steps or 0
+
+    @property
+    def calls(self) -> int:
+        """Forward passes of one video: two a step, of classifier-free guidance, also where they are one batch."""
+        return 2 * self.steps
+
+    @property
+    def linear_flops(self) -> float:
+        """FLOP of one forward pass but for self-attention's scores: projections, MLP, cross-attention.
+
+        The keys and values of cross-attention's text are left out: 512 tokens beside tens of thousands.
+        """
+        projections = 4 * self.width**2 + 2 * self.width * self.ffn
+        if self.cross_text:
+            projections += 2 * self.width**2 + 2 * self.width * self.cross_text
+        return 2.0 * self.layers * self.tokens * projections
+
+    @property
+    def dense_attention_flops(self) -> float:
+        """FLOP of the scores and values of self-attention in one forward pass, all of them."""
+        return 4.0 * self.layers * self.tokens**2 * self.width

@@ -1,0 +1,156 @@
+"""The models that db-SP knows, in one table: their names, their sizes, and how they are usually run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.spec import ModelSpec
+from dbsp_core.models.video import VideoSettings
+
+__all__ = ["MODEL_SPECS", "PUBLISHED", "TINY", "TINY_MODELS", "TINY_NAMES"]
+
+_WAN_NEGATIVE = (
+    "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
+    "gray, worst quality, low quality, JPEG compression residue, ugly, incomplete, extra fingers, poorly drawn hands, "
+    "poorly drawn faces, deformed, disfigured, misshapen limbs, fused fingers, still picture, messy background, three "
+    "legs, many people in the background, walking backwards"
+)
+"""From Wan's model card and the example in diffusers' WanPipeline."""
+
+_WAN_14B = ModelSpec(
+    name="wan2.1-t2v-14b",
+    hub="Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    aliases=("Wan2.1-T2V",),
+    pipeline="WanPipeline",
+    layers=40,
+    heads=40,
+    head_dim=128,
+    patch_frames=1,
+    ffn=13824,
+    cross_text=512,
+    parameters=14_288_491_584 + 5_680_910_336,
+    preset="wan2.1-t2v-14b",
+    video=VideoSettings(
+        None, _WAN_NEGATIVE, 720, 1280, num_frames=81, steps=50, guidance_scale=5.0, flow_shift=5.0, fps=16
+    ),
+)
+_WAN_1_3B = replace(
+    _WAN_14B,
+    name="wan2.1-t2v-1.3b",
+    hub="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    aliases=("Wan2.1-T2V-1.3B",),
+    layers=30,
+    heads=12,
+    ffn=8960,
+    parameters=1_418_996_800 + 5_680_910_336,
+    video=replace(_WAN_14B.video, height=480, width=832, flow_shift=3.0),
+)
+_COGVIDEOX_1_5 = ModelSpec(
+    name="cogvideox1.5-5b",
+    hub="zai-org/CogVideoX1.5-5B",
+    aliases=("THUDM/CogVideoX1.5-5B", "CogVideoX1.5"),
+    pipeline="CogVideoXPipeline",
+    layers=42,
+    heads=48,
+    head_dim=64,
+    patch_frames=2,
+    ffn=12288,
+    cross_text=0,
+    parameters=5_570_676_352 + 4_762_310_656,
+    preset="cogvideox1.5-5b",
+    video=VideoSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16),
+    paper_thw=(21, 51, 80),  # §6.1
+)
+_COGVIDEOX = replace(
+    _COGVIDEOX_1_5,
+    name="cogvideox-5b",
+    hub="zai-org/CogVideoX-5b",
+    aliases=("THUDM/CogVideoX-5b", "CogVideoX-5B"),
+    patch_frames=1,
+    parameters=5_570_283_072 + 4_762_310_656,
+    video=replace(_COGVIDEOX_1_5.video, height=480, width=720, num_frames=49, fps=8),
+    paper_thw=None,
+)
+_WAN_2_2 = replace(
+    _WAN_14B,
+    name="wan2.2-t2v-a14b",
+    hub="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    aliases=("Wan2.2-T2V",),
+    variant="two",
+    video=replace(_WAN_14B.video, steps=40, guidance_scale=4.0, guidance_scale_2=3.0, flow_shift=12.0),
+)
+_WAN_I2V = replace(
+    _WAN_14B,
+    name="wan2.1-i2v-14b",
+    hub="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+    aliases=("Wan2.1-I2V",),
+    pipeline="WanImageToVideoPipeline",
+)
+_WAN_I2V_480P = replace(
+    _WAN_I2V,
+    name="wan2.1-i2v-14b-480p",
+    hub="Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
+    aliases=(),
+    video=replace(_WAN_I2V.video, height=480, width=832, flow_shift=3.0),
+)
+_WAN_2_2_I2V = replace(
+    _WAN_I2V,
+    name="wan2.2-i2v-a14b",
+    hub="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    aliases=("Wan2.2-I2V",),
+    variant="two",
+    video=replace(_WAN_I2V.video, steps=40, guidance_scale=3.5),
+)
+_WAN_2_2_DISTILLED = replace(
+    _WAN_2_2_I2V,
+    name="wan2.2-distilled-i2v",
+    aliases=(),
+    video=replace(_WAN_2_2_I2V.video, steps=4, guidance_scale=1.0),
+)
+_WAN_2_2_TI2V = replace(
+    _WAN_14B,
+    name="wan2.2-ti2v-5b",
+    hub="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    aliases=("Wan2.2-TI2V",),
+    layers=30,
+    heads=24,
+    ffn=14336,
+    variant="ti2v",
+    token_pixels=32,
+    video=replace(_WAN_14B.video, height=704, num_frames=121, fps=24),
+)
+_WAN_VACE = replace(
+    _WAN_14B,
+    name="wan2.1-vace-14b",
+    hub="Wan-AI/Wan2.1-VACE-14B-diffusers",
+    aliases=(),
+    pipeline="WanVACEPipeline",
+)
+_WAN_VACE_1_3B = replace(
+    _WAN_1_3B,
+    name="wan2.1-vace-1.3b",
+    hub="Wan-AI/Wan2.1-VACE-1.3B-diffusers",
+    aliases=(),
+    pipeline="WanVACEPipeline",
+)
+_WANS = (_WAN_14B, _WAN_1_3B, _WAN_2_2, _WAN_I2V, _WAN_I2V_480P, _WAN_2_2_I2V, _WAN_2_2_DISTILLED, _WAN_2_2_TI2V)
+MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
+"""By name. Of several with one signature and one repository, the first is what their weights are known as."""
+PUBLISHED = {spec.signature: spec for spec in reversed(MODEL_SPECS.values())}
+"""By signature, the first of `MODEL_SPECS` that has it."""
+
+TINY = "tiny-"
+"""Before a key of `TINY_MODELS`, the name of a model that is made where it is needed."""
+TINY_MODELS = {
+    "wan": ModelSignature("WanPipeline", (4, 12, 24, 1)),
+    "wan-trained": ModelSignature("WanPipeline", (4, 12, 24, 1)),
+    "wan2.2": ModelSignature("WanPipeline", (4, 12, 24, 1), "two"),
+    "wan-ti2v": ModelSignature("WanPipeline", (4, 12, 24, 1), "ti2v"),
+    "wan-i2v": ModelSignature("WanImageToVideoPipeline", (4, 12, 24, 1)),
+    "wan-vace": ModelSignature("WanVACEPipeline", (4, 12, 24, 1)),
+    "cogvideox": ModelSignature("CogVideoXPipeline", (2, 6, 16, 2)),
+}
+"""Tiny checkpoints that db-SP can make for demonstrations and tests, by name."""
+TINY_NAMES = {signature: name for name, signature in reversed(TINY_MODELS.items())}
+"""By signature, the first of `TINY_MODELS` that has it."""

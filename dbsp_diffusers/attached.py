@@ -1,0 +1,64 @@
+"""What db-SP has put on a pipeline's transformers, and finding it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.sharding.checks import check_not_compiled
+from dbsp_diffusers.sharding.generations import Generations
+
+__all__ = ["STATE", "Attached", "attached_to", "transformers_in", "transformers_of"]
+
+STATE = "_dbsp"
+"""Attribute of a transformer: on it, rather than in a table here, so that both are freed together."""
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What is on a pipeline's transformers, or on one alone.
+
+    sessions: with the transformer of each;  everyone: the ranks that make one video together
+    generations: what they agree on of each video
+    """
+
+    patches: PatchSet
+    everyone: SequenceGroup
+    sessions: Sequence[tuple[nn.Module, AttentionSession]]
+    host: str
+    generations: Generations
+
+
+def transformers_of(model: Any) -> dict[str, Any]:
+    """A pipeline's transformers by its names of them, or the transformer that is given.
+
+    Raises UserError for a pipeline without any, and for a compiled transformer.
+    """
+    found = transformers_in(model)
+    if not found:
+        raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
+    for transformer in found.values():
+        check_not_compiled(transformer)
+    return found
+
+
+def transformers_in(model: Any) -> dict[str, Any]:
+    """A pipeline's transformers by its names of them; a module itself as "transformer"; empty for anything else."""
+    names = ("transformer", "transformer_2")
+    if not any(hasattr(model, name) for name in names):
+        return {"transformer": model} if isinstance(model, nn.Module) else {}
+    parts = {name: getattr(model, name, None) for name in names}
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def attached_to(model: Any) -> Attached | None:
+    """What is on any of a model's transformers, or None. torch.compile may have wrapped them."""
+    parts = (getattr(part, "_orig_mod", part) for part in transformers_in(model).values())
+    return next(filter(None, (vars(part).get(STATE) for part in parts)), None)

@@ -1,0 +1,20 @@
+"""What db-SP must know of a transformer class, as data: where self-attention is, what is cut, what the tokens are."""
+
+from dbsp_diffusers.models.architecture import Architecture
+from dbsp_diffusers.models.cuts import Cut, Cuts, DerivedCuts
+from dbsp_diffusers.models.table import ARCHITECTURES, REFUSED, architecture_of, register_architecture
+from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, valid_tokens
+
+__all__ = [
+    "ARCHITECTURES",
+    "REFUSED",
+    "Architecture",
+    "Cut",
+    "Cuts",
+    "DerivedCuts",
+    "TokenSequence",
+    "architecture_of",
+    "register_architecture",
+    "sample_grid",
+    "valid_tokens",
+]

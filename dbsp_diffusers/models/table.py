@@ -1,0 +1,63 @@
+"""The transformer classes that db-SP knows, those it refuses with a reason, and how others are made known."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.models import cogvideox, flux, hunyuan, ltx, minimax, qwen, wan
+from dbsp_diffusers.models.architecture import Architecture
+
+__all__ = ["ARCHITECTURES", "REFUSED", "architecture_of", "register_architecture"]
+
+ARCHITECTURES: dict[str, Architecture] = {
+    **wan.ARCHITECTURES,
+    **cogvideox.ARCHITECTURES,
+    **hunyuan.ARCHITECTURES,
+    **ltx.ARCHITECTURES,
+    **flux.ARCHITECTURES,
+    **qwen.ARCHITECTURES,
+    **minimax.ARCHITECTURES,
+}
+"""By class name: diffusers need not be imported to look one up."""
+
+REFUSED = {
+    "HeliosTransformer3DModel": "it cuts and gathers its sequence at every layer",
+    "Kandinsky5Transformer3DModel": "it brings a sparse mask of its own (NABLA), and has no entry yet",
+    "LTX2VideoTransformer3DModel": "audio attends to video in modules that db-SP does not shard",
+    "SanaVideoTransformer3DModel": "its attention is linear, without a softmax that a mask could apply to",
+    "WanAnimateTransformer3DModel": "its face adapter mixes tokens by frame outside self-attention",
+}
+"""Why classes that look alike are not run."""
+
+
+def register_architecture(class_name: str, architecture: Architecture) -> None:
+    """Makes a transformer class known; see docs/adding-a-model.md.
+
+    Args:
+        class_name: The name of the class; its subclasses are known with it.
+        architecture: How it is built.
+
+    Raises:
+        UserError: For a name that is known already, with another architecture.
+    """
+    if ARCHITECTURES.setdefault(class_name, architecture) != architecture:
+        raise UserError(f"{class_name} is known already, with other settings; register a subclass under another name")
+
+
+def architecture_of(transformer: nn.Module) -> Architecture:
+    """The architecture of a transformer or of a class it derives from. Raises UserError for one that cannot be run."""
+    kind = type(transformer).__name__
+    for cls in type(transformer).__mro__:
+        if cls.__name__ in REFUSED:
+            raise UserError(f"db-SP does not run {kind}: {REFUSED[cls.__name__]}")
+        if cls.__name__ in ARCHITECTURES:
+            architecture = ARCHITECTURES[cls.__name__]
+            reason = architecture.refused(transformer)
+            if reason is not None:
+                raise UserError(f"db-SP does not run this {kind}: {reason}")
+            return architecture
+    raise UserError(
+        f"db-SP does not know {kind}; it knows {', '.join(ARCHITECTURES)} and their subclasses; "
+        "others of their kind need one entry: docs/adding-a-model.md"
+    )

@@ -1,0 +1,59 @@
+"""What can be said of a configuration and a checkpoint before any weight is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting
+from dbsp_kernels import choose_kernel
+
+__all__ = ["cached_checkpoint", "require_checkpoint", "require_possible"]
+
+_ANSWER_S = 10.0
+
+
+def require_possible(config: DbspConfig) -> None:
+    """Raises SettingError for settings that cannot be served on this machine, or with these masks."""
+    with blame_setting("kernel"):
+        choose_kernel(config.kernel, "cuda" if torch.cuda.is_available() else "cpu", config.generate.torch_dtype)
+    if config.cost_model is not None:
+        with blame_setting("cost_model"):
+            load_hardware(config.cost_model)
+    if config.effective_layout == "learned" and config.mask.changes != "never":
+        kind = type(config.mask).__name__.removesuffix("Source").lower()
+        message = (
+            f"layout 'learned' needs masks that are known beforehand, those of source {kind} are not; use striped"
+        )
+        raise SettingError(message, ("layout",))
+
+
+def require_checkpoint(model: str | None) -> None:
+    """Raises UserError for a repository that is neither in the cache nor to be had; None and a folder: nothing."""
+    if model is None or Path(model).is_dir() or cached_checkpoint(model) is not None:
+        return
+    from huggingface_hub import HfApi, constants
+
+    try:
+        HfApi().model_info(model, timeout=_ANSWER_S)
+    except Exception as error:  # of whichever library answers for the network
+        reason = (str(error).strip(" .\n").splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"checkpoint {model} is not in {constants.HF_HUB_CACHE}, and {constants.ENDPOINT} does not give it "
+            f"({reason}); download it where there is a network (hf download {model}) and give its folder with "
+            "--model, or name the cache that has it with HF_HUB_CACHE"
+        ) from error
+
+
+def cached_checkpoint(repository: str) -> Path | None:
+    """A repository's folder in Hugging Face's cache, whole or not."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(repository, "model_index.json")
+    except (ImportError, ValueError):  # not a name of a repository
+        return None
+    return Path(found).parent if isinstance(found, str) else None

@@ -1,0 +1,69 @@
+"""db-SP's own Triton kernels, imported when they run: Triton need not be installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from dbsp_kernels.backward import BackwardInputs, Gradients
+from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.kernel import FLOATS, HALVES, Kernel, interpreted
+from dbsp_kernels.merge import PartialAttention
+
+__all__ = ["KERNEL", "WARP_SPECIALIZED", "why_unavailable"]
+
+_WARP_SPECIALIZED_BLOCKS = frozenset((q, k) for q in (64, 128) for k in (64, 128))
+
+
+def why_unavailable() -> str | None:
+    """Why these kernels cannot work here, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install 'dbsp-attention[gpu]'"
+    if not torch.cuda.is_available() and not interpreted():
+        return "there is no GPU, and TRITON_INTERPRET=1 is not set"
+    if torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() < (8, 0):
+        return "it needs a GPU of compute capability 8.0 (Ampere) or newer"
+    return None
+
+
+def _attention(inputs: KernelInputs) -> PartialAttention:
+    from dbsp_kernels.triton.forward import triton_attention
+
+    return triton_attention(inputs)
+
+
+def _attention_backward(inputs: BackwardInputs) -> Gradients:
+    from dbsp_kernels.triton.backward import triton_attention_backward
+
+    return triton_attention_backward(inputs)
+
+
+def _warp_specialized_attention(inputs: KernelInputs) -> PartialAttention:
+    from dbsp_kernels.triton.hopper import hopper_attention
+
+    return hopper_attention(inputs)
+
+
+KERNEL = Kernel(
+    name="triton",
+    run=_attention,
+    backward=_attention_backward,
+    devices=frozenset({"cuda"}),
+    dtypes=FLOATS - {torch.float64},
+    widths=range(1, 257),
+    merges=True,
+    why_unavailable=why_unavailable,
+    interpreted=True,
+)
+WARP_SPECIALIZED = Kernel(
+    name="triton-ws",
+    run=_warp_specialized_attention,
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES,
+    archs=frozenset({90}),
+    blocks=lambda *_: _WARP_SPECIALIZED_BLOCKS,
+    widths=frozenset({64, 128}),
+    why_unavailable=why_unavailable,
+    by_name_only=True,
+)

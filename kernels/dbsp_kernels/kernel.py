@@ -1,0 +1,138 @@
+"""What a kernel is: its functions, and what it can serve."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+import torch
+
+from dbsp_kernels.backward import BackwardInputs, Gradients
+from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.merge import PartialAttention
+
+__all__ = ["FLOATS", "HALVES", "Kernel", "KernelRequirements", "interpreted"]
+
+HALVES = frozenset({torch.bfloat16, torch.float16})
+FLOATS = HALVES | {torch.float32, torch.float64}
+
+
+@dataclass(frozen=True)
+class KernelRequirements:
+    """What an attention asks of its kernel, beside device and dtype.
+
+    blocks:      (block_q, block_k); None: not known yet
+    width:       D; None: not known yet
+    lse:         its log-sum-exp is used: rings merge the results of ring steps by it
+    ragged_rows: the rows are not simply all rows of whole heads: heads are split, or in a ring
+    tokens:      of a head; None: not known yet
+    backward:    gradients will be asked for
+    """
+
+    blocks: tuple[int, int] | None = None
+    width: int | None = None
+    lse: bool = False
+    ragged_rows: bool = False
+    tokens: int | None = None
+    backward: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel and its capabilities.
+
+    name:            by which it is asked for
+    run:             the attention; see `dbsp_kernels.block_attention`
+    backward:        its gradients, or None; see `dbsp_kernels.block_attention_backward`
+    why_no_backward: says, of q of a dtype and a D (None: unknown) on an architecture, why it has none there, or None
+    devices:         device types it runs on; dtypes: of q, k, v
+    archs:           architectures of GPUs it runs on, 90 for Hopper; None: any
+    blocks:          says which (block_q, block_k) it serves on an architecture (None: unknown) for q of a dtype and
+                     a D (None: unknown); or None: any
+    widths:          the Ds it serves; least_tokens: of a head
+    returns_lse:     whether its log-sum-exp is one
+    ragged_rows:     whether it serves other rows than those of whole heads
+    merges:          whether it merges into `partial` and gives `out_dtype` by itself
+    why_unavailable: says why it cannot work on this machine, or None
+    interpreted:     whether Triton's interpreter can run it on the CPU
+    by_name_only:    "auto" never takes it
+    """
+
+    name: str
+    run: Callable[[KernelInputs], PartialAttention]
+    devices: frozenset[str]
+    backward: Callable[[BackwardInputs], Gradients] | None = None
+    why_no_backward: Callable[[int | None, torch.dtype, int | None], str | None] = lambda *_: None
+    dtypes: frozenset[torch.dtype] = FLOATS
+    archs: frozenset[int] | None = None
+    blocks: Callable[[int | None, torch.dtype, int | None], frozenset[tuple[int, int]] | None] = lambda *_: None
+    widths: Container[int] = range(1, 1 << 20)
+    least_tokens: int = 1
+    returns_lse: bool = True
+    ragged_rows: bool = True
+    merges: bool = False
+    why_unavailable: Callable[[], str | None] = lambda: None
+    interpreted: bool = False
+    by_name_only: bool = False
+
+    def why_unsupported(
+        self, device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None
+    ) -> str | None:
+        """Why this kernel cannot serve such tensors and needs here, or None."""
+        needs, device = needs or KernelRequirements(), torch.device(device)
+        if device.type not in self.devices and not (device.type == "cpu" and self.interpreted and interpreted()):
+            return f"it runs on {', '.join(sorted(self.devices))}, the tensors are on {device.type}"
+        if dtype not in self.dtypes:
+            return f"it takes {', '.join(sorted(str(d) for d in self.dtypes))}, the tensors are {dtype}"
+        reason = self.why_unsupported_anywhere(needs) or self.why_unavailable()
+        if reason is not None:
+            return reason
+        arch = _arch(device)
+        if arch is not None and self.archs is not None and arch not in self.archs:
+            served = ", ".join(f"{served // 10}.{served % 10}" for served in sorted(self.archs))
+            return f"it serves GPUs of compute capability {served}; {device} has {arch // 10}.{arch % 10}"
+        without = self.why_no_backward(arch, dtype, needs.width) if needs.backward else None
+        if without is not None:
+            return without
+        blocks = self.blocks(arch, dtype, needs.width)
+        if blocks is None or (needs.blocks or next(iter(blocks), None)) in blocks:
+            return None
+        of_these = f"{dtype} with head dim {needs.width} here"
+        if not blocks:
+            return f"it serves no {of_these}"
+        served = ", ".join(f"{q}×{k}" for q, k in sorted(blocks))
+        return f"it serves blocks of {served}, not {needs.blocks[0]}×{needs.blocks[1]}"  # type: ignore[index]
+
+    def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
+        """Why this kernel cannot serve such a plan on any machine, or None."""
+        if needs.lse and not self.returns_lse:
+            return "it returns no log-sum-exp, by which a ring's periods are merged; use a strategy UxR1"
+        if needs.ragged_rows and not self.ragged_rows:
+            return "it serves only whole heads, and here heads are split over ranks or cut by text of uneven length"
+        if needs.backward and self.backward is None:
+            return "it has no backward, and gradients are asked for"
+        if needs.width is not None and needs.width not in self.widths:
+            return f"it serves head dims {_listed(self.widths)}, not {needs.width}"
+        if needs.tokens is not None and needs.tokens < self.least_tokens:
+            return f"it serves heads of {self.least_tokens} tokens and more, not of {needs.tokens}"
+        return None
+
+
+def _listed(widths: Container[int]) -> str:
+    if isinstance(widths, range):
+        return f"from {widths.start} to {widths.stop - 1}"
+    return " or ".join(map(str, sorted(widths)))  # type: ignore[call-overload]
+
+
+def _arch(device: torch.device) -> int | None:
+    """90 for Hopper; None where there is no such GPU to ask."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on the CPU: slow, but right, and without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
