@@ -65,9 +65,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_known(argv: Sequence[str]) -> dict[str, Any]:
-    """What db-SP needs to know of an xdit command line, before xfuser parses all of it.
+    """Parses what db-SP needs to know of an xdit command line, before xfuser parses all of it.
 
-    Raises UserError for an argument that cannot be understood.
+    Raises:
+        UserError: An argument cannot be understood.
     """
     parser = _Parser(prog="xdit", add_help=False, allow_abbrev=False)
     add_flags(parser)
@@ -91,10 +92,13 @@ def parse_known(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def config_from(args: Mapping[str, Any], read: DbspConfig | None = None) -> DbspConfig | None:
-    """The configuration that parsed arguments ask for, or None for backend "usp".
+    """Returns the configuration that parsed arguments ask for, or None for backend "usp".
 
-    read: the configuration, where it has been read already; other flags override it
-    Raises UserError for settings that make no sense, each or together.
+    Args:
+        read: The configuration, where it has been read already; other flags override it.
+
+    Raises:
+        UserError: Settings make no sense, each or together.
     """
     if args.get("sp_backend", "usp") == "usp":
         given = [name for name in _SETTINGS if args.get(name) is not None]

@@ -25,9 +25,9 @@ __all__ = ["check", "runner_arguments"]
 
 
 def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
-    """Before any rank is started. Raises UserError as `xdit --sp-backend dbsp` would.
+    """Raises UserError, before any rank is started, where `xdit --sp-backend dbsp` would with this configuration.
 
-    config: of the run; where its report goes is for the caller to check
+    The caller checks the place of its report.
     """
     config = replace(config, report=None, generate=replace(config.generate, model=model))
     preflight(runner_arguments(Path(), config, 1), config)

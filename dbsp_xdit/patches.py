@@ -1,11 +1,12 @@
-"""Where db-SP enters an xfuser run: small changes made right after the module concerned is imported, each undoable.
+"""The changes that db-SP makes in an xfuser run, each right after the module concerned is imported, each undoable.
 
+In all runs of xfuser's runner:
 - xfuser.cli: user errors are found before torchrun starts
 - xfuser.config.args: the flags; what `--model` may be
-and, in runs with backend "dbsp" only:
+In runs with backend "dbsp" only:
 - xfuser…runner_models.base_model: attach after the weights are loaded, report after the run
 - xfuser…runtime_state: no refusals on behalf of an attention that will not run
-and in scripts of the user's:
+In a user's own scripts:
 - xfuser.config.args: the flags are refused, with what to call instead
 """
 
@@ -32,11 +33,12 @@ _installed: PatchSet | None = None
 
 
 def install(*, active: bool, script: bool = False, config: DbspConfig | None = None) -> None:
-    """Makes every change, now or when the module is imported. Once; see `uninstall`.
+    """Makes every change, now or when the module is imported, once; `uninstall` undoes them.
 
-    active: whether the run uses backend "dbsp": otherwise it only learns the flags
-    script: whether it is no run of xfuser's runner, but a script of the user's
-    config: of the run, where it has been read already
+    Args:
+        active: Whether the run uses backend "dbsp"; otherwise it only learns the flags.
+        script: Whether this is a user's own script rather than xfuser's runner.
+        config: The run's configuration, where it has been read already.
     """
     global _installed
     if _installed is not None:
@@ -93,7 +95,7 @@ def _patch_cli(module: ModuleType, patches: PatchSet) -> None:
 
 
 def _patch_args(module: ModuleType, patches: PatchSet, read: DbspConfig | None = None) -> None:
-    """read: the configuration, where it has been read already"""
+    """Adds the flags and models; `read` is the configuration, where it has been read already."""
     cls = module.xFuserArgs
     add_runner_args, from_runner_args = cls.add_runner_args, cls.from_runner_args
 

@@ -246,12 +246,11 @@ def _report(request: GenerateRequest, config: DbspConfig, settings: Settings, he
     if config.record is not None and here:
         with settings.located(), blame_setting("record"):
             require_folder_place(Path(config.record).absolute(), "record")
-    if report is None or not here:
-        return report
-    if request.report is not None:
-        require_folder_place(report, "--report")
-    with settings.located(), blame_setting("report"):
-        require_folder_place(report, "report")
+    if here and request.report is not None:
+        require_folder_place(request.report.absolute(), "--report")
+    elif here and report is not None:
+        with settings.located(), blame_setting("report"):
+            require_folder_place(report, "report")
     return report
 
 

@@ -1,4 +1,4 @@
-"""Whether this machine has the memory for a checkpoint, and the time: said before a rank is started."""
+"""Checks, before a rank is started, whether this machine has the memory for a checkpoint, and the time."""
 
 from __future__ import annotations
 
