@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.support.repository import run_module
+from tests.support.repository import ROOT, run_module
 
 SMALL = ("--tokens", "512", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--json")
 
@@ -52,11 +52,8 @@ def test_planning_of_sequences():
 
 
 def test_reuse_of_plans_on_recorded_masks():
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     masks = ROOT / "tests" / "data" / "learned-masks.safetensors"
-    options = ("--masks", str(masks), "--layers", "1", "--strategies", "U4R1", "--json")
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "reuse.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+    done = run_module("scripts.bench.reuse", "--masks", masks, "--layers", 1, "--strategies", "U4R1", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["label"], report["masks"]) == ("measured on recorded masks", masks.name)
