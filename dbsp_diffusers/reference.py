@@ -57,7 +57,7 @@ def attach_single_process(
         nonlocal sequence
         sequence = architecture.sequence(module, signature_of(module).bind(*args, **kwargs).arguments)
         sequence.require_grid(config.mask)
-        provider.begin([(sequence.thw, sequence.text)], sequence.timestep, branch())
+        provider.begin([sequence.video], sequence.timestep, branch())
         cache.clear()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:

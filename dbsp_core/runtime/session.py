@@ -22,13 +22,14 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.schedule import StepClock
+from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.attention import (
     LAYOUTS_DIFFER,
     SCALES_DIFFER,
     DualBalancedAttention,
 )
-from dbsp_core.runtime.mask_provider import MaskProvider, Video
+from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.runtime.plan_reuse.rule import ReuseCounters
 from dbsp_core.runtime.recomputation import Recomputation
@@ -134,67 +135,45 @@ class AttentionSession:
     @not_compiled
     def begin(
         self,
-        thw: tuple[int, int, int],
-        text_tokens: int = 0,
+        *videos: Video,
         timestep: torch.Tensor | float | None = None,
         device: torch.device | str = "cpu",
-        *,
         cfg_branch: int | None = None,
         host_layout: Callable[[], SequenceLayout] | None = None,
         text_last: bool = False,
     ) -> SequenceLayout:
-        """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
+        """Starts a forward pass over a video, or over several that are packed: then none attends to another.
 
-        timestep: of the denoising, for masks that depend on the step
-        device:   where the group's collectives run
-        cfg_branch:   of the step's guidance passes, where the host says which one this is; None: told from timesteps
-        host_layout: gives the layout in which the host itself shards this size of video; None: ours to choose
-        text_last: whether a rank has its text after its video
-        Text, where the model has it in the same sequence, is sharded apart from video. What was made for the last
-        `MOST_SIZES` sizes is kept. Raises UserError, on all ranks, for a size the mask source refuses.
+        Args:
+            videos: The token grid of each, with its text. The text of a single one is sharded apart from it.
+            timestep: Of the denoising, for masks that depend on the step.
+            device: Where the group's collectives run.
+            cfg_branch: Of the step's guidance passes, where the host says which one this is. None: told by timesteps.
+            host_layout: Gives the layout in which the host itself shards this size of video. None: db-SP chooses.
+            text_last: Whether a rank has its text after its video.
+
+        Returns:
+            The layout in which the sequence must be sharded. What was made for the last `MOST_SIZES` sizes is kept.
+
+        Raises:
+            UserError: On all ranks, for a size that the mask source refuses.
         """
-        return self._begin(((thw, text_tokens),), timestep, device, cfg_branch, host_layout, text_last)
-
-    @not_compiled
-    def begin_packed(
-        self,
-        videos: Sequence[Video],
-        timestep: torch.Tensor | float | None = None,
-        device: torch.device | str = "cpu",
-        *,
-        cfg_branch: int | None = None,
-    ) -> SequenceLayout:
-        """As `begin`, over images and videos that are packed one after another: none attends to another.
-
-        videos: the token grid of each, and its text, which comes before it
-        """
-        return self._begin(tuple(videos), timestep, device, cfg_branch)
-
-    def _begin(
-        self,
-        videos: tuple[Video, ...],
-        timestep: torch.Tensor | float | None,
-        device: torch.device | str,
-        cfg_branch: int | None,
-        host_layout: Callable[[], SequenceLayout] | None = None,
-        text_last: bool = False,
-    ) -> SequenceLayout:
         with self._alone():
             self._reached.clear()
             self._recomputation.begin(torch.is_grad_enabled())
             self._mask_provider.begin(videos, timestep, cfg_branch)
             for observer in self.observers:
                 observer.begin(self._mask_provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
-            size, place = videos, torch.device(device)
+            place = torch.device(device)
             if self.config.debug:
                 step = fingerprint_of((self._mask_provider.moment, cfg_branch))
-                marks = {_SIZES_DIFFER: fingerprint_of((size, text_last)), _STEPS_DIFFER: step}
+                marks = {_SIZES_DIFFER: fingerprint_of((videos, text_last)), _STEPS_DIFFER: step}
                 check_consistent(self.group, None, marks, place)
-            if size not in self._sizes:
-                self._sizes[size] = self._new_sizes.prepare(size, place, host_layout, text_last)
+            if videos not in self._sizes:
+                self._sizes[videos] = self._new_sizes.prepare(videos, place, host_layout, text_last)
                 if len(self._sizes) > MOST_SIZES:
                     self._drop_oldest_size()
-            self._sizes.move_to_end(size)
+            self._sizes.move_to_end(videos)
             self._mask_provider.name_masks(place)
             return self.layout
 

@@ -18,8 +18,9 @@ from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import require_slots
-from dbsp_core.runtime.mask_provider import MaskProvider, Video
+from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, agree_on_memory, load_constants, strategies_of
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
@@ -69,7 +70,7 @@ class NewSizes:
             require_slots(self.strategy, grid)
         self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
         self._memory = self._memory or agree_on_memory(self.config, self.group, device)
-        split_text = len(size) == 1 and size[0][1] > 0
+        split_text = len(size) == 1 and size[0].text > 0
         layout = self._layout(grid, split_text, text_last, device) if host_layout is None else host_layout()
         maker = ConfiguredPlanMaker.of(
             self.config,

@@ -17,6 +17,7 @@ import dbsp_para
 from dbsp_core import BlockMask, SequenceGroup, Strategy, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.masks.video import Video
 from dbsp_core.reports.collect import make_report
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.reports.observer import run_observer
@@ -71,7 +72,7 @@ def recounted_session(
         mock.patch.object(DualBalancedAttention, "__call__", counted),
     ):
         for step, branch, thw in [(s, b, (4, 6, 7)) for s in range(3) for b in range(2)] + [(3, 0, (3, 6, 7))]:
-            layout = session.begin(thw, 0, torch.tensor([900.0 - 10 * step] * batch))
+            layout = session.begin(Video(thw), timestep=torch.tensor([900.0 - 10 * step] * batch))
             for layer in range(LAYERS):
                 now = layer, step, branch
                 q, k, v = 3 * torch.randn(3, batch, HEADS, layout.shard, WIDTH, generator=draws)

@@ -20,6 +20,7 @@ from dbsp_core.comm.all_to_all import Route
 from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.reports.observer import run_observer
@@ -84,8 +85,8 @@ class Session:
         """A forward pass. returns: how far this rank's output is from one process's."""
         if settle:
             self.inner.flush()
-        layout = self.inner.begin(thw, text_tokens, timestep)
-        self.feed.begin([(thw, text_tokens)], timestep)
+        layout = self.inner.begin(Video(thw, text_tokens), timestep=timestep)
+        self.feed.begin([Video(thw, text_tokens)], timestep)
         token, place = (torch.from_numpy(one) for one in layout.tokens_at(dist.get_rank()))
         generator, worst = torch.Generator().manual_seed(int(timestep)), 0.0
         for layer in range(self.layers):
@@ -201,7 +202,7 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
             mock.patch("dbsp_core.sources.predicted.sparge.gather_bits", gathered),
         ):
             session = Session(PREDICTED | {"debug": debug}, f"U{world}R1", layers=2).inner
-            layout = session.begin(given["thw"], 0, 900.0, cfg_branch=given["cfg_branch"])
+            layout = session.begin(Video(given["thw"]), timestep=900.0, cfg_branch=given["cfg_branch"])
             q = torch.zeros(1, HEADS, layout.shard, WIDTH)
             if rank == odd:
                 q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
@@ -227,7 +228,7 @@ def a_shard_that_does_not_fit(rank: int, world: int, odd: int, when: str) -> Non
 def gradients(rank: int, world: int, wanted: bool) -> bool:
     """Attention outside no_grad. returns: whether its output has a graph"""
     session = Session(PREDICTED, f"U{world}R1").inner
-    layout = session.begin(THW)
+    layout = session.begin(Video(THW))
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=wanted)
     return session.attend(0, q, q, q).requires_grad
 
@@ -255,8 +256,8 @@ def an_attention_that_breaks_off(rank: int, world: int, breaks: bool) -> tuple[i
 def from_two_threads(rank: int, world: int) -> str:
     """A second thread attends while the first one is within an attention. returns: what it is told"""
     session, other = (Session({}, f"U{world}R1").inner for _ in range(2))
-    q = torch.zeros(1, HEADS, session.begin(THW).shard, WIDTH)
-    other.begin(THW)
+    q = torch.zeros(1, HEADS, session.begin(Video(THW)).shard, WIDTH)
+    other.begin(Video(THW))
     inside, told = threading.Event(), []
     exchange = SequenceGroup.all_to_all
 
@@ -316,7 +317,7 @@ def needed_keys_of_growing_masks(
 def training_with_needed_keys(rank: int, world: int, strategy: str) -> bool:
     """Whether gradients flow through a session that sends needed keys only."""
     session = Session({"mask": Growing(8, 8), "keys": "needed"}, strategy).inner
-    layout = session.begin(THW, 0, 900.0)
+    layout = session.begin(Video(THW), timestep=900.0)
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
     session.attend(0, q, q, q).sum().backward()
     return q.grad is not None
@@ -332,7 +333,7 @@ def way_of_keys(rank: int, world: int, settings: dict[str, Any], nodes: int) -> 
     with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": str(world // nodes)}):
         session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(Strategy(1, world)), HEADS, 1)
         logger.addHandler(handler)
-        layout = session.begin((24, 12, 16))
+        layout = session.begin(Video((24, 12, 16)))
         logger.removeHandler(handler)
         q = torch.ones(1, HEADS, layout.shard, WIDTH)
         session.attend(0, q, q, q)
