@@ -104,7 +104,7 @@ class _StripSharding:
             Video(thw, self._text_tokens),
             timestep=inputs.get("timestep"),
             device=sample.device,
-            host_layout=lambda: strips_layout(thw, self._text_tokens, world),
+            streams=lambda: strips_layout(thw, self._text_tokens, world),
         )
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from dbsp_core.comm.inputs import INPUTS_DIFFER, inputs_fingerprint, needs_gradi
 from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.latency import Topology
-from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.schedule import StepClock
@@ -139,18 +139,17 @@ class AttentionSession:
         timestep: torch.Tensor | float | None = None,
         device: torch.device | str = "cpu",
         cfg_branch: int | None = None,
-        host_layout: Callable[[], SequenceLayout] | None = None,
-        text_last: bool = False,
+        streams: Streams | HostLayout = "first",
     ) -> SequenceLayout:
         """Starts a forward pass over a video, or over several that are packed: then none attends to another.
 
         Args:
-            videos: The token grid of each, with its text. The text of a single one is sharded apart from it.
+            videos: The token grid of each, with its text.
             timestep: Of the denoising, for masks that depend on the step.
             device: Where the group's collectives run.
             cfg_branch: Of the step's guidance passes, where the host says which one this is. None: told by timesteps.
-            host_layout: Gives the layout in which the host itself shards this size of video. None: db-SP chooses.
-            text_last: Whether a rank has its text after its video.
+            streams: How a rank's text and video follow one another, in the layout that db-SP chooses; or what gives
+                the layout in which the host itself shards this size.
 
         Returns:
             The layout in which the sequence must be sharded. What was made for the last `MOST_SIZES` sizes is kept.
@@ -167,10 +166,11 @@ class AttentionSession:
             place = torch.device(device)
             if self.config.debug:
                 step = fingerprint_of((self._mask_provider.moment, cfg_branch))
-                marks = {_SIZES_DIFFER: fingerprint_of((videos, text_last)), _STEPS_DIFFER: step}
+                size = fingerprint_of((videos, None if callable(streams) else streams))
+                marks = {_SIZES_DIFFER: size, _STEPS_DIFFER: step}
                 check_consistent(self.group, None, marks, place)
             if videos not in self._sizes:
-                self._sizes[videos] = self._new_sizes.prepare(videos, place, host_layout, text_last)
+                self._sizes[videos] = self._new_sizes.prepare(videos, place, streams)
                 if len(self._sizes) > MOST_SIZES:
                     self._drop_oldest_size()
             self._sizes.move_to_end(videos)

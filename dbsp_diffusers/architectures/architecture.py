@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.architectures.cuts import Cuts, DerivedCuts, modules_at
 from dbsp_diffusers.architectures.token_sequence import TokenSequence
@@ -48,7 +49,7 @@ class Architecture:
     attention: tuple[str, ...]
     sequence: Callable[[Any, Mapping[str, Any]], TokenSequence]
     cuts: Cuts | DerivedCuts
-    text: Literal["first", "last"] | None = None
+    text: Streams = None
     padded_text: bool = False
     pipeline: str = ""
     packing: Packing | None = None

@@ -110,7 +110,8 @@ class _SequenceSharding:
             transformer: Any = module
             videos = [Video(grid) for grid in args[0].grids(transformer.config.patch_size)]
             timestep = self._step_of(module, args[0].timestep)
-            self._session.begin(*videos, timestep=timestep, device=args[0].device, cfg_branch=self._branch())
+            device, branch = args[0].device, self._branch()
+            self._session.begin(*videos, timestep=timestep, device=device, cfg_branch=branch, streams=None)
             return args, kwargs
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
@@ -121,7 +122,7 @@ class _SequenceSharding:
             timestep=self._step_of(module, sequence.timestep),
             device=device,
             cfg_branch=self._branch(),
-            text_last=self._architecture.text == "last",
+            streams=self._architecture.text,
         )
         self._shards = self._shards_of(layout, sequence, device)
         return self._cut_own(args, kwargs)

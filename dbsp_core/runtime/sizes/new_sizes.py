@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from dbsp_core.cost.local_layout import fastest_layout
 from dbsp_core.cost.peak_memory import MemoryLimit
 from dbsp_core.cost.selection import AUTO
 from dbsp_core.layout.learned import MaskProfile
-from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.video import Video
@@ -52,17 +51,10 @@ class NewSizes:
     _hardware: Hardware | None = None
     _memory: MemoryLimit | None = None
 
-    def prepare(
-        self,
-        size: tuple[Video, ...],
-        device: torch.device,
-        host_layout: Callable[[], SequenceLayout] | None,
-        text_last: bool,
-    ) -> SizeContext:
+    def prepare(self, size: tuple[Video, ...], device: torch.device, streams: Streams | HostLayout) -> SizeContext:
         """What a size gets. Collective: all ranks must plan by the same.
 
-        host_layout: gives the layout in which the host itself shards this size of video; None: ours to choose
-        text_last: whether a rank has its text after its video
+        streams: how text and video follow one another in the layout that is chosen here, or what gives the host's own
         Raises UserError, on all ranks, for a size the mask source or the strategy refuses.
         """
         grid = self.masks.grid(device)  # which all ranks have alike
@@ -70,8 +62,7 @@ class NewSizes:
             require_slots(self.strategy, grid)
         self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
         self._memory = self._memory or agree_on_memory(self.config, self.group, device)
-        split_text = len(size) == 1 and size[0].text > 0
-        layout = self._layout(grid, split_text, text_last, device) if host_layout is None else host_layout()
+        layout = streams() if callable(streams) else self._layout(grid, streams, device)
         maker = ConfiguredPlanMaker.of(
             self.config,
             self.group,
@@ -86,13 +77,11 @@ class NewSizes:
         )
         return SizeContext(self.masks.layers, size, maker, self.plan_cache())
 
-    def _layout(self, grid: BlockGrid, split_text: bool, text_last: bool, device: torch.device) -> SequenceLayout:
+    def _layout(self, grid: BlockGrid, streams: Streams, device: torch.device) -> SequenceLayout:
         profile = self._profile(device)
 
         def named(name: str, of: BlockGrid, strategy: Strategy) -> SequenceLayout:
-            return SequenceLayout.named(
-                name, of, strategy, split_text=split_text, text_last=text_last, profile=profile
-            )
+            return SequenceLayout.named(name, of, strategy, streams=streams, profile=profile)
 
         # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
         of_rings = named(self.config.effective_layout, grid, self.strategy or Strategy(1, self.group.size))
