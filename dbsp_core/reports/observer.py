@@ -17,7 +17,7 @@ from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.masks.schedule import DenoisingStep, StepCounter
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.runtime.session import AttentionSession
 
@@ -44,7 +44,7 @@ class SentBytes:
     usp: int
 
     @classmethod
-    def of(cls, executor: DualBalancedAttention, shape: AttentionShape, shard: int) -> SentBytes:
+    def of(cls, executor: AttentionExecutor, shape: AttentionShape, shard: int) -> SentBytes:
         """Counted from the split sizes and slots that the executor passes to its collectives. shard: tokens at home"""
         strategy = executor.plan.strategy
         dispatched, combined = executor.route.tokens_sent(executor.group.rank)
@@ -152,7 +152,7 @@ class RunObserver(SessionObserver):
         self,
         layer: int,
         key: Hashable,
-        executor: DualBalancedAttention,
+        executor: AttentionExecutor,
         q: torch.Tensor,
         latest: Mapping[Hashable, Plan],
         asynchronous: bool,
@@ -162,7 +162,7 @@ class RunObserver(SessionObserver):
         replanned = self._assignments.get(key) is not plan.assignment
         self._assignments[key] = plan.assignment
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
-        self.kernel = self.kernel or executor.kernel_for(q).name
+        self.kernel = self.kernel or executor.kernels.kernel_for(q).name
         call = ObservedCall(
             layer=layer,
             forward=max(len(self._timesteps) - 1, 0),
@@ -202,7 +202,7 @@ class RunObserver(SessionObserver):
             self._open.pop(key).evaluate(counted)
 
 
-def _sent_by(executor: DualBalancedAttention, q: torch.Tensor) -> SentBytes:
+def _sent_by(executor: AttentionExecutor, q: torch.Tensor) -> SentBytes:
     shape = AttentionShape.of(q, executor.plan.heads, executor.plan.grid.tokens)
     return SentBytes.of(executor, shape, q.shape[2])
 

@@ -8,13 +8,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.inputs import INPUTS_DIFFER, inputs_fingerprint, needs_gradients, problem_of_inputs
+from dbsp_core.comm.inputs import needs_gradients, problem_of_inputs
 from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.latency import Topology
@@ -24,11 +25,17 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.schedule import StepClock
 from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.attention import (
+from dbsp_core.runtime.agreement import (
+    LAYERS_DIFFER,
     LAYOUTS_DIFFER,
-    SCALES_DIFFER,
-    DualBalancedAttention,
+    SETTINGS_DIFFER,
+    SIZES_DIFFER,
+    STEPS_DIFFER,
+    agree_on_attention,
+    agree_on_executor,
+    agree_on_gradient,
 )
+from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.runtime.plan_reuse.rule import ReuseCounters
@@ -49,10 +56,6 @@ MOST_SIZES = 4
 """Sizes of video (with text) whose plans are kept: the passes of guidance may have texts of two lengths."""
 
 _CPU = torch.device("cpu")
-_SETTINGS_DIFFER = "the settings differ on rank(s) {}; give all ranks the same configuration, heads and layers"
-_SIZES_DIFFER = "the size of the video differs on rank(s) {}; give all ranks the same input"
-_STEPS_DIFFER = "the denoising step or guidance pass differs on rank(s) {}; give all ranks the same timesteps"
-_LAYERS_DIFFER = "another layer's attention is reached on rank(s) {}; all ranks must run the same layers in one order"
 _TWO_THREADS = (
     "two threads use db-SP on the same ranks at once, which would answer each other's calls; let one run at a time, "
     "or give each a process group of its own"
@@ -129,7 +132,7 @@ class AttentionSession:
         except UserError as error:
             problem = error
         shared = fingerprint_of((replace(self.config, strategy=self.strategy).fingerprint, self.heads, self.layers))
-        marks = {_SETTINGS_DIFFER: shared, **version_marks(self.config.debug)}
+        marks = {SETTINGS_DIFFER: shared, **version_marks(self.config.debug)}
         check_consistent(self.group.control(), problem, marks, _CPU)
 
     @not_compiled
@@ -167,7 +170,7 @@ class AttentionSession:
             if self.config.debug:
                 step = fingerprint_of((self._mask_provider.moment, cfg_branch))
                 size = fingerprint_of((videos, None if callable(streams) else streams))
-                marks = {_SIZES_DIFFER: size, _STEPS_DIFFER: step}
+                marks = {SIZES_DIFFER: size, STEPS_DIFFER: step}
                 check_consistent(self.group, None, marks, place)
             if videos not in self._sizes:
                 self._sizes[videos] = self._new_sizes.prepare(videos, place, streams)
@@ -194,21 +197,35 @@ class AttentionSession:
         with self._alone():
             scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
-                return _attention_of(self._recomputation.take(layer), q, k, v, scale)
-            self._check(layer, q, k, v, scale)
+                executor = self._recomputation.take(layer)
+                self._agree(layer, q, k, v, scale, executor)
+                return self._run(executor, q, k, v, scale)
+            known = self._agree(layer, q, k, v, scale)
             for observer in self.observers:
                 observer.attention_begins(q.device)
             with torch.no_grad():  # to backward, predicted masks are constants
                 executor = self._executor(layer, LocalQK(q, k, self.layout, self.group, scale))
+            if self.config.debug and executor is not known:
+                agree_on_executor(executor, q, k, v)
             self._reached.add(layer)
             if needs_gradients(q, k, v) or not torch.is_grad_enabled():  # the latter within a checkpoint's forward
                 self._recomputation.keep(layer, executor)
-            out = _attention_of(executor, q, k, v, scale)
+            out = self._run(executor, q, k, v, scale)
             self._now.plans.start()
             key, latest = self._now.plan_keys[layer], self._now.plans.latest
             for observer in self.observers:
                 observer.attention_ends(layer, key, executor, q, latest, self.config.effective_planning == "async")
             return out
+
+    def _run(
+        self, executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """The attention of this layer, of whose q, k and v [B, H, shard, D] each item may have masks of its own."""
+        check_gradient = partial(agree_on_gradient, self.group) if self.config.debug else None
+        if executor.plan.heads == q.shape[1]:
+            return executor.run(q, k, v, scale, check_gradient)
+        of_heads = [t.flatten(0, 1).unsqueeze(0) for t in (q, k, v)]  # B·H of them
+        return executor.run(of_heads[0], of_heads[1], of_heads[2], scale, check_gradient).view(q.shape)
 
     def flush(self) -> None:
         """Waits for pending plans, so that whatever is read covers every call."""
@@ -271,29 +288,37 @@ class AttentionSession:
         finally:
             self._lock.release()
 
-    def _check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        """Before any collective of a call. All ranks compare them at the first call of a size, and under debug."""
+    def _agree(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        executor: AttentionExecutor | None = None,
+    ) -> AttentionExecutor | None:
+        """Before any collective of a call: all ranks agree at the first call of a size, and under debug at every one.
+
+        executor: what computes it, where that is known
+        returns: the executor that ranks have agreed on too, where one was made before: under debug
+        """
         now, tokens = self._now, self._now.layout.shard
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
-        wrong = problem_of_inputs(q, k, v, self.heads, tokens, why)
-        problem = None if wrong is None else UserError(wrong)
-        if self.config.debug or not now.inputs_agreed:
-            marks = {
-                INPUTS_DIFFER: inputs_fingerprint(q, k, v),
-                SCALES_DIFFER: fingerprint_of(scale),
-                LAYOUTS_DIFFER: now.layout.fingerprint,
-                _LAYERS_DIFFER: layer,
-            }
-            check_consistent(self.group, problem, marks, q.device)
+        problem, debug = problem_of_inputs(q, k, v, self.heads, tokens, why), self.config.debug
+        if debug or not now.inputs_agreed:
+            if debug and problem is None and executor is None:
+                executor = now.made_before(self._key(layer), self._mask_provider.cache_key(layer), q, k)
+            more = {LAYOUTS_DIFFER: now.layout.fingerprint, LAYERS_DIFFER: layer}
+            agree_on_attention(self.group, q, k, v, scale, problem, executor=executor, debug=debug, more=more)
             now.inputs_agreed = True
         elif problem is not None:
-            raise problem
+            raise UserError(problem)
+        return executor
 
-    def _executor(self, layer: int, tokens: LocalQK) -> DualBalancedAttention:
+    def _executor(self, layer: int, tokens: LocalQK) -> AttentionExecutor:
         """For this layer's mask now."""
         now = self._now
-        moment = self._mask_provider.moment
-        attention = AttentionKey(now.size, layer, moment.cfg_branch, moment.step if self._few_steps else None)
+        attention = self._key(layer)
         name = self._mask_provider.cache_key(layer)
 
         def new_mask(key: Hashable) -> BlockMask:
@@ -309,6 +334,11 @@ class AttentionSession:
         for observer in self.observers:
             observer.mask_used(layer, key)
         return executor
+
+    def _key(self, layer: int) -> AttentionKey:
+        """What the plan of this layer's attention now is kept for."""
+        moment = self._mask_provider.moment
+        return AttentionKey(self._now.size, layer, moment.cfg_branch, moment.step if self._few_steps else None)
 
     @property
     def _few_steps(self) -> bool:
@@ -326,15 +356,6 @@ class AttentionSession:
         context.plans.flush()
         for observer in self.observers:
             observer.flush(context.plans.latest)
-
-
-def _attention_of(
-    executor: DualBalancedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> torch.Tensor:
-    if executor.plan.heads == q.shape[1]:
-        return executor(q, k, v, scale=scale)
-    items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has masks of its own, as B·H heads
-    return executor(*items, scale=scale).view(q.shape)
 
 
 _LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()

@@ -7,11 +7,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
 from dbsp_core.sources import LocalQK
@@ -63,7 +65,7 @@ class SizeContext:
     """By layer, what the plan of its last attention is kept for."""
     inputs_agreed: bool = False
     """Whether all ranks have compared the shapes of q, k and v."""
-    _executors: dict[Hashable, DualBalancedAttention] = field(default_factory=dict)
+    _executors: dict[Hashable, AttentionExecutor] = field(default_factory=dict)
     _used: OrderedDict[AttentionKey, Hashable] = field(default_factory=OrderedDict)
     """By attention, the one used last at the end: what its executor is kept for."""
 
@@ -79,9 +81,9 @@ class SizeContext:
 
     def for_each_call(
         self, attention: AttentionKey, new_mask: Callable[[Hashable], BlockMask], tokens: LocalQK
-    ) -> tuple[Hashable, DualBalancedAttention]:
+    ) -> tuple[Hashable, AttentionExecutor]:
         """The executor of an attention whose mask is computed from its queries and keys, and what it is kept by."""
-        attention = self._judged_alike(attention, tokens)
+        attention = self._judged_alike(attention, tokens.q, tokens.k)
         executor = self._make(attention, attention, None, new_mask(attention), tokens)
         self._keep(attention, attention, attention, executor)
         return attention, executor
@@ -93,13 +95,13 @@ class SizeContext:
         changes: bool,
         new_mask: Callable[[Hashable], BlockMask],
         tokens: LocalQK,
-    ) -> tuple[Hashable, DualBalancedAttention]:
+    ) -> tuple[Hashable, AttentionExecutor]:
         """The executor of an attention whose mask has a name: made before, for this layer or another, or now.
 
         returns: it, after what it is kept by
         changes: whether the attention will have other masks: then its plan is kept from one to the next
         """
-        attention = self._judged_alike(attention, tokens)
+        attention = self._judged_alike(attention, tokens.q, tokens.k)
         key = attention.size, name, tokens.q.device
         plan_key: Hashable = attention if changes else key
         executor = self._executors.get(key)
@@ -108,15 +110,20 @@ class SizeContext:
         self._keep(attention, key, plan_key, executor)
         return key, executor
 
-    def _judged_alike(self, attention: AttentionKey, tokens: LocalQK) -> AttentionKey:
+    def made_before(
+        self, attention: AttentionKey, name: Hashable | None, q: torch.Tensor, k: torch.Tensor
+    ) -> AttentionExecutor | None:
+        """The executor that was made for a mask of this name. None: none was, or the mask has no name."""
+        size = self._judged_alike(attention, q, k).size
+        return None if name is None else self._executors.get((size, name, q.device))
+
+    def _judged_alike(self, attention: AttentionKey, q: torch.Tensor, k: torch.Tensor) -> AttentionKey:
         """The same; under a memory limit one for each batch size, with gradients or without: their plans differ."""
         if self.maker.memory is None:
             return attention
-        return attention._replace(size=(attention.size, len(tokens.q), _keeps_gradients(tokens)))
+        return attention._replace(size=(attention.size, len(q), _keeps_gradients(q, k)))
 
-    def _keep(
-        self, attention: AttentionKey, key: Hashable, plan_key: Hashable, executor: DualBalancedAttention
-    ) -> None:
+    def _keep(self, attention: AttentionKey, key: Hashable, plan_key: Hashable, executor: AttentionExecutor) -> None:
         """Remembers an attention's executor, and drops those that no attention has any more."""
         self._executors[key] = executor
         self.plan_keys[attention.layer] = plan_key
@@ -132,9 +139,9 @@ class SizeContext:
 
     def _make(
         self, attention: AttentionKey, plan_key: Hashable, name: Hashable | None, mask: BlockMask, tokens: LocalQK
-    ) -> DualBalancedAttention:
+    ) -> AttentionExecutor:
         shape = AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)
-        maker = self.maker.for_shape(shape, _keeps_gradients(tokens))
+        maker = self.maker.for_shape(shape, _keeps_gradients(tokens.q, tokens.k))
         if plan_key == attention and attention.one_before is not None:
             self.plans.begin_with(attention, attention.one_before)
         planned = self.plans.plan_for(plan_key, mask, maker, name)
@@ -142,12 +149,10 @@ class SizeContext:
         used = self._used.get(attention) or (attention.one_before and self._used.get(attention.one_before))
         before = self._executors.get(used)
         if before is not None and before.device == device and plan.assignment.equals(before.part.assignment):
-            return before.for_mask(plan, mask)
+            return before.for_mask(plan, mask, mark=maker.config.debug)
         part = (planned.part or maker.rank_plan(plan.assignment)).to(device)
-        return DualBalancedAttention.of_part(
-            part, plan, mask, maker.group, kernel=maker.config.kernel, debug=maker.config.debug
-        )
+        return AttentionExecutor.of_part(part, plan, mask, maker.group, maker.config.kernel, mark=maker.config.debug)
 
 
-def _keeps_gradients(tokens: LocalQK) -> bool:
-    return tokens.q.requires_grad or tokens.k.requires_grad
+def _keeps_gradients(q: torch.Tensor, k: torch.Tensor) -> bool:
+    return q.requires_grad or k.requires_grad

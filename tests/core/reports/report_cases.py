@@ -22,7 +22,7 @@ from dbsp_core.reports.collect import make_report
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
 from transformers_for_tests import Inputs, make_transformer
@@ -54,7 +54,7 @@ def recounted_session(
     session = observed_session(config, SequenceGroup.of(), chosen, HEADS, LAYERS)
     masks: dict[Any, BlockMask] = {}
     found: list[Recount] = []
-    take_mask, run = MaskProvider.mask, DualBalancedAttention.__call__
+    take_mask, run = MaskProvider.mask, AttentionExecutor.run
     now: tuple[int, int, int] = (0, 0, 0)
 
     def kept_mask(feed: MaskProvider, layer: int, tokens: Any) -> BlockMask:
@@ -62,14 +62,14 @@ def recounted_session(
         masks[layer] = masks["last"] = mask
         return mask
 
-    def counted(executor: DualBalancedAttention, q: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
+    def counted(executor: AttentionExecutor, q: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
         found.append(_recount(executor, masks.get(now[0], masks["last"]), session, q, now))
         return run(executor, q, *others, **options)
 
     draws = torch.Generator().manual_seed(rank)
     with (
         mock.patch.object(MaskProvider, "mask", kept_mask),
-        mock.patch.object(DualBalancedAttention, "__call__", counted),
+        mock.patch.object(AttentionExecutor, "run", counted),
     ):
         for step, branch, thw in [(s, b, (4, 6, 7)) for s in range(3) for b in range(2)] + [(3, 0, (3, 6, 7))]:
             layout = session.begin(Video(thw), timestep=torch.tensor([900.0 - 10 * step] * batch))
@@ -81,7 +81,7 @@ def recounted_session(
 
 
 def _recount(
-    executor: DualBalancedAttention,
+    executor: AttentionExecutor,
     mask: BlockMask,
     session: AttentionSession,
     q: torch.Tensor,

@@ -24,14 +24,16 @@ from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.reports.observer import run_observer
+from dbsp_core.runtime.executor import KernelChoice
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.plan_reuse.planning_thread import PlanningThread
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.sources import LocalQK, MaskRequest
+from dbsp_core.sources import LocalQK, MaskRequest, WindowSource
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.sources.predicted.distributed_pooling import gather_bits
 from dbsp_core.utils.packages import package_versions
 from dbsp_diffusers.reference import masked_attention
+from dbsp_kernels import KernelRequirements
 
 HEADS, WIDTH, THW = 5, 16, (3, 6, 10)
 
@@ -207,6 +209,41 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
             if rank == odd:
                 q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
             session.attend(given["layer"], q, q, q, scale=given["scale"])
+    finally:
+        dist.barrier()
+
+
+def agreements(rank: int, world: int, mask: Any, debug: bool) -> list[int]:
+    """How often the ranks compare numbers in each attention of three passes over one layer."""
+    settings = {"mask": mask, "debug": debug, "reuse": {"mode": "sync", "budget": None}}
+    session, counts, gather = (
+        AttentionSession(DbspConfig.load(settings), SequenceGroup.of(), Strategy.parse(f"U{world}R1"), HEADS, 1),
+        [],
+        SequenceGroup.gather_integers,
+    )
+    with mock.patch.object(SequenceGroup, "gather_integers", autospec=True, side_effect=gather) as gathered:
+        for step in range(3):
+            q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0 - step).shard, WIDTH)
+            before = gathered.call_count
+            session.attend(0, q, q, q)
+            counts.append(gathered.call_count - before)
+    return counts
+
+
+def an_executor_that_differs(rank: int, world: int, odd: int, when: str) -> None:
+    """Under debug, one rank's executor, made in the first pass, turns into that of another mask, kernel or value."""
+    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "debug": True}
+    session = Session(settings, f"U{world}R1").inner
+    q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0).shard, WIDTH)
+    try:
+        session.attend(0, q, q, q)
+        session.begin(Video(THW), timestep=890.0)
+        ((executor,),) = (context._executors.values() for context in session._sizes.values())
+        if (rank, when) == (odd, "mask"):
+            executor.mask_mark ^= 1
+        if (rank, when) == (odd, "kernel"):
+            executor.kernels = KernelChoice("reference", KernelRequirements())
+        session.attend(0, q, q * (torch.nan if (rank, when) == (odd, "value") else 1.0), q)
     finally:
         dist.barrier()
 

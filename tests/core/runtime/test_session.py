@@ -15,7 +15,9 @@ from session_cases import (
     Growing,
     a_shard_that_does_not_fit,
     a_wrong_input,
+    agreements,
     an_attention_that_breaks_off,
+    an_executor_that_differs,
     change_of_batch,
     changing_masks,
     changing_sizes,
@@ -186,6 +188,26 @@ class TestInputs:
     )
     def test_what_only_debug_looks_for_is_named_by_rank_at_the_first_attention(self, pool, fault, message):
         assert_all_raise(pool, 3, message, a_wrong_input, 1, fault, True)
+
+    @pytest.mark.parametrize(
+        ("when", "message"),
+        [
+            ("mask", "the mask differs on rank(s) [1]"),
+            ("kernel", "another kernel serves on rank(s) [1]"),
+            ("value", "rank(s) [1]: q, k or v has values that are not finite"),
+        ],
+    )
+    def test_under_debug_executors_that_are_used_again_are_compared_too(self, pool, when, message):
+        assert_all_raise(pool, 3, message, an_executor_that_differs, 1, when)
+
+    def test_how_often_ranks_compare_numbers(self, pool):
+        """Under debug once an attention, and once more for an executor that is new, as each predicted mask's is."""
+        static = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
+        predicted = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}
+        workers = pool(2)
+        assert workers.run(agreements, static, False) == [[2, 0, 0]] * 2
+        assert workers.run(agreements, static, True) == [[3, 1, 1]] * 2
+        assert workers.run(agreements, predicted, True) == [[2, 2, 2]] * 2
 
     @pytest.mark.parametrize(
         ("when", "message"),
