@@ -18,7 +18,7 @@ from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
+from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.utils.errors import UserError
 
@@ -141,7 +141,7 @@ def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, rule: 
     def plan(mask: BlockMask) -> Plan:
         return make_plan(mask, strategy, planner, compare=False)
 
-    cache = PlanCache(rule, compare=False)
+    cache = SyncPlanCache(rule, compare=False)
     steps: list[int] = []
     iou, changed = [], []
     before: BlockMask | None = None

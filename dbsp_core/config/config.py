@@ -40,7 +40,7 @@ class ReuseConfig:
 
     threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this
     budget:    and while what it has wasted, Σ over its calls of ρ_s less the least known when it was made, stays at
-               or below this; new plans then look ahead. None: only the threshold, as in the paper
+               or below this. None: only the threshold, as in the paper
     mode:      "sync" plans from each call's own mask, "async" one call behind, without waiting; "auto" is async for
                masks computed from queries and keys
     """

@@ -107,12 +107,6 @@ class ConfiguredPlanMaker:
                 self._warn_of(plan, above)
         return plan
 
-    def make_later(self, later: BlockMask, mask: BlockMask, strategy: Strategy) -> Plan | None:
-        """See `plan_reuse.plan_cache.PlanMaker`."""
-        if self.config.effective_keys != "ring":  # what is sent follows from the mask at hand
-            return None
-        return self._ring_plan(strategy, later, mask)
-
     def rank_plan(self, assignment: Assignment) -> RankPlan:
         """See `plan_reuse.plan_cache.PlanMaker`."""
         return RankPlan.of(assignment, self.layout, self.group.rank)
@@ -127,7 +121,7 @@ class ConfiguredPlanMaker:
         """With keys as configured: for "auto" whichever plan is predicted faster, among those within the limit."""
         keys, plans = self.config.effective_keys, []
         if keys != "needed":
-            plans.append(self._ring_plan(strategy, mask, mask))
+            plans.append(self._ring_plan(strategy, mask))
         if keys != "ring":
             plans.append(self._plan_of_needed_keys(strategy, mask))
         if len(plans) == 1 or self.hardware is None:
@@ -145,12 +139,11 @@ class ConfiguredPlanMaker:
         plan = make_plan(mask, strategy, self.config.planner, layout=self.layout, compare=self.compare, keys="needed")
         return in_fastest_chunks(plan, mask, self._shape, self.hardware, self.topology, self.layout, self._excess)
 
-    def _ring_plan(self, strategy: Strategy, mask: BlockMask, real: BlockMask) -> Plan:
-        """real: the mask at hand, where `mask` is a predicted one"""
-        planner = replace(self.config.planner, exchange_cost=self._exchange_cost(strategy, real))
+    def _ring_plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
+        planner = replace(self.config.planner, exchange_cost=self._exchange_cost(strategy, mask))
 
         def make_by(config: PlannerConfig) -> Plan:
-            return make_plan(mask, strategy, config, layout=self.layout, compare=self.compare and mask is real)
+            return make_plan(mask, strategy, config, layout=self.layout, compare=self.compare)
 
         def make(name: str, equal_heads: bool) -> Plan:
             return make_by(replace(planner, name=name, paper=replace(planner.paper, equal_heads=equal_heads)))

@@ -5,7 +5,7 @@ scripts/bench/overhead.py                    8 ranks, all strategies, constants 
 scripts/bench/overhead.py --json > FILE      the same numbers for a program
 
 measured: on one core of this machine, with masks that change at every call: the planning thread (evaluating, and the
-          share of new plans, plans ahead and their parts), with the counting of masks left out, which is the device's;
+          share of new plans and their parts), with the counting of masks left out, which is the device's;
           and the calling thread (one attention of a session, new kernel tables included), on stand-ins of a few
           numbers, so that what a device or the network would do is left out. A GPU's launches take longer than
           operators on stand-ins: their number is given
@@ -46,7 +46,6 @@ from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, p
 from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.masks.video import Video
 from dbsp_core.planning.planners import PlannerConfig
-from dbsp_core.runtime.plan_reuse.forecast import DensityTrend, choose_longest_lived
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest, SyntheticSource
@@ -126,21 +125,13 @@ def planning(
         return BlockMask(mask.bits, mask.grid)
 
     plan, before = make(mask), make(seen[-2])
-    trend = DensityTrend()
-    for one in seen:
-        trend.update(one)
-
-    def ahead() -> Plan:
-        return choose_longest_lived(mask, trend, plan, make, threshold=1.10, budget=0.30, delay=1)
-
     found = {
         "evaluation_ms": without_counting(lambda: before.evaluate(fresh(), compare=False), repeats),
         "planning_ms": without_counting(lambda: make(fresh()), repeats),
-        "planning_ahead_ms": without_counting(ahead, repeats),
         "part_ms": without_counting(lambda: RankPlan.of(plan.assignment, layout, RANK), repeats),
         "fingerprint_ms": without_counting(lambda: replace(plan.assignment).fingerprint, repeats),
     }
-    a_plan = sum(found[part] for part in ("planning_ms", "planning_ahead_ms", "part_ms", "fingerprint_ms"))
+    a_plan = sum(found[part] for part in ("planning_ms", "part_ms", "fingerprint_ms"))
     return found | {"planning_thread_ms": found["evaluation_ms"] + replans * a_plan}
 
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from dbsp_core import BlockMask, Plan, SequenceGroup, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
+from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reproduce"))
@@ -57,7 +57,7 @@ def planner_of(strategy: Strategy, layout: SequenceLayout) -> Callable[[BlockMas
 
 def run(masks: Sequence[BlockMask], plan: Callable[[BlockMask], Plan], rule: ReplanRule, behind: bool) -> list[float]:
     """[plans made, mean and worst ρ_s used]"""
-    cache = AsyncPlanCache(rule, group=SequenceGroup(0, 1)) if behind else PlanCache(rule)
+    cache = AsyncPlanCache(rule, group=SequenceGroup(0, 1)) if behind else SyncPlanCache(rule)
     for mask in masks:
         cache.plan_for(0, mask, PlansBy(plan))
     cache.flush()

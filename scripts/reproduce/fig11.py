@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from common import FIG_11, MEASURED, arguments, layer_count, preset_source, publish
 from dbsp_core import BlockMask, make_plan
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
+from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.presets import PRESETS
@@ -54,7 +54,7 @@ def replans_and_rho(
     options: argparse.Namespace, planner: str, thresholds: tuple[float, ...], **style: Any
 ) -> list[Row]:
     """One row per threshold."""
-    caches = [PlanCache(ReplanRule(threshold)) for threshold in thresholds]
+    caches = [SyncPlanCache(ReplanRule(threshold)) for threshold in thresholds]
     maker = PlansBy(lambda mask: make_plan(mask, STRATEGY, planner))
     rho: list[list[float]] = [[] for _ in thresholds]
     layers = layer_count(PRESET, options)
@@ -65,7 +65,7 @@ def replans_and_rho(
     return [_row(planner, cache, values, layers) for cache, values in zip(caches, rho, strict=True)]
 
 
-def _row(planner: str, cache: PlanCache, rho: list[float], layers: int) -> Row:
+def _row(planner: str, cache: SyncPlanCache, rho: list[float], layers: int) -> Row:
     published = f"{FIG_11['replans']} (fitted)" if cache.rule.threshold == FIG_11["threshold"] else "–"
     return Row(
         planner,

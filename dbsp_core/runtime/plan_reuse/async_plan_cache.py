@@ -2,64 +2,89 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import queue
+import threading
+import time
 import traceback
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dbsp_core.comm.consistency import check_consistent
-from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.groups import CommunicationError, SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlanMaker, Planned
-from dbsp_core.runtime.plan_reuse.planning_thread import PlanningThread
-from dbsp_core.runtime.plan_reuse.rule import PlanUsage
+from dbsp_core.runtime.plan_reuse.plan_cache import PlanMaker, Planned, evaluate, new_plan
+from dbsp_core.runtime.plan_reuse.rule import KeptPlan, ReplanRule, ReuseCounters
+from dbsp_core.runtime.rank_plan import RankPlan
 
-__all__ = ["AsyncPlanCache"]
+__all__ = ["AsyncPlanCache", "PlanningThread"]
 
 PLANS_DIFFER = "the plan differs on rank(s) {}; all ranks must compute the same masks"
 
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """used: the plan in use with the numbers of the mask it was used for;  next: what the next call uses"""
-
-    used: Plan
-    next: Planned
+LAST_JOBS_S = 3.0
+"""Seconds that the end of the program waits for jobs under way. A thread that the interpreter stops within a tensor
+operation aborts the process."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What the thread is given of a call. name: the mask's;  event: on the call's stream, behind its mask"""
+    """One call of an attention, as the thread gets it.
 
-    key: Hashable
-    plan: Plan
+    kept:  the plan that the call uses
+    event: recorded on the call's stream, where its mask is on a GPU: the mask is computed once it is reached
+    """
+
+    kept: KeptPlan
     mask: BlockMask
     maker: PlanMaker
     name: Hashable | None
     event: torch.cuda.Event | None
 
 
-@dataclass(kw_only=True)
-class AsyncPlanCache(PlanCache):
-    """As `PlanCache`, one call behind: a call uses the plan that was settled for the last one, and never waits for its
+@dataclass(frozen=True)
+class _Evaluation:
+    """What the thread found out about a call.
+
+    used: the plan of the call, with the numbers of its mask
+    next: the plan of the attention's next call; part: this rank's part in it, where it is another assignment
+    """
+
+    used: KeptPlan
+    next: KeptPlan
+    part: RankPlan | None
+
+
+@dataclass
+class AsyncPlanCache:
+    """A `PlanCache` one call behind: a call uses the plan that was settled for the last one, and never waits for its
     own mask to be counted.
 
     While a call computes, a thread evaluates its mask under the plan in use, makes a new plan where `rule` asks for
     one, and compares it with the other ranks over a process group of its own. The next call of that attention adopts
     the outcome, waiting for it if it is late: so all ranks change plans at the same call. What went wrong in the
     thread, on any rank, is raised at that call on every rank. An attention's first call plans at once.
+    compare: whether plans tell what the contiguous plan would do; see `dbsp_core.planning.plan.make_plan`
     """
 
-    group: SequenceGroup
-    _plans: dict[Hashable, Planned] = field(default_factory=dict)
+    rule: ReplanRule
+    counters: ReuseCounters = field(default_factory=ReuseCounters)
+    compare: bool = True
+    latest: dict[Hashable, Plan] = field(default_factory=dict)
+    group: SequenceGroup = field(kw_only=True)
+    _kept: dict[Hashable, KeptPlan] = field(default_factory=dict)
+    """By attention, what its next call uses."""
+    _parts: dict[Hashable, RankPlan] = field(default_factory=dict)
+    """This rank's parts in those, where they are new."""
     _due: dict[Hashable, _Call] = field(default_factory=dict)
     _pending: dict[Hashable, Future[_Evaluation]] = field(default_factory=dict)
     _thread_group: SequenceGroup = field(init=False)
@@ -71,53 +96,56 @@ class AsyncPlanCache(PlanCache):
         self._thread = _thread_of(self._thread_group)
 
     def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker, name: Hashable | None = None) -> Planned:
-        """The plan to use for this call; its numbers are those of the mask it was made for.
+        """The plan to use for this call; its numbers are those of a mask before it, or of the one it was made for.
 
         Raises RuntimeError on every rank when planning failed, or plans differed, on any.
         """
         self.counters.calls += 1
         self._adopt(key)
-        planned = self._plans.get(key)
-        if planned is None or not planned.plan.fits(mask):
+        kept, part = self._kept.get(key), self._parts.pop(key, None)  # whoever gets the part keeps it
+        if kept is None or not kept.plan.fits(mask):
             self.counters.replans += 1
-            planned = Planned(maker.make(mask, None if planned is None else planned.plan))
-            self._usages[key] = PlanUsage.of(planned.plan, name)
-            self._trends.pop(key, None)
-        self._plans[key] = Planned(planned.plan)  # whoever gets the part keeps it
+            kept, part = new_plan(kept, mask, maker, name), None
+            self._kept[key] = kept
         event = torch.cuda.current_stream(mask.bits.device).record_event() if mask.bits.is_cuda else None
-        self._due[key] = _Call(key, planned.plan, mask, maker, name, event)
-        return planned
+        self._due[key] = _Call(kept, mask, maker, name, event)
+        return Planned(kept.plan, part)
 
     def start(self) -> None:
-        """Lets the thread evaluate what was asked for since: best when the calls' own work is queued on the device.
+        """Lets the thread evaluate the calls since: best when their own work is queued on the device.
 
-        It would slow this thread down until then. Whatever waits for the thread starts it too.
+        It would slow the calling thread down until then. Whatever waits for the thread starts it too.
         """
         for key in list(self._due):
             self._pending[key] = self._thread.submit(functools.partial(self._run, self._due.pop(key)))
 
     def count_reuse(self, key: Hashable, plan: Plan, name: Hashable | None = None) -> bool:
-        """As `PlanCache.count_reuse`, for the plan as the next call would have it."""
         self._adopt(key)
-        planned = self._plans.setdefault(key, Planned(plan))
-        return planned.plan.assignment.equals(plan.assignment) and super().count_reuse(key, plan, name)
+        kept = self._kept.setdefault(key, KeptPlan(plan, plan.rho))
+        used = kept.used_with(plan)
+        if not kept.plan.assignment.equals(plan.assignment) or self.rule.expired(used, name):
+            return False
+        self.counters.calls += 1
+        self.counters.add(plan)
+        self._kept[key], self.latest[key] = used, plan
+        return True
 
     def begin_with(self, key: Hashable, other: Hashable) -> None:
-        """As `PlanCache.begin_with`, with the other's plan as its next call would have it."""
-        if key in self._plans or other not in self._plans:
+        """See `PlanCache`; with the plan that the other's next call would have."""
+        if key in self._kept or other not in self._kept:
             return
         self._adopt(other)
-        super().begin_with(key, other)
-        self._plans[key] = Planned(self._plans[other].plan)
+        self._kept[key] = self._kept[other].unspent()
+        if other in self.latest:
+            self.latest[key] = self.latest[other]
 
     def forget(self, key: Hashable) -> None:
-        """Drops what is kept for an attention, once nothing is pending for it."""
+        """See `PlanCache`; once nothing is pending for the attention."""
         self._adopt(key)
-        self._plans.pop(key, None)
-        super().forget(key)
+        for by_attention in (self._kept, self._parts, self.latest):
+            by_attention.pop(key, None)
 
     def flush(self) -> None:
-        """Waits for what is pending, so that counters and `latest` cover every call."""
         self.start()
         for key in list(self._pending):
             self._adopt(key)
@@ -136,9 +164,11 @@ class AsyncPlanCache(PlanCache):
                 f"the planning thread of rank {self.group.rank} has not answered for {limit:g} s, the process group's "
                 "timeout; something in it stands still"
             ) from error
-        self.counters.add(evaluation.used)
-        self.counters.replans += evaluation.next.plan is not evaluation.used
-        self.latest[key], self._plans[key] = evaluation.used, evaluation.next
+        self.counters.add(evaluation.used.plan)
+        self.counters.replans += evaluation.next is not evaluation.used
+        self.latest[key], self._kept[key] = evaluation.used.plan, evaluation.next
+        if evaluation.part is not None:
+            self._parts[key] = evaluation.part
 
     def _run(self, call: _Call) -> _Evaluation:
         """In the thread. Collective on its own group."""
@@ -155,15 +185,13 @@ class AsyncPlanCache(PlanCache):
         return evaluation
 
     def _evaluate(self, call: _Call) -> _Evaluation:
-        plan = call.plan
-        with self._beside(call.mask.bits.device, call.event):
-            used = plan.evaluate(call.mask, compare=self.compare)
-            chosen = self._renewed(call.key, used, call.mask, call.maker, plan, call.name, delay=1)
-        moves = chosen is not used and not chosen.assignment.equals(plan.assignment)
-        return _Evaluation(used, Planned(chosen, call.maker.rank_plan(chosen.assignment) if moves else None))
+        with self._own_stream(call.mask.bits.device, call.event):
+            used, chosen = evaluate(call.kept, call.mask, call.maker, call.name, self.rule, self.compare)
+        moves = chosen is not used and not chosen.plan.assignment.equals(used.plan.assignment)
+        return _Evaluation(used, chosen, call.maker.rank_plan(chosen.plan.assignment) if moves else None)
 
-    def _beside(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
-        """A stream of the thread's own, behind only the mask: what else the device computes is not waited for."""
+    def _own_stream(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
+        """A stream of the thread's own, which waits only for the mask, not for what else the device computes."""
         if event is None:
             return nullcontext()
         if device not in self._side_streams:
@@ -172,10 +200,69 @@ class AsyncPlanCache(PlanCache):
         return torch.cuda.stream(self._side_streams[device])
 
 
+_Jobs = queue.SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
+
+
+class PlanningThread:
+    """Runs jobs one after the other in a thread, which ends with this object or with the program.
+
+    The order matters: jobs may hold collectives, which every rank must enter in the same order. Once communication
+    has broken off in one, later ones are not begun, and raise the same: each would wait for the others' timeout again.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._started = False
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """Queues a job. Returns what will hold its result, or what it raises."""
+        if not self._started:
+            self._start()
+        future: Future[Any] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def _start(self) -> None:
+        # A daemon, so that a job that hangs does not keep the program from ending.
+        thread = threading.Thread(target=_work, args=(self._jobs,), name="dbsp-planning", daemon=True)
+        thread.start()
+        _RUNNING[thread] = self._jobs
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._started = True
+
+
 _THREADS: weakref.WeakKeyDictionary[dist.ProcessGroup, PlanningThread] = weakref.WeakKeyDictionary()
+_RUNNING: weakref.WeakKeyDictionary[threading.Thread, _Jobs] = weakref.WeakKeyDictionary()
 
 
 def _thread_of(group: SequenceGroup) -> PlanningThread:
     """One thread for all that use a group of this kind: two would enter its collectives in any order."""
     process_group = group.group
     return PlanningThread() if process_group is None else _THREADS.setdefault(process_group, PlanningThread())
+
+
+def _work(jobs: _Jobs) -> None:
+    broken: CommunicationError | None = None
+    while (job := jobs.get()) is not None:
+        future, do = job
+        try:
+            if broken is not None:
+                raise broken
+            future.set_result(do())
+        except CommunicationError as error:
+            broken = error
+            future.set_exception(error)
+        except BaseException as error:  # to be raised where the result is asked for
+            future.set_exception(error)
+        del job, future, do  # or the last job's tensors would be held until the next one comes
+
+
+@atexit.register
+def _end() -> None:
+    running = list(_RUNNING.items())
+    for _, jobs in running:
+        jobs.put(None)
+    for thread, _ in running:
+        thread.join(LAST_JOBS_S)
+    if running:
+        time.sleep(0.02)  # gloo's threads need the interpreter to release the last collective's tensors

@@ -1,20 +1,18 @@
-"""One plan per attention, kept while it is even enough."""
+"""One plan per attention, kept while it is even enough (paper §4.2.1)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.plan_reuse.forecast import DensityTrend, choose_longest_lived
-from dbsp_core.runtime.plan_reuse.rule import PlanUsage, ReplanRule, ReuseCounters
+from dbsp_core.runtime.plan_reuse.rule import KeptPlan, ReplanRule, ReuseCounters
 from dbsp_core.runtime.rank_plan import RankPlan
 
-__all__ = ["PlanCache", "PlanMaker", "Planned", "PlansBy"]
+__all__ = ["PlanCache", "PlanMaker", "Planned", "PlansBy", "SyncPlanCache"]
 
 
 class PlanMaker(Protocol):
@@ -24,10 +22,6 @@ class PlanMaker(Protocol):
         """The plan for a mask. current: the one in use"""
         ...
 
-    def make_later(self, later: BlockMask, mask: BlockMask, strategy: Strategy) -> Plan | None:
-        """The plan for a predicted mask, while the mask at hand is `mask`; None: plans don't look ahead."""
-        ...
-
     def rank_plan(self, assignment: Assignment) -> RankPlan | None:
         """This rank's part in an assignment, on the host; None: whoever gets the plan makes it."""
         ...
@@ -35,16 +29,12 @@ class PlanMaker(Protocol):
 
 @dataclass(frozen=True)
 class PlansBy:
-    """A `PlanMaker` of one function, for use offline. ahead: whether plans look ahead"""
+    """A `PlanMaker` of one function, for use offline."""
 
     plan: Callable[[BlockMask], Plan]
-    ahead: bool = True
 
     def make(self, mask: BlockMask, current: Plan | None) -> Plan:
         return self.plan(mask)
-
-    def make_later(self, later: BlockMask, mask: BlockMask, strategy: Strategy) -> Plan | None:
-        return self.plan(later) if self.ahead else None
 
     def rank_plan(self, assignment: Assignment) -> RankPlan | None:
         return None
@@ -58,13 +48,61 @@ class Planned:
     part: RankPlan | None = None
 
 
-@dataclass
-class PlanCache:
-    """One plan per attention, kept as long as `rule` says.
+class PlanCache(Protocol):
+    """One plan per attention, kept as long as a `ReplanRule` says.
 
     An attention is a layer's, and a guidance pass's where passes have masks of their own. Whether to keep a plan
     follows from the masks' bits and the kept plan only, which all ranks share: no rank can decide otherwise than the
-    others. Every call waits for its mask to be counted.
+    others.
+    """
+
+    counters: ReuseCounters
+
+    @property
+    def latest(self) -> Mapping[Hashable, Plan]:
+        """By attention, its plan with the numbers of the mask that it was last used for."""
+        ...
+
+    def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker, name: Hashable | None = None) -> Planned:
+        """The plan to use for one call of an attention.
+
+        Args:
+            key: Names the attention.
+            mask: Of this call.
+            maker: Makes a new plan where one is due.
+            name: The mask's, which no other mask of the attention has; None where it has none.
+        """
+        ...
+
+    def count_reuse(self, key: Hashable, plan: Plan, name: Hashable | None = None) -> bool:
+        """Counts one more call of an attention with a mask that `plan` has the numbers of.
+
+        Returns:
+            False, having counted nothing, where the plan has expired: `plan_for` is to be asked then.
+        """
+        ...
+
+    def begin_with(self, key: Hashable, other: Hashable) -> None:
+        """Lets an attention that has no plan begin with another's, if that has one."""
+        ...
+
+    def forget(self, key: Hashable) -> None:
+        """Drops what is kept for an attention."""
+        ...
+
+    def start(self) -> None:
+        """Begins what may run while the calls' own work does: to be called once that is queued on the device."""
+        ...
+
+    def flush(self) -> None:
+        """Waits for what is pending, so that `counters` and `latest` cover every call."""
+        ...
+
+
+@dataclass
+class SyncPlanCache:
+    """A `PlanCache` in which every call waits for its own mask to be counted, and plans come with its numbers.
+
     compare: whether plans tell what the contiguous plan would do; see `dbsp_core.planning.plan.make_plan`
     """
 
@@ -72,89 +110,56 @@ class PlanCache:
     counters: ReuseCounters = field(default_factory=ReuseCounters)
     compare: bool = True
     latest: dict[Hashable, Plan] = field(default_factory=dict)
-    """By attention, its plan with the numbers of the mask it was last used for."""
-    _usages: dict[Hashable, PlanUsage] = field(default_factory=dict)
-    _trends: dict[Hashable, DensityTrend] = field(default_factory=dict)
+    _kept: dict[Hashable, KeptPlan] = field(default_factory=dict)
 
     def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker, name: Hashable | None = None) -> Planned:
-        """The kept plan if it still serves, else a new one; with this mask's numbers.
-
-        name: the mask's, which no other mask of the attention has; None: it has none
-        """
+        """The kept plan if it still serves, else a new one; with this mask's numbers."""
         self.counters.calls += 1
-        plan = self.latest.get(key)
-        used = plan.evaluate(mask, compare=self.compare) if plan is not None and plan.fits(mask) else None
-        chosen = self._renewed(key, used, mask, maker, plan, name, delay=0)
+        kept = self._kept.get(key)
+        if kept is None or not kept.plan.fits(mask):
+            used, chosen = None, new_plan(kept, mask, maker, name)
+        else:
+            used, chosen = evaluate(kept, mask, maker, name, self.rule, self.compare)
         self.counters.replans += chosen is not used
-        self.counters.add(chosen)
-        self.latest[key] = chosen
-        return Planned(chosen)
+        self._keep(key, chosen)
+        return Planned(chosen.plan)
 
     def count_reuse(self, key: Hashable, plan: Plan, name: Hashable | None = None) -> bool:
-        """Counts one more call of an attention with a mask that `plan` has the numbers of.
-
-        returns: False, and counts nothing, where the plan has expired: a new one is to be made for the mask
-        name: the mask's, as for `plan_for`
-        """
-        usage = self._usages.setdefault(key, PlanUsage(best_rho=plan.rho))
-        if usage.expired_by(plan, self.rule, name):
+        kept = self._kept.get(key, KeptPlan(plan, plan.rho)).used_with(plan)
+        if self.rule.expired(kept, name):
             return False
-        usage.add(plan)
         self.counters.calls += 1
-        self.counters.add(plan)
-        self.latest[key] = plan
+        self._keep(key, kept)
         return True
 
     def begin_with(self, key: Hashable, other: Hashable) -> None:
-        """Lets an attention that has no plan begin with another's, if that has one."""
-        if key not in self.latest and other in self.latest:
-            self.latest[key] = self.latest[other]
-            self._usages[key] = replace(self._usages[other], excess=0.0)
+        if key not in self._kept and other in self._kept:
+            self._kept[key], self.latest[key] = self._kept[other].unspent(), self.latest[other]
 
     def forget(self, key: Hashable) -> None:
-        """Drops what is kept for an attention."""
-        for kept in (self.latest, self._usages, self._trends):
-            kept.pop(key, None)
+        self._kept.pop(key, None)
+        self.latest.pop(key, None)
 
     def start(self) -> None:
-        """Lets begin what may run beside the calls' own work: nothing here."""
+        """Nothing is pending here."""
 
     def flush(self) -> None:
-        """Waits for what is pending, so that counters and `latest` cover every call: nothing here."""
+        """Nothing is pending here."""
 
-    def _renewed(
-        self,
-        key: Hashable,
-        used: Plan | None,
-        mask: BlockMask,
-        maker: PlanMaker,
-        current: Plan | None,
-        name: Hashable | None,
-        delay: int,
-    ) -> Plan:
-        """The plan to use after `delay` calls: `used`, which has this mask's numbers, or a new one if it expired."""
-        trend = self._trends.setdefault(key, DensityTrend())
-        if self.rule.budget is not None:
-            trend.update(mask)
-        if used is not None:
-            usage = self._usages.setdefault(key, PlanUsage())
-            expired = usage.expired_by(used, self.rule, name)
-            usage.add(used)
-            if not expired:
-                return used
-        made = maker.make(mask, current)
-        self._usages[key] = usage = PlanUsage.of(made, name)
-        if self.rule.budget is None:
-            return made
-        chosen = choose_longest_lived(
-            mask,
-            trend,
-            made,
-            lambda later: maker.make_later(later, mask, made.strategy),
-            threshold=self.rule.threshold,
-            budget=self.rule.budget,
-            delay=delay,
-        )
-        if delay == 0:
-            usage.add(chosen)
-        return chosen
+    def _keep(self, key: Hashable, used: KeptPlan) -> None:
+        self.counters.add(used.plan)
+        self._kept[key], self.latest[key] = used, used.plan
+
+
+def new_plan(kept: KeptPlan | None, mask: BlockMask, maker: PlanMaker, name: Hashable | None) -> KeptPlan:
+    """A plan made for the mask of this name, where `kept` was in use."""
+    return KeptPlan.new(maker.make(mask, None if kept is None else kept.plan), name)
+
+
+def evaluate(
+    kept: KeptPlan, mask: BlockMask, maker: PlanMaker, name: Hashable | None, rule: ReplanRule, compare: bool
+) -> tuple[KeptPlan, KeptPlan]:
+    """The kept plan with this mask's numbers, and the one to use from now on: the same, or a new one if it expired."""
+    used = kept.used_with(kept.plan.evaluate(mask, compare=compare))
+    chosen = new_plan(kept, mask, maker, name) if rule.expired(used, name) else used
+    return used, chosen

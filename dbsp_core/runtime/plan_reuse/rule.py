@@ -3,12 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 
-__all__ = ["PlanUsage", "ReplanRule", "ReuseCounters"]
+__all__ = ["KeptPlan", "ReplanRule", "ReuseCounters"]
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """The plan of one attention, and what it has wasted since it was made.
+
+    plan:     with the numbers of the mask that it was last used for
+    best_rho: ρ_s of the best plan that was known when it was made
+    excess:   Σ over its calls of ρ_s less `best_rho`: what it has wasted, in times of a balanced attention
+    made_for: the name of the mask that a plan was last made for, None where it has none
+    made:     what was made for that mask
+    """
+
+    plan: Plan
+    best_rho: float
+    excess: float = 0.0
+    made_for: Hashable | None = None
+    made: Assignment | None = None
+
+    @classmethod
+    def new(cls, plan: Plan, name: Hashable | None) -> KeptPlan:
+        """A plan that was just made for the mask of this name."""
+        return cls(plan, plan.rho, made_for=name, made=plan.assignment)
+
+    def used_with(self, plan: Plan) -> KeptPlan:
+        """What is kept after one more call, whose mask `plan` has the numbers of."""
+        return replace(self, plan=plan, excess=self.excess + max(0.0, plan.rho - self.best_rho))
+
+    def unspent(self) -> KeptPlan:
+        """The same plan for an attention that begins with it."""
+        return replace(self, excess=0.0)
+
+    def was_made_for(self, name: Hashable | None) -> bool:
+        """Whether the plan was made for the mask of this name; False where it has none."""
+        if name is None or name != self.made_for or self.made is None:
+            return False
+        return self.made.equals(self.plan.assignment)
 
 
 @dataclass(frozen=True)
@@ -17,53 +54,20 @@ class ReplanRule:
 
     threshold: P_s of the paper: it is kept while ρ_s of the current mask under it stays at or below this
     budget:    and while its excess, Σ over its calls of ρ_s less the least that was known to be possible when it was
-               made, stays at or below this; in times of a balanced attention. New plans then look ahead (see
-               `plan_reuse.forecast`). None: only the threshold counts, and every plan is for the mask at hand.
+               made, stays at or below this; in times of a balanced attention. None: only the threshold counts
     """
 
     threshold: float = 1.10
     budget: float | None = None
 
+    def expired(self, used: KeptPlan, name: Hashable | None = None) -> bool:
+        """Whether the call that was counted last is the plan's last.
 
-@dataclass
-class PlanUsage:
-    """What one attention's plan has done so far.
-
-    best_rho: ρ_s of the best plan known when it was made;  excess: what it has wasted, see `ReplanRule`
-    made_for: the name of the mask that it was made for, None without one;  made: what was made for it
-    """
-
-    best_rho: float = 1.0
-    excess: float = 0.0
-    made_for: Hashable | None = None
-    made: Assignment | None = None
-
-    @classmethod
-    def of(cls, made: Plan, name: Hashable | None) -> PlanUsage:
-        """Of a plan that was just made for the mask of this name."""
-        return cls(best_rho=made.rho, made_for=name, made=made.assignment)
-
-    def expired_by(self, used: Plan, rule: ReplanRule, name: Hashable | None = None) -> bool:
-        """Whether one more call, which `used` serves, is its last; the call is not counted.
-
-        name: of the call's mask, None without one. A plan that was made for it does not expire: another one made for
-        it would be the same.
+        A plan that was made for the mask of that call, which has this name, does not expire: another one made for it
+        would be the same.
         """
-        excess = self._excess_with(used)
-        expired = used.rho > rule.threshold or (rule.budget is not None and excess > rule.budget)
-        return expired and not self._was_made_for(name, used)
-
-    def _was_made_for(self, name: Hashable | None, used: Plan) -> bool:
-        return (
-            name is not None and name == self.made_for and self.made is not None and self.made.equals(used.assignment)
-        )
-
-    def add(self, used: Plan) -> None:
-        """Counts a call that `used` served, or would serve."""
-        self.excess = self._excess_with(used)
-
-    def _excess_with(self, used: Plan) -> float:
-        return self.excess + max(0.0, used.rho - self.best_rho)
+        uneven = used.plan.rho > self.threshold or (self.budget is not None and used.excess > self.budget)
+        return uneven and not used.was_made_for(name)
 
 
 @dataclass

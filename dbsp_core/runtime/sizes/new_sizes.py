@@ -22,7 +22,7 @@ from dbsp_core.planning.plan import require_slots
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, agree_on_memory, load_constants, strategies_of
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
+from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, SyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
 from dbsp_core.runtime.sizes.size_context import SizeContext
 from dbsp_core.utils.log import log
@@ -107,7 +107,7 @@ class NewSizes:
         rule = ReplanRule(self.config.reuse.threshold, self.config.reuse.budget)
         if self.config.effective_planning == "async":
             return AsyncPlanCache(rule, self.counters, self.compare, group=self.group)
-        return PlanCache(rule, self.counters, self.compare)
+        return SyncPlanCache(rule, self.counters, self.compare)
 
     def _profile(self, device: torch.device) -> MaskProfile | None:
         """Of all layers' masks, for layout "learned"; None where masks are not known before they are used."""

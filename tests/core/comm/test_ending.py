@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dbsp_core.comm.groups import CommunicationError
-from dbsp_core.runtime.plan_reuse.planning_thread import PlanningThread
+from dbsp_core.runtime.plan_reuse.async_plan_cache import PlanningThread
 
 SINGLE_RANK = """
 import gc, os
@@ -71,7 +71,7 @@ class TestBackground:
     def test_jobs_under_way_are_done_before_the_interpreter_ends(self):
         done = run(
             "import time\n"
-            "from dbsp_core.runtime.plan_reuse.planning_thread import PlanningThread\n"
+            "from dbsp_core.runtime.plan_reuse.async_plan_cache import PlanningThread\n"
             "background = PlanningThread()\n"
             "for number in range(3):\n"
             "    background.submit(lambda number=number: (time.sleep(0.1), print(number, flush=True)))\n"

@@ -41,7 +41,7 @@ def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) 
         for call in range(3):
             mask = mask_of(*np.random.default_rng(call).integers(1, 60, 2 * world))
             wrong = wrong or (call == 1 and rank == odd)
-            fingerprints.append(cache.plan_for("layer", mask, PlansBy(make, ahead=False)).plan.assignment.fingerprint)
+            fingerprints.append(cache.plan_for("layer", mask, PlansBy(make)).plan.assignment.fingerprint)
             dist.all_reduce(torch.ones(1))  # the main group goes on meanwhile
     finally:
         dist.barrier()
@@ -61,14 +61,14 @@ def two_caches_of_one_group(rank: int, world: int) -> list[int]:
 
     first, *later = (mask_of(*np.random.default_rng(seed).integers(1, 60, 2 * world)) for seed in range(3))
     for cache in caches:
-        cache.plan_for("layer", first, PlansBy(make, ahead=False))
+        cache.plan_for("layer", first, PlansBy(make))
         cache.flush()
     late.set()
     for cache, mask in zip(caches, later, strict=True):
-        cache.plan_for("layer", mask, PlansBy(make, ahead=False))
+        cache.plan_for("layer", mask, PlansBy(make))
     queued.set()
     return [
-        cache.plan_for("layer", mask, PlansBy(make, ahead=False)).plan.assignment.fingerprint
+        cache.plan_for("layer", mask, PlansBy(make)).plan.assignment.fingerprint
         for cache, mask in zip(caches, later, strict=True)
     ]
 

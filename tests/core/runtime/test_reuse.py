@@ -13,8 +13,8 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, PlansBy
-from dbsp_core.runtime.plan_reuse.rule import PlanUsage, ReplanRule
+from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
+from dbsp_core.runtime.plan_reuse.rule import KeptPlan, ReplanRule
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import SpargeSource, WindowSource
@@ -36,40 +36,36 @@ ABOVE = mask_of(7, 3, 2, 4)
 
 @pytest.fixture
 def cache():
-    cache = PlanCache(ReplanRule(1.25))
-    assert cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan.rho == 1.0
+    cache = SyncPlanCache(ReplanRule(1.25))
+    assert cache.plan_for(0, FIRST, PlansBy(plan_u2)).plan.rho == 1.0
     return cache
 
 
 def test_a_plan_is_kept_up_to_the_threshold_with_the_numbers_of_the_new_mask(cache):
-    first = cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan
-    kept = cache.plan_for(0, AT_THRESHOLD, PlansBy(plan_u2, ahead=False)).plan
+    first = cache.plan_for(0, FIRST, PlansBy(plan_u2)).plan
+    kept = cache.plan_for(0, AT_THRESHOLD, PlansBy(plan_u2)).plan
     assert kept.assignment.fingerprint == first.assignment.fingerprint
     assert kept.rho == 1.25
     assert (cache.counters.calls, cache.counters.replans) == (3, 1)
 
 
 def test_above_the_threshold_a_new_plan_is_made_and_kept_from_then_on(cache):
-    plan = cache.plan_for(0, ABOVE, PlansBy(plan_u2, ahead=False)).plan
+    plan = cache.plan_for(0, ABOVE, PlansBy(plan_u2)).plan
     assert (
         plan.assignment.fingerprint == plan_u2(ABOVE).assignment.fingerprint != plan_u2(FIRST).assignment.fingerprint
     )
     assert plan.rho == 9 / 8
-    assert (
-        cache.plan_for(0, ABOVE, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
-        == plan.assignment.fingerprint
-    )
+    assert cache.plan_for(0, ABOVE, PlansBy(plan_u2)).plan.assignment.fingerprint == plan.assignment.fingerprint
     assert (cache.counters.calls, cache.counters.replans) == (3, 2)
 
 
 def test_every_layer_has_a_plan_of_its_own(cache):
-    cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2, ahead=False))
+    cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2))
     assert (
-        cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
-        == plan_u2(FIRST).assignment.fingerprint
+        cache.plan_for(0, FIRST, PlansBy(plan_u2)).plan.assignment.fingerprint == plan_u2(FIRST).assignment.fingerprint
     )
     assert (
-        cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
+        cache.plan_for(1, AT_THRESHOLD, PlansBy(plan_u2)).plan.assignment.fingerprint
         == plan_u2(AT_THRESHOLD).assignment.fingerprint
     )
     assert (cache.counters.calls, cache.counters.replans) == (4, 2)
@@ -79,7 +75,7 @@ def test_every_layer_has_a_plan_of_its_own(cache):
     "mask", [mask_of(6, 4, 4, 2, grid=BlockGrid.uniform(9 * 16, 16)), mask_of(6, 4, 4)], ids=["grid", "heads"]
 )
 def test_another_grid_or_number_of_heads_needs_a_new_plan(cache, mask):
-    plan = cache.plan_for(0, mask, PlansBy(plan_u2, ahead=False)).plan
+    plan = cache.plan_for(0, mask, PlansBy(plan_u2)).plan
     assert (plan.grid, plan.heads) == (mask.grid, mask.heads)
     assert cache.counters.replans == 2
 
@@ -92,7 +88,7 @@ MIRRORED = mask_of(1, 1, 1, 9)
 
 class TestAMaskWhoseBestPlanIsAboveTheThreshold:
     @pytest.mark.parametrize("budget", [None, 0.3])
-    @pytest.mark.parametrize("kind", [PlanCache, AsyncPlanCache])
+    @pytest.mark.parametrize("kind", [SyncPlanCache, AsyncPlanCache])
     def test_is_planned_once(self, kind, budget):
         group = {"group": SequenceGroup(0, 1)} if kind is AsyncPlanCache else {}
         cache = kind(ReplanRule(1.25, budget), **group)
@@ -102,7 +98,7 @@ class TestAMaskWhoseBestPlanIsAboveTheThreshold:
             assert cache.count_reuse(0, plan, "uneven")
         assert (cache.counters.calls, cache.counters.replans) == (9, 1)
 
-    @pytest.mark.parametrize("kind", [PlanCache, AsyncPlanCache])
+    @pytest.mark.parametrize("kind", [SyncPlanCache, AsyncPlanCache])
     def test_is_planned_once_after_others(self, kind):
         group = {"group": SequenceGroup(0, 1)} if kind is AsyncPlanCache else {}
         cache = kind(ReplanRule(1.25), **group)
@@ -114,25 +110,25 @@ class TestAMaskWhoseBestPlanIsAboveTheThreshold:
         assert cache.latest[0].rho == 1.5
 
     def test_a_plan_made_for_another_mask_expires(self):
-        cache = PlanCache(ReplanRule(1.25))
+        cache = SyncPlanCache(ReplanRule(1.25))
         for mask, name in ((UNEVEN, "uneven"), (MIRRORED, "mirrored"), (UNEVEN, "uneven"), (UNEVEN, "uneven")):
             assert cache.plan_for(0, mask, PlansBy(plan_u2), name).plan.rho == 1.5
         assert cache.counters.replans == 3
 
     def test_without_a_name_it_could_be_any_mask(self):
-        cache = PlanCache(ReplanRule(1.25))
+        cache = SyncPlanCache(ReplanRule(1.25))
         for _ in range(3):
             cache.plan_for(0, UNEVEN, PlansBy(plan_u2))
         assert cache.counters.replans == 3
 
     def test_another_plan_than_the_one_made_for_it_expires(self):
-        usage, rule = PlanUsage.of(plan_u2(UNEVEN), "uneven"), ReplanRule(1.25)
-        assert not usage.expired_by(plan_u2(UNEVEN), rule, "uneven")
-        assert usage.expired_by(plan_u2(MIRRORED).evaluate(UNEVEN), rule, "uneven")
-        assert usage.expired_by(plan_u2(UNEVEN).evaluate(MIRRORED), rule, "mirrored")
+        kept, rule = KeptPlan.new(plan_u2(UNEVEN), "uneven"), ReplanRule(1.25)
+        assert not rule.expired(kept.used_with(plan_u2(UNEVEN)), "uneven")
+        assert rule.expired(kept.used_with(plan_u2(MIRRORED).evaluate(UNEVEN)), "uneven")
+        assert rule.expired(kept.used_with(plan_u2(UNEVEN).evaluate(MIRRORED)), "mirrored")
 
     def test_an_attention_that_begins_with_its_plan_goes_on_with_it(self):
-        cache = PlanCache(ReplanRule(1.25))
+        cache = SyncPlanCache(ReplanRule(1.25))
         cache.plan_for("one step", UNEVEN, PlansBy(plan_u2), "uneven")
         cache.begin_with("the next", "one step")
         cache.plan_for("the next", UNEVEN, PlansBy(plan_u2), "uneven")
@@ -148,20 +144,20 @@ class TestLagged:
 
     def test_the_first_call_plans_at_once(self, lagged):
         assert (
-            lagged.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint
+            lagged.plan_for(0, FIRST, PlansBy(plan_u2)).plan.assignment.fingerprint
             == plan_u2(FIRST).assignment.fingerprint
         )
 
     def test_a_new_plan_is_adopted_one_call_later(self, lagged):
         masks = [FIRST, ABOVE, ABOVE, ABOVE, FIRST]
-        plans = [lagged.plan_for(0, mask, PlansBy(plan_u2, ahead=False)).plan.assignment.fingerprint for mask in masks]
+        plans = [lagged.plan_for(0, mask, PlansBy(plan_u2)).plan.assignment.fingerprint for mask in masks]
         old, new = plan_u2(FIRST).assignment.fingerprint, plan_u2(ABOVE).assignment.fingerprint
         assert old != new
         assert plans == [old, old, new, new, new]
 
     def test_counters_cover_every_call_once_settled(self, lagged):
         for mask in (FIRST, ABOVE, ABOVE):
-            lagged.plan_for(0, mask, PlansBy(plan_u2, ahead=False))
+            lagged.plan_for(0, mask, PlansBy(plan_u2))
         lagged.flush()
         counters = lagged.counters
         assert (counters.calls, counters.replans, counters.evaluated) == (3, 2, 3)
@@ -171,7 +167,7 @@ class TestLagged:
 
     def test_at_the_threshold_the_plan_is_kept(self, lagged):
         for mask in (FIRST, AT_THRESHOLD, FIRST):
-            plan = lagged.plan_for(0, mask, PlansBy(plan_u2, ahead=False)).plan
+            plan = lagged.plan_for(0, mask, PlansBy(plan_u2)).plan
         assert plan.assignment.fingerprint == plan_u2(FIRST).assignment.fingerprint
         assert lagged.counters.replans == 1
 
@@ -186,7 +182,7 @@ class TestLagged:
                 return RankPlan.of(assignment, layout, 0)
 
         masks = (FIRST, ABOVE, ABOVE, ABOVE)
-        planned = [lagged.plan_for(0, mask, Prepares(plan_u2, ahead=False)) for mask in masks]
+        planned = [lagged.plan_for(0, mask, Prepares(plan_u2)) for mask in masks]
         lagged.flush()
         old, new = plan_u2(FIRST).assignment.fingerprint, plan_u2(ABOVE).assignment.fingerprint
         assert threads == ["dbsp-planning"]
@@ -203,28 +199,28 @@ class TestLagged:
                 return RankPlan.of(assignment, layout, 0)
 
         for mask in (FIRST, ABOVE):
-            lagged.plan_for(0, mask, Prepares(plan_u2, ahead=False))
-        planned = lagged.plan_for(0, mask_of(6, 4), PlansBy(plan_u2, ahead=False))
+            lagged.plan_for(0, mask, Prepares(plan_u2))
+        planned = lagged.plan_for(0, mask_of(6, 4), PlansBy(plan_u2))
         assert (planned.plan.heads, planned.part) == (2, None)
 
     def test_attentions_do_not_mix(self, lagged):
         for _ in range(2):
-            lagged.plan_for("cond", FIRST, PlansBy(plan_u2, ahead=False))
-            lagged.plan_for("uncond", ABOVE, PlansBy(plan_u2, ahead=False))
+            lagged.plan_for("cond", FIRST, PlansBy(plan_u2))
+            lagged.plan_for("uncond", ABOVE, PlansBy(plan_u2))
         lagged.flush()
         assert lagged.latest["cond"].rho == 1.0
         assert lagged.latest["uncond"].rho == 9 / 8
         assert lagged.counters.replans == 2
 
     def test_what_went_wrong_is_raised_at_the_next_call_with_its_traceback(self, lagged):
-        lagged.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False))
+        lagged.plan_for(0, FIRST, PlansBy(plan_u2))
 
         def fail(mask: BlockMask) -> Plan:
             raise ZeroDivisionError("no planner today")
 
-        lagged.plan_for(0, ABOVE, PlansBy(fail, ahead=False))
+        lagged.plan_for(0, ABOVE, PlansBy(fail))
         with pytest.raises(RuntimeError, match=r"(?s)planning failed.*Traceback.*no planner today"):
-            lagged.plan_for(0, ABOVE, PlansBy(plan_u2, ahead=False))
+            lagged.plan_for(0, ABOVE, PlansBy(plan_u2))
 
 
 class TestStandingStill:
@@ -236,8 +232,8 @@ class TestStandingStill:
             answer.wait(30)  # ends a hang
             return plan_u2(mask)
 
-        cache.plan_for(0, FIRST, PlansBy(plan_u2, ahead=False))
-        cache.plan_for(0, ABOVE, PlansBy(stand_still, ahead=False))
+        cache.plan_for(0, FIRST, PlansBy(plan_u2))
+        cache.plan_for(0, ABOVE, PlansBy(stand_still))
         try:
             with pytest.raises(RuntimeError, match=r"planning thread of rank 0 has not answered for 0\.05 s"):
                 cache.flush()
@@ -274,8 +270,8 @@ def test_ranks_that_agree_go_on(pool):
     ("settings", "kind"),
     [
         ({"mask": SpargeSource(cdf=0.9)}, AsyncPlanCache),
-        ({"mask": SpargeSource(cdf=0.9), "reuse": {"mode": "sync"}}, PlanCache),
-        ({"mask": WindowSource()}, PlanCache),
+        ({"mask": SpargeSource(cdf=0.9), "reuse": {"mode": "sync"}}, SyncPlanCache),
+        ({"mask": WindowSource()}, SyncPlanCache),
         ({"mask": WindowSource(), "reuse": {"mode": "async"}}, AsyncPlanCache),
     ],
 )
