@@ -241,7 +241,7 @@ class AttentionSession:
     def chosen(self) -> dict[Strategy, int]:
         """How often each strategy was, where it was left to be chosen; for this size of video."""
         self.flush()
-        selector = self._now.maker.selector if self._sizes else None
+        selector = self._now.settings.selector if self._sizes else None
         return {} if selector is None else dict(selector.chosen)
 
     @property

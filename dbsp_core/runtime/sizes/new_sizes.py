@@ -20,7 +20,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import require_slots
 from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, agree_on_memory, load_constants, strategies_of
+from dbsp_core.runtime.plan_maker import PlanSettings, agree_on_memory, load_constants, strategies_of
 from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, SyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
@@ -63,7 +63,7 @@ class NewSizes:
         self._hardware = self._hardware or load_constants(self.config, self.group, self.strategy, device)
         self._memory = self._memory or agree_on_memory(self.config, self.group, device)
         layout = streams() if callable(streams) else self._layout(grid, streams, device)
-        maker = ConfiguredPlanMaker.of(
+        settings = PlanSettings.of(
             self.config,
             self.group,
             self.topology,
@@ -75,7 +75,7 @@ class NewSizes:
             self.compare,
             self._memory,
         )
-        return SizeContext(self.masks.layers, size, maker, self.plan_cache())
+        return SizeContext(self.masks.layers, size, settings, self.plan_cache())
 
     def _layout(self, grid: BlockGrid, streams: Streams, device: torch.device) -> SequenceLayout:
         profile = self._profile(device)

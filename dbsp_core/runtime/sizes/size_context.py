@@ -14,7 +14,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker
+from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, PlanSettings
 from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
 from dbsp_core.sources import LocalQK
 
@@ -54,12 +54,12 @@ class SizeContext:
     `MOST_PASSES` attentions, times `FEW_STEPS` where steps are distinguished.
     layers: of the model
     size:   names it
-    maker:  makes plans;  plans: keeps them
+    settings: what plans are made by;  plans: keeps them
     """
 
     layers: int
     size: Hashable
-    maker: ConfiguredPlanMaker
+    settings: PlanSettings
     plans: PlanCache
     plan_keys: dict[int, Hashable] = field(default_factory=dict)
     """By layer, what the plan of its last attention is kept for."""
@@ -71,7 +71,7 @@ class SizeContext:
 
     @property
     def layout(self) -> SequenceLayout:
-        return self.maker.layout
+        return self.settings.layout
 
     @property
     def records(self) -> dict[int, Plan]:
@@ -119,7 +119,7 @@ class SizeContext:
 
     def _judged_alike(self, attention: AttentionKey, q: torch.Tensor, k: torch.Tensor) -> AttentionKey:
         """The same; under a memory limit one for each batch size, with gradients or without: their plans differ."""
-        if self.maker.memory is None:
+        if self.settings.memory is None:
             return attention
         return attention._replace(size=(attention.size, len(q), _keeps_gradients(q, k)))
 
@@ -141,17 +141,17 @@ class SizeContext:
         self, attention: AttentionKey, plan_key: Hashable, name: Hashable | None, mask: BlockMask, tokens: LocalQK
     ) -> AttentionExecutor:
         shape = AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)
-        maker = self.maker.for_shape(shape, _keeps_gradients(tokens.q, tokens.k))
+        maker = ConfiguredPlanMaker(self.settings, shape, _keeps_gradients(tokens.q, tokens.k))
         if plan_key == attention and attention.one_before is not None:
             self.plans.begin_with(attention, attention.one_before)
         planned = self.plans.plan_for(plan_key, mask, maker, name)
-        plan, device = planned.plan, tokens.q.device
+        plan, device, config = planned.plan, tokens.q.device, self.settings.config
         used = self._used.get(attention) or (attention.one_before and self._used.get(attention.one_before))
         before = self._executors.get(used)
         if before is not None and before.device == device and plan.assignment.equals(before.part.assignment):
-            return before.for_mask(plan, mask, mark=maker.config.debug)
+            return before.for_mask(plan, mask, mark=config.debug)
         part = (planned.part or maker.rank_plan(plan.assignment)).to(device)
-        return AttentionExecutor.of_part(part, plan, mask, maker.group, maker.config.kernel, mark=maker.config.debug)
+        return AttentionExecutor.of_part(part, plan, mask, self.settings.group, config.kernel, mark=config.debug)
 
 
 def _keeps_gradients(q: torch.Tensor, k: torch.Tensor) -> bool:
