@@ -8,27 +8,31 @@ whatever could make the result wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import needs_gradients
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_core.utils.packages import version_marks
+from dbsp_kernels import KernelRequirements, require_supported
 
 __all__ = [
     "LAYERS_DIFFER",
     "LAYOUTS_DIFFER",
     "MASKS_DIFFER",
     "PLANS_DIFFER",
-    "SETTINGS_DIFFER",
-    "SIZES_DIFFER",
-    "STEPS_DIFFER",
     "agree_on_attention",
     "agree_on_executor",
     "agree_on_gradient",
+    "agree_on_pass",
+    "agree_on_settings",
 ]
 
 SETTINGS_DIFFER = "the settings differ on rank(s) {}; give all ranks the same configuration, heads and layers"
@@ -46,6 +50,31 @@ PLANS_DIFFER = "the plan differs on rank(s) {}; give all ranks one mask, strateg
 KERNELS_DIFFER = "another kernel serves on rank(s) {}; install the same there, or set kernel on all ranks"
 INPUTS_NOT_FINITE = "q, k or v has values that are not finite"
 GRADIENTS_NOT_FINITE = "the gradient of attention's output has values that are not finite"
+
+
+def agree_on_settings(
+    group: SequenceGroup, config: DbspConfig, strategy: Strategy | None, heads: int, layers: int
+) -> None:
+    """Raises UserError, on all ranks, for a session's settings that don't fit the ranks or differ. Collective."""
+    problem = None
+    try:
+        if strategy is not None:
+            strategy.require_world(group.size)
+            require_supported(config.kernel, KernelRequirements(lse=strategy.ring > 1))
+    except UserError as error:
+        problem = error
+    settings = fingerprint_of((replace(config, strategy=strategy).fingerprint, heads, layers))
+    marks = {SETTINGS_DIFFER: settings, **version_marks(config.debug)}
+    check_consistent(group.control(), problem, marks, torch.device("cpu"))
+
+
+def agree_on_pass(group: SequenceGroup, size: object, step: object, device: torch.device) -> None:
+    """Raises UserError, on all ranks, where forward passes over different videos, or of different steps, begin.
+
+    Collective.
+    size, step: compared by how they are written;  device: where the group's collectives run
+    """
+    check_consistent(group, None, {SIZES_DIFFER: fingerprint_of(size), STEPS_DIFFER: fingerprint_of(step)}, device)
 
 
 def agree_on_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -37,7 +38,26 @@ from dbsp_core.utils.log import log
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
-__all__ = ["ConfiguredPlanMaker", "PlanSettings", "agree_on_memory", "load_constants", "strategies_of"]
+__all__ = ["ConfiguredPlanMaker", "Machine", "PlanSettings", "strategies_of"]
+
+
+class Machine(NamedTuple):
+    """What all ranks of a session plan by.
+
+    Attributes:
+        hardware: The machine's constants. None: plans don't depend on them.
+        memory: What no rank is to exceed. None: there is no limit.
+    """
+
+    hardware: Hardware | None
+    memory: MemoryLimit | None
+
+    @classmethod
+    def agreed(
+        cls, config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
+    ) -> Machine:
+        """Collective where plans depend on constants, or the limit on what is free. device: of the ranks"""
+        return cls(_load_constants(config, group, strategy, device), _agree_on_memory(config, group, device))
 
 
 @dataclass
@@ -63,8 +83,8 @@ class PlanSettings:
     hardware: Hardware | None
     selector: StrategySelector | None
     compare: bool
-    memory: MemoryLimit | None = None
-    predicted_on: str | None = None
+    memory: MemoryLimit | None
+    predicted_on: str | None
     _warned: bool = field(default=False, init=False)
 
     @classmethod
@@ -75,18 +95,19 @@ class PlanSettings:
         topology: Topology,
         strategy: Strategy | None,
         layout: SequenceLayout,
-        hardware: Hardware | None,
+        machine: Machine,
         grid: BlockGrid,
         device: torch.device,
         compare: bool,
-        memory: MemoryLimit | None = None,
     ) -> PlanSettings:
         """grid: of the masks to come;  device: where they are used"""
-        selector = None
+        selector, hardware = None, machine.hardware
         if strategy is None:
             selector = _selector(config, group, topology, layout, hardware, grid, device)
         predicted_on = device.type if config.mask.changes == "per_call" else None
-        return cls(config, group, topology, strategy, layout, hardware, selector, compare, memory, predicted_on)
+        return cls(
+            config, group, topology, strategy, layout, hardware, selector, compare, machine.memory, predicted_on
+        )
 
     def warn_once(self, limit: float, above: float, plan: Plan) -> None:
         """Says on rank 0 that a plan exceeds the limit of memory. limit, above: it, and by how much; bytes"""
@@ -211,7 +232,7 @@ class ConfiguredPlanMaker:
         return exchange_cost_of(mask, strategy, self.shape, settings.hardware, settings.topology)
 
 
-def agree_on_memory(config: DbspConfig, group: SequenceGroup, device: torch.device) -> MemoryLimit | None:
+def _agree_on_memory(config: DbspConfig, group: SequenceGroup, device: torch.device) -> MemoryLimit | None:
     """The limit that is set, or for "auto" the least that is free on any rank now. Collective then.
 
     On CPUs: of what the host has free, an even share for each of its ranks.
@@ -230,7 +251,7 @@ def agree_on_memory(config: DbspConfig, group: SequenceGroup, device: torch.devi
     return MemoryLimit(least, free=True)
 
 
-def load_constants(
+def _load_constants(
     config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
 ) -> Hardware | None:
     """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
