@@ -257,10 +257,10 @@ class AttentionSession:
     ) -> AttentionExecutor | None:
         """Before any collective of a call: all ranks agree at the first call of a size, and under debug at every one.
 
-        executor: what computes it, where that is known
+        executor: what computes it, where that is known: of a forward pass that may have been over another size
         returns: the executor that ranks have agreed on too, where one was made before: under debug
         """
-        now, tokens = self._now, self._now.layout.shard
+        now, tokens = self._now, self._now.layout.shard if executor is None else executor.part.n_local
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
         problem, debug = problem_of_inputs(q, k, v, self.heads, tokens, why), self.config.debug
         if debug or not now.inputs_agreed:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
 from dbsp_core.comm.all_to_all import Route
@@ -268,6 +269,23 @@ def gradients(rank: int, world: int, wanted: bool) -> bool:
     layout = session.begin(Video(THW))
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=wanted)
     return session.attend(0, q, q, q).requires_grad
+
+
+def computed_again_after_another_size(rank: int, world: int, debug: bool) -> list[float]:
+    """Activation checkpointing, with a larger video's pass before backward. returns: how far its gradients are off"""
+    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "debug": debug}
+    found = []
+    for recompute in (False, True):
+        session = Session(settings, f"U{world}R1").inner
+        shard = session.begin(Video(THW), timestep=900.0).shard
+        q = torch.linspace(0, 1, HEADS * shard * WIDTH).view(1, HEADS, shard, WIDTH).requires_grad_()
+        out = checkpoint(session.attend, 0, q, q, q, use_reentrant=False) if recompute else session.attend(0, q, q, q)
+        with torch.no_grad():
+            larger = torch.ones(1, HEADS, session.begin(Video((5, 6, 10)), timestep=900.0).shard, WIDTH)
+            session.attend(0, larger, larger, larger)
+        out.square().sum().backward()
+        found.append(q.grad)
+    return [float((one - found[0]).abs().max()) for one in found]
 
 
 def an_attention_that_breaks_off(rank: int, world: int, breaks: bool) -> tuple[int, float]:

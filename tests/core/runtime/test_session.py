@@ -21,6 +21,7 @@ from session_cases import (
     change_of_batch,
     changing_masks,
     changing_sizes,
+    computed_again_after_another_size,
     from_two_threads,
     gradients,
     keys_known,
@@ -220,6 +221,10 @@ class TestInputs:
     def test_there_are_gradients_where_they_are_wanted(self, pool, world):
         assert pool(world).run(gradients, False) == [False] * world
         assert pool(world).run(gradients, True) == [True] * world
+
+    @pytest.mark.parametrize("debug", [False, True])
+    def test_what_backward_computes_again_may_be_of_another_size_than_the_last_pass(self, pool, debug):
+        assert pool(2).run(computed_again_after_another_size, debug) == [[0.0, 0.0]] * 2
 
     def test_two_threads_at_once_are_told_of_each_other(self, pool):
         assert all("UserError: two threads use db-SP" in told for told in pool(2).run(from_two_threads))
