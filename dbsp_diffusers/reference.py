@@ -57,12 +57,12 @@ def attach_single_process(
         nonlocal sequence
         sequence = architecture.sequence(module, signature_of(module).bind(*args, **kwargs).arguments)
         sequence.require_grid(config.mask)
-        provider.begin([(sequence.thw, sequence.text)], sequence.timestep, branch())
+        provider.begin([sequence.video], sequence.timestep, branch())
         cache.clear()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
         """In token order; padding of text, which a stock model would mask, gives zeros."""
-        places = sequence.places(q.shape[2], architecture.text == "last").to(q.device)
+        places = sequence.places(q.shape[2], architecture.text).to(q.device)
         key, (qs, ks, vs) = provider.cache_key(layer), (x.index_select(2, places) for x in (q, k, v))
         mask = None if key is None else cache.get(key)
         if mask is None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
@@ -96,15 +97,14 @@ class _StripSharding:
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sample = inputs["hidden_states"]
         held = architecture_of(module.module).sequence(module, inputs)
-        (t, h, w), self._text_held = held.thw, held.text
+        (t, h, w), self._text_held = held.video
         split = getattr(get_runtime_state(), "split_text_embed_in_sp", False)
         thw, self._text_tokens = (t, h * world, w), self._text_held * (world if split else 1)
         self._session.begin(
-            thw,
-            self._text_tokens,
-            inputs.get("timestep"),
-            sample.device,
-            host_layout=lambda: strips_layout(thw, self._text_tokens, world),
+            Video(thw, self._text_tokens),
+            timestep=inputs.get("timestep"),
+            device=sample.device,
+            streams=lambda: strips_layout(thw, self._text_tokens, world),
         )
 
     def _attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:

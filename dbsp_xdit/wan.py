@@ -38,7 +38,8 @@ def attach_wan(transformer: Any, session: AttentionSession, patches: PatchSet) -
         caches.look()
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = architecture.sequence(module, inputs)
-        session.begin(sequence.thw, 0, sequence.timestep, inputs["hidden_states"].device, cfg_branch=branch())
+        device = inputs["hidden_states"].device
+        session.begin(sequence.video, timestep=sequence.timestep, device=device, cfg_branch=branch())
 
     @torch.compiler.disable
     def end(module: Any, args: tuple[Any, ...], output: Any) -> None:

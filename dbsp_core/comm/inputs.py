@@ -5,28 +5,19 @@ from __future__ import annotations
 import torch
 
 from dbsp_core.comm.transforms import unfollowed
-from dbsp_core.utils.fingerprint import fingerprint_of
 
-__all__ = ["DIMENSIONS", "INPUTS_DIFFER", "inputs_fingerprint", "needs_gradients", "problem_of_inputs"]
+__all__ = ["DIMENSIONS", "needs_gradients", "problem_of_inputs"]
 
 DIMENSIONS = "q, k, v are [batch, heads, tokens, D]"
-INPUTS_DIFFER = (
-    "batch, head size or dtype of q, k and v, or whether they need gradients, differ on rank(s) {}; "
-    "give all ranks the same"
+INFERENCE_TENSORS = (
+    "q, k or v was made under torch.inference_mode(), so that gradients cannot flow through it; make it under "
+    "torch.no_grad(), or call attention under torch.inference_mode() too"
 )
 
 
 def needs_gradients(*tensors: torch.Tensor) -> bool:
     """Returns whether autograd records what is computed from these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def inputs_fingerprint(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Returns a number below 2^63 that is equal for inputs that ranks can exchange.
-
-    These agree in batch, heads, head size and dtype, and in whether they need gradients.
-    """
-    return fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, needs_gradients(q, k, v)))
 
 
 def problem_of_inputs(
@@ -51,4 +42,6 @@ def problem_of_inputs(
         return f"q, k, v must be of one dtype, got {dtypes}; cast them to one"
     if 0 in (q.shape[0], q.shape[3]):
         return f"q, k, v of shape {tuple(q.shape)} hold nothing to attend with; leave such a call out, on all ranks"
+    if needs_gradients(q, k, v) and any(t.is_inference() for t in (q, k, v)):
+        return INFERENCE_TENSORS
     return None

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -15,7 +16,10 @@ from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.utils.errors import UserError, in_short
 
-__all__ = ["LAYOUT_ORDERS", "SequenceLayout", "ShardSegments"]
+__all__ = ["LAYOUT_ORDERS", "HostLayout", "SequenceLayout", "ShardSegments", "Streams"]
+
+Streams = Literal["first", "last"] | None
+"""Whether a rank has its share of text before or after its share of video; None: they are sharded as one stream."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,8 +145,7 @@ class SequenceLayout:
         grid: BlockGrid,
         strategy: Strategy,
         *,
-        split_text: bool = False,
-        text_last: bool = False,
+        streams: Streams = None,
         profile: MaskProfile | None = None,
     ) -> SequenceLayout:
         """A layout by its name.
@@ -151,9 +154,8 @@ class SequenceLayout:
             name: A key of `LAYOUT_ORDERS`: "contiguous", "striped", "learned" or "local".
             grid: The blocks that are distributed; "local" keeps the order of the grid.
             strategy: The ranks; only its ring matters for the order.
-            split_text: Whether text and video are sharded separately, as hosts with two streams do; the texts of a
-                packed grid are then one stream, and its videos one.
-            text_last: Whether a rank then has its text after its video, rather than before.
+            streams: Whether text and video are sharded separately, as hosts with two streams do, and which comes
+                first; the texts of a packed grid are then one stream, and its videos one.
             profile: What "learned" learns from.
 
         Raises:
@@ -161,12 +163,11 @@ class SequenceLayout:
         """
         if name not in LAYOUT_ORDERS:
             raise UserError(f"unknown sequence layout {in_short(name)}; use one of {', '.join(LAYOUT_ORDERS)}")
-        video = np.delete(np.arange(grid.tokens), grid.text_positions if split_text else [])
+        video = np.delete(np.arange(grid.tokens), [] if streams is None else grid.text_positions)
         # A ring of one rank has all tokens: no order is better than another, and none saves hosts a permutation.
-        streams = [LAYOUT_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video]
-        if split_text:
-            streams.insert(len(streams) if text_last else 0, grid.text_positions)
-        layout = cls.from_streams(streams, strategy.world)
+        video = LAYOUT_ORDERS[name](video, grid, strategy, profile) if strategy.ring > 1 else video
+        parts = {None: [video], "first": [grid.text_positions, video], "last": [video, grid.text_positions]}
+        layout = cls.from_streams(parts[streams], strategy.world)
         return layout if name != "local" else replace(layout, position=_by_token(np.arange(grid.tokens), grid))
 
     @property
@@ -275,3 +276,6 @@ LAYOUT_ORDERS: dict[str, Callable[[np.ndarray, BlockGrid, Strategy, MaskProfile 
     "local": _in_rows,
 }
 """Functions that return the order in which a stream's tokens are sharded, by the name of the layout."""
+
+HostLayout = Callable[[], SequenceLayout]
+"""Returns the layout in which a host shards the sequence itself."""

@@ -15,7 +15,7 @@ from dbsp_core.masks.schedule import DenoisingStep, StepClock
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.mask_recorder import MaskRecorder
 from dbsp_core.reports.observer import RunObserver, run_observer
-from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.runtime.session import AttentionSession
 
@@ -73,7 +73,7 @@ class _LayersAfter(SessionObserver):
         self,
         layer: int,
         key: Hashable,
-        executor: DualBalancedAttention,
+        executor: AttentionExecutor,
         q: torch.Tensor,
         latest: Mapping[Hashable, Plan],
         asynchronous: bool,

@@ -17,7 +17,7 @@ from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.masks.schedule import DenoisingStep, StepCounter
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.observer import SessionObserver
 from dbsp_core.runtime.session import AttentionSession
 
@@ -47,7 +47,7 @@ class BytesByStage:
     usp: int
 
     @classmethod
-    def of(cls, executor: DualBalancedAttention, q: torch.Tensor) -> BytesByStage:
+    def of(cls, executor: AttentionExecutor, q: torch.Tensor) -> BytesByStage:
         """Counts what the executor passes to its collectives for q [B, H, n_local, D]."""
         plan = executor.plan
         x, y = plan.strategy.ulysses, plan.strategy.ring
@@ -159,7 +159,7 @@ class RunObserver(SessionObserver):
         self,
         layer: int,
         key: Hashable,
-        executor: DualBalancedAttention,
+        executor: AttentionExecutor,
         q: torch.Tensor,
         latest: Mapping[Hashable, Plan],
         asynchronous: bool,
@@ -169,7 +169,7 @@ class RunObserver(SessionObserver):
         replanned = self._assignments.get(key) is not plan.assignment
         self._assignments[key] = plan.assignment
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
-        self.kernel = self.kernel or executor.kernel_for(q).name
+        self.kernel = self.kernel or executor.kernels.kernel_for(q).name
         call = ObservedCall(
             layer=layer,
             forward=max(len(self._timesteps) - 1, 0),

@@ -21,7 +21,7 @@ Keep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 its log-sum-exp [B·Rq, Bq]."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class PreparedAttention:
     """What does not depend on q, k and v.
 

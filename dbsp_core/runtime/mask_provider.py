@@ -14,15 +14,13 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.schedule import DenoisingStep, DenseSchedule, StepClock
+from dbsp_core.masks.video import Video
 from dbsp_core.sources import DynamicMaskSource, LocalQK, MaskRequest, MaskSource, StaticMaskSource
 from dbsp_core.sources.base import packed_mask
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
 
-__all__ = ["MaskProvider", "Video"]
-
-Video = tuple[tuple[int, int, int], int]
-"""The token grid (t, h, w) of a video or an image, and its tokens of text."""
+__all__ = ["MaskProvider"]
 
 _DENSE = "dense by schedule"
 _MOST_KEYED = 8
@@ -188,6 +186,5 @@ class MaskProvider:
         """One for each video."""
         now = self.moment
         return [
-            MaskRequest(layer, self.heads, thw, text, now.step, now.cfg_branch, self.layers)
-            for thw, text in self._videos
+            MaskRequest(layer, self.heads, *video, now.step, now.cfg_branch, self.layers) for video in self._videos
         ]

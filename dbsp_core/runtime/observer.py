@@ -9,7 +9,7 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.executor import AttentionExecutor
 
 __all__ = ["SessionObserver"]
 
@@ -48,7 +48,7 @@ class SessionObserver:
         self,
         layer: int,
         key: Hashable,
-        executor: DualBalancedAttention,
+        executor: AttentionExecutor,
         q: torch.Tensor,
         latest: Mapping[Hashable, Plan],
         asynchronous: bool,

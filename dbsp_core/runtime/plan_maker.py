@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.free_memory import agree_on_memory
 from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
-from dbsp_core.cost.peak_memory import MemoryLimit, head_caps, mask_bytes, peak_bytes, prediction_bytes, within_limit
+from dbsp_core.cost.peak_memory import (
+    MemoryLimit,
+    head_caps,
+    mask_bytes,
+    peak_bytes,
+    prediction_bytes,
+    within_limit,
+)
 from dbsp_core.cost.selection import AUTO, StrategySelector, candidates, fastest_plan, in_fastest_chunks, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -27,20 +36,44 @@ from dbsp_core.utils.log import log
 from dbsp_kernels import choose_kernel
 from dbsp_kernels.registry import returns_lse
 
-__all__ = ["ConfiguredPlanMaker", "load_constants", "strategies_of"]
+__all__ = ["ConfiguredPlanMaker", "Machine", "PlanSettings", "strategies_of"]
 
 
-@dataclass(frozen=True)
-class ConfiguredPlanMaker:
-    """Makes plans for one size of video.
+class Machine(NamedTuple):
+    """What all ranks of a session plan by.
 
-    topology: of the group's ranks
-    strategy: how the ranks are used; None: the selector chooses at each plan
-    hardware: whose constants weigh exchanges, where the configuration leaves that to them
-    compare:  whether plans tell what the contiguous plan would do, as reports show it
-    memory:   that no rank is to exceed
-    predicted_on: the type of the device where masks are predicted from queries and keys; None: they are not
-    shape:    of the attention to plan for, see `for_shape`;  gradients: whether it keeps what backward needs
+    Attributes:
+        hardware: The machine's constants. None: plans don't depend on them.
+        memory: What no rank is to exceed. None: there is no limit.
+    """
+
+    hardware: Hardware | None
+    memory: MemoryLimit | None
+
+    @classmethod
+    def agreed(
+        cls, config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
+    ) -> Machine:
+        """Collective where plans depend on constants, or the limit on what is free. device: of the ranks"""
+        return cls(
+            _load_constants(config, group, strategy, device),
+            agree_on_memory(config.planner.memory_limit, group, device),
+        )
+
+
+@dataclass
+class PlanSettings:
+    """What the plans for one size of video are made by.
+
+    Attributes:
+        topology: Of the group's ranks.
+        strategy: How the ranks are used. None: the selector chooses at each plan.
+        layout: In which the sequence is sharded.
+        hardware: The machine's constants, which weigh exchanges where the configuration leaves that to them.
+        selector: Chooses strategies, where there is none.
+        compare: Whether plans tell what the contiguous plan would do, as reports show it.
+        memory: What no rank is to exceed.
+        predicted_on: The type of the device where masks are predicted from queries and keys. None: they are not.
     """
 
     config: DbspConfig
@@ -51,11 +84,9 @@ class ConfiguredPlanMaker:
     hardware: Hardware | None
     selector: StrategySelector | None
     compare: bool
-    memory: MemoryLimit | None = None
-    predicted_on: str | None = None
-    shape: AttentionShape | None = None
-    gradients: bool = False
-    _warned: set[Strategy | None] = field(default_factory=set)
+    memory: MemoryLimit | None
+    predicted_on: str | None
+    _warned: bool = field(default=False, init=False)
 
     @classmethod
     def of(
@@ -65,112 +96,25 @@ class ConfiguredPlanMaker:
         topology: Topology,
         strategy: Strategy | None,
         layout: SequenceLayout,
-        hardware: Hardware | None,
+        machine: Machine,
         grid: BlockGrid,
         device: torch.device,
         compare: bool,
-        memory: MemoryLimit | None = None,
-    ) -> ConfiguredPlanMaker:
+    ) -> PlanSettings:
         """grid: of the masks to come;  device: where they are used"""
-        selector = None
+        selector, hardware = None, machine.hardware
         if strategy is None:
             selector = _selector(config, group, topology, layout, hardware, grid, device)
         predicted_on = device.type if config.mask.changes == "per_call" else None
-        return cls(config, group, topology, strategy, layout, hardware, selector, compare, memory, predicted_on)
+        return cls(
+            config, group, topology, strategy, layout, hardware, selector, compare, machine.memory, predicted_on
+        )
 
-    def for_shape(self, shape: AttentionShape, gradients: bool = False) -> ConfiguredPlanMaker:
-        """The same for an attention of this shape."""
-        return replace(self, shape=shape, gradients=gradients)
-
-    def make(self, mask: BlockMask, current: Plan | None) -> Plan:
-        """See `PlanMaker`."""
-        if self.strategy is not None:
-            plan = self._plan(self.strategy, mask)
-        elif self.selector is None:
-            raise RuntimeError("a strategy is to be chosen, but nothing says among which")
-        else:
-            in_use, excess = None if current is None else current.strategy, self._excess if self.memory else None
-            plan = self.selector.choose(lambda one: self._plan(one, mask), self._shape, in_use, excess)
-        if self.memory is not None:
-            above = max(self._excess(plan), self._prediction_excess(mask))
-            if above > 0:
-                self._warn_of(plan, above)
-        return plan
-
-    def rank_plan(self, assignment: Assignment) -> RankPlan:
-        """See `PlanMaker`."""
-        return RankPlan.of(assignment, self.layout, self.group.rank)
-
-    @property
-    def _shape(self) -> AttentionShape:
-        if self.shape is None:
-            raise RuntimeError("plans are made for the shape of an attention; call for_shape first")
-        return self.shape
-
-    def _plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
-        """With keys as configured: for "auto" whichever plan is predicted faster, among those within the limit."""
-        keys, plans = self.config.effective_keys, []
-        if keys != "needed":
-            plans.append(self._ring_plan(strategy, mask))
-        if keys != "ring":
-            plans.append(self._plan_of_needed_keys(strategy, mask))
-        if len(plans) == 1 or self.hardware is None:
-            return plans[0]
-        hardware = self.hardware
-
-        def cost(plan: Plan) -> tuple[float, int]:
-            return max(0.0, self._excess(plan)), in_ns(
-                predict(plan, self._shape, hardware, self.topology, self.layout)
-            )
-
-        return min(plans, key=cost)
-
-    def _plan_of_needed_keys(self, strategy: Strategy, mask: BlockMask) -> Plan:
-        plan = make_plan(mask, strategy, self.config.planner, layout=self.layout, compare=self.compare, keys="needed")
-        return in_fastest_chunks(plan, mask, self._shape, self.hardware, self.topology, self.layout, self._excess)
-
-    def _ring_plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
-        planner = replace(self.config.planner, exchange_cost=self._exchange_cost(strategy, mask))
-
-        def make_by(config: PlannerConfig) -> Plan:
-            return make_plan(mask, strategy, config, layout=self.layout, compare=self.compare)
-
-        def make(name: str, equal_heads: bool) -> Plan:
-            return make_by(replace(planner, name=name, paper=replace(planner.paper, equal_heads=equal_heads)))
-
-        if self.hardware is None or not _weighs_exchanges(self.config, self.group):
-            plan = make_by(planner)
-        else:
-            plan = fastest_plan(make, self._shape, self.hardware, self.topology, self.layout, self._fits)
-        if self._fits(plan) or planner.name != "dbsp":
-            return plan
-        capped = (make_by(replace(planner, most_heads=heads)) for heads in head_caps(plan))
-        return within_limit(itertools.chain([plan], capped), self._excess)
-
-    def _fits(self, plan: Plan) -> bool:
-        return self.memory is None or self._excess(plan) <= 0
-
-    def _excess(self, plan: Plan) -> float:
-        """Bytes by which the rank that holds most at its peak is above the limit."""
-        if self.memory is None:
-            return 0.0
-        peaks = peak_bytes(plan.assignment, self._shape, self.layout, gradients=self.gradients)
-        bits = 0.0 if self.predicted_on is None else mask_bytes(plan.grid, plan.heads)
-        return float(peaks.max()) + bits - self.memory.beside_inputs(self._shape, self.layout)
-
-    def _prediction_excess(self, mask: BlockMask) -> float:
-        """The same while a mask is predicted, whatever the plan is then."""
-        if self.memory is None or self.predicted_on is None:
-            return 0.0
-        held = prediction_bytes(mask.grid, self._shape, self.group.size, self.predicted_on == "cuda")
-        return held - self.memory.beside_inputs(self._shape, self.layout)
-
-    def _warn_of(self, plan: Plan, above: float) -> None:
-        """Once for each strategy, or one that was to be chosen. above: the limit, in bytes"""
-        if self.memory is None or self.group.rank != 0 or self.strategy in self._warned:
+    def warn_once(self, limit: float, above: float, plan: Plan) -> None:
+        """Says on rank 0 that a plan exceeds the limit of memory. limit, above: it, and by how much; bytes"""
+        if self.group.rank != 0 or self._warned:
             return
-        self._warned.add(self.strategy)
-        limit = self.memory.beside_inputs(self._shape, self.layout)
+        self._warned = True
         log.warning(
             "at its peak an attention holds %s on a rank beside q, k and v, more than planner.memory_limit leaves, "
             "%s: %s, so %s is used; take more GPUs, a smaller video or batch, or raise the limit",
@@ -180,16 +124,116 @@ class ConfiguredPlanMaker:
             plan.strategy,
         )
 
+
+@dataclass(frozen=True)
+class ConfiguredPlanMaker:
+    """Makes plans for attentions of one shape, by a session's settings.
+
+    gradients: whether such an attention keeps what backward needs
+    """
+
+    settings: PlanSettings
+    shape: AttentionShape
+    gradients: bool
+
+    def make(self, mask: BlockMask, current: Plan | None) -> Plan:
+        """See `plan_reuse.plan_cache.PlanMaker`."""
+        settings = self.settings
+        if settings.strategy is not None:
+            plan = self._plan(settings.strategy, mask)
+        elif settings.selector is None:
+            raise RuntimeError("a strategy is to be chosen, but nothing says among which")
+        else:
+            in_use, excess = None if current is None else current.strategy, self._excess if settings.memory else None
+            plan = settings.selector.choose(lambda one: self._plan(one, mask), self.shape, in_use, excess)
+        if settings.memory is not None:
+            above = max(self._excess(plan), self._prediction_excess(mask))
+            if above > 0:
+                settings.warn_once(self._limit(settings.memory), above, plan)
+        return plan
+
+    def rank_plan(self, assignment: Assignment) -> RankPlan:
+        """See `plan_reuse.plan_cache.PlanMaker`."""
+        return RankPlan.of(assignment, self.settings.layout, self.settings.group.rank)
+
+    def _plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
+        """With keys as configured: for "auto" whichever plan is predicted faster, among those within the limit."""
+        settings, plans = self.settings, []
+        keys, hardware = settings.config.effective_keys, settings.hardware
+        if keys != "needed":
+            plans.append(self._ring_plan(strategy, mask))
+        if keys != "ring":
+            plans.append(self._plan_of_needed_keys(strategy, mask))
+        if len(plans) == 1 or hardware is None:
+            return plans[0]
+
+        def cost(plan: Plan) -> tuple[float, int]:
+            seconds = predict(plan, self.shape, hardware, settings.topology, settings.layout)
+            return max(0.0, self._excess(plan)), in_ns(seconds)
+
+        return min(plans, key=cost)
+
+    def _plan_of_needed_keys(self, strategy: Strategy, mask: BlockMask) -> Plan:
+        settings, planner = self.settings, self.settings.config.planner
+        plan = make_plan(mask, strategy, planner, layout=settings.layout, compare=settings.compare, keys="needed")
+        return in_fastest_chunks(
+            plan, mask, self.shape, settings.hardware, settings.topology, settings.layout, self._excess
+        )
+
+    def _ring_plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
+        settings = self.settings
+        planner = replace(settings.config.planner, exchange_cost=self._exchange_cost(strategy, mask))
+
+        def make_by(config: PlannerConfig) -> Plan:
+            return make_plan(mask, strategy, config, layout=settings.layout, compare=settings.compare)
+
+        def make(name: str, equal_heads: bool) -> Plan:
+            return make_by(replace(planner, name=name, paper=replace(planner.paper, equal_heads=equal_heads)))
+
+        if settings.hardware is None or not _weighs_exchanges(settings.config, settings.group):
+            plan = make_by(planner)
+        else:
+            plan = fastest_plan(make, self.shape, settings.hardware, settings.topology, settings.layout, self._fits)
+        if self._fits(plan) or planner.name != "dbsp":
+            return plan
+        capped = (make_by(replace(planner, most_heads=heads)) for heads in head_caps(plan))
+        return within_limit(itertools.chain([plan], capped), self._excess)
+
+    def _limit(self, memory: MemoryLimit) -> float:
+        """Bytes that an attention may hold on a rank beside its inputs."""
+        return memory.beside_inputs(self.shape, self.settings.layout)
+
+    def _fits(self, plan: Plan) -> bool:
+        return self.settings.memory is None or self._excess(plan) <= 0
+
+    def _excess(self, plan: Plan) -> float:
+        """Bytes by which the rank that holds most at its peak is above the limit."""
+        settings = self.settings
+        if settings.memory is None:
+            return 0.0
+        peaks = peak_bytes(plan.assignment, self.shape, settings.layout, gradients=self.gradients)
+        bits = 0.0 if settings.predicted_on is None else mask_bytes(plan.grid, plan.heads)
+        return float(peaks.max()) + bits - self._limit(settings.memory)
+
+    def _prediction_excess(self, mask: BlockMask) -> float:
+        """The same while a mask is predicted, whatever the plan is then."""
+        settings = self.settings
+        if settings.memory is None or settings.predicted_on is None:
+            return 0.0
+        held = prediction_bytes(mask.grid, self.shape, settings.group.size, settings.predicted_on == "cuda")
+        return held - self._limit(settings.memory)
+
     def _exchange_cost(self, strategy: Strategy, mask: BlockMask) -> float:
         """The user's, or what the machine's constants say."""
-        if self.config.planner.exchange_cost is not None:
-            return self.config.planner.exchange_cost
-        if self.hardware is None:
+        settings = self.settings
+        if settings.config.planner.exchange_cost is not None:
+            return settings.config.planner.exchange_cost
+        if settings.hardware is None:
             return 0.0
-        return exchange_cost_of(mask, strategy, self._shape, self.hardware, self.topology)
+        return exchange_cost_of(mask, strategy, self.shape, settings.hardware, settings.topology)
 
 
-def load_constants(
+def _load_constants(
     config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
 ) -> Hardware | None:
     """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""

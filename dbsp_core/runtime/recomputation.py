@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["MOST_PENDING", "Recomputation"]
@@ -18,8 +18,8 @@ MOST_PENDING = 16
 class Recomputation:
     """Which executor each layer had, in the forward passes under autograd that backward has not computed again yet."""
 
-    _pending: deque[dict[int, DualBalancedAttention]] = field(default_factory=lambda: deque(maxlen=MOST_PENDING))
-    _current: dict[int, DualBalancedAttention] | None = None
+    _pending: deque[dict[int, AttentionExecutor]] = field(default_factory=lambda: deque(maxlen=MOST_PENDING))
+    _current: dict[int, AttentionExecutor] | None = None
 
     def begin(self, gradients: bool) -> None:
         """Starts a forward pass.
@@ -31,12 +31,12 @@ class Recomputation:
         if self._current is not None:
             self._pending.append(self._current)
 
-    def keep(self, layer: int, executor: DualBalancedAttention) -> None:
+    def keep(self, layer: int, executor: AttentionExecutor) -> None:
         """Remembers what a layer of the current pass is computed with."""
         if self._current is not None:
             self._current[layer] = executor
 
-    def take(self, layer: int) -> DualBalancedAttention:
+    def take(self, layer: int) -> AttentionExecutor:
         """What a layer was computed with, in the last pass that it was not computed again for.
 
         Raises UserError where several passes wait that had different masks or plans: nothing says which one this is.

@@ -2,60 +2,49 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.inputs import INPUTS_DIFFER, inputs_fingerprint, needs_gradients, problem_of_inputs
+from dbsp_core.comm.inputs import needs_gradients, problem_of_inputs
 from dbsp_core.comm.nodes import gather_nodes
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.latency import Topology
-from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.schedule import StepClock
+from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.attention import (
+from dbsp_core.runtime.agreement import (
+    LAYERS_DIFFER,
     LAYOUTS_DIFFER,
-    SCALES_DIFFER,
-    DualBalancedAttention,
+    agree_on_attention,
+    agree_on_executor,
+    agree_on_gradient,
+    agree_on_pass,
+    agree_on_settings,
 )
-from dbsp_core.runtime.mask_provider import MaskProvider, Video
+from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.observer import SessionObserver
+from dbsp_core.runtime.one_thread import OneThread
+from dbsp_core.runtime.plan_maker import Machine
 from dbsp_core.runtime.plan_reuse.rule import ReuseCounters
 from dbsp_core.runtime.recomputation import Recomputation
-from dbsp_core.runtime.sizes.new_sizes import NewSizes
-from dbsp_core.runtime.sizes.size_context import FEW_STEPS, AttentionKey, SizeContext
+from dbsp_core.runtime.sizes.size_context import SessionParts, SizeContext, new_size
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.fingerprint import fingerprint_of
-from dbsp_core.utils.packages import version_marks
-from dbsp_kernels import KernelRequirements, require_supported
 
 __all__ = ["MOST_SIZES", "AttentionSession"]
 
 MOST_SIZES = 4
 """Sizes of video (with text) whose plans are kept: the passes of guidance may have texts of two lengths."""
-
-_CPU = torch.device("cpu")
-_SETTINGS_DIFFER = "the settings differ on rank(s) {}; give all ranks the same configuration, heads and layers"
-_SIZES_DIFFER = "the size of the video differs on rank(s) {}; give all ranks the same input"
-_STEPS_DIFFER = "the denoising step or guidance pass differs on rank(s) {}; give all ranks the same timesteps"
-_LAYERS_DIFFER = "another layer's attention is reached on rank(s) {}; all ranks must run the same layers in one order"
-_TWO_THREADS = (
-    "two threads use db-SP on the same ranks at once, which would answer each other's calls; let one run at a time, "
-    "or give each a process group of its own"
-)
 
 
 @dataclass(repr=False)
@@ -80,17 +69,19 @@ class AttentionSession:
     clock: StepClock = field(default_factory=StepClock)
     observers: Sequence[SessionObserver] = ()
     _mask_provider: MaskProvider = field(init=False)
-    _new_sizes: NewSizes = field(init=False)
+    _parts: SessionParts = field(init=False)
+    _machine: Machine | None = None
+    """What ranks have agreed on at the first size."""
     _counters: ReuseCounters = field(default_factory=ReuseCounters)
     _sizes: OrderedDict[tuple[Video, ...], SizeContext] = field(default_factory=OrderedDict)
     """By size of video, the one used last at the end."""
     _reached: set[int] = field(default_factory=set)
     _recomputation: Recomputation = field(default_factory=Recomputation)
-    _lock: threading.Lock = field(init=False)
+    _one_thread: OneThread = field(init=False)
 
     def __post_init__(self) -> None:
-        self._lock = _lock_of(self.group)
-        self._agree_on_settings()
+        self._one_thread = OneThread(self.group)
+        agree_on_settings(self.group, self.config, self.strategy, self.heads, self.layers)
         topology = Topology.of_nodes(gather_nodes(self.group))
         self._mask_provider = MaskProvider(
             self.config.mask,
@@ -103,7 +94,7 @@ class AttentionSession:
             clock=self.clock,
         )
         compare = any(observer.compares for observer in self.observers)
-        self._new_sizes = NewSizes(
+        self._parts = SessionParts(
             self.config, self.group, topology, self.strategy, self._mask_provider, self._counters, compare
         )
         if self.config.effective_planning == "async":
@@ -112,89 +103,54 @@ class AttentionSession:
     def __repr__(self) -> str:
         """Says what is known: plans that are pending are not waited for."""
         counters = self._counters
-        rho = f", ρ_s {counters.rho_used / counters.evaluated:.3f}" if counters.evaluated else ""
+        rho = f", ρ_s {counters.mean_rho:.3f}" if counters.evaluated else ""
         ranks = _counted(self.group.size, "rank")
         use = f"strategy {self.strategy or 'auto'} on {ranks}, {mask_in_words(self.config.mask)}"
         done = f"{_counted(counters.calls, 'call')}, {_counted(counters.replans, 'plan')}{rho}"
         return f"<db-SP session: {_counted(self.layers, 'layer')} of {self.heads} heads, {use}; {done}>"
 
-    def _agree_on_settings(self) -> None:
-        """Raises UserError on all ranks for settings that don't fit or differ."""
-        problem = None
-        try:
-            if self.strategy is not None:
-                self.strategy.require_world(self.group.size)
-                require_supported(self.config.kernel, KernelRequirements(lse=self.strategy.ring > 1))
-        except UserError as error:
-            problem = error
-        shared = fingerprint_of((replace(self.config, strategy=self.strategy).fingerprint, self.heads, self.layers))
-        marks = {_SETTINGS_DIFFER: shared, **version_marks(self.config.debug)}
-        check_consistent(self.group.control(), problem, marks, _CPU)
-
     @not_compiled
     def begin(
         self,
-        thw: tuple[int, int, int],
-        text_tokens: int = 0,
+        *videos: Video,
         timestep: torch.Tensor | float | None = None,
         device: torch.device | str = "cpu",
-        *,
         cfg_branch: int | None = None,
-        host_layout: Callable[[], SequenceLayout] | None = None,
-        text_last: bool = False,
+        streams: Streams | HostLayout = "first",
     ) -> SequenceLayout:
-        """Starts a forward pass over a video of this token grid. returns: the layout its sequence must be sharded in.
+        """Starts a forward pass over a video, or over several that are packed: then none attends to another.
 
-        timestep: of the denoising, for masks that depend on the step
-        device:   where the group's collectives run
-        cfg_branch:   of the step's guidance passes, where the host says which one this is; None: told from timesteps
-        host_layout: gives the layout in which the host itself shards this size of video; None: ours to choose
-        text_last: whether a rank has its text after its video
-        Text, where the model has it in the same sequence, is sharded apart from video. What was made for the last
-        `MOST_SIZES` sizes is kept. Raises UserError, on all ranks, for a size the mask source refuses.
+        Args:
+            videos: The token grid of each, with its text.
+            timestep: Of the denoising, for masks that depend on the step.
+            device: Where the group's collectives run.
+            cfg_branch: Of the step's guidance passes, where the host says which one this is. None: told by timesteps.
+            streams: How a rank's text and video follow one another, in the layout that db-SP chooses; or what gives
+                the layout in which the host itself shards this size.
+
+        Returns:
+            The layout in which the sequence must be sharded. What was made for the last `MOST_SIZES` sizes is kept.
+
+        Raises:
+            UserError: On all ranks, for a size that the mask source refuses.
         """
-        return self._begin(((thw, text_tokens),), timestep, device, cfg_branch, host_layout, text_last)
-
-    @not_compiled
-    def begin_packed(
-        self,
-        videos: Sequence[Video],
-        timestep: torch.Tensor | float | None = None,
-        device: torch.device | str = "cpu",
-        *,
-        cfg_branch: int | None = None,
-    ) -> SequenceLayout:
-        """As `begin`, over images and videos that are packed one after another: none attends to another.
-
-        videos: the token grid of each, and its text, which comes before it
-        """
-        return self._begin(tuple(videos), timestep, device, cfg_branch)
-
-    def _begin(
-        self,
-        videos: tuple[Video, ...],
-        timestep: torch.Tensor | float | None,
-        device: torch.device | str,
-        cfg_branch: int | None,
-        host_layout: Callable[[], SequenceLayout] | None = None,
-        text_last: bool = False,
-    ) -> SequenceLayout:
-        with self._alone():
+        with self._one_thread.inside():
             self._reached.clear()
             self._recomputation.begin(torch.is_grad_enabled())
             self._mask_provider.begin(videos, timestep, cfg_branch)
             for observer in self.observers:
                 observer.begin(self._mask_provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
-            size, place = videos, torch.device(device)
+            place = torch.device(device)
             if self.config.debug:
-                step = fingerprint_of((self._mask_provider.moment, cfg_branch))
-                marks = {_SIZES_DIFFER: fingerprint_of((size, text_last)), _STEPS_DIFFER: step}
-                check_consistent(self.group, None, marks, place)
-            if size not in self._sizes:
-                self._sizes[size] = self._new_sizes.prepare(size, place, host_layout, text_last)
+                size, step = (videos, None if callable(streams) else streams), (self._mask_provider.moment, cfg_branch)
+                agree_on_pass(self.group, size, step, place)
+            if videos not in self._sizes:
+                if self._machine is None:
+                    self._machine = Machine.agreed(self.config, self.group, self.strategy, place)
+                self._sizes[videos] = new_size(self._parts, self._machine, videos, place, streams)
                 if len(self._sizes) > MOST_SIZES:
                     self._drop_oldest_size()
-            self._sizes.move_to_end(size)
+            self._sizes.move_to_end(videos)
             self._mask_provider.name_masks(place)
             return self.layout
 
@@ -212,29 +168,43 @@ class AttentionSession:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
         """q, k, v: [B, H, shard, D], this rank's tokens, padding included. returns: [B, H, shard, D]."""
-        with self._alone():
+        with self._one_thread.inside():
             scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
-                return _attention_of(self._recomputation.take(layer), q, k, v, scale)
-            self._check(layer, q, k, v, scale)
+                executor = self._recomputation.take(layer)
+                self._agree(layer, q, k, v, scale, executor)
+                return self._run(executor, q, k, v, scale)
+            known = self._agree(layer, q, k, v, scale)
             for observer in self.observers:
                 observer.attention_begins(q.device)
             with torch.no_grad():  # to backward, predicted masks are constants
-                executor = self._executor(layer, LocalQK(q, k, self.layout, self.group, scale))
+                executor = self._now.executor(layer, LocalQK(q, k, self.layout, self.group, scale), self.observers)
+            if self.config.debug and executor is not known:
+                agree_on_executor(executor, q, k, v)
             self._reached.add(layer)
             if needs_gradients(q, k, v) or not torch.is_grad_enabled():  # the latter within a checkpoint's forward
                 self._recomputation.keep(layer, executor)
-            out = _attention_of(executor, q, k, v, scale)
+            out = self._run(executor, q, k, v, scale)
             self._now.plans.start()
             key, latest = self._now.plan_keys[layer], self._now.plans.latest
             for observer in self.observers:
                 observer.attention_ends(layer, key, executor, q, latest, self.config.effective_planning == "async")
             return out
 
+    def _run(
+        self, executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """The attention of this layer, of whose q, k and v [B, H, shard, D] each item may have masks of its own."""
+        check_gradient = partial(agree_on_gradient, self.group) if self.config.debug else None
+        if executor.plan.heads == q.shape[1]:
+            return executor.run(q, k, v, scale, check_gradient)
+        of_heads = [t.flatten(0, 1).unsqueeze(0) for t in (q, k, v)]  # B·H of them
+        return executor.run(of_heads[0], of_heads[1], of_heads[2], scale, check_gradient).view(q.shape)
+
     def flush(self) -> None:
         """Waits for pending plans, so that whatever is read covers every call."""
         for context in self._sizes.values():
-            self._flush(context)
+            context.flush(self.observers)
 
     @property
     def records(self) -> dict[int, Plan]:
@@ -245,7 +215,7 @@ class AttentionSession:
     def chosen(self) -> dict[Strategy, int]:
         """How often each strategy was, where it was left to be chosen; for this size of video."""
         self.flush()
-        selector = self._now.maker.selector if self._sizes else None
+        selector = self._now.settings.selector if self._sizes else None
         return {} if selector is None else dict(selector.chosen)
 
     @property
@@ -261,14 +231,8 @@ class AttentionSession:
             "calls", attentions computed; "plans", plans made for them; "mean_rho" and "worst_rho", the imbalance ρ_s
             (largest work of a rank over the mean) of their masks under the plans in use, 1.0 before any call.
         """
-        counters = self.reuse
-        mean = counters.rho_used / counters.evaluated if counters.evaluated else 1.0
-        return {
-            "calls": counters.calls,
-            "plans": counters.replans,
-            "mean_rho": mean,
-            "worst_rho": counters.worst_used,
-        }
+        mean, worst = self.reuse.mean_rho, self.reuse.worst_used
+        return {"calls": self.reuse.calls, "plans": self.reuse.replans, "mean_rho": mean, "worst_rho": worst}
 
     @property
     def by_step(self) -> bool:
@@ -282,89 +246,38 @@ class AttentionSession:
             raise RuntimeError("attention was reached before the forward pass began; attach db-SP to the transformer")
         return next(reversed(self._sizes.values()))
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Raises UserError where another thread is within a call on the same ranks."""
-        if not self._lock.acquire(blocking=False):
-            raise UserError(_TWO_THREADS)
-        try:
-            yield
-        finally:
-            self._lock.release()
+    def _agree(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        executor: AttentionExecutor | None = None,
+    ) -> AttentionExecutor | None:
+        """Before any collective of a call: all ranks agree at the first call of a size, and under debug at every one.
 
-    def _check(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
-        """Before any collective of a call. All ranks compare them at the first call of a size, and under debug."""
-        now, tokens = self._now, self._now.layout.shard
+        executor: what computes it, where that is known: of a forward pass that may have been over another size
+        returns: the executor that ranks have agreed on too, where one was made before: under debug
+        """
+        now, tokens = self._now, self._now.layout.shard if executor is None else executor.part.n_local
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
-        wrong = problem_of_inputs(q, k, v, self.heads, tokens, why)
-        problem = None if wrong is None else UserError(wrong)
-        if self.config.debug or not now.inputs_agreed:
-            marks = {
-                INPUTS_DIFFER: inputs_fingerprint(q, k, v),
-                SCALES_DIFFER: fingerprint_of(scale),
-                LAYOUTS_DIFFER: now.layout.fingerprint,
-                _LAYERS_DIFFER: layer,
-            }
-            check_consistent(self.group, problem, marks, q.device)
+        problem, debug = problem_of_inputs(q, k, v, self.heads, tokens, why), self.config.debug
+        if debug or not now.inputs_agreed:
+            if debug and problem is None and executor is None:
+                executor = now.known_executor(layer, q, k)
+            more = {LAYOUTS_DIFFER: now.layout.fingerprint, LAYERS_DIFFER: layer}
+            agree_on_attention(self.group, q, k, v, scale, problem, executor=executor, debug=debug, more=more)
             now.inputs_agreed = True
         elif problem is not None:
-            raise problem
-
-    def _executor(self, layer: int, tokens: LocalQK) -> DualBalancedAttention:
-        """For this layer's mask now."""
-        now = self._now
-        moment = self._mask_provider.moment
-        attention = AttentionKey(now.size, layer, moment.cfg_branch, moment.step if self._few_steps else None)
-        name = self._mask_provider.cache_key(layer)
-
-        def new_mask(key: Hashable) -> BlockMask:
-            mask = self._mask_provider.mask(layer, tokens)
-            for observer in self.observers:
-                observer.mask_made(key, layer, mask, name is not None)
-            return mask
-
-        if name is None:
-            key, executor = now.for_each_call(attention, new_mask, tokens)
-        else:
-            key, executor = now.for_mask_named(attention, name, self._mask_provider.changes(layer), new_mask, tokens)
-        for observer in self.observers:
-            observer.mask_used(layer, key)
+            raise UserError(problem)
         return executor
-
-    @property
-    def _few_steps(self) -> bool:
-        """Whether each step keeps plans of its own, for the next video."""
-        steps = None if self.config.mask.changes == "never" else self.steps()
-        return steps is not None and steps <= FEW_STEPS
 
     def _drop_oldest_size(self) -> None:
         """Once what is being planned for it is done: on all ranks alike."""
         size, oldest = self._sizes.popitem(last=False)
-        self._flush(oldest)
+        oldest.flush(self.observers)
         self._mask_provider.forget(size)
-
-    def _flush(self, context: SizeContext) -> None:
-        context.plans.flush()
-        for observer in self.observers:
-            observer.flush(context.plans.latest)
-
-
-def _attention_of(
-    executor: DualBalancedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> torch.Tensor:
-    if executor.plan.heads == q.shape[1]:
-        return executor(q, k, v, scale=scale)
-    items = (t.flatten(0, 1).unsqueeze(0) for t in (q, k, v))  # every item has masks of its own, as B·H heads
-    return executor(*items, scale=scale).view(q.shape)
-
-
-_LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
-
-
-def _lock_of(group: SequenceGroup) -> threading.Lock:
-    """One for all sessions of the same ranks."""
-    process_group = group.group
-    return threading.Lock() if process_group is None else _LOCKS.setdefault(process_group, threading.Lock())
 
 
 def _counted(number: int, what: str) -> str:

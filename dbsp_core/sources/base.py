@@ -13,6 +13,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.video import Video
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
@@ -51,8 +52,7 @@ class MaskRequest:
 
     @property
     def tokens(self) -> int:
-        frames, height, width = self.thw
-        return self.text_tokens + frames * height * width
+        return Video(self.thw, self.text_tokens).tokens
 
 
 @dataclass(frozen=True, eq=False, repr=False)

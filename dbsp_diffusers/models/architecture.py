@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
+from dbsp_core.layout.sequence_layout import Streams
 from dbsp_diffusers.models.cuts import Cuts, DerivedCuts, modules_at
 from dbsp_diffusers.models.token_sequence import TokenSequence
 
@@ -31,7 +32,7 @@ class Architecture:
     attention: tuple[str, ...]
     sequence: Callable[[Any, Mapping[str, Any]], TokenSequence]
     cuts: Cuts | DerivedCuts
-    text: Literal["first", "last"] | None = None
+    text: Streams = None
     padded_text: bool = False
     pipeline: str = ""
     refused: Callable[[Any], str | None] = lambda transformer: None

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.masks.token_order import CANONICAL
+from dbsp_core.masks.video import Video
 from dbsp_core.sources import DenseSource, LowRankSource, MaskSource, RecordQKSource, SpargeSource
 from dbsp_core.utils.errors import UserError
 
@@ -59,20 +61,20 @@ class TokenSequence:
             raise UserError(f"{self.no_grid}; choose masks that need none: dense, or sparge or lowrank in order thw")
 
     @property
-    def video(self) -> int:
-        """Its tokens of video."""
-        frames, height, width = self.thw
-        return frames * height * width
+    def video(self) -> Video:
+        """Its size, for a session and for masks."""
+        return Video(self.thw, self.text)
 
-    def places(self, attended: int, text_last: bool) -> torch.Tensor:
+    def places(self, attended: int, streams: Streams) -> torch.Tensor:
         """int64[tokens]: where each token, text first, stands among all that a stock model attends over.
 
-        attended: tokens of its attention, with text's padding at the end of text
+        attended: tokens of its attention, with text's padding at the end of text;  streams: the architecture's `text`
         """
         if self.packed is not None:
             return self.packed
-        text, video = (torch.arange(count, device="cpu") for count in (self.text, self.video))
-        return torch.cat([text + self.video, video] if text_last else [text, video + attended - self.video])
+        count = self.video.grid_tokens
+        text, video = torch.arange(self.text, device="cpu"), torch.arange(count, device="cpu")
+        return torch.cat([text + count, video] if streams == "last" else [text, video + attended - count])
 
 
 def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
@@ -154,9 +155,10 @@ class _SequenceSharding:
             )
         if args and isinstance(args[0], PackedBatch):
             transformer: Any = module
-            videos = [(grid, 0) for grid in args[0].grids(transformer.config.patch_size)]
+            videos = [Video(grid) for grid in args[0].grids(transformer.config.patch_size)]
             timestep = self._step_of(module, args[0].timestep)
-            self._session.begin_packed(videos, timestep, args[0].device, cfg_branch=self._branch())
+            device, branch = args[0].device, self._branch()
+            self._session.begin(*videos, timestep=timestep, device=device, cfg_branch=branch, streams=None)
             self._pass = _PackedPass()
             return args, kwargs
         inputs = signature_of(module).bind(*args, **kwargs).arguments
@@ -164,12 +166,11 @@ class _SequenceSharding:
         sequence.require_grid(self._session.config.mask)
         device = inputs["hidden_states"].device
         layout = self._session.begin(
-            sequence.thw,
-            sequence.text,
-            self._step_of(module, sequence.timestep),
-            device,
+            sequence.video,
+            timestep=self._step_of(module, sequence.timestep),
+            device=device,
             cfg_branch=self._branch(),
-            text_last=self._architecture.text == "last",
+            streams=self._architecture.text,
         )
         self._pass = _VideoPass(self._shards_of(layout, sequence, device))
         return self._cut_own(args, kwargs)

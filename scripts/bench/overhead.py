@@ -43,6 +43,7 @@ from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, device_class, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, packed_bytes, predict
 from dbsp_core.masks.mask_counts import MaskCounts
+from dbsp_core.masks.video import Video
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
@@ -210,7 +211,7 @@ def calling(strategy: Strategy, repeats: int) -> dict[str, float]:
         # A budget that lasts: new plans are the planning thread's, and change nothing here.
         config = DbspConfig(mask=source, reuse={"threshold": 9.0, "budget": None}, planner={"exchange_cost": 0.0})
         session = AttentionSession(config, SequenceGroup(RANK, strategy.world), strategy, heads, layers=1)
-        q, k, v = torch.zeros(3, 1, heads, session.begin(thw).shard, 1)
+        q, k, v = torch.zeros(3, 1, heads, session.begin(Video(thw)).shard, 1)
         attend = functools.partial(session.attend, 0, q, k, v)
         with NothingButHost(), torch.no_grad():
             attend()

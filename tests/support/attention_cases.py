@@ -10,6 +10,7 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.learned import MaskProfile
+from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.key_travel import KEYS, NeededKeys
 from dbsp_core.planning.plan import Plan
@@ -43,7 +44,7 @@ class Case:
     layout: str = "contiguous"
     reward: float = 1.0
     equal_heads: bool = False
-    split_text: bool = False
+    streams: Streams = None
     padded: bool = False
     kernel: str = "auto"
     seed: int = 0
@@ -93,7 +94,7 @@ class Inputs:
         grid = case.grid
         mask = random_mask(case, grid)
         profile, strategy = MaskProfile.of([mask]), Strategy.parse(case.strategy)
-        layout = SequenceLayout.named(case.layout, grid, strategy, split_text=case.split_text, profile=profile)
+        layout = SequenceLayout.named(case.layout, grid, strategy, streams=case.streams, profile=profile)
         generator = torch.Generator().manual_seed(case.seed)
         shape = (case.batch, case.heads, case.tokens, case.width)
         full = [torch.randn(shape, generator=generator, dtype=case.dtype) for _ in range(3)]

@@ -64,8 +64,8 @@ def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> SequenceLay
         order = np.random.default_rng(draw(SEEDS)).permutation(grid.tokens)
         return SequenceLayout.from_streams([order], strategy.world)
     profile = MaskProfile(*np.random.default_rng(draw(SEEDS)).random((2, grid.tokens)))
-    split_text = draw(st.booleans()) and grid.text_tokens < grid.tokens
-    return SequenceLayout.named(name, grid, strategy, split_text=split_text, profile=profile)
+    streams = draw(st.sampled_from([None, "first", "last"])) if grid.text_tokens < grid.tokens else None
+    return SequenceLayout.named(name, grid, strategy, streams=streams, profile=profile)
 
 
 @dataclass(frozen=True)

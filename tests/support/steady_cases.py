@@ -20,6 +20,7 @@ from dbsp_core import SequenceGroup
 from dbsp_core.comm import groups
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
 from dbsp_core.reports.observed import observed_session
 
 _SCALARS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose")
@@ -152,7 +153,7 @@ def _in_a_steady_step(
 
     with mock.patch.object(dbsp_core.runtime.ring, "block_attention", no_kernel):
         for step in range(3):
-            layout = session.begin((4, 8, 8), 0, 900.0 - step)
+            layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
             q, k, v = torch.randn(3, 1, heads, layout.shard, 16, generator=torch.Generator().manual_seed(step))
             if step < 2:
                 session.attend(0, q, k, v)

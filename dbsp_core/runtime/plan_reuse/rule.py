@@ -90,6 +90,11 @@ class ReuseCounters:
     rho_bound: float = 0.0
     dense: int = 0
 
+    @property
+    def mean_rho(self) -> float:
+        """Mean ρ_s under the plans in use; 1.0 before any is known."""
+        return self.rho_used / self.evaluated if self.evaluated else 1.0
+
     def add(self, plan: Plan) -> None:
         """Counts a plan with the numbers of the mask it was used for."""
         self.evaluated += 1

@@ -1,22 +1,37 @@
-"""What a session keeps for one size of video: layout, plans, executors."""
+"""What a session keeps for one size of video: layout, plans, executors; and how a new size gets them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dbsp_core.cost.latency import AttentionShape
-from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.attention import DualBalancedAttention
-from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache
-from dbsp_core.sources import LocalQK
+import torch
 
-__all__ = ["FEW_STEPS", "AttentionKey", "SizeContext"]
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.latency import AttentionShape, Topology
+from dbsp_core.cost.local_layout import fastest_layout
+from dbsp_core.cost.selection import AUTO
+from dbsp_core.layout.learned import MaskProfile
+from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.video import Video
+from dbsp_core.planning.plan import Plan, require_slots
+from dbsp_core.runtime.executor import AttentionExecutor
+from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.observer import SessionObserver
+from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, Machine, PlanSettings, strategies_of
+from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, SyncPlanCache
+from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
+from dbsp_core.sources import LocalQK
+from dbsp_core.utils.log import log
+
+__all__ = ["FEW_STEPS", "PlanKey", "SessionParts", "SizeContext", "new_size", "plan_cache_of"]
 
 MOST_PASSES = 4
 """Passes of one denoising step that are distinguished for each layer: guidance has two or three."""
@@ -26,50 +41,89 @@ FEW_STEPS = 8
 than the last step's."""
 
 
-class AttentionKey(NamedTuple):
-    """What a plan is kept for: a layer's attention in one of a step's passes, over one size of video.
+class PlanKey(NamedTuple):
+    """What a plan or an executor is kept for: one attention whose masks change, or one mask that has a name.
 
-    step: of a denoising of few steps, so that a plan is kept for the same step of the next video; None: for any step
+    Attributes:
+        size: The videos of the forward pass.
+        batch: Items of the batch, where plans depend on it: under a memory limit. Else 0.
+        gradients: Whether what backward needs is kept, where plans depend on it: under a memory limit. Else False.
+        layer: The attention's.
+        cfg_branch: The attention's pass, of a denoising step.
+        step: Of a denoising of few steps, so that a plan is kept for the same step of the next video. None: any step.
+        mask: The name of the mask, whichever attention has it: layer, cfg_branch and step are then None.
+        device: Where the executor of such a mask has its tables.
     """
 
-    size: Hashable
-    layer: int
-    cfg_branch: int
+    size: tuple[Video, ...]
+    batch: int = 0
+    gradients: bool = False
+    layer: int | None = None
+    cfg_branch: int | None = None
     step: int | None = None
+    mask: Hashable | None = None
+    device: torch.device | None = None
+
+    def with_mask(self, name: Hashable, device: torch.device) -> PlanKey:
+        """The key of a mask that this attention has, and others may have too."""
+        return PlanKey(self.size, self.batch, self.gradients, mask=name, device=device)
 
     @property
-    def one_before(self) -> AttentionKey | None:
+    def a_step_earlier(self) -> PlanKey | None:
         """The same attention a step earlier, where steps are distinguished."""
         return self._replace(step=self.step - 1) if self.step else None
+
+
+@dataclass(frozen=True)
+class SessionParts:
+    """What all sizes of a session have in common.
+
+    topology: of the group's ranks
+    strategy: how the ranks are used; None: as is predicted to be fastest, for each attention
+    masks:    of the session, begun for the size of the current forward pass
+    counters: that all sizes' plan caches count in
+    compare:  whether plans must tell what the contiguous plan would do, as reports show it
+    """
+
+    config: DbspConfig
+    group: SequenceGroup
+    topology: Topology
+    strategy: Strategy | None
+    masks: MaskProvider
+    counters: ReuseCounters
+    compare: bool
+
+    @property
+    def few_steps(self) -> bool:
+        """Whether each step keeps plans of its own, for the next video."""
+        steps = None if self.config.mask.changes == "never" else self.masks.steps()
+        return steps is not None and steps <= FEW_STEPS
 
 
 @dataclass
 class SizeContext:
     """Plans and executors of one size of video.
 
-    Plans are kept by attention where masks change, and by mask where they don't; executors by mask where it has a name
-    (its cache key), else by attention. Both are bounded: an attention has one executor, and a layer at most
-    `MOST_PASSES` attentions, times `FEW_STEPS` where steps are distinguished.
-    layers: of the model
-    size:   names it
-    maker:  makes plans;  plans: keeps them
+    Plans are kept by attention where masks change, and by mask where they don't; executors by mask where it has a
+    name, else by attention. Both are bounded: an attention has one executor, and a layer at most `MOST_PASSES`
+    attentions, times `FEW_STEPS` where steps are distinguished.
     """
 
-    layers: int
-    size: Hashable
-    maker: ConfiguredPlanMaker
+    session: SessionParts
+    size: tuple[Video, ...]
+    settings: PlanSettings
     plans: PlanCache
-    plan_keys: dict[int, Hashable] = field(default_factory=dict)
+    plan_keys: dict[int, PlanKey] = field(default_factory=dict)
     """By layer, what the plan of its last attention is kept for."""
     inputs_agreed: bool = False
     """Whether all ranks have compared the shapes of q, k and v."""
-    _executors: dict[Hashable, DualBalancedAttention] = field(default_factory=dict)
-    _used: OrderedDict[AttentionKey, Hashable] = field(default_factory=OrderedDict)
+    _executors: dict[PlanKey, AttentionExecutor] = field(default_factory=dict)
+    _used: OrderedDict[PlanKey, PlanKey] = field(default_factory=OrderedDict)
     """By attention, the one used last at the end: what its executor is kept for."""
 
     @property
     def layout(self) -> SequenceLayout:
-        return self.maker.layout
+        return self.settings.layout
 
     @property
     def records(self) -> dict[int, Plan]:
@@ -77,53 +131,53 @@ class SizeContext:
         self.plans.flush()
         return {layer: self.plans.latest[key] for layer, key in sorted(self.plan_keys.items())}
 
-    def for_each_call(
-        self, attention: AttentionKey, new_mask: Callable[[Hashable], BlockMask], tokens: LocalQK
-    ) -> tuple[Hashable, DualBalancedAttention]:
-        """The executor of an attention whose mask is computed from its queries and keys, and what it is kept by."""
-        attention = self._judged_alike(attention, tokens)
-        executor = self._make(attention, attention, None, new_mask(attention), tokens)
-        self._keep(attention, attention, attention, executor)
-        return attention, executor
+    def flush(self, observers: Sequence[SessionObserver]) -> None:
+        """Waits for pending plans, so that whatever is read covers every call."""
+        self.plans.flush()
+        for observer in observers:
+            observer.flush(self.plans.latest)
 
-    def for_mask_named(
-        self,
-        attention: AttentionKey,
-        name: Hashable,
-        changes: bool,
-        new_mask: Callable[[Hashable], BlockMask],
-        tokens: LocalQK,
-    ) -> tuple[Hashable, DualBalancedAttention]:
-        """The executor of an attention whose mask has a name: made before, for this layer or another, or now.
-
-        returns: it, after what it is kept by
-        changes: whether the attention will have other masks: then its plan is kept from one to the next
-        """
-        attention = self._judged_alike(attention, tokens)
-        key = attention.size, name, tokens.q.device
-        plan_key: Hashable = attention if changes else key
-        executor = self._executors.get(key)
+    def executor(self, layer: int, tokens: LocalQK, observers: Sequence[SessionObserver]) -> AttentionExecutor:
+        """The executor for a layer's mask now: made before, for this layer or another, or now. Collective."""
+        masks = self.session.masks
+        attention, name = self._attention(layer, tokens.q, tokens.k), masks.cache_key(layer)
+        key = attention if name is None else attention.with_mask(name, tokens.q.device)
+        plan_key = attention if masks.changes(layer) else key
+        executor = None if name is None else self._executors.get(key)
         if executor is None or not self.plans.count_reuse(plan_key, executor.plan, name):
-            executor = self._make(attention, plan_key, name, new_mask(key), tokens)
-        self._keep(attention, key, plan_key, executor)
-        return key, executor
+            mask = masks.mask(layer, tokens)
+            for observer in observers:
+                observer.mask_made(key, layer, mask, name is not None)
+            executor = self._make(attention, plan_key, name, mask, tokens)
+        self._keep(layer, attention, key, plan_key, executor)
+        for observer in observers:
+            observer.mask_used(layer, key)
+        return executor
 
-    def _judged_alike(self, attention: AttentionKey, tokens: LocalQK) -> AttentionKey:
-        """The same; under a memory limit one for each batch size, with gradients or without: their plans differ."""
-        if self.maker.memory is None:
-            return attention
-        return attention._replace(size=(attention.size, len(tokens.q), _keeps_gradients(tokens)))
+    def known_executor(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> AttentionExecutor | None:
+        """The executor that was made for a layer's mask now. None: none was, or the mask is predicted from q and k."""
+        name = self.session.masks.cache_key(layer)
+        return None if name is None else self._executors.get(self._attention(layer, q, k).with_mask(name, q.device))
+
+    def _attention(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> PlanKey:
+        """The key of a layer's attention now."""
+        moment = self.session.masks.moment
+        step = moment.step if self.session.few_steps else None
+        if self.settings.memory is None:
+            return PlanKey(self.size, layer=layer, cfg_branch=moment.cfg_branch, step=step)
+        return PlanKey(self.size, len(q), _keeps_gradients(q, k), layer, moment.cfg_branch, step)
 
     def _keep(
-        self, attention: AttentionKey, key: Hashable, plan_key: Hashable, executor: DualBalancedAttention
+        self, layer: int, attention: PlanKey, key: PlanKey, plan_key: PlanKey, executor: AttentionExecutor
     ) -> None:
         """Remembers an attention's executor, and drops those that no attention has any more."""
         self._executors[key] = executor
-        self.plan_keys[attention.layer] = plan_key
+        self.plan_keys[layer] = plan_key
         outdated = {self._used.get(attention, key)}
         self._used[attention] = key
         self._used.move_to_end(attention)
-        while len(self._used) > self.layers * MOST_PASSES * (1 if attention.step is None else FEW_STEPS):
+        most = self.session.masks.layers * MOST_PASSES * (1 if attention.step is None else FEW_STEPS)
+        while len(self._used) > most:
             oldest, its_key = self._used.popitem(last=False)
             self.plans.forget(oldest)
             outdated.add(its_key)
@@ -131,23 +185,93 @@ class SizeContext:
             self._executors.pop(one, None)
 
     def _make(
-        self, attention: AttentionKey, plan_key: Hashable, name: Hashable | None, mask: BlockMask, tokens: LocalQK
-    ) -> DualBalancedAttention:
+        self, attention: PlanKey, plan_key: PlanKey, name: Hashable | None, mask: BlockMask, tokens: LocalQK
+    ) -> AttentionExecutor:
+        config, device, earlier = self.session.config, tokens.q.device, attention.a_step_earlier
         shape = AttentionShape.of(tokens.q, mask.heads, mask.grid.tokens)
-        maker = self.maker.for_shape(shape, _keeps_gradients(tokens))
-        if plan_key == attention and attention.one_before is not None:
-            self.plans.begin_with(attention, attention.one_before)
+        maker = ConfiguredPlanMaker(self.settings, shape, _keeps_gradients(tokens.q, tokens.k))
+        if plan_key == attention and earlier is not None:
+            self.plans.begin_with(attention, earlier)
         planned = self.plans.plan_for(plan_key, mask, maker, name)
-        plan, device = planned.plan, tokens.q.device
-        used = self._used.get(attention) or (attention.one_before and self._used.get(attention.one_before))
-        before = self._executors.get(used)
+        plan, used = planned.plan, self._used.get(attention) or (earlier and self._used.get(earlier))
+        before = None if used is None else self._executors.get(used)
         if before is not None and before.device == device and plan.assignment.equals(before.part.assignment):
-            return before.for_mask(plan, mask)
+            return before.for_mask(plan, mask, mark=config.debug)
         part = (planned.part or maker.rank_plan(plan.assignment)).to(device)
-        return DualBalancedAttention.of_part(
-            part, plan, mask, maker.group, kernel=maker.config.kernel, debug=maker.config.debug
-        )
+        return AttentionExecutor.of_part(part, plan, mask, self.session.group, config.kernel, mark=config.debug)
 
 
-def _keeps_gradients(tokens: LocalQK) -> bool:
-    return tokens.q.requires_grad or tokens.k.requires_grad
+def _keeps_gradients(q: torch.Tensor, k: torch.Tensor) -> bool:
+    return q.requires_grad or k.requires_grad
+
+
+def new_size(
+    session: SessionParts,
+    machine: Machine,
+    size: tuple[Video, ...],
+    device: torch.device,
+    streams: Streams | HostLayout,
+) -> SizeContext:
+    """The context of a size for which nothing was made yet. Collective: all ranks must plan by the same.
+
+    Args:
+        session: Its masks are begun for this size.
+        machine: What ranks have agreed on.
+        size: The videos of a forward pass.
+        device: Where the group's collectives run.
+        streams: How a rank's text and video follow one another in the layout that is chosen here, or what gives the
+            host's own.
+
+    Returns:
+        A context without plans.
+
+    Raises:
+        UserError: On all ranks, for a size that the mask source or the strategy refuses.
+    """
+    config, group, strategy = session.config, session.group, session.strategy
+    grid = session.masks.grid(device)  # which all ranks have alike
+    if strategy is not None:
+        require_slots(strategy, grid)
+    layout = streams() if callable(streams) else _layout(session, machine, grid, streams, device)
+    settings = PlanSettings.of(
+        config, group, session.topology, strategy, layout, machine, grid, device, session.compare
+    )
+    return SizeContext(session, size, settings, plan_cache_of(session))
+
+
+def plan_cache_of(session: SessionParts) -> PlanCache:
+    """An empty one, as the configuration asks for."""
+    rule = ReplanRule(session.config.reuse.threshold, session.config.reuse.budget)
+    if session.config.effective_planning == "async":
+        return AsyncPlanCache(rule, session.counters, session.compare, group=session.group)
+    return SyncPlanCache(rule, session.counters, session.compare)
+
+
+def _layout(
+    session: SessionParts, machine: Machine, grid: BlockGrid, streams: Streams, device: torch.device
+) -> SequenceLayout:
+    config, group, masks = session.config, session.group, session.masks
+    known = masks.static_masks(device) if config.effective_layout == "learned" else None
+    profile = None if known is None else MaskProfile.of(known)
+
+    def named(name: str, of: BlockGrid, strategy: Strategy) -> SequenceLayout:
+        return SequenceLayout.named(name, of, strategy, streams=streams, profile=profile)
+
+    # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
+    of_rings = named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
+    if config.effective_keys == "ring" or config.layout is not None or group.size == 1:
+        return of_rings
+    fastest = fastest_layout(
+        masks.masks_now(device),
+        strategies_of(config, group, session.strategy, grid),
+        lambda of, strategy: named("local", of, strategy),
+        None if config.effective_keys == "needed" else of_rings,
+        config.planner,
+        machine.hardware,
+        session.topology,
+        element_bytes=2 if device.type == "cuda" else 4,
+    )
+    if config.effective_keys == AUTO and group.rank == 0:
+        name = config.effective_layout if fastest is of_rings else "local"
+        log.info("layout %s, predicted to be fastest with keys: auto", name)
+    return fastest

@@ -22,6 +22,7 @@ from dbsp_core.comm.groups import gather_shards, report_group
 from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session import AttentionSession
 from tests.core.comm.lifetimes import count
 
@@ -58,7 +59,7 @@ def session(source: dict[str, Any], group: SequenceGroup | None = None) -> Atten
     """After two steps. Predicted masks are planned for in a thread."""
     made = AttentionSession(DbspConfig.load({"mask": source}), group or SequenceGroup.of(), Strategy(1, 2), HEADS, 1)
     for step in range(2):
-        shard = made.begin((1, 8, 8), timestep=900.0 - step).shard
+        shard = made.begin(Video((1, 8, 8)), timestep=900.0 - step).shard
         made.attend(0, *[torch.randn(1, HEADS, shard, WIDTH)] * 3)
     return made
 

@@ -27,7 +27,7 @@ SETTINGS = (
     {"planner": "contiguous", "layout": "striped"},
     {"planner": "paper"},
     {"planner": "paper", "reward": 0.0, "equal_heads": True, "padded": True},
-    {"planner": "paper", "layout": "striped", "split_text": True, "padded": True},
+    {"planner": "paper", "layout": "striped", "streams": "first", "padded": True},
     {"planner": "dbsp", "padded": True},
     {"planner": "dbsp", "layout": "learned"},
     {"planner": "random", "layout": "learned", "padded": True},
@@ -77,7 +77,7 @@ def test_token_orders_equal_dense_attention(pool, world):
             strategy=str(strategy),
             planner=planner,
             layout=layout,
-            split_text=bool(seed % 2),
+            streams="first" if seed % 2 else None,
             padded=True,
             seed=seed,
         )

@@ -24,7 +24,7 @@ SHAPES = (
 )  # fmt: skip
 SETTINGS = (
     {"planner": "local", "layout": "local", "padded": True},
-    {"planner": "dbsp", "layout": "striped", "split_text": True, "padded": True},
+    {"planner": "dbsp", "layout": "striped", "streams": "first", "padded": True},
     {"planner": "contiguous"},
     {"planner": "random", "layout": "learned"},
 )

@@ -14,6 +14,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost import free_memory
 from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.cost.peak_memory import peak_bytes
+from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session import AttentionSession
 
 
@@ -29,7 +30,7 @@ def choose_together(
     config = DbspConfig.load({**settings, "cost_model": hardware, "mask": mask, "strategy": "auto"})
     session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(None), heads=5, layers=2)
     try:
-        layout = session.begin((3, 8, 8))
+        layout = session.begin(Video((3, 8, 8)))
         q = torch.ones(1, 5, layout.shard, 16)
         for layer in range(2):
             session.attend(layer, q, q, q)
@@ -63,7 +64,7 @@ def plans_within(
     try:
         with mock.patch.object(free_memory, "free_memory", return_value=free.get(rank, 2**40)):
             for batch in batches:
-                layout = session.begin((3, 8, 8))
+                layout = session.begin(Video((3, 8, 8)))
                 q = torch.ones(batch, heads, layout.shard, 16)
                 for layer in range(2):
                     session.attend(layer, q, q, q)

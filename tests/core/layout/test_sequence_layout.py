@@ -99,17 +99,23 @@ def test_striped_deals_out_the_coarser_blocks_so_that_none_is_cut():
     assert layout.rank.tolist() == (np.arange(32) // 8 % 2).tolist()
 
 
-def test_split_text_gives_every_rank_its_share_of_text_before_its_share_of_video():
+def test_a_stream_of_text_gives_every_rank_its_share_of_text_before_its_share_of_video():
     # 5 text tokens on 2 ranks: 3 + 2 and one of padding; 6 video tokens: 3 + 3.
-    layout = SequenceLayout.named("contiguous", BlockGrid(11, 5, 4, 4), Strategy(2, 1), split_text=True)
+    layout = SequenceLayout.named("contiguous", BlockGrid(11, 5, 4, 4), Strategy(2, 1), streams="first")
     assert [a.tolist() for a in layout.tokens_at(0)] == [[0, 1, 2, 5, 6, 7], [0, 1, 2, 3, 4, 5]]
     assert [a.tolist() for a in layout.tokens_at(1)] == [[3, 4, 8, 9, 10], [0, 1, 3, 4, 5]]
     assert layout.shard == 6
 
 
-def test_split_text_without_text_changes_nothing():
+def test_a_stream_of_text_may_come_after_the_video():
+    layout = SequenceLayout.named("contiguous", BlockGrid(11, 5, 4, 4), Strategy(2, 1), streams="last")
+    assert [a.tolist() for a in layout.tokens_at(0)] == [[5, 6, 7, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
+    assert [a.tolist() for a in layout.tokens_at(1)] == [[8, 9, 10, 3, 4], [0, 1, 2, 3, 4]]
+
+
+def test_a_stream_of_text_without_text_changes_nothing():
     grid, strategy = BlockGrid(37, 0, 4, 4), Strategy(1, 3)
-    split, joint = (SequenceLayout.named("striped", grid, strategy, split_text=s) for s in (True, False))
+    split, joint = (SequenceLayout.named("striped", grid, strategy, streams=s) for s in ("first", None))
     assert split.rank.tolist() == joint.rank.tolist()
     assert split.local.tolist() == joint.local.tolist()
 

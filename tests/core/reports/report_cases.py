@@ -17,11 +17,12 @@ import dbsp_para
 from dbsp_core import BlockMask, SequenceGroup, Strategy, make_plan
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.masks.video import Video
 from dbsp_core.reports.collect import make_report
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
@@ -53,7 +54,7 @@ def recounted_session(
     session = observed_session(config, SequenceGroup.of(), chosen, HEADS, LAYERS)
     masks: dict[Any, BlockMask] = {}
     found: list[Recount] = []
-    take_mask, run = MaskProvider.mask, DualBalancedAttention.__call__
+    take_mask, run = MaskProvider.mask, AttentionExecutor.run
     now: tuple[int, int, int] = (0, 0, 0)
 
     def kept_mask(feed: MaskProvider, layer: int, tokens: Any) -> BlockMask:
@@ -61,17 +62,17 @@ def recounted_session(
         masks[layer] = masks["last"] = mask
         return mask
 
-    def counted(executor: DualBalancedAttention, q: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
+    def counted(executor: AttentionExecutor, q: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
         found.append(_recount(executor, masks.get(now[0], masks["last"]), session, q, now))
         return run(executor, q, *others, **options)
 
     draws = torch.Generator().manual_seed(rank)
     with (
         mock.patch.object(MaskProvider, "mask", kept_mask),
-        mock.patch.object(DualBalancedAttention, "__call__", counted),
+        mock.patch.object(AttentionExecutor, "run", counted),
     ):
         for step, branch, thw in [(s, b, (4, 6, 7)) for s in range(3) for b in range(2)] + [(3, 0, (3, 6, 7))]:
-            layout = session.begin(thw, 0, torch.tensor([900.0 - 10 * step] * batch))
+            layout = session.begin(Video(thw), timestep=torch.tensor([900.0 - 10 * step] * batch))
             for layer in range(LAYERS):
                 now = layer, step, branch
                 q, k, v = 3 * torch.randn(3, batch, HEADS, layout.shard, WIDTH, generator=draws)
@@ -80,7 +81,7 @@ def recounted_session(
 
 
 def _recount(
-    executor: DualBalancedAttention,
+    executor: AttentionExecutor,
     mask: BlockMask,
     session: AttentionSession,
     q: torch.Tensor,

@@ -21,6 +21,7 @@ from dbsp_core import (
     make_plan,
 )
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.packages import package_versions
 
@@ -105,7 +106,7 @@ def call_inside_a_transform(rank: int, world: int) -> None:
     session = _session(world)
 
     def loss(scale: torch.Tensor) -> torch.Tensor:
-        q = torch.ones(1, HEADS, session.begin((2, 10, 10), timestep=900.0).shard, WIDTH) * scale
+        q = torch.ones(1, HEADS, session.begin(Video((2, 10, 10)), timestep=900.0).shard, WIDTH) * scale
         return session.attend(0, q, q, q).sum()
 
     torch.func.grad(loss)(torch.ones(()))
@@ -121,7 +122,7 @@ def _attention(where: str, rank: int, world: int) -> tuple[Attend, torch.Tensor]
         plan = make_plan(mask, Strategy(1, world), layout=layout)
         return DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of(), n_local=q.shape[2]), q
     session = _session(world)
-    layout = session.begin((2, 10, 10), timestep=900.0)
+    layout = session.begin(Video((2, 10, 10)), timestep=900.0)
     return lambda q, k, v: session.attend(0, q, k, v), torch.randn(1, HEADS, layout.shard, WIDTH)
 
 

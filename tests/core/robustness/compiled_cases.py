@@ -9,6 +9,7 @@ import torch._dynamo
 
 from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, Strategy, dual_balanced_attention, make_plan
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.compiling import not_compiled
 from tests.support.attention_cases import Case, Inputs
@@ -56,7 +57,7 @@ def _with_session(mask: BlockMask, given: Inputs) -> Function:
     session = AttentionSession(DbspConfig.load(settings), SequenceGroup.of(), Strategy(1, 2), 2, 1)
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        shard = session.begin((2, 6, 10), timestep=900.0).shard
+        shard = session.begin(Video((2, 6, 10)), timestep=900.0).shard
         return session.attend(0, *(t[:, :, :shard] * 2 for t in (q, k, v))) + 1
 
     return function

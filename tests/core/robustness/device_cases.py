@@ -19,6 +19,7 @@ from dbsp_core import (
 )
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session import AttentionSession
 
 HEADS, WIDTH, TOKENS = 4, 16, 200
@@ -49,7 +50,7 @@ def session(rank: int, world: int, settings: dict[str, Any], device: str | None)
     with nullcontext() if device is None else torch.device(device):
         one = AttentionSession(config, SequenceGroup.of(), Strategy(world, 1), HEADS, 1, lambda: 20)
         for step in range(2):
-            layout = one.begin((2, 8, 8), timestep=1000.0 - step, device=torch.device("cpu"))
+            layout = one.begin(Video((2, 8, 8)), timestep=1000.0 - step, device=torch.device("cpu"))
             generator = torch.Generator().manual_seed(10 * rank + step)
             q, k, v = torch.randn(3, 1, HEADS, layout.shard, WIDTH, generator=generator, device="cpu")
             found.append(one.attend(0, q, k, v).numpy())

@@ -16,6 +16,7 @@ from dbsp_core import SequenceGroup
 from dbsp_core.comm.groups import PendingTransfer
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session import AttentionSession
 
 POLLS, POLL_S = 20_000, 0.001  # ends a hang; nothing is timed
@@ -26,7 +27,7 @@ def die_in_the_middle(rank: int, world: int, settings: dict[str, Any], strategy:
     config = DbspConfig.load(settings)
     session = AttentionSession(config, SequenceGroup.of(), Strategy.parse(strategy), heads=world, layers=1)
     for step in range(5):
-        layout = session.begin((4, 8, 8), 0, 900.0 - step)
+        layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
         q = torch.randn(1, world, layout.shard, 16, generator=torch.Generator().manual_seed(step))
         if step == 2 and rank == odd:
             os._exit(1)
@@ -54,7 +55,7 @@ def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
     """
     config = DbspConfig.load({"mask": {"source": "dense", "block_q": 16, "block_k": 16}, "planner": "contiguous"})
     session = AttentionSession(config, SequenceGroup.of(), Strategy(1, world), heads=2, layers=1)
-    layout = session.begin((world, 4, 8))
+    layout = session.begin(Video((world, 4, 8)))
     k = torch.full((1, 2, layout.shard, 16), float(rank + 1))
     pending: list[PendingTransfer] = []
     arrived: list[bool] = []

@@ -11,6 +11,7 @@ from dbsp_core import BlockGrid, BlockMask, SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
+from dbsp_core.masks.video import Video
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest
@@ -48,7 +49,7 @@ def attend_with(rank: int, world: int, source: BlockSizes) -> None:
     """One attention; afterwards a collective, which would hang or fail if ranks were not together."""
     session = AttentionSession(DbspConfig(mask=source), SequenceGroup.of(), Strategy(world, 1), heads=world, layers=1)
     try:
-        layout = session.begin((2, 4, 8))
+        layout = session.begin(Video((2, 4, 8)))
         q = torch.ones(1, world, layout.shard, 16)
         session.attend(0, q, q, q)
     finally:
@@ -77,7 +78,7 @@ def attend_in_two_steps(rank: int, world: int, odd: int) -> None:
     session = AttentionSession(DbspConfig(mask=source), SequenceGroup.of(), Strategy(world, 1), heads=world, layers=1)
     try:
         for timestep in (900.0, 800.0):
-            layout = session.begin((2, 4, 8), 0, timestep)
+            layout = session.begin(Video((2, 4, 8)), timestep=timestep)
             q = torch.ones(1, world, layout.shard, 16)
             session.attend(0, q, q, q)
     finally:
@@ -89,6 +90,6 @@ def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], 
     feed = MaskProvider(BlockSizes(), schedule, 2, layers, SequenceGroup(0, 1), lambda: steps)
     dense = []
     for timestep in timesteps:
-        feed.begin([((2, 2, 2), 0)], torch.tensor([timestep, timestep]))
+        feed.begin([Video((2, 2, 2))], torch.tensor([timestep, timestep]))
         dense.append([layer for layer in range(layers) if feed.cache_key(layer) == "dense by schedule"])
     return dense

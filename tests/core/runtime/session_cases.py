@@ -14,23 +14,27 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
 from dbsp_core.comm.all_to_all import Route
 from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.reports.observer import run_observer
+from dbsp_core.runtime.executor import KernelChoice
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.plan_reuse.async_plan_cache import PlanningThread
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.sources import LocalQK, MaskRequest
+from dbsp_core.sources import LocalQK, MaskRequest, WindowSource
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.sources.distributed_pooling import gather_bits
 from dbsp_core.utils.packages import package_versions
 from dbsp_diffusers.reference import masked_attention
+from dbsp_kernels import KernelRequirements
 
 HEADS, WIDTH, THW = 5, 16, (3, 6, 10)
 
@@ -84,8 +88,8 @@ class Session:
         """A forward pass. returns: how far this rank's output is from one process's."""
         if settle:
             self.inner.flush()
-        layout = self.inner.begin(thw, text_tokens, timestep)
-        self.feed.begin([(thw, text_tokens)], timestep)
+        layout = self.inner.begin(Video(thw, text_tokens), timestep=timestep)
+        self.feed.begin([Video(thw, text_tokens)], timestep)
         token, place = (torch.from_numpy(one) for one in layout.tokens_at(dist.get_rank()))
         generator, worst = torch.Generator().manual_seed(int(timestep)), 0.0
         for layer in range(self.layers):
@@ -201,11 +205,46 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
             mock.patch("dbsp_core.sources.sparge.gather_bits", gathered),
         ):
             session = Session(PREDICTED | {"debug": debug}, f"U{world}R1", layers=2).inner
-            layout = session.begin(given["thw"], 0, 900.0, cfg_branch=given["cfg_branch"])
+            layout = session.begin(Video(given["thw"]), timestep=900.0, cfg_branch=given["cfg_branch"])
             q = torch.zeros(1, HEADS, layout.shard, WIDTH)
             if rank == odd:
                 q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
             session.attend(given["layer"], q, q, q, scale=given["scale"])
+    finally:
+        dist.barrier()
+
+
+def agreements(rank: int, world: int, mask: Any, debug: bool) -> list[int]:
+    """How often the ranks compare numbers in each attention of three passes over one layer."""
+    settings = {"mask": mask, "debug": debug, "reuse": {"mode": "sync", "budget": None}}
+    session, counts, gather = (
+        AttentionSession(DbspConfig.load(settings), SequenceGroup.of(), Strategy.parse(f"U{world}R1"), HEADS, 1),
+        [],
+        SequenceGroup.gather_integers,
+    )
+    with mock.patch.object(SequenceGroup, "gather_integers", autospec=True, side_effect=gather) as gathered:
+        for step in range(3):
+            q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0 - step).shard, WIDTH)
+            before = gathered.call_count
+            session.attend(0, q, q, q)
+            counts.append(gathered.call_count - before)
+    return counts
+
+
+def an_executor_that_differs(rank: int, world: int, odd: int, when: str) -> None:
+    """Under debug, one rank's executor, made in the first pass, turns into that of another mask, kernel or value."""
+    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "debug": True}
+    session = Session(settings, f"U{world}R1").inner
+    q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0).shard, WIDTH)
+    try:
+        session.attend(0, q, q, q)
+        session.begin(Video(THW), timestep=890.0)
+        ((executor,),) = (context._executors.values() for context in session._sizes.values())
+        if (rank, when) == (odd, "mask"):
+            executor.mask_mark ^= 1
+        if (rank, when) == (odd, "kernel"):
+            executor.kernels = KernelChoice("reference", KernelRequirements())
+        session.attend(0, q, q * (torch.nan if (rank, when) == (odd, "value") else 1.0), q)
     finally:
         dist.barrier()
 
@@ -227,9 +266,26 @@ def a_shard_that_does_not_fit(rank: int, world: int, odd: int, when: str) -> Non
 def gradients(rank: int, world: int, wanted: bool) -> bool:
     """Attention outside no_grad. returns: whether its output has a graph"""
     session = Session(PREDICTED, f"U{world}R1").inner
-    layout = session.begin(THW)
+    layout = session.begin(Video(THW))
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=wanted)
     return session.attend(0, q, q, q).requires_grad
+
+
+def computed_again_after_another_size(rank: int, world: int, debug: bool) -> list[float]:
+    """Activation checkpointing, with a larger video's pass before backward. returns: how far its gradients are off"""
+    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "debug": debug}
+    found = []
+    for recompute in (False, True):
+        session = Session(settings, f"U{world}R1").inner
+        shard = session.begin(Video(THW), timestep=900.0).shard
+        q = torch.linspace(0, 1, HEADS * shard * WIDTH).view(1, HEADS, shard, WIDTH).requires_grad_()
+        out = checkpoint(session.attend, 0, q, q, q, use_reentrant=False) if recompute else session.attend(0, q, q, q)
+        with torch.no_grad():
+            larger = torch.ones(1, HEADS, session.begin(Video((5, 6, 10)), timestep=900.0).shard, WIDTH)
+            session.attend(0, larger, larger, larger)
+        out.square().sum().backward()
+        found.append(q.grad)
+    return [float((one - found[0]).abs().max()) for one in found]
 
 
 def an_attention_that_breaks_off(rank: int, world: int, breaks: bool) -> tuple[int, float]:
@@ -255,8 +311,8 @@ def an_attention_that_breaks_off(rank: int, world: int, breaks: bool) -> tuple[i
 def from_two_threads(rank: int, world: int) -> str:
     """A second thread attends while the first one is within an attention. returns: what it is told"""
     session, other = (Session({}, f"U{world}R1").inner for _ in range(2))
-    q = torch.zeros(1, HEADS, session.begin(THW).shard, WIDTH)
-    other.begin(THW)
+    q = torch.zeros(1, HEADS, session.begin(Video(THW)).shard, WIDTH)
+    other.begin(Video(THW))
     inside, told = threading.Event(), []
     exchange = SequenceGroup.all_to_all
 
@@ -316,7 +372,7 @@ def needed_keys_of_growing_masks(
 def training_with_needed_keys(rank: int, world: int, strategy: str) -> bool:
     """Whether gradients flow through a session that sends needed keys only."""
     session = Session({"mask": Growing(8, 8), "keys": "needed"}, strategy).inner
-    layout = session.begin(THW, 0, 900.0)
+    layout = session.begin(Video(THW), timestep=900.0)
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
     session.attend(0, q, q, q).sum().backward()
     return q.grad is not None
@@ -332,7 +388,7 @@ def way_of_keys(rank: int, world: int, settings: dict[str, Any], nodes: int) -> 
     with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": str(world // nodes)}):
         session = AttentionSession(config, SequenceGroup.of(), config.strategy_or(Strategy(1, world)), HEADS, 1)
         logger.addHandler(handler)
-        layout = session.begin((24, 12, 16))
+        layout = session.begin(Video((24, 12, 16)))
         logger.removeHandler(handler)
         q = torch.ones(1, HEADS, layout.shard, WIDTH)
         session.attend(0, q, q, q)

@@ -17,6 +17,7 @@ from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
 from dbsp_core.runtime.plan_reuse.rule import KeptPlan, ReplanRule
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.sizes.size_context import plan_cache_of
 from dbsp_core.sources import SpargeSource, WindowSource
 from tests.core.runtime.reuse_cases import mask_of, plan_where_one_rank_goes_wrong, timeouts, two_caches_of_one_group
 from tests.support.workers import WorkerError
@@ -277,4 +278,4 @@ def test_ranks_that_agree_go_on(pool):
 )
 def test_masks_from_queries_and_keys_are_planned_one_call_behind(settings, kind):
     session = AttentionSession(DbspConfig(**settings), SequenceGroup(0, 1), Strategy(1, 1), heads=2, layers=1)
-    assert type(session._new_sizes.plan_cache()) is kind
+    assert type(plan_cache_of(session._parts)) is kind

@@ -15,10 +15,13 @@ from tests.core.runtime.session_cases import (
     Growing,
     a_shard_that_does_not_fit,
     a_wrong_input,
+    agreements,
     an_attention_that_breaks_off,
+    an_executor_that_differs,
     change_of_batch,
     changing_masks,
     changing_sizes,
+    computed_again_after_another_size,
     from_two_threads,
     gradients,
     keys_known,
@@ -189,6 +192,26 @@ class TestInputs:
 
     @pytest.mark.parametrize(
         ("when", "message"),
+        [
+            ("mask", "the mask differs on rank(s) [1]"),
+            ("kernel", "another kernel serves on rank(s) [1]"),
+            ("value", "rank(s) [1]: q, k or v has values that are not finite"),
+        ],
+    )
+    def test_under_debug_executors_that_are_used_again_are_compared_too(self, pool, when, message):
+        assert_all_raise(pool, 3, message, an_executor_that_differs, 1, when)
+
+    def test_how_often_ranks_compare_numbers(self, pool):
+        """Under debug once an attention, and once more for an executor that is new, as each predicted mask's is."""
+        static = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
+        predicted = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}
+        workers = pool(2)
+        assert workers.run(agreements, static, False) == [[2, 0, 0]] * 2
+        assert workers.run(agreements, static, True) == [[3, 1, 1]] * 2
+        assert workers.run(agreements, predicted, True) == [[2, 2, 2]] * 2
+
+    @pytest.mark.parametrize(
+        ("when", "message"),
         [("prepare", "rank(s) [1]: rank 1 holds 20 tokens, expected 32"), ("call", "rank(s) [1]: q of shape")],
     )
     def test_a_shard_that_does_not_fit_on_one_rank_stops_all(self, pool, when, message):
@@ -198,6 +221,10 @@ class TestInputs:
     def test_there_are_gradients_where_they_are_wanted(self, pool, world):
         assert pool(world).run(gradients, False) == [False] * world
         assert pool(world).run(gradients, True) == [True] * world
+
+    @pytest.mark.parametrize("debug", [False, True])
+    def test_what_backward_computes_again_may_be_of_another_size_than_the_last_pass(self, pool, debug):
+        assert pool(2).run(computed_again_after_another_size, debug) == [[0.0, 0.0]] * 2
 
     def test_two_threads_at_once_are_told_of_each_other(self, pool):
         assert all("UserError: two threads use db-SP" in told for told in pool(2).run(from_two_threads))

@@ -209,12 +209,12 @@ def test_layouts_of_packed_sequences():
     assert [len(loaders.tokens_at(rank)[0]) for rank in range(4)] == [21, 0, 129 + 89, 0]
     assert loaders.tokens_at(2)[0].tolist() == [*range(129), *range(150, 239)]
     for name in ("contiguous", "striped"):
-        for split in (False, True):
-            layout = SequenceLayout.named(name, grid, Strategy(2, 2), split_text=split)
+        for streams in (None, "first", "last"):
+            layout = SequenceLayout.named(name, grid, Strategy(2, 2), streams=streams)
             held = [len(layout.tokens_at(rank)[0]) for rank in range(4)]
             assert sum(held) == grid.tokens
-            assert layout.shard <= -(-grid.tokens // 4) + split
-    texts = SequenceLayout.named("striped", grid, Strategy(1, 2), split_text=True)
+            assert layout.shard <= -(-grid.tokens // 4) + (streams is not None)
+    texts = SequenceLayout.named("striped", grid, Strategy(1, 2), streams="first")
     assert set(np.flatnonzero(texts.local < 13)) == set(grid.text_positions)
 
 

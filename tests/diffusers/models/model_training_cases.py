@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dbsp_diffusers
-from dbsp_core import DualBalancedAttention
+from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
@@ -162,14 +162,14 @@ def under_autocast(rank: int, world: int) -> tuple[set[torch.dtype], float]:
     transformer = make_tiny_transformer("wan").train()
     session = dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
     given: set[torch.dtype] = set()
-    executor = DualBalancedAttention.__call__
+    executor = AttentionExecutor.run
 
-    def watched(self: Any, *qkv: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        given.update(t.dtype for t in qkv)
+    def watched(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
+        given.update(t.dtype for t in (q, k, v))
         assert not torch.is_autocast_enabled("cpu"), "nothing within attention is cast"
-        return executor(self, *qkv, scale=scale)
+        return executor(self, q, k, v, *options)
 
-    with patch.object(DualBalancedAttention, "__call__", watched):
+    with patch.object(AttentionExecutor, "run", watched):
         gradients(transformer)
     assert session.statistics()["calls"] == session.layers
     dbsp_diffusers.sum_gradients(transformer)

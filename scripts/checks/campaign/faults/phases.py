@@ -44,10 +44,10 @@ def _transformer(target: str, nth: int = 1) -> Phase:
 DEBUG, NEEDED, BACKWARD = {"debug": True}, {"keys": "needed"}, {"backward": True}
 _THREAD = {"thread": THREAD, **ALWAYS_ANEW}
 PHASES: dict[str, Phase] = {
-    "settings": _session(f"{RUNTIME}.session.AttentionSession._agree_on_settings"),
-    "new size": _session(f"{RUNTIME}.sizes.new_sizes.NewSizes.prepare"),
+    "settings": _session(f"{RUNTIME}.session.agree_on_settings"),
+    "new size": _session(f"{RUNTIME}.session.new_size"),
     "agreement on static masks": _session(f"{RUNTIME}.mask_provider.MaskProvider._agreed", mask=WINDOW),
-    "agreement on shapes": _session(f"{RUNTIME}.session.check_consistent", 2),
+    "agreement on shapes": _session(f"{RUNTIME}.session.agree_on_attention"),
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads", 2),
     "mask exchange: travel": _session("dbsp_core.sources.distributed_pooling.exchange_heads", 4),
     "mask exchange: bits": _session("dbsp_core.sources.sparge.gather_bits", 2),
@@ -57,9 +57,9 @@ PHASES: dict[str, Phase] = {
     "planning thread: agreement": _session(f"{RUNTIME}.plan_reuse.async_plan_cache.check_consistent", **_THREAD),
     "planning thread: the last": _session(f"{RUNTIME}.plan_reuse.async_plan_cache.AsyncPlanCache._run", 3, **_THREAD),
     "recomputed plan adopted": _session(f"{RUNTIME}.plan_reuse.async_plan_cache.AsyncPlanCache._adopt", 3),
-    "agreement under debug": _session(f"{RUNTIME}.attention.check_consistent", 2, **DEBUG),
+    "agreement under debug": _session(f"{RUNTIME}.session.agree_on_executor", 2, **DEBUG),
     "prepare": Phase("attention", f"{RUNTIME}.attention.check_consistent"),
-    "first call's agreement": Phase("attention", f"{RUNTIME}.attention.check_consistent", 2),
+    "first call's agreement": Phase("attention", f"{RUNTIME}.attention.agree_on_attention"),
     "dispatch": Phase("attention", f"{COMM}.all_to_all.Route.dispatch", 2),
     "dispatch: travel": Phase("attention", f"{COMM}.groups.SequenceGroup.all_to_all", 3),
     "ring: first period": Phase("attention", f"{RUNTIME}.ring.block_attention", 4),

@@ -14,6 +14,7 @@ from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.mask_writer import save_mask
+from dbsp_core.masks.video import Video
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK, SpargeSource
@@ -111,8 +112,8 @@ def session(values: Values) -> float:
     worst, seed = 0.0, torch.Generator().manual_seed(5)
     for step in range(CALLS):
         timestep = values.timestep - step
-        layout = inner.begin(values.thw, 0, timestep, cfg_branch=values.cfg_branch)
-        alone.begin([(values.thw, 0)], timestep, values.cfg_branch)
+        layout = inner.begin(Video(values.thw), timestep=timestep, cfg_branch=values.cfg_branch)
+        alone.begin([Video(values.thw)], timestep, values.cfg_branch)
         mine, places = (torch.from_numpy(one) for one in layout.tokens_at(group.rank))
         shape = values.batch, values.heads, layout.tokens, values.width
         full = [torch.randn(shape, generator=seed, dtype=getattr(torch, values.dtype)) * 2 for _ in range(3)]

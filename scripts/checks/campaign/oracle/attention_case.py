@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from dbsp_core import Strategy
-from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
+from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, Streams
 from dbsp_core.planning.planners import PLANNERS
 
 WORLDS = (2, 3, 4, 1, 6, 5, 8, 7)
@@ -60,7 +60,7 @@ class Draw:
     reward: float
     equal_heads: bool
     layout: str
-    split_text: bool
+    streams: Streams
     padded: bool
     keys: str
     chunk_shares: tuple[int, ...]
@@ -85,7 +85,7 @@ class Draw:
         """Whether db-SP claims to serve it."""
         strategy = Strategy.parse(self.strategy)
         planned = self.planner != "random" or self.keys == "ring"
-        text_alone = self.split_text and not any(one.text for one in self.sequences)
+        text_alone = self.streams is not None and not any(one.text for one in self.sequences)
         batch = self.batch == 1 or len(self.sequences) == 1 or not self.predicted
         rightly_typed = self.kernel not in ("triton", "flex") or self.dtype != "float64"
         return (
@@ -133,7 +133,7 @@ def _draw(rng: random.Random, world: int) -> Draw:
         reward=rng.choice([0.0, 0.3, 1.0, 50.0]),
         equal_heads=rng.random() < 0.3,
         layout=rng.choice([*LAYOUT_ORDERS, "shuffled", "least"]),
-        split_text=rng.random() < 0.3,
+        streams="first" if rng.random() < 0.3 else None,
         padded=rng.random() < 0.5,
         keys=rng.choice(["ring", "ring", "needed"]),
         chunk_shares=rng.choice([(1,), (1, 1), (3, 2, 1), (1, 1, 1, 1), (rng.randint(1, 5), rng.randint(1, 5))]),

@@ -110,7 +110,7 @@ def _layout_of(case: Draw, sources: Sequence[tuple[BlockGrid, object]], strategy
         bits = rng.random((case.heads, grid.nq, grid.nk)) < case.density
         return least_keys_layout([BlockMask.packed(_parts(bits, grid))], strategy)
     profile = MaskProfile(*rng.random((2, grid.tokens)))
-    return SequenceLayout.named(case.layout, grid, strategy, split_text=case.split_text, profile=profile)
+    return SequenceLayout.named(case.layout, grid, strategy, streams=case.streams, profile=profile)
 
 
 def _parts(bits: np.ndarray, grid: BlockGrid) -> list[BlockMask]:

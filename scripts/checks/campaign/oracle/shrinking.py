@@ -31,7 +31,7 @@ def variants(case: Draw) -> Iterator[Draw]:
         "backward": (False,),
         "debug": (False,),
         "padded": (False,),
-        "split_text": (False,),
+        "streams": (None,),
         "equal_heads": (False,),
         "reward": (0.0,),
     }

@@ -30,7 +30,7 @@ SHAPES = (
          orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")),
 )  # fmt: skip
 SETTINGS = (
-    {"planner": "contiguous", "layout": "striped", "split_text": True, "padded": True},
+    {"planner": "contiguous", "layout": "striped", "streams": "first", "padded": True},
     {"planner": "paper"},
     {"planner": "dbsp", "layout": "striped", "padded": True},
     {"planner": "random", "layout": "learned"},

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dbsp_core import BlockGrid, SequenceGroup, SequenceLayout
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, LowRankSource, RecordQKSource
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
@@ -48,7 +49,7 @@ def predict_with_fitted(rank: int, world: int, case: LowRankCase, fault: str, fo
     session = AttentionSession(
         config, SequenceGroup.of(), config.strategy_or(None), heads=case.heads, layers=1 if fault != "layer" else 4
     )
-    layout: SequenceLayout = session.begin(case.thw)
+    layout: SequenceLayout = session.begin(Video(case.thw))
     width = 8 if fault == "width" else case.width
     q = torch.ones(1, case.heads, layout.shard, width)
     session.attend(3 if fault == "layer" else 0, q, q, q)

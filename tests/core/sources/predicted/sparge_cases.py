@@ -71,7 +71,7 @@ def local_tokens(
         order = np.random.default_rng(7).permutation(grid.tokens)
         layout = SequenceLayout.from_streams([order], world)
     else:
-        layout = SequenceLayout.named(case.layout, grid, strategy, split_text=case.text_tokens > 0)
+        layout = SequenceLayout.named(case.layout, grid, strategy, streams="first")
     mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
     local = []
     for everywhere in case.tensors():

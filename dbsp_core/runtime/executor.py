@@ -1,0 +1,125 @@
+"""What computes attention under one plan and one mask on one rank, once all ranks have agreed on both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from dbsp_core.comm.all_to_all import Route
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.inputs import needs_gradients
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.backward import attention_with_gradients
+from dbsp_core.runtime.forward import PreparedAttention, forward
+from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_spans_of
+from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
+
+__all__ = ["AttentionExecutor", "KernelChoice"]
+
+
+class KernelChoice:
+    """The kernel for a plan's attentions, chosen once for a device, dtype and head size, with gradients or without.
+
+    asked: a name from `dbsp_kernels.KERNELS`, or "auto";  needs: of the plan
+    """
+
+    def __init__(self, asked: str, needs: KernelRequirements) -> None:
+        self.asked = asked
+        self._needs = needs
+        self._chosen: dict[tuple[torch.device, torch.dtype, int, bool], Kernel] = {}
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel that was chosen last, or what was asked for before the first call."""
+        return next(reversed(self._chosen.values())).name if self._chosen else self.asked
+
+    def kernel_for(self, q: torch.Tensor, *, backward: bool = False) -> Kernel:
+        """The kernel for inputs like q [..., D]. backward: whether gradients will be asked for
+
+        Raises UserError where none, or not the one asked for, can serve.
+        """
+        inputs = q.device, q.dtype, q.shape[-1], backward
+        if inputs not in self._chosen:
+            needs = replace(self._needs, width=q.shape[-1], lse=backward or self._needs.lse, backward=backward)
+            self._chosen[inputs] = choose_kernel(self.asked, q.device, q.dtype, needs)
+        return self._chosen[inputs]
+
+
+@dataclass(eq=False, repr=False)
+class AttentionExecutor(PreparedAttention):
+    """Attention under one plan and one mask, for ranks that have agreed on their parts and on what they are given.
+
+    kernels: which kernel serves
+    mask_mark: what tells the mask from others, where ranks compare masks; else 0
+    """
+
+    kernels: KernelChoice
+    mask_mark: int = 0
+
+    @classmethod
+    def of_part(
+        cls, part: RankPlan, plan: Plan, mask: BlockMask, group: SequenceGroup, kernel: str, *, mark: bool
+    ) -> AttentionExecutor:
+        """part: on the device of the calls to come;  plan: the part's, or one with the same owners and slots
+
+        mark: whether ranks will compare masks, whose bits are read back for it
+        """
+        if not plan.assignment.equals(part.assignment):
+            raise ValueError("this part of a plan was made for another plan")
+        tables, whole_heads = _tables(part, plan, mask), part.head_layout
+        needs = KernelRequirements(
+            (plan.grid.block_q, plan.grid.block_k),
+            lse=len(tables) > 1,
+            ragged_rows=whole_heads is None,
+            tokens=None if whole_heads is None else whole_heads.tokens,
+        )
+        return cls(part, plan, tables, group, KernelChoice(kernel, needs), mask.fingerprint if mark else 0)
+
+    def for_mask(self, plan: Plan, mask: BlockMask, *, mark: bool) -> AttentionExecutor:
+        """The same part in a plan with another mask's tables.
+
+        plan: with the same owners and slots as this one's;  mask: one that it fits;  mark: as for `of_part`
+        """
+        tables = _tables(self.part, plan, mask)
+        return replace(self, plan=plan, tables=tables, mask_mark=mask.fingerprint if mark else 0)
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that was asked for, or "auto"."""
+        return self.kernels.asked
+
+    @property
+    def route(self) -> Route:
+        return self.part.route
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tables."""
+        return self.tables[0].kv_len.device
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        check_gradient: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """q, k, v: [B, H, n_local, D], which all ranks have checked; returns: [B, H, n_local, D]. Collective.
+
+        check_gradient: is given the output's gradient before it is used
+        """
+        if needs_gradients(q, k, v):
+            kernel = self.kernels.kernel_for(q, backward=True)
+            return attention_with_gradients(self, q, k, v, scale, kernel, check_gradient)
+        return forward(self, q, k, v, scale, self.kernels.kernel_for(q))
+
+
+def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:
+    """By period, the kernel tables of a mask under a part's plan."""
+    plan.assignment.require_fit(mask)
+    return build_tables(part.table_layout, mask, dense_spans_of(mask, part.table_layout.rows.device))
