@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -17,13 +18,15 @@ REMEMBERED = 4  # assignments of slots whose counts are kept: a planner's own, t
 class MaskCounts:
     """Counts of a mask's bits, a few heads at a time.
 
-    parts: bool[H, nq, nk] each, one for each sequence
+    parts:   bool[H, nq, nk] each, one for each sequence
+    seconds: spent so far on counting work by slot: no part of planning
 
     Each is made once, or by each of several threads that ask at the same time; every thread gets its own.
     """
 
     def __init__(self, *parts: torch.Tensor) -> None:
         self._parts = parts
+        self.seconds = 0.0
         self._cells: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._sums: tuple[np.ndarray, np.ndarray] | None = None
         self._by_rank: tuple[np.ndarray, np.ndarray] | None = None
@@ -65,16 +68,18 @@ class MaskCounts:
 
         In 32 bits, as planners read them many times.
         """
-        if ring == 1:
-            return self.rows[:, :, None]
-        known = self._known(slots, ring)
-        return self._counted([slots], ring)[0] if known is None else known
+        return self.work_by_slots([slots], ring)[0]
 
-    def count(self, many: Sequence[np.ndarray], ring: int) -> None:
-        """Prepares `rows`, `columns` and `work_by_slot` for each of these slots, in one pass over the bits."""
-        missing = [slots for slots in many if self._known(slots, ring) is None]
-        if ring > 1 and missing:
-            self._counted(missing, ring)
+    def work_by_slots(self, many: Sequence[np.ndarray], ring: int) -> list[np.ndarray]:
+        """`work_by_slot` of several assignments of slots; those not counted before in one pass over the bits."""
+        if ring == 1:
+            return [self.rows[:, :, None]] * len(many)
+        known = [self._known(slots, ring) for slots in many]
+        missing = [slots for slots, cells in zip(many, known, strict=True) if cells is None]
+        start = time.perf_counter()
+        counted = iter(self._counted(missing, ring) if missing else ())
+        self.seconds += time.perf_counter() - start
+        return [next(counted) if cells is None else cells for cells in known]
 
     def _counted(self, missing: Sequence[np.ndarray], ring: int) -> list[np.ndarray]:
         """The cells of each of these slots, counted and remembered."""

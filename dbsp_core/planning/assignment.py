@@ -10,11 +10,12 @@ import numpy as np
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_counts import MaskCounts
+from dbsp_core.planning.imbalance import owned_work
 from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["Assignment"]
+__all__ = ["Assignment", "work_of_both"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -82,3 +83,12 @@ class Assignment(RowOwners):
     def blocks_by_period(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(head, KV block) of what `rank` computes with in each period, int64[Ck] each, as packed."""
         return self.keys.blocks_by_period(self, rank)
+
+
+def work_of_both(one: Assignment, other: Assignment, counts: MaskCounts) -> tuple[np.ndarray, np.ndarray]:
+    """`Assignment.work` of two of one strategy and grid: where keys go round the ring, in one pass over the bits."""
+    if not (one.keys.lockstep and other.keys.lockstep):
+        return one.work(counts), other.work(counts)
+    both = counts.work_by_slots([one.keys.slot, other.keys.slot], one.strategy.ring)
+    ulysses = one.strategy.ulysses
+    return owned_work(one.q_owner, both[0], ulysses), owned_work(other.q_owner, both[1], ulysses)

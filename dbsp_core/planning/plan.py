@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.assignment import Assignment, work_of_both
 from dbsp_core.planning.imbalance import imbalance_ratio
 from dbsp_core.planning.key_travel import KeyTravel, require_keys
 from dbsp_core.planning.majority import baseline_assignment, block_positions, majority_ring_ranks
@@ -45,15 +44,14 @@ class PlanMetrics:
     def of(cls, assignment: Assignment, mask: BlockMask, config: PlannerConfig, *, compare: bool) -> PlanMetrics:
         """Counts the blocks of `mask`. compare: whether to count also what needs no assignment, as reports show it"""
         assignment.require_fit(mask)
-        baseline, bound = None, float("nan")
-        if compare:
-            without = baseline_assignment(mask.grid, mask.heads, assignment.strategy)
-            mask.counts.count([without.keys.slot, assignment.keys.slot], assignment.strategy.ring)
-            baseline = without.work(mask.counts)
-            planner, strategy = require_planner(config.name), assignment.strategy
-            waits = strategy if assignment.keys.lockstep else Strategy(strategy.world, 1)
-            bound = planner.bound(mask.counts.rows, mask.counts.columns, waits, config)
-        return cls(assignment.work(mask.counts), baseline, bound, assignment.keys.lockstep)
+        lockstep, strategy, counts = assignment.keys.lockstep, assignment.strategy, mask.counts
+        if not compare:
+            return cls(assignment.work(counts), None, float("nan"), lockstep)
+        without = baseline_assignment(mask.grid, mask.heads, strategy)
+        baseline, work = work_of_both(without, assignment, counts)
+        waits = strategy if lockstep else Strategy(strategy.world, 1)
+        bound = require_planner(config.name).bound(counts.rows, counts.columns, waits, config)
+        return cls(work, baseline, bound, lockstep)
 
     @property
     def compared(self) -> tuple[np.ndarray, np.ndarray]:
@@ -210,24 +208,20 @@ def make_plan(
             f"tokens on {strategy.world}; build it from the same grid and strategy"
         )
     grid, counts = mask.grid, mask.counts
-    if compare:
-        counts.count([baseline_assignment(grid, mask.heads, strategy).keys.slot], strategy.ring)
-    row_work, kv_block_work = counts.rows, counts.columns
     q_home, k_home = majority_ring_ranks(layout, grid, mask.heads, strategy)
-    count_work_by_slot = _Stopwatch(lambda slots: counts.work_by_slot(slots, strategy.ring))
     inputs = PlannerInput(
         strategy=strategy,
-        row_work=row_work,
-        kv_block_work=kv_block_work,
+        row_work=counts.rows,
+        kv_block_work=counts.columns,
         q_home=q_home,
         k_home=k_home,
         q_position=functools.partial(block_positions, layout, grid),
-        count_work_by_slot=count_work_by_slot,
+        count_work_by_slot=functools.partial(counts.work_by_slot, ring=strategy.ring),
     )
-    start = time.perf_counter()
+    start, counting = time.perf_counter(), counts.seconds
     q_owner, kv_slot = chosen.assign(inputs, config)
     travel = way.of(RowOwners(strategy, grid, q_owner), kv_slot, mask)
-    seconds = time.perf_counter() - start - count_work_by_slot.seconds
+    seconds = time.perf_counter() - start - (counts.seconds - counting)
     assignment = Assignment(strategy, grid, q_owner, travel)
     return Plan(
         assignment=assignment,
@@ -236,21 +230,6 @@ def make_plan(
         moved=_moved(assignment, layout),
         plan_ms=seconds * 1e3,
     )
-
-
-class _Stopwatch:
-    """A function, and the seconds spent in it."""
-
-    def __init__(self, function: Callable[[np.ndarray], np.ndarray]) -> None:
-        self._function = function
-        self.seconds = 0.0
-
-    def __call__(self, slots: np.ndarray) -> np.ndarray:
-        start = time.perf_counter()
-        try:
-            return self._function(slots)
-        finally:
-            self.seconds += time.perf_counter() - start
 
 
 def _moved(assignment: Assignment, layout: SequenceLayout) -> float:
