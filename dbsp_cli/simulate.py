@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, Prediction, Topology, exchange_cost_of, predict
-from dbsp_core.cost.local_layout import least_keys_layout
+from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.cost.selection import candidates, fastest_plan, in_fastest_chunks, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy

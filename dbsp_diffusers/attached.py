@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.checks import check_not_compiled

@@ -15,7 +15,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.schedule import StepClock
-from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_diffusers.models import TokenSequence, architecture_of
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of

@@ -15,7 +15,7 @@ import torch
 from dbsp_core.models.lookup import find_model_spec
 from dbsp_core.reports.collect import is_writer, make_report, write_report_files
 from dbsp_core.reports.observer import RunObserver, run_observer
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.sources import DenseSource
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.log import log

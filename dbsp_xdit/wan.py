@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of

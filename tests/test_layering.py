@@ -156,7 +156,7 @@ def test_the_core_is_small_to_import():
 
 
 def test_a_session_does_not_wait_for_a_compiler_that_nobody_asks_for():
-    assert loaded_by("import dbsp_core.runtime.session", "torch._dynamo", "diffusers") == []
+    assert loaded_by("import dbsp_core.runtime.session.session", "torch._dynamo", "diffusers") == []
 
 
 def test_the_command_does_not_wait_for_what_few_of_its_words_need():

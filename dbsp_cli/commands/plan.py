@@ -12,7 +12,7 @@ import typer
 from dbsp_cli.commands.sequences import FLUX_NAME, SequenceRequest, print_sequence_plans
 from dbsp_cli.output import LARGEST_SEED, MOST_GPUS, JsonFlag, TextTable, options_for, print_json, print_tables
 from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.cost.local_layout import least_keys_layout
+from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.cost.selection import candidates
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS, SequenceLayout

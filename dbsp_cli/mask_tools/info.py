@@ -12,7 +12,7 @@ from dbsp_cli.mask_tools.quality import HeadError, smooth_tokens, sparse_errors
 from dbsp_cli.mask_tools.series import Balance, Drift, MaskSeries, balance_of, densities_of, drift_of, spread_out
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule
+from dbsp_core.runtime.session.replan_rule import ReplanRule
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["InfoOptions", "LayerError", "MaskInfo", "examine_masks"]

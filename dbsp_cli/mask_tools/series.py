@@ -18,8 +18,8 @@ from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule
+from dbsp_core.runtime.session.plan_cache import PlansBy, SyncPlanCache
+from dbsp_core.runtime.session.replan_rule import ReplanRule
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["Balance", "Drift", "MaskSeries", "balance_of", "densities_of", "drift_of", "spread_out"]

@@ -28,7 +28,7 @@ from dbsp_core.utils.packages import package_versions
 
 if TYPE_CHECKING:
     from dbsp_core.planning.plan import Plan
-    from dbsp_core.runtime.session import AttentionSession
+    from dbsp_core.runtime.session.session import AttentionSession
 
 __all__ = ["is_writer", "make_report", "write_report_files"]
 

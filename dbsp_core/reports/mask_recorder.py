@@ -16,7 +16,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_writer import mask_file_bytes
 from dbsp_core.masks.schedule import DenoisingStep
-from dbsp_core.runtime.observer import SessionObserver
+from dbsp_core.runtime.session.observer import SessionObserver
 from dbsp_core.utils import env
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.byte_sizes import parse_size

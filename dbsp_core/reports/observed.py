@@ -16,8 +16,8 @@ from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.mask_recorder import MaskRecorder
 from dbsp_core.reports.observer import RunObserver, run_observer
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.observer import SessionObserver
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.observer import SessionObserver
+from dbsp_core.runtime.session.session import AttentionSession
 
 __all__ = ["observed_session"]
 

@@ -18,8 +18,8 @@ from dbsp_core.masks.schedule import DenoisingStep, StepCounter
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.observer import SessionObserver
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.observer import SessionObserver
+from dbsp_core.runtime.session.session import AttentionSession
 
 __all__ = ["MOST_CALLS", "BytesByStage", "ObservedCall", "RunObserver", "run_observer"]
 

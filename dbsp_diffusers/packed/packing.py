@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_diffusers.models.packed_samples import PackedBatch
 from dbsp_diffusers.packed.wan import attach_packed_wan, wan_alone
 from dbsp_diffusers.patching import PatchSet

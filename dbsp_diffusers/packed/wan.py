@@ -12,7 +12,7 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.packed_samples import PackedBatch, PackedSample, Size
 from dbsp_diffusers.packed.exchange import Exchange, exchange_of

@@ -46,7 +46,7 @@ from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.masks.video import Video
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.sources.synthetic.presets import PRESETS

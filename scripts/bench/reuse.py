@@ -24,9 +24,9 @@ from rich.table import Table
 from dbsp_cli.mask_tools.series import MaskSeries
 from dbsp_core import BlockMask, Plan, SequenceGroup, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule
+from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.session.plan_cache import PlansBy, SyncPlanCache
+from dbsp_core.runtime.session.replan_rule import ReplanRule
 from scripts.reproduce.fig11 import PRESET, masks_by_step
 
 LABEL = "measured on synthetic masks, drift fitted to the paper's one point"

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, make_plan
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule
+from dbsp_core.runtime.session.plan_cache import PlansBy, SyncPlanCache
+from dbsp_core.runtime.session.replan_rule import ReplanRule
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.presets import PRESETS
 from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_source, publish

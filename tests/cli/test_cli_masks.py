@@ -17,7 +17,7 @@ from dbsp_cli.mask_tools.series import MaskSeries, densities_of, drift_of, sprea
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule
+from dbsp_core.runtime.session.replan_rule import ReplanRule
 from dbsp_core.sources import MaskRequest, SyntheticSource, WindowSource
 from tests.support.generators import random_bits
 

@@ -10,7 +10,7 @@ import torch
 
 import dbsp_para
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations

@@ -23,7 +23,7 @@ from dbsp_core.comm.route_building import build_route
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
-from dbsp_core.cost.local_layout import least_keys_layout
+from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.cost.selection import fastest_plan, in_fastest_chunks
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy

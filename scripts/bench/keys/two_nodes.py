@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from dbsp_core import DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.cost.local_layout import least_keys_layout
+from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
 from dbsp_core.sources import MaskRequest, WindowSource

@@ -21,7 +21,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.mask_writer import save_mask
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule
+from dbsp_core.runtime.session.replan_rule import ReplanRule
 from scripts.reproduce.common import RESULTS, STRATEGIES, publish
 from scripts.training.trained_model.demo import PREDICTED
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dbsp_diffusers
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.atomic_io import open_atomically
 from dbsp_core.utils.errors import UserError
 from scripts.training.video.clips import Clips

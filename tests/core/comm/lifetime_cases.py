@@ -23,7 +23,7 @@ from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 from tests.core.comm.lifetimes import count
 
 TOKENS, HEADS, WIDTH = 64, 2, 8

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dbsp_core.comm.groups import CommunicationError
-from dbsp_core.runtime.plan_reuse.async_plan_cache import PlanningThread
+from dbsp_core.runtime.session.async_plan_cache import PlanningThread
 
 SINGLE_RANK = """
 import gc, os
@@ -46,8 +46,8 @@ class TestGroups:
         used = """
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.groups import barrier, report_group
-from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule
+from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.session.replan_rule import ReplanRule
 
 world = SequenceGroup.of()
 world.control().all_gather(torch.zeros(1))
@@ -71,7 +71,7 @@ class TestBackground:
     def test_jobs_under_way_are_done_before_the_interpreter_ends(self):
         done = run(
             "import time\n"
-            "from dbsp_core.runtime.plan_reuse.async_plan_cache import PlanningThread\n"
+            "from dbsp_core.runtime.session.async_plan_cache import PlanningThread\n"
             "background = PlanningThread()\n"
             "for number in range(3):\n"
             "    background.submit(lambda number=number: (time.sleep(0.1), print(number, flush=True)))\n"

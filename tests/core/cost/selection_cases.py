@@ -15,7 +15,7 @@ from dbsp_core.cost import free_memory
 from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.cost.peak_memory import peak_bytes
 from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 
 
 def choose_together(

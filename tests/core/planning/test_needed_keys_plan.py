@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
-from dbsp_core.cost.local_layout import least_keys_layout
+from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.planning.key_travel import NeededKeys, RingKeys
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import MaskRequest, SvgSource, SyntheticSource, WindowSource

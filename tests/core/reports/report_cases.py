@@ -23,8 +23,8 @@ from dbsp_core.reports.observed import observed_session
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.mask_provider import MaskProvider
+from dbsp_core.runtime.session.session import AttentionSession
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 LAYERS, HEADS, WIDTH = 2, 4, 16

@@ -22,7 +22,7 @@ from dbsp_core import (
 )
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.packages import package_versions
 
 TOKENS, HEADS, WIDTH = 200, 3, 8

@@ -17,7 +17,7 @@ from dbsp_core.comm.groups import PendingTransfer
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.video import Video
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.session import AttentionSession
 
 POLLS, POLL_S = 20_000, 0.001  # ends a hang; nothing is timed
 

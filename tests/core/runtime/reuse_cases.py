@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask, Plan, SequenceGroup, make_plan
-from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule
+from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.session.plan_cache import PlansBy
+from dbsp_core.runtime.session.replan_rule import ReplanRule
 
 GRID = BlockGrid.uniform(8 * 16, 16)
 

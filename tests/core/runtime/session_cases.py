@@ -26,9 +26,9 @@ from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.observed import observed_session
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.executor import KernelChoice
-from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.plan_reuse.async_plan_cache import PlanningThread
-from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.runtime.session.async_plan_cache import PlanningThread
+from dbsp_core.runtime.session.mask_provider import MaskProvider
+from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest, WindowSource
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.sources.distributed_pooling import gather_bits

@@ -6,9 +6,9 @@ import pytest
 
 from dbsp_core import BlockMask, Plan, SequenceGroup, make_plan
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule
+from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.session.plan_cache import PlansBy, SyncPlanCache
+from dbsp_core.runtime.session.replan_rule import ReplanRule
 from tests.core.runtime.reuse_cases import mask_of
 
 

@@ -12,12 +12,12 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlansBy, SyncPlanCache
-from dbsp_core.runtime.plan_reuse.rule import KeptPlan, ReplanRule
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.runtime.sizes.size_context import plan_cache_of
+from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.session.plan_cache import PlansBy, SyncPlanCache
+from dbsp_core.runtime.session.replan_rule import KeptPlan, ReplanRule
+from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.runtime.session.size_context import plan_cache_of
 from dbsp_core.sources import SpargeSource, WindowSource
 from tests.core.runtime.reuse_cases import mask_of, plan_where_one_rank_goes_wrong, timeouts, two_caches_of_one_group
 from tests.support.workers import WorkerError

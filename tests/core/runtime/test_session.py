@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dbsp_cli.mask_tools.series import MaskSeries, drift_of
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule
-from dbsp_core.runtime.session import MOST_SIZES
-from dbsp_core.runtime.sizes.size_context import FEW_STEPS, MOST_PASSES
+from dbsp_core.runtime.session.replan_rule import ReplanRule
+from dbsp_core.runtime.session.session import MOST_SIZES
+from dbsp_core.runtime.session.size_context import FEW_STEPS, MOST_PASSES
 from dbsp_core.sources import WindowSource
 from tests.core.runtime.session_cases import (
     PREDICTED,

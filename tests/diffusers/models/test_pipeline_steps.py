@@ -18,7 +18,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.runtime.observer import SessionObserver
+from dbsp_core.runtime.session.observer import SessionObserver
 from dbsp_diffusers.models import ARCHITECTURES
 from dbsp_diffusers.sharding.generations import LEFT_OUT, Generations
 from tests.support.models.tiny_transformers import TINY, make_tiny_transformer

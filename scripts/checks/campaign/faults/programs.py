@@ -16,7 +16,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.mask_writer import save_mask
 from dbsp_core.masks.video import Video
 from dbsp_core.reports.observed import observed_session
-from dbsp_core.runtime.mask_provider import MaskProvider
+from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_diffusers.api import disable, enable
 from dbsp_diffusers.reference import attach_single_process, masked_attention

@@ -20,7 +20,7 @@ from dbsp_core import (
     Strategy,
     make_plan,
 )
-from dbsp_core.cost.local_layout import least_keys_layout
+from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.layout.sequence_layout import MaskProfile
 from dbsp_core.planning.key_travel import KEYS, NeededKeys
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig

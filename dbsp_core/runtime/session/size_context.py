@@ -12,7 +12,7 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.latency import AttentionShape, Topology
-from dbsp_core.cost.local_layout import fastest_layout
+from dbsp_core.cost.layout_choice import fastest_layout
 from dbsp_core.cost.selection import AUTO
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
@@ -22,12 +22,12 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import Plan, require_slots
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.observer import SessionObserver
-from dbsp_core.runtime.plan_maker import ConfiguredPlanMaker, Machine, PlanSettings, strategies_of
-from dbsp_core.runtime.plan_reuse.async_plan_cache import AsyncPlanCache
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanCache, SyncPlanCache
-from dbsp_core.runtime.plan_reuse.rule import ReplanRule, ReuseCounters
+from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
+from dbsp_core.runtime.session.mask_provider import MaskProvider
+from dbsp_core.runtime.session.observer import SessionObserver
+from dbsp_core.runtime.session.plan_cache import PlanCache, SyncPlanCache
+from dbsp_core.runtime.session.plan_maker import ConfiguredPlanMaker, Machine, PlanSettings, strategies_of
+from dbsp_core.runtime.session.replan_rule import ReplanRule, ReuseCounters
 from dbsp_core.sources import LocalQK
 from dbsp_core.utils.log import log
 

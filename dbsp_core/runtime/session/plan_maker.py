@@ -137,7 +137,7 @@ class ConfiguredPlanMaker:
     gradients: bool
 
     def make(self, mask: BlockMask, current: Plan | None) -> Plan:
-        """See `plan_reuse.plan_cache.PlanMaker`."""
+        """See `plan_cache.PlanMaker`."""
         settings = self.settings
         if settings.strategy is not None:
             plan = self._plan(settings.strategy, mask)
@@ -153,7 +153,7 @@ class ConfiguredPlanMaker:
         return plan
 
     def rank_plan(self, assignment: Assignment) -> RankPlan:
-        """See `plan_reuse.plan_cache.PlanMaker`."""
+        """See `plan_cache.PlanMaker`."""
         return RankPlan.of(assignment, self.settings.layout, self.settings.group.rank)
 
     def _plan(self, strategy: Strategy, mask: BlockMask) -> Plan:

@@ -29,13 +29,13 @@ from dbsp_core.runtime.agreement import (
     agree_on_settings,
 )
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.observer import SessionObserver
-from dbsp_core.runtime.one_thread import OneThread
-from dbsp_core.runtime.plan_maker import Machine
-from dbsp_core.runtime.plan_reuse.rule import ReuseCounters
-from dbsp_core.runtime.recomputation import Recomputation
-from dbsp_core.runtime.sizes.size_context import SessionParts, SizeContext, new_size
+from dbsp_core.runtime.session.mask_provider import MaskProvider
+from dbsp_core.runtime.session.observer import SessionObserver
+from dbsp_core.runtime.session.one_thread import OneThread
+from dbsp_core.runtime.session.plan_maker import Machine
+from dbsp_core.runtime.session.recomputation import Recomputation
+from dbsp_core.runtime.session.replan_rule import ReuseCounters
+from dbsp_core.runtime.session.size_context import SessionParts, SizeContext, new_size
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.compiling import not_compiled

@@ -9,8 +9,8 @@ from typing import Protocol
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.plan_reuse.rule import KeptPlan, ReplanRule, ReuseCounters
 from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_core.runtime.session.replan_rule import KeptPlan, ReplanRule, ReuseCounters
 
 __all__ = ["PlanCache", "PlanMaker", "Planned", "PlansBy", "SyncPlanCache"]
 

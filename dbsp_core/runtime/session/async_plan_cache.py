@@ -23,9 +23,9 @@ from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import CommunicationError, SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.plan_reuse.plan_cache import PlanMaker, Planned, evaluate, new_plan
-from dbsp_core.runtime.plan_reuse.rule import KeptPlan, ReplanRule, ReuseCounters
 from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_core.runtime.session.plan_cache import PlanMaker, Planned, evaluate, new_plan
+from dbsp_core.runtime.session.replan_rule import KeptPlan, ReplanRule, ReuseCounters
 
 __all__ = ["AsyncPlanCache", "PlanningThread"]
 
