@@ -38,11 +38,12 @@ ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], str, os.PathLike, 
 class ReuseConfig:
     """How long plans are kept, and when new ones are made.
 
-    threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this
-    budget:    and while what it has wasted, Σ over its calls of ρ_s less the least known when it was made, stays at
-               or below this. None: only the threshold, as in the paper
-    mode:      "sync" plans from each call's own mask, "async" one call behind, without waiting; "auto" is async for
-               masks computed from queries and keys
+    Attributes:
+        threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this.
+        budget: And while what it has wasted, Σ over its calls of ρ_s less the least known when it was made, stays at
+            or below this. None: only the threshold, as in the paper.
+        mode: "sync" plans from each call's own mask, "async" one call behind, without waiting; "auto" is async for
+            masks computed from queries and keys.
     """
 
     threshold: float = 1.10
@@ -85,28 +86,29 @@ def _read_mask(value: Any, name: str) -> Any:
 class DbspConfig:
     """All settings of db-SP. Raises UserError, naming the key and the fix, for a value that makes no sense.
 
-    mask:           where masks come from, a mapping such as {source: window, window: [5, 9, 9]}
-    dense_schedule: where attention stays dense, a mapping such as {first_steps: 10, first_layers: 1}
-    strategy:       "UxRy", "auto" for the one predicted to be fastest at each attention, or None for the host's own
-                    degrees
-    layout:         how tokens are laid out between attentions: "contiguous", "striped" or "learned"; None: as the
-                    planner is meant for
-    planner:        a `PlannerConfig`, a mapping for one, or only its name
-    keys:           "ring": keys and values travel round the ring; "needed": each rank is sent those that its rows
-                    need, for masks that are known beforehand (see docs/needed-keys.md); "auto": whichever is predicted
-                    to be faster at each attention
-    reuse:          a `ReuseConfig`, or a mapping for one
-    cost_model:     whose constants predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`; None:
-                    shipped ones that come nearest
-    kernel:         "auto" or a kernel's name
-    report:         folder for the report (see docs/report.md), or None: nothing is observed
-    record:         folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set
-    debug:          all ranks check before each attention that inputs are finite, and that inputs, masks, plans and
-                    kernels fit together: see docs/configuration.md
-    transformer_2:  what is otherwise for a pipeline's second transformer (Wan2.2's for little noise), a mapping of
-                    settings such as {mask: {source: file, path: …}}
-    generate:       no setting of attention: what else the same file says, see `GenerateSettings`
-    origin:         no setting: the file that the settings come from, or None
+    Attributes:
+        mask: Where masks come from, a mapping such as {source: window, window: [5, 9, 9]}.
+        dense_schedule: Where attention stays dense, a mapping such as {first_steps: 10, first_layers: 1}.
+        strategy: "UxRy", "auto" for the one predicted to be fastest at each attention, or None for the host's own
+            degrees.
+        layout: How tokens are laid out between attentions: "contiguous", "striped" or "learned"; None: as the planner
+            is meant for.
+        planner: a `PlannerConfig`, a mapping for one, or only its name.
+        keys: "ring": keys and values travel round the ring; "needed": each rank is sent those that its rows need, for
+            masks that are known beforehand (see docs/needed-keys.md); "auto": whichever is predicted to be faster at
+            each attention.
+        reuse: a `ReuseConfig`, or a mapping for one.
+        cost_model: Whose constants predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`; None:
+            shipped ones that come nearest.
+        kernel: "auto" or a kernel's name.
+        report: Folder for the report (see docs/report.md), or None: nothing is observed.
+        record: Folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set.
+        debug: All ranks check before each attention that inputs are finite, and that inputs, masks, plans and kernels
+            fit together: see docs/configuration.md.
+        transformer_2: What is otherwise for a pipeline's second transformer (Wan2.2's for little noise), a mapping of
+            settings such as {mask: {source: file, path: …}}.
+        generate: No setting of attention: what else the same file says, see `GenerateSettings`.
+        origin: No setting: the file that the settings come from, or None.
     """
 
     mask: MaskSource = field(default_factory=DenseSource, metadata={"read": _read_mask})

@@ -18,7 +18,8 @@ DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"
 def default_config(identity: ModelSignature | None, spec: ModelSpec | None = None) -> DbspConfig:
     """The settings where nothing is configured: those shipped for a known model, dense attention for others.
 
-    spec: which of the models with this signature it is, where a name tells
+    Args:
+        spec: Which of the models with this signature it is, where a name tells.
     """
     spec = spec or (None if identity is None else published_model(identity))
     path = None if spec is None else shipped_configs() / f"{spec.name}-sparge.yaml"
@@ -30,7 +31,8 @@ def default_config(identity: ModelSignature | None, spec: ModelSpec | None = Non
 def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_pipeline: bool = True) -> None:
     """Raises UserError when a configuration names another checkpoint than the actual one, if both can be told.
 
-    with_pipeline: whether the actual pipeline is known, not only its transformer
+    Args:
+        with_pipeline: Whether the actual pipeline is known, not only its transformer.
     """
     wanted = None if config.generate.model is None else signature_of_model(config.generate.model)
     if wanted is None or actual is None:

@@ -44,20 +44,21 @@ REDO = "measure again with: dbsp calibrate --out FILE"
 class Constants:
     """Constants of the latency model, each per rank. Seconds, bytes per second in one direction, FLOP per second.
 
-    flops_per_s:          of the two products of attention on dense blocks
-    score_s:              each score of a dense block, beside the products (softmax)
-    row_s:                each row, in every period
-    launch_s:             each period: launching the kernel
-    call_s:               each attention: launches outside the periods, and bookkeeping
-    pack_bytes_per_s:     gathering into, and placing from, exchange buffers
-    merge_bytes_per_s:    merging two periods' outputs, memory read and written
-    exchange_latency_s, exchange_bytes_per_s: one all-to-all within a node
-    p2p_latency_s, p2p_bytes_per_s:           handing a slot to a ring neighbour within a node
-    network_latency_s, network_bytes_per_s:   what of either crosses nodes, a rank's share of its node's adapters;
-                      None: not known
-    overlap:              share of the shorter of compute and P2P that hides behind the longer, 0 to 1
-    linear_flops_per_s:   of everything in a transformer but self-attention's scores
-    serial_s:             each video: what one device does alone (text encoder, VAE)
+    Attributes:
+        flops_per_s: Of the two products of attention on dense blocks.
+        score_s: Each score of a dense block, beside the products (softmax).
+        row_s: Each row, in every period.
+        launch_s: Each period: launching the kernel.
+        call_s: Each attention: launches outside the periods, and bookkeeping.
+        pack_bytes_per_s: Gathering into, and placing from, exchange buffers.
+        merge_bytes_per_s: Merging two periods' outputs, memory read and written.
+        exchange_latency_s, exchange_bytes_per_s: One all-to-all within a node.
+        p2p_latency_s, p2p_bytes_per_s: Handing a slot to a ring neighbour within a node.
+        network_latency_s, network_bytes_per_s: What of either crosses nodes, a rank's share of its node's adapters;
+            None: not known.
+        overlap: Share of the shorter of compute and P2P that hides behind the longer, 0 to 1.
+        linear_flops_per_s: Of everything in a transformer but self-attention's scores.
+        serial_s: Each video: what one device does alone (text encoder, VAE).
     """
 
     flops_per_s: float
@@ -121,15 +122,16 @@ def _read_date(date: object, name: str) -> str | None:
 class Hardware:
     """A machine as the latency model sees it.
 
-    device:    class of the device, as `device_class` names it
-    dtype:     of q, k and v, for which the constants hold
-    constants: see `Constants`
-    sources:   by constant, one of measured, fitted, published, assumed
-    gpus_per_node: ranks to a node, whose traffic with other nodes is the `network_*` constants'; None: not known
-    versions:  of the software measured with, by name; empty where nothing was measured
-    residuals: by part of the model, relative error of the fit on its own samples (root mean square)
-    date:      of the measurement, YYYY-MM-DD, or None
-    notes:     where published and fitted constants come from
+    Attributes:
+        device: Class of the device, as `device_class` names it.
+        dtype: Of q, k and v, for which the constants hold.
+        constants: See `Constants`.
+        sources: By constant, one of measured, fitted, published, assumed.
+        gpus_per_node: Ranks to a node, whose traffic with other nodes is the `network_*` constants'; None: not known.
+        versions: Of the software measured with, by name; empty where nothing was measured.
+        residuals: By part of the model, relative error of the fit on its own samples (root mean square).
+        date: Of the measurement, YYYY-MM-DD, or None.
+        notes: Where published and fitted constants come from.
     """
 
     name: str
@@ -232,7 +234,8 @@ def software_versions(kernel: str) -> dict[str, str]:
 def warn_if_elsewhere(hardware: Hardware, device: str, kernel: str) -> list[str]:
     """Warns, and says how to measure again, where constants were measured on another device or with other versions.
 
-    returns: what differs, in words; empty for constants that fit, or of which none was measured
+    Returns:
+        What differs, in words; empty for constants that fit, or of which none was measured.
     """
     if not hardware.measured:
         return []

@@ -38,7 +38,8 @@ MERGE_BYTES = 12
 class AttentionShape:
     """batch items of `heads` heads, `tokens` tokens and `head_dim` numbers of `element_bytes` bytes.
 
-    heads: the plan's; where each batch item has masks of its own, they are the plan's heads and batch is 1
+    Attributes:
+        heads: The plan's; where each batch item has masks of its own, they are the plan's heads and batch is 1.
     """
 
     batch: int
@@ -68,7 +69,8 @@ class AttentionShape:
 class Topology:
     """`world` ranks, at most `node_size` to a node, in the order of ranks.
 
-    node_of: the node of each rank, where they don't simply follow one another, as in a group of every other rank
+    Attributes:
+        node_of: The node of each rank, where they don't simply follow one another, as in a group of every other rank.
     """
 
     world: int
@@ -88,7 +90,11 @@ class Topology:
 
     @classmethod
     def of_nodes(cls, node_of: Sequence[int]) -> Topology:
-        """node_of: the node of each rank"""
+        """
+
+        Args:
+            node_of: The node of each rank.
+        """
         return cls(len(node_of), max(Counter(node_of).values()), tuple(node_of))
 
     @property
@@ -105,13 +111,14 @@ class Topology:
 class Prediction:
     """Seconds of one attention on all ranks together: at every synchronisation the slowest counts.
 
-    exchange_s: to owners and back home
-    periods:    (compute_s, p2p_s) of each; compute includes the kernel's launch and the merge; 0 P2P in the last.
-                Of needed keys those of the slowest rank, with the next chunk's exchange for P2P
-    pack_s:     gathering into exchange buffers and placing from them
-    launch_s:   launches outside the periods
-    overlap:    share of the shorter of compute and P2P that hides behind the longer
-    at_once:    whether all P2P sets off before the first period; else each with its period
+    Attributes:
+        exchange_s: To owners and back home.
+        periods: (compute_s, p2p_s) of each; compute includes the kernel's launch and the merge; 0 P2P in the last. Of
+            needed keys those of the slowest rank, with the next chunk's exchange for P2P.
+        pack_s: Gathering into exchange buffers and placing from them.
+        launch_s: Launches outside the periods.
+        overlap: Share of the shorter of compute and P2P that hides behind the longer.
+        at_once: Whether all P2P sets off before the first period; else each with its period.
     """
 
     exchange_s: float
@@ -155,10 +162,12 @@ def predict(
 ) -> Prediction:
     """The corrected form of Eq. 4: the slowest rank's real work in each period, real bytes, real packing.
 
-    topology: default one node
-    layout:   the layout the plan was made for, which decides what travels; default contiguous
-    traffic:  what travels, where it is known already
     Raises ValueError when plan, shape, layout and topology don't fit, or network constants are needed but not known.
+
+    Args:
+        topology: Default one node.
+        layout: The layout the plan was made for, which decides what travels; default contiguous.
+        traffic: What travels, where it is known already.
     """
     strategy, known = plan.strategy, hardware.constants
     topology = topology or Topology(strategy.world, strategy.world)
@@ -204,7 +213,8 @@ def require_network(hardware: Hardware, topology: Topology) -> None:
 def exchange_s(sent: np.ndarray, known: Constants, topology: Topology) -> float:
     """Of one all-to-all: the busiest rank's bytes, sent or received. NVLink and network work at the same time.
 
-    sent: float64[P, P], bytes from rank (row) to rank (column); what stays on a rank does not travel
+    Args:
+        sent: float64[P, P], bytes from rank (row) to rank (column); what stays on a rank does not travel.
     """
     if topology.world == 1:
         return 0.0
@@ -224,7 +234,7 @@ def _busiest(sent: np.ndarray) -> float:
 def _periods(
     compute: np.ndarray, plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
 ) -> tuple[tuple[float, float], ...]:
-    """Of a ring. compute: float64[periods, P], seconds"""
+    """Of a ring, from compute float64[periods, P], seconds."""
     held = traffic.blocks[:-1] * (2 * plan.grid.block_k * shape.token_bytes)
     p2p = [*hand_overs_s(plan.strategy, held, known, topology), 0.0]
     return tuple((float(c), float(p)) for c, p in zip(compute.max(axis=1), p2p, strict=True))
@@ -233,9 +243,12 @@ def _periods(
 def chunk_periods(
     compute: np.ndarray, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology, at_once: bool
 ) -> tuple[tuple[float, float], ...]:
-    """Of the slowest rank, for a `Prediction` of chunks of needed keys. compute: float64[chunks, P], seconds
+    """Of the slowest rank, for a `Prediction` of chunks of needed keys.
 
     Ranks wait for further chunks, there when the busiest is done, not for one another.
+
+    Args:
+        compute: float64[chunks, P], seconds.
     """
     fetched = traffic.key_exchanges[1:]
     fetch_s = [*(exchange_s(sent * shape.token_bytes, known, topology) for sent in fetched), 0.0]
@@ -246,8 +259,11 @@ def chunk_periods(
 def _in_turn(compute: np.ndarray, p2p: Sequence[float], overlap: float, at_once: bool) -> np.ndarray:
     """float64[P]: when each rank is done with all periods.
 
-    compute: float64[periods, P];  p2p: by period, the transfer of what the next one needs
     It sets off with its period; or, at once, all follow one another from the first period on.
+
+    Args:
+        compute: float64[periods, P].
+        p2p: By period, the transfer of what the next one needs.
     """
     done, came = np.zeros(compute.shape[1]), 0.0
     for period_s, transfer_s in zip(compute, p2p, strict=True):
@@ -278,7 +294,8 @@ def block_s(block_q: int, block_k: int, head_dim: int, known: Constants) -> floa
 def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, topology: Topology) -> list[float]:
     """Of each hand-over, in which rank (r, u) hands what it holds to (r − 1, u).
 
-    held: float64[hand-overs, P], bytes
+    Args:
+        held: float64[hand-overs, P], bytes.
     """
     nodes = topology.nodes.reshape(strategy.ring, strategy.ulysses)
     near = nodes == np.roll(nodes, 1, axis=0)
@@ -312,8 +329,11 @@ def exchange_cost(
 ) -> float:
     """For `DbspConfig.exchange_cost`: the time to send all of Q, K and V once, over that of balanced attention.
 
-    dense_blocks: of all heads of one batch item;  block_q, block_k: tokens
     A rank's share crosses the slowest link that its ring has. Infinite where there is nothing to compute.
+
+    Args:
+        dense_blocks: Of all heads of one batch item.
+        block_q, block_k: Tokens.
     """
     topology, known = topology or Topology(strategy.world, strategy.world), hardware.constants
     require_network(hardware, topology)

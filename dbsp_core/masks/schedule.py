@@ -150,7 +150,12 @@ class DenseSchedule:
         return step >= steps - self.last_steps
 
     def complaint(self, steps: int | None) -> str | None:
-        """That it leaves nothing to sparse attention, or None. steps: of the denoising; None: not known"""
+        """That it leaves nothing to sparse attention, or None.
+
+        Args:
+            steps: Of the denoising.
+            None: Not known.
+        """
         if steps is None or self.first_steps + self.last_steps < steps:
             return None
         return (

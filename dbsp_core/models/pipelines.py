@@ -13,11 +13,12 @@ __all__ = ["PIPELINES", "Pipeline", "token_grid"]
 class Pipeline:
     """What the models of one of diffusers' pipeline classes share.
 
-    title:        for users
-    frame_stride: by how many frames videos get longer: Wan's VAE makes 4 of one latent frame, CogVideoX decodes two of
-                  those at a time
-    text_tokens:  that are part of self-attention's sequence
-    images:       the fewest and the most that a video is made from: its first frame, and its last
+    Attributes:
+        title: For users.
+        frame_stride: By how many frames videos get longer: Wan's VAE makes 4 of one latent frame, CogVideoX decodes
+            two of those at a time.
+        text_tokens: That are part of self-attention's sequence.
+        images: The fewest and the most that a video is made from: its first frame, and its last.
     """
 
     title: str

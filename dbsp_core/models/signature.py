@@ -19,7 +19,8 @@ timestep for each token, from text alone or from an image and text (Wan2.2 TI2V)
 class ModelSignature:
     """What distinguishes models: diffusers' pipeline class, the transformer's sizes, and the variant.
 
-    sizes: (layers, heads, head_dim, patch_frames), see `ModelSpec`
+    Attributes:
+        sizes: (layers, heads, head_dim, patch_frames), see `ModelSpec`.
     """
 
     pipeline: str
@@ -45,15 +46,21 @@ class ModelSignature:
 
 
 def variant_of(two: bool, index: Mapping[str, Any]) -> Variant:
-    """two: whether a pipeline has two transformers;  index: its configuration, as in model_index.json"""
+    """
+
+    Args:
+        two: Whether a pipeline has two transformers.
+        index: Its configuration, as in model_index.json.
+    """
     return "ti2v" if index.get("expand_timesteps") else "two" if two else ""
 
 
 def model_signature(pipeline: str, config: Mapping[str, Any], variant: Variant = "") -> ModelSignature:
     """Of a transformer.
 
-    pipeline: its pipeline's class name
-    config:   the transformer's configuration, a mapping as diffusers keeps it, or as in config.json
+    Args:
+        pipeline: Its pipeline's class name.
+        config: The transformer's configuration, a mapping as diffusers keeps it, or as in config.json.
     """
     patch = config.get("patch_size")
     frames = patch[0] if isinstance(patch, (list, tuple)) else config.get("patch_size_t") or 1

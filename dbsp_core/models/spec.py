@@ -16,21 +16,22 @@ __all__ = ["ModelSpec"]
 class ModelSpec:
     """A published video diffusion transformer, with the settings of its model card.
 
-    name:       short; also names its files in dbsp_configs/
-    hub:        repository on Hugging Face
-    aliases:    other names, of other repositories or in xfuser's registry
-    pipeline:   diffusers' class
-    layers, heads: of self-attention; VACE's few layers for the control video come on top
-    head_dim:   the width of a head
-    patch_frames: latent frames that make one token (patch_size_t)
-    ffn:        width of the MLP
-    cross_text: text tokens that cross-attention looks at; 0: there is none
-    parameters: of transformer and text encoder together, as published
-    preset:     of dbsp_core.sources.synthetic.presets, whose masks stand for its own
-    video:      the usual one; all is set but prompt and seed, and flow_shift where the scheduler comes with one
-    paper_thw:  the token grid that times are predicted for, where that is not the usual video's
-    variant:    see `Variant`
-    token_pixels: height and width of a token
+    Attributes:
+        name: Short; also names its files in dbsp_configs/.
+        hub: Repository on Hugging Face.
+        aliases: Other names, of other repositories or in xfuser's registry.
+        pipeline: Diffusers' class.
+        layers, heads: Of self-attention; VACE's few layers for the control video come on top.
+        head_dim: The width of a head.
+        patch_frames: Latent frames that make one token (patch_size_t).
+        ffn: Width of the MLP.
+        cross_text: Text tokens that cross-attention looks at; 0: there is none.
+        parameters: Of transformer and text encoder together, as published.
+        preset: Of dbsp_core.sources.synthetic.presets, whose masks stand for its own.
+        video: The usual one; all is set but prompt and seed, and flow_shift where the scheduler comes with one.
+        paper_thw: The token grid that times are predicted for, where that is not the usual video's.
+        variant: See `Variant`.
+        token_pixels: Height and width of a token.
     """
 
     name: str

@@ -52,15 +52,19 @@ def side_complaint(pixels: int, token: int = TOKEN_PIXELS) -> str | None:
 class VideoSettings:
     """One video. None: as the checkpoint is usually run.
 
-    image:          file of the first frame, for models that make videos from images; last_image: of the last one
-    height, width:  pixels, multiples of 16 (of 32 for Wan2.2 TI2V)
-    num_frames:     4k + 1 for Wan, 8k + 1 for CogVideoX
-    steps:          of the denoising
-    guidance_scale: of classifier-free guidance; 1 or less: none.  guidance_scale_2: of a second transformer's steps
-    flow_shift:     of the scheduler, for models of flow matching
-    seed:           of the noise
-    fps:            frames per second of the mp4 file
     Raises SettingError for numbers that no model takes.
+
+    Attributes:
+        image: File of the first frame, for models that make videos from images.
+        last_image: Of the last one.
+        height, width: Pixels, multiples of 16 (of 32 for Wan2.2 TI2V).
+        num_frames: 4k + 1 for Wan, 8k + 1 for CogVideoX.
+        steps: Of the denoising.
+        guidance_scale: Of classifier-free guidance; 1 or less: none.  guidance_scale_2: of a second transformer's
+            steps.
+        flow_shift: Of the scheduler, for models of flow matching.
+        seed: Of the noise.
+        fps: Frames per second of the mp4 file.
     """
 
     prompt: str | None = None
@@ -93,8 +97,10 @@ class VideoSettings:
     def filled(self, usual: VideoSettings | None) -> VideoSettings:
         """A copy in which everything but the prompt and images is set, but for flow_shift where the model has its own.
 
-        usual: of the model, where that is known
         Raises SettingError for a size that is not given and not known.
+
+        Args:
+            usual: Of the model, where that is known.
         """
         usual = usual or VideoSettings(negative_prompt="", steps=50, guidance_scale=5.0, fps=16)
         missing = [f.name for f in fields(self) if getattr(self, f.name) is None]
@@ -114,10 +120,11 @@ class VideoSettings:
 class GenerateSettings:
     """What a configuration says besides how attention is computed: which model, and what is made with it.
 
-    model: the checkpoint that the file's settings are for, a name or a folder (see dbsp_core.models.table): attaching
-           to another one is refused; None: for any
-    dtype: in which its weights are loaded; auto is bfloat16 on an accelerator, float32 without
-    video: a mapping such as {height: 480, width: 832, steps: 50}
+    Attributes:
+        model: The checkpoint that the file's settings are for, a name or a folder (see dbsp_core.models.table):
+            attaching to another one is refused; None: for any.
+        dtype: In which its weights are loaded; auto is bfloat16 on an accelerator, float32 without.
+        video: a mapping such as {height: 480, width: 832, steps: 50}.
     """
 
     model: str | None = None

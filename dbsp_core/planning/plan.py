@@ -29,10 +29,11 @@ __all__ = ["Plan", "PlanMetrics", "make_plan", "require_slots"]
 class PlanMetrics:
     """The numbers of an assignment for one mask.
 
-    work:          int64[periods, P], dense blocks by (period, rank)
-    baseline_work: int64[y, P] of `baseline_assignment`; None where comparing was left out
-    rho_bound:     ρ_s that no plan of this planner's granularity can beat; NaN where comparing was left out
-    lockstep:      whether ranks wait for one another in every period; else only the sum of a rank's must be even
+    Attributes:
+        work: int64[periods, P], dense blocks by (period, rank).
+        baseline_work: int64[y, P] of `baseline_assignment`; None where comparing was left out.
+        rho_bound: ρ_s that no plan of this planner's granularity can beat; NaN where comparing was left out.
+        lockstep: Whether ranks wait for one another in every period; else only the sum of a rank's must be even.
     """
 
     work: np.ndarray
@@ -42,7 +43,11 @@ class PlanMetrics:
 
     @classmethod
     def of(cls, assignment: Assignment, mask: BlockMask, config: PlannerConfig, *, compare: bool) -> PlanMetrics:
-        """Counts the blocks of `mask`. compare: whether to count also what needs no assignment, as reports show it"""
+        """Counts the blocks of `mask`.
+
+        Args:
+            compare: Whether to count also what needs no assignment, as reports show it.
+        """
         assignment.require_fit(mask)
         lockstep, strategy, counts = assignment.keys.lockstep, assignment.strategy, mask.counts
         if not compare:
@@ -142,7 +147,11 @@ class Plan:
         return (self.heads, self.grid) == (mask.heads, mask.grid) and self.assignment.serves(mask)
 
     def with_keys(self, keys: KeyTravel, mask: BlockMask) -> Plan:
-        """The same rows, with keys that travel otherwise. mask: that its numbers are for"""
+        """The same rows, with keys that travel otherwise.
+
+        Args:
+            mask: That its numbers are for.
+        """
         assignment = replace(self.assignment, keys=keys)
         work = assignment.work(mask.counts)
         return replace(self, assignment=assignment, metrics=replace(self.metrics, work=work))
@@ -150,7 +159,8 @@ class Plan:
     def evaluate(self, mask: BlockMask, *, compare: bool = True) -> Plan:
         """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0.
 
-        compare: as for `make_plan`
+        Args:
+            compare: As for `make_plan`.
         """
         metrics = PlanMetrics.of(self.assignment, mask, self.config, compare=compare)
         return replace(self, metrics=metrics, plan_ms=0.0)

@@ -36,8 +36,9 @@ OwnersAndSlots = tuple[np.ndarray, np.ndarray]
 class PaperConfig:
     """What only planner "paper" heeds.
 
-    reward:      R_b ≥ 0 of its biased greedy: how strongly blocks are held where they are
-    equal_heads: whether no Ulysses rank gets more than ceil(H / x) heads
+    Attributes:
+        reward: R_b ≥ 0 of its biased greedy: how strongly blocks are held where they are.
+        equal_heads: Whether no Ulysses rank gets more than ceil(H / x) heads.
     """
 
     reward: float = 1.0
@@ -53,16 +54,17 @@ class PaperConfig:
 class PlannerConfig:
     """Which planner, and what it is told. Raises SettingError for values out of range.
 
-    name:          from `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous" …
-    target_rho:    ρ_s at which planner "dbsp" stops balancing; None: 1.002 for only Ulysses, 1.005 with a ring
-    exchange_cost: what exchanging all of Q, K and V once costs, in units of ρ_s (its time over that of perfectly
-                   balanced attention), for planner "dbsp" to trade balance against bytes. None: in sessions, as the
-                   constants of `DbspConfig.cost_model` say; else 0: balance comes first
-    memory_limit:  most bytes that an attention may hold on any rank at its peak, beside q, k and v: a number, or in
-                   words such as "8GiB"; "auto": the least that is free on a rank when the first forward pass begins.
-                   For sessions, which drop strategies above it and let planner "dbsp" give ranks rows of fewer heads
-    paper:         for planner "paper"
-    most_heads:    no setting, but what follows from `memory_limit`: of which a Ulysses rank may have rows
+    Attributes:
+        name: From `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous" ….
+        target_rho: ρ_s at which planner "dbsp" stops balancing; None: 1.002 for only Ulysses, 1.005 with a ring.
+        exchange_cost: What exchanging all of Q, K and V once costs, in units of ρ_s (its time over that of perfectly
+            balanced attention), for planner "dbsp" to trade balance against bytes. None: in sessions, as the constants
+            of `DbspConfig.cost_model` say; else 0: balance comes first.
+        memory_limit: Most bytes that an attention may hold on any rank at its peak, beside q, k and v: a number, or in
+            words such as "8GiB"; "auto": the least that is free on a rank when the first forward pass begins. For
+            sessions, which drop strategies above it and let planner "dbsp" give ranks rows of fewer heads.
+        paper: For planner "paper".
+        most_heads: No setting, but what follows from `memory_limit`: of which a Ulysses rank may have rows.
     """
 
     name: str = "dbsp"
@@ -98,9 +100,10 @@ def _read_limit(limit: int | str | None) -> int:
 class Planner:
     """How work is assigned, and what bounds it.
 
-    granularity_bound: (row work, KV-block work, x, y) → ρ_s that no plan of this granularity can beat
-    layout:    the sequence layout it is meant for: where blocks are when nothing else is asked for
-    heeds_cap: whether `PaperConfig.equal_heads` binds it
+    Attributes:
+        granularity_bound: (row work, KV-block work, x, y) → ρ_s that no plan of this granularity can beat.
+        layout: The sequence layout it is meant for: where blocks are when nothing else is asked for.
+        heeds_cap: Whether `PaperConfig.equal_heads` binds it.
     """
 
     assign: Callable[[PlannerInput, PlannerConfig], OwnersAndSlots]

@@ -72,7 +72,10 @@ def agree_on_pass(group: SequenceGroup, size: object, step: object, device: torc
     """Raises UserError, on all ranks, where forward passes over different videos, or of different steps, begin.
 
     Collective.
-    size, step: compared by how they are written;  device: where the group's collectives run
+
+    Args:
+        size, step: Compared by how they are written.
+        device: Where the group's collectives run.
     """
     check_consistent(group, None, {SIZES_DIFFER: fingerprint_of(size), STEPS_DIFFER: fingerprint_of(step)}, device)
 

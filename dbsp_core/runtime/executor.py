@@ -24,7 +24,9 @@ __all__ = ["AttentionExecutor", "KernelChoice"]
 class KernelChoice:
     """The kernel for a plan's attentions, chosen once for a device, dtype and head size, with gradients or without.
 
-    asked: a name from `dbsp_kernels.KERNELS`, or "auto";  needs: of the plan
+    Args:
+        asked: a name from `dbsp_kernels.KERNELS`, or "auto".
+        needs: Of the plan.
     """
 
     def __init__(self, asked: str, needs: KernelRequirements) -> None:
@@ -38,9 +40,12 @@ class KernelChoice:
         return next(reversed(self._chosen.values())).name if self._chosen else self.asked
 
     def kernel_for(self, q: torch.Tensor, *, backward: bool = False) -> Kernel:
-        """The kernel for inputs like q [..., D]. backward: whether gradients will be asked for
+        """The kernel for inputs like q [..., D].
 
         Raises UserError where none, or not the one asked for, can serve.
+
+        Args:
+            backward: Whether gradients will be asked for.
         """
         inputs = q.device, q.dtype, q.shape[-1], backward
         if inputs not in self._chosen:
@@ -53,8 +58,9 @@ class KernelChoice:
 class AttentionExecutor(PreparedAttention):
     """Attention under one plan and one mask, for ranks that have agreed on their parts and on what they are given.
 
-    kernels: which kernel serves
-    mask_mark: what tells the mask from others, where ranks compare masks; else 0
+    Attributes:
+        kernels: Which kernel serves.
+        mask_mark: What tells the mask from others, where ranks compare masks; else 0.
     """
 
     kernels: KernelChoice
@@ -64,9 +70,12 @@ class AttentionExecutor(PreparedAttention):
     def of_part(
         cls, part: RankPlan, plan: Plan, mask: BlockMask, group: SequenceGroup, kernel: str, *, mark: bool
     ) -> AttentionExecutor:
-        """part: on the device of the calls to come;  plan: the part's, or one with the same owners and slots
+        """
 
-        mark: whether ranks will compare masks, whose bits are read back for it
+        Args:
+            part: On the device of the calls to come.
+            plan: The part's, or one with the same owners and slots.
+            mark: Whether ranks will compare masks, whose bits are read back for it.
         """
         if not plan.assignment.equals(part.assignment):
             raise ValueError("this part of a plan was made for another plan")
@@ -82,7 +91,10 @@ class AttentionExecutor(PreparedAttention):
     def for_mask(self, plan: Plan, mask: BlockMask, *, mark: bool) -> AttentionExecutor:
         """The same part in a plan with another mask's tables.
 
-        plan: with the same owners and slots as this one's;  mask: one that it fits;  mark: as for `of_part`
+        Args:
+            plan: With the same owners and slots as this one's.
+            mask: One that it fits.
+            mark: As for `of_part`.
         """
         tables = _tables(self.part, plan, mask)
         return replace(self, plan=plan, tables=tables, mask_mark=mask.fingerprint if mark else 0)
@@ -109,9 +121,14 @@ class AttentionExecutor(PreparedAttention):
         scale: float,
         check_gradient: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """q, k, v: [B, H, n_local, D], which all ranks have checked; returns: [B, H, n_local, D]. Collective.
+        """
 
-        check_gradient: is given the output's gradient before it is used
+        Args:
+            q, k, v: [B, H, n_local, D], which all ranks have checked.
+            check_gradient: Is given the output's gradient before it is used.
+
+        Returns:
+            [B, H, n_local, D]. Collective.
         """
         if needs_gradients(q, k, v):
             kernel = self.kernels.kernel_for(q, backward=True)

@@ -40,8 +40,9 @@ operation aborts the process."""
 class _Call:
     """One call of an attention, as the thread gets it.
 
-    kept:  the plan that the call uses
-    event: recorded on the call's stream, where its mask is on a GPU: the mask is computed once it is reached
+    Attributes:
+        kept: The plan that the call uses.
+        event: Recorded on the call's stream, where its mask is on a GPU: the mask is computed once it is reached.
     """
 
     kept: KeptPlan
@@ -55,8 +56,10 @@ class _Call:
 class _Evaluation:
     """What the thread found out about a call.
 
-    used: the plan of the call, with the numbers of its mask
-    next: the plan of the attention's next call; part: this rank's part in it, where it is another assignment
+    Attributes:
+        used: The plan of the call, with the numbers of its mask.
+        next: The plan of the attention's next call.
+        part: This rank's part in it, where it is another assignment.
     """
 
     used: KeptPlan
@@ -73,7 +76,9 @@ class AsyncPlanCache:
     one, and compares it with the other ranks over a process group of its own. The next call of that attention adopts
     the outcome, waiting for it if it is late: so all ranks change plans at the same call. What went wrong in the
     thread, on any rank, is raised at that call on every rank. An attention's first call plans at once.
-    compare: whether plans tell what the contiguous plan would do; see `dbsp_core.planning.plan.make_plan`
+
+    Attributes:
+        compare: Whether plans tell what the contiguous plan would do; see `dbsp_core.planning.plan.make_plan`.
     """
 
     rule: ReplanRule

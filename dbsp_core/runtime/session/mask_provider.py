@@ -31,9 +31,10 @@ _MOST_KEYED = 8
 class MaskProvider:
     """One transformer's masks. The same answers on every rank, and in the single process that they are compared with.
 
-    steps:       tells how many denoising steps there will be, where a host knows
-    count_steps: whether to keep `moment` also where no mask depends on it
-    clock:       counts steps
+    Attributes:
+        steps: Tells how many denoising steps there will be, where a host knows.
+        count_steps: Whether to keep `moment` also where no mask depends on it.
+        clock: Counts steps.
     """
 
     source: MaskSource
@@ -68,10 +69,11 @@ class MaskProvider:
     ) -> None:
         """Starts a forward pass.
 
-        videos:     one, or several that are packed
-        timestep:   of the denoising; read (a host synchronisation) where masks or their plans depend on it and the
-                    clock's host does not say the step
-        cfg_branch: of a step's passes, where the host says which one this is
+        Args:
+            videos: One, or several that are packed.
+            timestep: Of the denoising; read (a host synchronisation) where masks or their plans depend on it and the
+                clock's host does not say the step.
+            cfg_branch: Of a step's passes, where the host says which one this is.
         """
         self._videos = tuple(videos)
         counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step

@@ -19,7 +19,11 @@ class PlanMaker(Protocol):
     """Makes plans for the calls of one attention."""
 
     def make(self, mask: BlockMask, current: Plan | None) -> Plan:
-        """The plan for a mask. current: the one in use"""
+        """The plan for a mask.
+
+        Args:
+            current: The one in use.
+        """
         ...
 
     def rank_plan(self, assignment: Assignment) -> RankPlan | None:
@@ -103,7 +107,8 @@ class PlanCache(Protocol):
 class SyncPlanCache:
     """A `PlanCache` in which every call waits for its own mask to be counted, and plans come with its numbers.
 
-    compare: whether plans tell what the contiguous plan would do; see `dbsp_core.planning.plan.make_plan`
+    Attributes:
+        compare: Whether plans tell what the contiguous plan would do; see `dbsp_core.planning.plan.make_plan`.
     """
 
     rule: ReplanRule

@@ -54,7 +54,11 @@ class Machine(NamedTuple):
     def agreed(
         cls, config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
     ) -> Machine:
-        """Collective where plans depend on constants, or the limit on what is free. device: of the ranks"""
+        """Collective where plans depend on constants, or the limit on what is free.
+
+        Args:
+            device: Of the ranks.
+        """
         return cls(
             _load_constants(config, group, strategy, device),
             agree_on_memory(config.planner.memory_limit, group, device),
@@ -101,7 +105,12 @@ class PlanSettings:
         device: torch.device,
         compare: bool,
     ) -> PlanSettings:
-        """grid: of the masks to come;  device: where they are used"""
+        """
+
+        Args:
+            grid: Of the masks to come.
+            device: Where they are used.
+        """
         selector, hardware = None, machine.hardware
         if strategy is None:
             selector = _selector(config, group, topology, layout, hardware, grid, device)
@@ -111,7 +120,11 @@ class PlanSettings:
         )
 
     def warn_once(self, limit: float, above: float, plan: Plan) -> None:
-        """Says on rank 0 that a plan exceeds the limit of memory. limit, above: it, and by how much; bytes"""
+        """Says on rank 0 that a plan exceeds the limit of memory.
+
+        Args:
+            limit, above: It, and by how much; bytes.
+        """
         if self.group.rank != 0 or self._warned:
             return
         self._warned = True
@@ -129,7 +142,8 @@ class PlanSettings:
 class ConfiguredPlanMaker:
     """Makes plans for attentions of one shape, by a session's settings.
 
-    gradients: whether such an attention keeps what backward needs
+    Attributes:
+        gradients: Whether such an attention keeps what backward needs.
     """
 
     settings: PlanSettings

@@ -15,11 +15,12 @@ __all__ = ["KeptPlan", "ReplanRule", "ReuseCounters"]
 class KeptPlan:
     """The plan of one attention, and what it has wasted since it was made.
 
-    plan:     with the numbers of the mask that it was last used for
-    best_rho: ρ_s of the best plan that was known when it was made
-    excess:   Σ over its calls of ρ_s less `best_rho`: what it has wasted, in times of a balanced attention
-    made_for: the name of the mask that a plan was last made for, None where it has none
-    made:     what was made for that mask
+    Attributes:
+        plan: With the numbers of the mask that it was last used for.
+        best_rho: ρ_s of the best plan that was known when it was made.
+        excess: Σ over its calls of ρ_s less `best_rho`: what it has wasted, in times of a balanced attention.
+        made_for: The name of the mask that a plan was last made for, None where it has none.
+        made: What was made for that mask.
     """
 
     plan: Plan
@@ -52,9 +53,10 @@ class KeptPlan:
 class ReplanRule:
     """When a plan has expired.
 
-    threshold: P_s of the paper: it is kept while ρ_s of the current mask under it stays at or below this
-    budget:    and while its excess, Σ over its calls of ρ_s less the least that was known to be possible when it was
-               made, stays at or below this; in times of a balanced attention. None: only the threshold counts
+    Attributes:
+        threshold: P_s of the paper: it is kept while ρ_s of the current mask under it stays at or below this.
+        budget: And while its excess, Σ over its calls of ρ_s less the least that was known to be possible when it was
+            made, stays at or below this; in times of a balanced attention. None: only the threshold counts.
     """
 
     threshold: float = 1.10
@@ -74,12 +76,13 @@ class ReplanRule:
 class ReuseCounters:
     """What became of plans.
 
-    calls:     attentions asked for
-    replans:   plans made
-    evaluated: masks whose ρ_s under the plan in use is known
-    rho_used:  its sum over those, and `worst_used` its maximum
-    rho_bound: sum over the same of the ρ_s that no plan can beat
-    dense:     how many of them leave nothing out
+    Attributes:
+        calls: Attentions asked for.
+        replans: Plans made.
+        evaluated: Masks whose ρ_s under the plan in use is known.
+        rho_used: Its sum over those, and `worst_used` its maximum.
+        rho_bound: Sum over the same of the ρ_s that no plan can beat.
+        dense: How many of them leave nothing out.
     """
 
     calls: int = 0

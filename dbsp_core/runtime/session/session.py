@@ -51,13 +51,15 @@ MOST_SIZES = 4
 class AttentionSession:
     """State of one transformer: `begin` at every forward pass, then `attend` once a layer.
 
-    strategy: how the group's ranks are used; None: as is predicted to be fastest, for each attention
-    heads:    attention heads of every layer
-    layers:   number of layers
-    steps:    tells how many denoising steps there will be, where the host knows
-    clock:    counts denoising steps
-    observers: are told what happens, see `SessionObserver`
     Raises ValueError at construction when strategy, group and kernel don't fit.
+
+    Attributes:
+        strategy: How the group's ranks are used; None: as is predicted to be fastest, for each attention.
+        heads: Attention heads of every layer.
+        layers: Number of layers.
+        steps: Tells how many denoising steps there will be, where the host knows.
+        clock: Counts denoising steps.
+        observers: Are told what happens, see `SessionObserver`.
     """
 
     config: DbspConfig
@@ -155,7 +157,11 @@ class AttentionSession:
             return self.layout
 
     def end(self) -> int:
-        """Ends a forward pass. returns: how many layers' attentions it reached."""
+        """Ends a forward pass.
+
+        Returns:
+            How many layers' attentions it reached.
+        """
         return len(self._reached)
 
     @property
@@ -167,7 +173,11 @@ class AttentionSession:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
-        """q, k, v: [B, H, shard, D], this rank's tokens, padding included. returns: [B, H, shard, D]."""
+        """
+
+        Args:
+            q, k, v: [B, H, shard, D], this rank's tokens, padding included. returns: [B, H, shard, D].
+        """
         with self._one_thread.inside():
             scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
@@ -257,8 +267,11 @@ class AttentionSession:
     ) -> AttentionExecutor | None:
         """Before any collective of a call: all ranks agree at the first call of a size, and under debug at every one.
 
-        executor: what computes it, where that is known: of a forward pass that may have been over another size
-        returns: the executor that ranks have agreed on too, where one was made before: under debug
+        Args:
+            executor: What computes it, where that is known: of a forward pass that may have been over another size.
+
+        Returns:
+            The executor that ranks have agreed on too, where one was made before: under debug.
         """
         now, tokens = self._now, self._now.layout.shard if executor is None else executor.part.n_local
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"

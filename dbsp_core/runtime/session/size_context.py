@@ -78,11 +78,12 @@ class PlanKey(NamedTuple):
 class SessionParts:
     """What all sizes of a session have in common.
 
-    topology: of the group's ranks
-    strategy: how the ranks are used; None: as is predicted to be fastest, for each attention
-    masks:    of the session, begun for the size of the current forward pass
-    counters: that all sizes' plan caches count in
-    compare:  whether plans must tell what the contiguous plan would do, as reports show it
+    Attributes:
+        topology: Of the group's ranks.
+        strategy: How the ranks are used; None: as is predicted to be fastest, for each attention.
+        masks: Of the session, begun for the size of the current forward pass.
+        counters: That all sizes' plan caches count in.
+        compare: Whether plans must tell what the contiguous plan would do, as reports show it.
     """
 
     config: DbspConfig
