@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import numpy as np
@@ -100,7 +100,6 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Rehoming:
     """One rank's part in taking tokens from one layout to another and back; made by `of`.
 
@@ -111,13 +110,12 @@ class Rehoming:
         debug: Whether ranks compare what they re-home before every exchange, and not only before the first.
     """
 
-    source: SequenceLayout
-    target: SequenceLayout
-    group: SequenceGroup
-    debug: bool
-    _ways: dict[torch.device, tuple[_Way, _Way]]
-    _agreed: set[bool] = field(default_factory=set)
-    """Directions, True for `back`, whose inputs the ranks have compared."""
+    def __init__(
+        self, source: SequenceLayout, target: SequenceLayout, group: SequenceGroup, debug: bool, there: _Way
+    ) -> None:
+        self.source, self.target, self.group, self.debug = source, target, group, debug
+        self._ways = {torch.device("cpu"): (there, there.reversed())}
+        self._agreed: set[bool] = set()  # directions, True for `back`, whose inputs the ranks have compared
 
     def __repr__(self) -> str:
         return f"<Rehoming on rank {self.group.rank} of {self.group.size}: {self.source} → {self.target}>"
@@ -139,7 +137,7 @@ class Rehoming:
             source: See `Rehoming`, as for debug.
             target: A layout of the same tokens and ranks.
             group: Default: all ranks of torch.distributed.
-            source_places: This rank's places at the source, with padding at the end (default) or without.
+            source_places: Number of this rank's places at the source, with padding at the end (default) or without.
             target_places: The same at the target.
             debug: See source.
 
@@ -154,8 +152,7 @@ class Rehoming:
                     f"{of_what[1]}; make source and target from the same sequences and the ranks of the group"
                 )
         places = _places(source, group.rank, source_places), _places(target, group.rank, target_places)
-        there = _Way.of(source, target, group.rank, places)
-        return cls(source, target, group, debug, {torch.device("cpu"): (there, there.reversed())})
+        return cls(source, target, group, debug, _Way.of(source, target, group.rank, places))
 
     @overload
     def there(self, tensor: torch.Tensor, /, *, dim: int = 0) -> torch.Tensor: ...
