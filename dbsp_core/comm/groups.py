@@ -136,7 +136,7 @@ class SequenceGroup:
         return None if group is None else timeout_of(group)
 
     def control(self) -> SequenceGroup:
-        """The group `beside` this one in which the calling thread agrees on things, with CPU tensors."""
+        """The `beside` group in which the calling thread agrees on things, with CPU tensors."""
         return self.beside("control")
 
     def beside(self, purpose: str) -> SequenceGroup:
@@ -223,7 +223,7 @@ def _require_alone() -> None:
 
 
 def report_group(group: SequenceGroup) -> SequenceGroup:
-    """The group `beside` this one that only reports use: a rank that misses a report disturbs no attention."""
+    """The `beside` group that only reports use: a rank that misses a report disturbs no attention."""
     return group.beside("meeting")
 
 

@@ -86,7 +86,7 @@ def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopyS
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Places of (head, fragment) pieces, sorted by the other `rank` that each goes to or comes from; all int64[n].
+    """Places of (head, segment) pieces, sorted by the other `rank` that each goes to or comes from; all int64[n].
 
     A piece has `length` tokens from place `token` of a `head` on, then `zeros` places to be filled with zeros.
     """
@@ -107,12 +107,11 @@ class _Places:
 
 @dataclass(frozen=True, eq=False)
 class _Axis:
-    """One axis of a plan's grid and the fragments that homes cut its blocks into.
+    """One axis of a plan's grid and the segments that shards cut its blocks into.
 
     Attributes:
-        groups: (int64 heads, their fragments): heads with the same token order share fragments. All ranks go through
+        groups: (int64 heads, their segments): heads with the same token order share segments. All ranks go through
             them in this order, so that pieces arrive in the order in which they are expected.
-        axis: The axis.
     """
 
     groups: tuple[tuple[np.ndarray, ShardSegments], ...]
@@ -124,14 +123,14 @@ class _Axis:
         `ranks_needing` maps heads and blocks to int[heads, blocks, most]: the ranks, then -1.
         """
         parts: list[tuple[np.ndarray, ...]] = []
-        for heads, fragments in self.groups:
-            here = np.flatnonzero(fragments.rank == rank)
-            ranks = ranks_needing(heads, fragments.block[here])
+        for heads, segments in self.groups:
+            here = np.flatnonzero(segments.rank == rank)
+            ranks = ranks_needing(heads, segments.block[here])
             needed = np.flatnonzero(ranks >= 0)  # in one dimension: faster
             head, piece = np.divmod(needed // ranks.shape[2], ranks.shape[1])
             taken = here[piece]
-            length = fragments.length[taken]
-            parts.append((ranks.ravel()[needed], heads[head], fragments.local[taken], length, np.zeros_like(length)))
+            length = segments.length[taken]
+            parts.append((ranks.ravel()[needed], heads[head], segments.local[taken], length, np.zeros_like(length)))
         return _Places.sorted_by_rank(parts)
 
     def packed(self, head: np.ndarray, block: np.ndarray) -> _Places:
@@ -140,18 +139,18 @@ class _Axis:
         The last piece of a short block is followed by the zeros that fill the block.
         """
         parts: list[tuple[np.ndarray, ...]] = []
-        for heads, fragments in self.groups:
+        for heads, segments in self.groups:
             mine = np.flatnonzero(np.isin(head, heads)) if len(self.groups) > 1 else np.arange(len(head))
-            first = np.searchsorted(fragments.block, np.arange(len(self.axis) + 1))
+            first = np.searchsorted(segments.block, np.arange(len(self.axis) + 1))
             pieces = np.diff(first)[block[mine]]
             slot = np.repeat(mine, pieces)
             within = np.arange(len(slot)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
             piece = first[block[slot]] + within
-            offset, length = fragments.offset[piece], fragments.length[piece]
-            last = offset + length == self.axis.lengths[fragments.block[piece]]
+            offset, length = segments.offset[piece], segments.length[piece]
+            last = offset + length == self.axis.lengths[segments.block[piece]]
             zeros = np.where(last, self.axis.block - offset - length, 0)
             start = slot * self.axis.block + offset
-            parts.append((fragments.rank[piece], np.zeros_like(start), start, length, zeros))
+            parts.append((segments.rank[piece], np.zeros_like(start), start, length, zeros))
         return _Places.sorted_by_rank(parts)
 
 

@@ -39,9 +39,9 @@ class ReuseConfig:
     """How long plans are kept, and when new ones are made.
 
     Attributes:
-        threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this.
-        budget: And while what it has wasted, Σ over its calls of ρ_s less the least known when it was made, stays at
-            or below this. None: only the threshold, as in the paper.
+        threshold: P_s: a layer's plan is kept while ρ_s of its current mask under it stays at or below this, and
+        budget: while what it has wasted, Σ over its calls of ρ_s less the least known when it was made, stays at or
+            below this. None: only the threshold counts, as in the paper.
         mode: "sync" plans from each call's own mask, "async" one call behind, without waiting; "auto" is async for
             masks computed from queries and keys.
     """
@@ -93,19 +93,19 @@ class DbspConfig:
             degrees.
         layout: How tokens are laid out between attentions: "contiguous", "striped" or "learned"; None: as the planner
             is meant for.
-        planner: a `PlannerConfig`, a mapping for one, or only its name.
+        planner: A `PlannerConfig`, a mapping for one, or only its name.
         keys: "ring": keys and values travel round the ring; "needed": each rank is sent those that its rows need, for
             masks that are known beforehand (see docs/needed-keys.md); "auto": whichever is predicted to be faster at
             each attention.
-        reuse: a `ReuseConfig`, or a mapping for one.
+        reuse: A `ReuseConfig`, or a mapping for one.
         cost_model: Whose constants predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`; None:
             shipped ones that come nearest.
-        kernel: "auto" or a kernel's name.
+        kernel: "auto", or a kernel's name.
         report: Folder for the report (see docs/report.md), or None: nothing is observed.
         record: Folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set.
         debug: All ranks check before each attention that inputs are finite, and that inputs, masks, plans and kernels
             fit together: see docs/configuration.md.
-        transformer_2: What is otherwise for a pipeline's second transformer (Wan2.2's for little noise), a mapping of
+        transformer_2: What differs for a pipeline's second transformer (Wan2.2's for little noise), a mapping of
             settings such as {mask: {source: file, path: …}}.
         generate: No setting of attention: what else the same file says, see `GenerateSettings`.
         origin: No setting: the file that the settings come from, or None.
@@ -177,7 +177,7 @@ class DbspConfig:
 
     @property
     def effective_keys(self) -> str:
-        """As set, but "ring" instead of "auto" for masks that are predicted from queries and keys."""
+        """The keys that are set, but "ring" instead of "auto" for masks that are predicted from queries and keys."""
         return RingKeys.name if self.keys == AUTO and self.mask.changes == "per_call" else self.keys
 
     @property

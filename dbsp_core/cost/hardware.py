@@ -45,20 +45,20 @@ class Constants:
     """Constants of the latency model, each per rank. Seconds, bytes per second in one direction, FLOP per second.
 
     Attributes:
-        flops_per_s: Of the two products of attention on dense blocks.
-        score_s: Each score of a dense block, beside the products (softmax).
-        row_s: Each row, in every period.
-        launch_s: Each period: launching the kernel.
-        call_s: Each attention: launches outside the periods, and bookkeeping.
-        pack_bytes_per_s: Gathering into, and placing from, exchange buffers.
-        merge_bytes_per_s: Merging two periods' outputs, memory read and written.
-        exchange_latency_s, exchange_bytes_per_s: One all-to-all within a node.
-        p2p_latency_s, p2p_bytes_per_s: Handing a slot to a ring neighbour within a node.
-        network_latency_s, network_bytes_per_s: What of either crosses nodes, a rank's share of its node's adapters;
-            None: not known.
+        flops_per_s: Rate of the two products of attention on dense blocks.
+        score_s: Time for each score of a dense block besides the products (softmax).
+        row_s: Time for each row in every period.
+        launch_s: Time to launch the kernel, once a period.
+        call_s: Time of launches outside the periods and of bookkeeping, once an attention.
+        pack_bytes_per_s: Rate of gathering into exchange buffers and placing from them.
+        merge_bytes_per_s: Rate of memory read and written in merging two periods' outputs.
+        exchange_latency_s: Latency of one all-to-all within a node; `exchange_bytes_per_s` is its rate.
+        p2p_latency_s: Latency of handing a slot to a ring neighbour within a node; `p2p_bytes_per_s` is its rate.
+        network_latency_s: Latency of what crosses nodes in either; `network_bytes_per_s` is the rate, a rank's share
+            of its node's adapters. None: not known.
         overlap: Share of the shorter of compute and P2P that hides behind the longer, 0 to 1.
-        linear_flops_per_s: Of everything in a transformer but self-attention's scores.
-        serial_s: Each video: what one device does alone (text encoder, VAE).
+        linear_flops_per_s: Rate of everything in a transformer but self-attention's scores.
+        serial_s: Time for each video of what one device does alone (text encoder, VAE).
     """
 
     flops_per_s: float
@@ -124,13 +124,12 @@ class Hardware:
 
     Attributes:
         device: Class of the device, as `device_class` names it.
-        dtype: Of q, k and v, for which the constants hold.
-        constants: See `Constants`.
-        sources: By constant, one of measured, fitted, published, assumed.
+        dtype: Type of q, k and v for which the constants hold.
+        sources: One of measured, fitted, published, assumed for each constant.
         gpus_per_node: Ranks to a node, whose traffic with other nodes is the `network_*` constants'; None: not known.
-        versions: Of the software measured with, by name; empty where nothing was measured.
-        residuals: By part of the model, relative error of the fit on its own samples (root mean square).
-        date: Of the measurement, YYYY-MM-DD, or None.
+        versions: Version of each software measured with; empty where nothing was measured.
+        residuals: Relative error (root mean square) of the fit of each part of the model on its own samples.
+        date: Day of the measurement, YYYY-MM-DD, or None.
         notes: Where published and fitted constants come from.
     """
 
@@ -172,7 +171,7 @@ class Hardware:
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def labels_in_words(self) -> str:
-        """For example "measured: flops_per_s; published: p2p_bytes_per_s"."""
+        """The constants by where they come from, in a line."""
         groups = {label: [n for n, own in self.sources.items() if own == label] for label in LABELS}
         return "; ".join(f"{label}: {', '.join(names)}" for label, names in groups.items() if names)
 
@@ -189,7 +188,7 @@ class Hardware:
 def load_hardware(source: str | os.PathLike[str]) -> Hardware:
     """A shipped machine by its name, for example "h800", or the path of a YAML file that `dbsp calibrate` wrote.
 
-    Raises ValueError, naming the fix, for an unknown name or key, a missing key or a value that makes no sense.
+    Raises UserError, naming the fix, for an unknown name or key, a missing key or a value that makes no sense.
     """
     shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
     path = shipped.get(os.fspath(source), Path(source))

@@ -36,7 +36,7 @@ MERGE_BYTES = 12
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """batch items of `heads` heads, `tokens` tokens and `head_dim` numbers of `element_bytes` bytes.
+    """Sizes of q, k, v and the output, over all ranks.
 
     Attributes:
         heads: The plan's; where each batch item has masks of its own, they are the plan's heads and batch is 1.
@@ -55,7 +55,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, q: torch.Tensor, heads: int, tokens: int) -> AttentionShape:
-        """Of an attention with this rank's q [B, H, n_local, D], whose plan or mask has `heads` heads, H or B·H."""
+        """The shape with this rank's q [B, H, n_local, D], where plan or mask has `heads` heads, H or B·H."""
         batch, own, _, head_dim = q.shape
         return cls(batch if heads == own else 1, heads, tokens, head_dim, q.element_size())
 
@@ -90,11 +90,7 @@ class Topology:
 
     @classmethod
     def of_nodes(cls, node_of: Sequence[int]) -> Topology:
-        """
-
-        Args:
-            node_of: The node of each rank.
-        """
+        """Ranks on these nodes, given for each rank."""
         return cls(len(node_of), max(Counter(node_of).values()), tuple(node_of))
 
     @property
@@ -112,13 +108,13 @@ class Prediction:
     """Seconds of one attention on all ranks together: at every synchronisation the slowest counts.
 
     Attributes:
-        exchange_s: To owners and back home.
-        periods: (compute_s, p2p_s) of each; compute includes the kernel's launch and the merge; 0 P2P in the last. Of
-            needed keys those of the slowest rank, with the next chunk's exchange for P2P.
+        exchange_s: Exchanges to owners and back home.
+        periods: (compute_s, p2p_s) of each; compute includes the kernel's launch and the merge; 0 P2P in the last.
+            With needed keys: the slowest rank's, with the next chunk's exchange for P2P.
         pack_s: Gathering into exchange buffers and placing from them.
         launch_s: Launches outside the periods.
         overlap: Share of the shorter of compute and P2P that hides behind the longer.
-        at_once: Whether all P2P sets off before the first period; else each with its period.
+        at_once: Whether all P2P starts before the first period; else each with its period.
     """
 
     exchange_s: float
@@ -130,7 +126,7 @@ class Prediction:
 
     @property
     def compute_s(self) -> float:
-        """Of all periods, as if nothing were communicated."""
+        """Compute of all periods, as if nothing were communicated."""
         return sum(compute for compute, _ in self.periods)
 
     @property
@@ -140,9 +136,9 @@ class Prediction:
 
     @property
     def attention_s(self) -> float:
-        """Of all periods: max(compute, P2P) in each where overlap is 1, their sum where it is 0.
+        """All periods: max(compute, P2P) in each where overlap is 1, their sum where it is 0.
 
-        Or, where all P2P sets off at once, each period begins when the last is done and its keys have come.
+        Where all P2P starts at once, each period begins when the last is done and its keys have come.
         """
         compute, p2p = zip(*self.periods, strict=True)
         return float(_in_turn(np.array(compute)[:, None], p2p, self.overlap, self.at_once)[0])
@@ -162,12 +158,13 @@ def predict(
 ) -> Prediction:
     """The corrected form of Eq. 4: the slowest rank's real work in each period, real bytes, real packing.
 
-    Raises ValueError when plan, shape, layout and topology don't fit, or network constants are needed but not known.
-
     Args:
-        topology: Default one node.
-        layout: The layout the plan was made for, which decides what travels; default contiguous.
+        topology: Default: one node.
+        layout: The layout the plan was made for, which decides what travels. Default: contiguous.
         traffic: What travels, where it is known already.
+
+    Raises:
+        UserError: When plan, shape and topology don't fit, or network constants are needed but not known.
     """
     strategy, known = plan.strategy, hardware.constants
     topology = topology or Topology(strategy.world, strategy.world)
@@ -211,7 +208,7 @@ def require_network(hardware: Hardware, topology: Topology) -> None:
 
 
 def exchange_s(sent: np.ndarray, known: Constants, topology: Topology) -> float:
-    """Of one all-to-all: the busiest rank's bytes, sent or received. NVLink and network work at the same time.
+    """Seconds of one all-to-all: the busiest rank's bytes, sent or received. NVLink and network work at the same time.
 
     Args:
         sent: float64[P, P], bytes from rank (row) to rank (column); what stays on a rank does not travel.
@@ -234,7 +231,7 @@ def _busiest(sent: np.ndarray) -> float:
 def _periods(
     compute: np.ndarray, plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
 ) -> tuple[tuple[float, float], ...]:
-    """Of a ring, from compute float64[periods, P], seconds."""
+    """`Prediction.periods` of a ring, from compute float64[periods, P], seconds."""
     held = traffic.blocks[:-1] * (2 * plan.grid.block_k * shape.token_bytes)
     p2p = [*hand_overs_s(plan.strategy, held, known, topology), 0.0]
     return tuple((float(c), float(p)) for c, p in zip(compute.max(axis=1), p2p, strict=True))
@@ -243,12 +240,9 @@ def _periods(
 def chunk_periods(
     compute: np.ndarray, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology, at_once: bool
 ) -> tuple[tuple[float, float], ...]:
-    """Of the slowest rank, for a `Prediction` of chunks of needed keys.
+    """`Prediction.periods` of the slowest rank with needed keys, from compute float64[chunks, P], seconds.
 
-    Ranks wait for further chunks, there when the busiest is done, not for one another.
-
-    Args:
-        compute: float64[chunks, P], seconds.
+    Ranks do not wait for one another, only for further chunks, which are there when the busiest rank is done.
     """
     fetched = traffic.key_exchanges[1:]
     fetch_s = [*(exchange_s(sent * shape.token_bytes, known, topology) for sent in fetched), 0.0]
@@ -257,13 +251,10 @@ def chunk_periods(
 
 
 def _in_turn(compute: np.ndarray, p2p: Sequence[float], overlap: float, at_once: bool) -> np.ndarray:
-    """float64[P]: when each rank is done with all periods.
+    """float64[P]: when each rank is done with all periods, of compute float64[periods, P].
 
-    It sets off with its period; or, at once, all follow one another from the first period on.
-
-    Args:
-        compute: float64[periods, P].
-        p2p: By period, the transfer of what the next one needs.
+    The transfer `p2p` of what the next period needs starts with its period; or, `at_once`, all follow one another from
+    the first period on.
     """
     done, came = np.zeros(compute.shape[1]), 0.0
     for period_s, transfer_s in zip(compute, p2p, strict=True):
@@ -292,11 +283,7 @@ def block_s(block_q: int, block_k: int, head_dim: int, known: Constants) -> floa
 
 
 def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, topology: Topology) -> list[float]:
-    """Of each hand-over, in which rank (r, u) hands what it holds to (r − 1, u).
-
-    Args:
-        held: float64[hand-overs, P], bytes.
-    """
+    """Seconds of each hand-over of `held`, float64[hand-overs, P] bytes, from rank (r, u) to (r − 1, u)."""
     nodes = topology.nodes.reshape(strategy.ring, strategy.ulysses)
     near = nodes == np.roll(nodes, 1, axis=0)
     latency, rate = np.full(near.shape, known.p2p_latency_s), np.full(near.shape, known.p2p_bytes_per_s)
@@ -306,7 +293,7 @@ def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, topolog
 
 
 def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
-    """Of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner.
+    """Bytes of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner.
 
     Needed keys are gathered once for each of their readers.
     """
@@ -327,13 +314,13 @@ def exchange_cost(
     hardware: Hardware,
     topology: Topology | None = None,
 ) -> float:
-    """For `DbspConfig.exchange_cost`: the time to send all of Q, K and V once, over that of balanced attention.
+    """`PlannerConfig.exchange_cost`: the time to send all of Q, K and V once, over that of balanced attention.
 
     A rank's share crosses the slowest link that its ring has. Infinite where there is nothing to compute.
 
     Args:
-        dense_blocks: Of all heads of one batch item.
-        block_q, block_k: Tokens.
+        dense_blocks: Dense blocks of all heads of one batch item.
+        block_q: Tokens of a query block; `block_k`, of a KV block.
     """
     topology, known = topology or Topology(strategy.world, strategy.world), hardware.constants
     require_network(hardware, topology)

@@ -19,7 +19,7 @@ from dbsp_core.utils.errors import UserError, in_short
 __all__ = ["LAYOUT_ORDERS", "HostLayout", "SequenceLayout", "ShardSegments", "Streams"]
 
 Streams = Literal["first", "last"] | None
-"""Whether a rank has its share of text before or after its share of video; None: they are sharded as one stream."""
+"""A rank's share of text comes before or after its share of video; None: they are sharded as one stream."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

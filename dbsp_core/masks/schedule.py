@@ -150,12 +150,7 @@ class DenseSchedule:
         return step >= steps - self.last_steps
 
     def complaint(self, steps: int | None) -> str | None:
-        """That it leaves nothing to sparse attention, or None.
-
-        Args:
-            steps: Of the denoising.
-            None: Not known.
-        """
+        """Says that a denoising of so many steps leaves nothing to sparse attention; None where it does, or may."""
         if steps is None or self.first_steps + self.last_steps < steps:
             return None
         return (

@@ -48,13 +48,13 @@ def tiny_architecture(model: str) -> str | None:
 
 
 def signature_of_name(name: str) -> ModelSignature | None:
-    """Of a checkpoint's name, or a tiny model's; None for what is neither."""
+    """The signature of a published or tiny model of this name; None where there is none."""
     spec, tiny = find_model_spec(name), tiny_architecture(name)
     return spec.signature if spec is not None else None if tiny is None else TINY_MODELS[tiny]
 
 
 def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
-    """Of a checkpoint's name, a tiny model's, or a local folder in diffusers' form; None for what is neither."""
+    """The signature of a model by its name, or of a local folder in diffusers' form; None for what is neither."""
     text = os.fspath(model)
     known = signature_of_name(text)
     if known is not None:

@@ -14,10 +14,10 @@ class Pipeline:
     """What the models of one of diffusers' pipeline classes share.
 
     Attributes:
-        title: For users.
+        title: Its name in messages.
         frame_stride: By how many frames videos get longer: Wan's VAE makes 4 of one latent frame, CogVideoX decodes
             two of those at a time.
-        text_tokens: That are part of self-attention's sequence.
+        text_tokens: Number of text tokens in self-attention's sequence.
         images: The fewest and the most that a video is made from: its first frame, and its last.
     """
 
@@ -40,7 +40,7 @@ PIPELINES = {
     "WanVACEPipeline": Pipeline("Wan VACE", 4, 0, images=(2, 2)),
     "CogVideoXPipeline": Pipeline("CogVideoX text-to-video", 8, 226),
 }
-"""By the name of diffusers' class."""
+"""Pipelines by the name of diffusers' class."""
 
 
 def token_grid(

@@ -46,17 +46,12 @@ class ModelSignature:
 
 
 def variant_of(two: bool, index: Mapping[str, Any]) -> Variant:
-    """
-
-    Args:
-        two: Whether a pipeline has two transformers.
-        index: Its configuration, as in model_index.json.
-    """
+    """The variant of a pipeline with one transformer or `two`, whose model_index.json is `index`."""
     return "ti2v" if index.get("expand_timesteps") else "two" if two else ""
 
 
 def model_signature(pipeline: str, config: Mapping[str, Any], variant: Variant = "") -> ModelSignature:
-    """Of a transformer.
+    """The signature of a transformer.
 
     Args:
         pipeline: Its pipeline's class name.

@@ -17,20 +17,18 @@ class ModelSpec:
     """A published video diffusion transformer, with the settings of its model card.
 
     Attributes:
-        name: Short; also names its files in dbsp_configs/.
+        name: Short name, also of its files in dbsp_configs/.
         hub: Repository on Hugging Face.
         aliases: Other names, of other repositories or in xfuser's registry.
-        pipeline: Diffusers' class.
-        layers, heads: Of self-attention; VACE's few layers for the control video come on top.
-        head_dim: The width of a head.
+        pipeline: Name of diffusers' class.
+        layers: Number of self-attention layers, without VACE's few for the control video.
         patch_frames: Latent frames that make one token (patch_size_t).
         ffn: Width of the MLP.
         cross_text: Text tokens that cross-attention looks at; 0: there is none.
-        parameters: Of transformer and text encoder together, as published.
-        preset: Of dbsp_core.sources.synthetic.presets, whose masks stand for its own.
-        video: The usual one; all is set but prompt and seed, and flow_shift where the scheduler comes with one.
+        parameters: Number of the transformer's and the text encoder's together, as published.
+        preset: Name in `dbsp_core.sources.synthetic.presets` of the masks that are taken for its own.
+        video: Its usual video, with all set but prompt and seed, and flow_shift where the scheduler comes with one.
         paper_thw: The token grid that times are predicted for, where that is not the usual video's.
-        variant: See `Variant`.
         token_pixels: Height and width of a token.
     """
 
@@ -82,7 +80,7 @@ class ModelSpec:
 
     @property
     def steps(self) -> int:
-        """Of a denoising."""
+        """Steps of a denoising."""
         return self.video.steps or 0
 
     @property

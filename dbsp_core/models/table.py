@@ -16,7 +16,7 @@ _WAN_NEGATIVE = (
     "poorly drawn faces, deformed, disfigured, misshapen limbs, fused fingers, still picture, messy background, three "
     "legs, many people in the background, walking backwards"
 )
-"""From Wan's model card and the example in diffusers' WanPipeline."""
+"""The negative prompt of Wan's model card and of the example in diffusers' WanPipeline."""
 
 _WAN_14B = ModelSpec(
     name="wan2.1-t2v-14b",
@@ -136,12 +136,12 @@ _WAN_VACE_1_3B = replace(
 )
 _WANS = (_WAN_14B, _WAN_1_3B, _WAN_2_2, _WAN_I2V, _WAN_I2V_480P, _WAN_2_2_I2V, _WAN_2_2_DISTILLED, _WAN_2_2_TI2V)
 MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
-"""By name. Of several with one signature and one repository, the first is what their weights are known as."""
+"""Models by name. Of several with one signature and one repository, the first is what their weights are known as."""
 PUBLISHED = {spec.signature: spec for spec in reversed(MODEL_SPECS.values())}
-"""By signature, the first of `MODEL_SPECS` that has it."""
+"""The first of `MODEL_SPECS` with each signature."""
 
 TINY = "tiny-"
-"""Before a key of `TINY_MODELS`, the name of a model that is made where it is needed."""
+"""Prefix that makes a key of `TINY_MODELS` the name of a model, which is made where it is needed."""
 TINY_MODELS = {
     "wan": ModelSignature("WanPipeline", (4, 12, 24, 1)),
     "wan-trained": ModelSignature("WanPipeline", (4, 12, 24, 1)),
@@ -153,4 +153,4 @@ TINY_MODELS = {
 }
 """Tiny checkpoints that db-SP can make for demonstrations and tests, by name."""
 TINY_NAMES = {signature: name for name, signature in reversed(TINY_MODELS.items())}
-"""By signature, the first of `TINY_MODELS` that has it."""
+"""The first of `TINY_MODELS` with each signature."""

@@ -50,21 +50,20 @@ def side_complaint(pixels: int, token: int = TOKEN_PIXELS) -> str | None:
 
 @dataclass(frozen=True)
 class VideoSettings:
-    """One video. None: as the checkpoint is usually run.
+    """One video; what is None is as the checkpoint is usually run.
 
     Raises SettingError for numbers that no model takes.
 
     Attributes:
-        image: File of the first frame, for models that make videos from images.
-        last_image: Of the last one.
-        height, width: Pixels, multiples of 16 (of 32 for Wan2.2 TI2V).
+        height: Pixels, a multiple of 16 (of 32 for Wan2.2 TI2V), as is `width`.
         num_frames: 4k + 1 for Wan, 8k + 1 for CogVideoX.
-        steps: Of the denoising.
-        guidance_scale: Of classifier-free guidance; 1 or less: none.  guidance_scale_2: of a second transformer's
-            steps.
-        flow_shift: Of the scheduler, for models of flow matching.
-        seed: Of the noise.
+        steps: Number of denoising steps.
+        guidance_scale: Scale of classifier-free guidance; 1 or less: none.
+        flow_shift: Shift of the scheduler, for models of flow matching.
         fps: Frames per second of the mp4 file.
+        guidance_scale_2: Scale in the steps of a second transformer.
+        image: File of the first frame, for models that make videos from images.
+        last_image: File of the last frame.
     """
 
     prompt: str | None = None
@@ -95,12 +94,9 @@ class VideoSettings:
                 raise bad_value(self, name, complaint, "video.")
 
     def filled(self, usual: VideoSettings | None) -> VideoSettings:
-        """A copy in which everything but the prompt and images is set, but for flow_shift where the model has its own.
+        """A copy in which everything but prompt and images is set, from the model's `usual` video where that is known.
 
-        Raises SettingError for a size that is not given and not known.
-
-        Args:
-            usual: Of the model, where that is known.
+        flow_shift stays None where the model's scheduler has its own. Raises SettingError for an unknown size.
         """
         usual = usual or VideoSettings(negative_prompt="", steps=50, guidance_scale=5.0, fps=16)
         missing = [f.name for f in fields(self) if getattr(self, f.name) is None]
@@ -123,8 +119,8 @@ class GenerateSettings:
     Attributes:
         model: The checkpoint that the file's settings are for, a name or a folder (see dbsp_core.models.table):
             attaching to another one is refused; None: for any.
-        dtype: In which its weights are loaded; auto is bfloat16 on an accelerator, float32 without.
-        video: a mapping such as {height: 480, width: 832, steps: 50}.
+        dtype: Type of its weights as loaded; "auto" is bfloat16 on an accelerator, float32 without.
+        video: A mapping such as {height: 480, width: 832, steps: 50}.
     """
 
     model: str | None = None
@@ -136,7 +132,7 @@ class GenerateSettings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """In which a checkpoint is loaded."""
+        """The dtype in which a checkpoint is loaded."""
         if self.dtype == "auto":
             return torch.bfloat16 if torch.accelerator.is_available() else torch.float32
         dtype: torch.dtype = getattr(torch, self.dtype)

@@ -73,11 +73,7 @@ class Assignment(RowOwners):
         return self.keys.serves(self, mask)
 
     def work(self, counts: MaskCounts) -> np.ndarray:
-        """int64[periods, P]: b(i, g) of Eq. 1, dense blocks by (period, rank).
-
-        Args:
-            counts: Of a mask of this grid.
-        """
+        """int64[periods, P]: b(i, g) of Eq. 1, dense blocks by (period, rank), of a mask with these counts."""
         return self.keys.work(self, counts)
 
     def blocks_by_period(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:

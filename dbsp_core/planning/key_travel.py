@@ -27,8 +27,8 @@ class KeyTravel(ABC):
     from where they live, each period's in one all-to-all; those of later periods are handed on by a ring neighbour.
 
     Attributes:
-        name: Of the setting `keys`.
-        planner: The planner that planner "dbsp" stands for.
+        name: Its value of the setting `keys`.
+        planner: Name of the planner that cuts rows where "dbsp" is set.
         known_masks: Whether masks must be known before the call, as what is sent follows from them.
         lockstep: Whether ranks wait for one another in every period; else only the sum of a rank's periods must be
             even.
@@ -63,7 +63,7 @@ class KeyTravel(ABC):
     @property
     @abstractmethod
     def at_once(self) -> bool:
-        """Whether all exchanges set off before the first kernel, and not each beside the kernel before it."""
+        """Whether all exchanges start before the first kernel; else each during the kernel before it."""
 
     @abstractmethod
     def blocks_by_period(self, rows: RowOwners, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -83,11 +83,7 @@ class KeyTravel(ABC):
 
     @abstractmethod
     def work(self, rows: RowOwners, counts: MaskCounts) -> np.ndarray:
-        """int64[periods, P]: b(i, g) of Eq. 1, dense blocks by (period, rank).
-
-        Args:
-            counts: Of a mask of the rows' grid.
-        """
+        """int64[periods, P]: b(i, g) of Eq. 1, dense blocks by (period, rank), of the rows' mask with these counts."""
 
     @abstractmethod
     def extra(self, rows: RowOwners) -> float:
@@ -198,8 +194,8 @@ class NeededKeys(KeyTravel):
         ulysses: x.
         shares: Of the needed keys that are in other ring rows, how much comes in each further chunk, in relation to
             one another: (4, 3, 1) are three, the first with half of them. Without a ring there are none.
-        one_ahead: Whether each chunk is fetched beside the kernel on the one before it, which takes least memory; else
-            all set off before the first kernel.
+        one_ahead: Whether each chunk is fetched during the kernel on the one before it, which takes least memory; else
+            all are from before the first kernel on.
     """
 
     name = "needed"

@@ -35,8 +35,8 @@ def majority_ring_ranks(
     [H, nq], [H, nk] where heads have token orders of their own.
     """
 
-    def residents(fragments: ShardSegments, axis: BlockAxis, order: Order) -> np.ndarray:
-        tokens = fragments.tokens_by_ring(len(axis), strategy)
+    def residents(segments: ShardSegments, axis: BlockAxis, order: Order) -> np.ndarray:
+        tokens = segments.tokens_by_ring(len(axis), strategy)
         return majority_rank(tokens) if order == CANONICAL else balanced_majority_rank(tokens)
 
     def by_order(order: Order) -> tuple[np.ndarray, np.ndarray]:

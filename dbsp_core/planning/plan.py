@@ -33,7 +33,7 @@ class PlanMetrics:
         work: int64[periods, P], dense blocks by (period, rank).
         baseline_work: int64[y, P] of `baseline_assignment`; None where comparing was left out.
         rho_bound: ρ_s that no plan of this planner's granularity can beat; NaN where comparing was left out.
-        lockstep: Whether ranks wait for one another in every period; else only the sum of a rank's must be even.
+        lockstep: See `KeyTravel.lockstep`.
     """
 
     work: np.ndarray
@@ -43,11 +43,7 @@ class PlanMetrics:
 
     @classmethod
     def of(cls, assignment: Assignment, mask: BlockMask, config: PlannerConfig, *, compare: bool) -> PlanMetrics:
-        """Counts the blocks of `mask`.
-
-        Args:
-            compare: Whether to count also what needs no assignment, as reports show it.
-        """
+        """Counts the blocks of `mask`; to `compare`, also those of the contiguous plan, and the bound."""
         assignment.require_fit(mask)
         lockstep, strategy, counts = assignment.keys.lockstep, assignment.strategy, mask.counts
         if not compare:
@@ -93,7 +89,7 @@ class Plan:
     Attributes:
         assignment: Which rank owns each row, and how keys travel to it.
         metrics: Its numbers for one mask.
-        config: The planner and what it was told.
+        config: The planner and its settings.
         moved: Share of Q, K, V elements whose owner's ring rank is not that of the rank that holds them outside.
         plan_ms: Time from counts to owners and slots, milliseconds; counting blocks is not in it.
     """
@@ -147,27 +143,19 @@ class Plan:
         return (self.heads, self.grid) == (mask.heads, mask.grid) and self.assignment.serves(mask)
 
     def with_keys(self, keys: KeyTravel, mask: BlockMask) -> Plan:
-        """The same rows, with keys that travel otherwise.
-
-        Args:
-            mask: That its numbers are for.
-        """
+        """The same rows with keys that travel otherwise, and the numbers of `mask`."""
         assignment = replace(self.assignment, keys=keys)
         work = assignment.work(mask.counts)
         return replace(self, assignment=assignment, metrics=replace(self.metrics, work=work))
 
     def evaluate(self, mask: BlockMask, *, compare: bool = True) -> Plan:
-        """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0.
-
-        Args:
-            compare: As for `make_plan`.
-        """
+        """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0."""
         metrics = PlanMetrics.of(self.assignment, mask, self.config, compare=compare)
         return replace(self, metrics=metrics, plan_ms=0.0)
 
 
 def require_slots(strategy: Strategy, grid: BlockGrid) -> None:
-    """Raises ValueError when a ring has more ranks than there are KV blocks to put into its slots."""
+    """Raises UserError when a ring has more ranks than there are KV blocks to put into its slots."""
     if strategy.ring > grid.nk:
         raise UserError(
             f"strategy {strategy} has {strategy.ring} ring ranks but the mask has only {grid.nk} KV blocks; use a "

@@ -34,10 +34,10 @@ OwnersAndSlots = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class PaperConfig:
-    """What only planner "paper" heeds.
+    """Settings of planner "paper" alone.
 
     Attributes:
-        reward: R_b ≥ 0 of its biased greedy: how strongly blocks are held where they are.
+        reward: R_b ≥ 0 of its biased greedy assignment: how strongly blocks are held where they are.
         equal_heads: Whether no Ulysses rank gets more than ceil(H / x) heads.
     """
 
@@ -52,10 +52,10 @@ class PaperConfig:
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    """Which planner, and what it is told. Raises SettingError for values out of range.
+    """A planner's name and settings. Raises SettingError for values out of range.
 
     Attributes:
-        name: From `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous" ….
+        name: From `PLANNERS`: "dbsp" (ours), "paper" (Alg. 1), "contiguous", and others.
         target_rho: ρ_s at which planner "dbsp" stops balancing; None: 1.002 for only Ulysses, 1.005 with a ring.
         exchange_cost: What exchanging all of Q, K and V once costs, in units of ρ_s (its time over that of perfectly
             balanced attention), for planner "dbsp" to trade balance against bytes. None: in sessions, as the constants
@@ -63,8 +63,7 @@ class PlannerConfig:
         memory_limit: Most bytes that an attention may hold on any rank at its peak, beside q, k and v: a number, or in
             words such as "8GiB"; "auto": the least that is free on a rank when the first forward pass begins. For
             sessions, which drop strategies above it and let planner "dbsp" give ranks rows of fewer heads.
-        paper: For planner "paper".
-        most_heads: No setting, but what follows from `memory_limit`: of which a Ulysses rank may have rows.
+        most_heads: Most heads of which a Ulysses rank may have rows. No setting: it follows from `memory_limit`.
     """
 
     name: str = "dbsp"
@@ -101,7 +100,7 @@ class Planner:
     """How work is assigned, and what bounds it.
 
     Attributes:
-        granularity_bound: (row work, KV-block work, x, y) → ρ_s that no plan of this granularity can beat.
+        granularity_bound: ρ_s that no plan of this granularity can beat, from row work, KV-block work, x and y.
         layout: The sequence layout it is meant for: where blocks are when nothing else is asked for.
         heeds_cap: Whether `PaperConfig.equal_heads` binds it.
     """
@@ -125,7 +124,7 @@ def contiguous(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
 
 
 def snake(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
-    """xDiT's head balancing: heads, densest first, dealt back and forth in equal numbers; blocks where they live."""
+    """xDiT's head balancing: heads, densest first, assigned to and fro in equal numbers; blocks where they live."""
     ulysses_rank = snake_heads(inputs.row_work.sum(axis=1), inputs.strategy.ulysses)
     return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
 
@@ -186,7 +185,7 @@ PLANNERS = {
 
 
 def require_planner(name: str) -> Planner:
-    """The planner of that name. Raises ValueError when there is none."""
+    """The planner of that name. Raises UserError when there is none."""
     if name not in PLANNERS:
         raise UserError(f"unknown planner {in_short(name)}; use one of {', '.join(PLANNERS)}")
     return PLANNERS[name]

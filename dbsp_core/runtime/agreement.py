@@ -71,11 +71,7 @@ def agree_on_settings(
 def agree_on_pass(group: SequenceGroup, size: object, step: object, device: torch.device) -> None:
     """Raises UserError, on all ranks, where forward passes over different videos, or of different steps, begin.
 
-    Collective.
-
-    Args:
-        size, step: Compared by how they are written.
-        device: Where the group's collectives run.
+    Collective. Sizes and steps are compared by how they are written.
     """
     check_consistent(group, None, {SIZES_DIFFER: fingerprint_of(size), STEPS_DIFFER: fingerprint_of(step)}, device)
 
@@ -146,7 +142,7 @@ def agree_on_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
 
 
 def _marks_of(executor: AttentionExecutor | None, kernel: str) -> dict[str, int]:
-    """As many for an executor that is still to be made."""
+    """What ranks compare of an executor by its complaint; zeros where it is still to be made."""
     if executor is None:
         return {MASKS_DIFFER: 0, PLANS_DIFFER: 0, KERNELS_DIFFER: 0}
     plan = executor.plan.assignment.fingerprint

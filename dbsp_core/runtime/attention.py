@@ -50,10 +50,10 @@ class DualBalancedAttention(AttentionExecutor):
     Attributes:
         part: This rank's part in the plan, with its tables on the device.
         plan: The same plan, with the numbers of the mask.
-        tables: By period, those of the mask.
+        tables: The mask's, one a period.
         group: The ranks that share the sequence.
-        kernels: Which kernel serves.
-        mask_mark: Under debug, what tells the mask from others.
+        kernels: The choice of its kernel.
+        mask_mark: Under debug, the mask's fingerprint.
         debug: Whether all ranks compare inputs, masks, plans and kernels before every call.
     """
 
@@ -81,7 +81,7 @@ class DualBalancedAttention(AttentionExecutor):
             mask: The plan's, or another one of the same grid and heads that needs no further keys.
             layout: Which rank holds which tokens before and after.
             group: The ranks that share the sequence. None: all ranks of torch.distributed.
-            n_local: Places this rank has, with or without the padding at the end. Default: with.
+            n_local: Number of this rank's places, with or without the padding at the end. Default: with.
             device: Where q, k and v will be.
             kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
             debug: Whether before every call all ranks agree that inputs are finite, and that masks, plans, kernels and
@@ -130,7 +130,7 @@ class DualBalancedAttention(AttentionExecutor):
             q: [B, H, n_local, D], this rank's tokens in the order of the layout.
             k: [B, H, n_local, D].
             v: [B, H, n_local, D].
-            scale: Of the scores; default D^−1/2.
+            scale: Scale of the scores. Default: D^−1/2.
 
         Returns:
             [B, H, n_local, D], zero at padding and at queries whose row has no blocks.

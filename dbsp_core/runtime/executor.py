@@ -25,8 +25,8 @@ class KernelChoice:
     """The kernel for a plan's attentions, chosen once for a device, dtype and head size, with gradients or without.
 
     Args:
-        asked: a name from `dbsp_kernels.KERNELS`, or "auto".
-        needs: Of the plan.
+        asked: A name from `dbsp_kernels.KERNELS`, or "auto".
+        needs: What the plan needs of a kernel.
     """
 
     def __init__(self, asked: str, needs: KernelRequirements) -> None:
@@ -40,13 +40,7 @@ class KernelChoice:
         return next(reversed(self._chosen.values())).name if self._chosen else self.asked
 
     def kernel_for(self, q: torch.Tensor, *, backward: bool = False) -> Kernel:
-        """The kernel for inputs like q [..., D].
-
-        Raises UserError where none, or not the one asked for, can serve.
-
-        Args:
-            backward: Whether gradients will be asked for.
-        """
+        """The kernel for inputs like q [..., D]. Raises UserError where none, or not the one asked for, can serve."""
         inputs = q.device, q.dtype, q.shape[-1], backward
         if inputs not in self._chosen:
             needs = replace(self._needs, width=q.shape[-1], lse=backward or self._needs.lse, backward=backward)
@@ -59,8 +53,8 @@ class AttentionExecutor(PreparedAttention):
     """Attention under one plan and one mask, for ranks that have agreed on their parts and on what they are given.
 
     Attributes:
-        kernels: Which kernel serves.
-        mask_mark: What tells the mask from others, where ranks compare masks; else 0.
+        kernels: The choice of its kernel.
+        mask_mark: The mask's fingerprint where ranks compare masks; else 0.
     """
 
     kernels: KernelChoice
@@ -70,11 +64,11 @@ class AttentionExecutor(PreparedAttention):
     def of_part(
         cls, part: RankPlan, plan: Plan, mask: BlockMask, group: SequenceGroup, kernel: str, *, mark: bool
     ) -> AttentionExecutor:
-        """
+        """Makes an executor with the kernel tables of a mask.
 
         Args:
-            part: On the device of the calls to come.
-            plan: The part's, or one with the same owners and slots.
+            part: This rank's part, on the device of the calls to come.
+            plan: The part's plan, or one with the same owners and slots.
             mark: Whether ranks will compare masks, whose bits are read back for it.
         """
         if not plan.assignment.equals(part.assignment):
@@ -89,13 +83,7 @@ class AttentionExecutor(PreparedAttention):
         return cls(part, plan, tables, group, KernelChoice(kernel, needs), mask.fingerprint if mark else 0)
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, mark: bool) -> AttentionExecutor:
-        """The same part in a plan with another mask's tables.
-
-        Args:
-            plan: With the same owners and slots as this one's.
-            mask: One that it fits.
-            mark: As for `of_part`.
-        """
+        """The executor for another mask, under a plan with the same owners and slots; see `of_part`."""
         tables = _tables(self.part, plan, mask)
         return replace(self, plan=plan, tables=tables, mask_mark=mask.fingerprint if mark else 0)
 
@@ -121,14 +109,9 @@ class AttentionExecutor(PreparedAttention):
         scale: float,
         check_gradient: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """
+        """Attention, [B, H, n_local, D], of q, k and v of that shape, which all ranks have checked. Collective.
 
-        Args:
-            q, k, v: [B, H, n_local, D], which all ranks have checked.
-            check_gradient: Is given the output's gradient before it is used.
-
-        Returns:
-            [B, H, n_local, D]. Collective.
+        `check_gradient` is given the output's gradient before it is used.
         """
         if needs_gradients(q, k, v):
             kernel = self.kernels.kernel_for(q, backward=True)
@@ -137,6 +120,6 @@ class AttentionExecutor(PreparedAttention):
 
 
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:
-    """By period, the kernel tables of a mask under a part's plan."""
+    """The kernel tables of a mask under a part's plan, one a period."""
     plan.assignment.require_fit(mask)
     return build_tables(part.table_layout, mask, dense_spans_of(mask, part.table_layout.rows.device))

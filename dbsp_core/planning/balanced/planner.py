@@ -103,9 +103,5 @@ def _interleaved(q_home: np.ndarray, ring: int) -> np.ndarray:
 
 
 def _main_ulysses_rank(ulysses_rank: np.ndarray, ulysses: int) -> np.ndarray:
-    """int64[H]: the Ulysses rank with most rows of each head; ties go to the lower index.
-
-    Args:
-        ulysses_rank: int[H, nq].
-    """
+    """int64[H]: the Ulysses rank with most rows of each head, from int[H, nq]; ties go to the lower one."""
     return np.stack([(ulysses_rank == u).sum(axis=1) for u in range(ulysses)]).argmax(axis=0)

@@ -42,7 +42,7 @@ class _Call:
 
     Attributes:
         kept: The plan that the call uses.
-        event: Recorded on the call's stream, where its mask is on a GPU: the mask is computed once it is reached.
+        event: Event on the call's stream, where its mask is on a GPU: the mask is computed once it is reached.
     """
 
     kept: KeptPlan
@@ -78,7 +78,7 @@ class AsyncPlanCache:
     thread, on any rank, is raised at that call on every rank. An attention's first call plans at once.
 
     Attributes:
-        compare: Whether plans tell what the contiguous plan would do; see `dbsp_core.planning.plan.make_plan`.
+        compare: See `make_plan`.
     """
 
     rule: ReplanRule
@@ -87,9 +87,9 @@ class AsyncPlanCache:
     latest: dict[Hashable, Plan] = field(default_factory=dict)
     group: SequenceGroup = field(kw_only=True)
     _kept: dict[Hashable, KeptPlan] = field(default_factory=dict)
-    """By attention, what its next call uses."""
+    """The plan that each attention's next call uses."""
     _parts: dict[Hashable, RankPlan] = field(default_factory=dict)
-    """This rank's parts in those, where they are new."""
+    """This rank's parts in the plans that are new."""
     _due: dict[Hashable, _Call] = field(default_factory=dict)
     _pending: dict[Hashable, Future[_Evaluation]] = field(default_factory=dict)
     _thread_group: SequenceGroup = field(init=False)
@@ -145,7 +145,7 @@ class AsyncPlanCache:
             self.latest[key] = self.latest[other]
 
     def forget(self, key: Hashable) -> None:
-        """See `PlanCache`; once nothing is pending for the attention."""
+        """See `PlanCache`; waits for what is pending for the attention."""
         self._adopt(key)
         for by_attention in (self._kept, self._parts, self.latest):
             by_attention.pop(key, None)
@@ -176,7 +176,7 @@ class AsyncPlanCache:
             self._parts[key] = evaluation.part
 
     def _run(self, call: _Call) -> _Evaluation:
-        """In the thread. Collective on its own group."""
+        """Runs in the thread. Collective on its own group."""
         problem: Exception | None = None
         evaluation, fingerprint = None, 0
         try:

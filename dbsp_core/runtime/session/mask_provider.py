@@ -34,7 +34,6 @@ class MaskProvider:
     Attributes:
         steps: Tells how many denoising steps there will be, where a host knows.
         count_steps: Whether to keep `moment` also where no mask depends on it.
-        clock: Counts steps.
     """
 
     source: MaskSource
@@ -47,11 +46,11 @@ class MaskProvider:
     clock: StepClock = field(default_factory=StepClock)
     moment: DenoisingStep = field(default_factory=DenoisingStep)
     _videos: tuple[Video, ...] = ()
-    """Of the current forward pass: several are packed, in this order, and none attends to another."""
+    """Videos of the current forward pass: several are packed, in this order, and none attends to another."""
     _keys: OrderedDict[Hashable, dict[int, Hashable]] = field(default_factory=OrderedDict)
     """Cache keys by layer, for the videos and moments that they were asked for last."""
     _numbers: dict[tuple[Video, ...], dict[Hashable, int]] = field(default_factory=dict)
-    """By videos and cache key, in the order in which it was first given for them."""
+    """Numbers of cache keys, in the order in which they were first given for these videos."""
 
     @property
     def _dynamic(self) -> DynamicMaskSource | None:
@@ -71,9 +70,9 @@ class MaskProvider:
 
         Args:
             videos: One, or several that are packed.
-            timestep: Of the denoising; read (a host synchronisation) where masks or their plans depend on it and the
+            timestep: The denoising's, read (a host synchronisation) where masks or their plans depend on it and the
                 clock's host does not say the step.
-            cfg_branch: Of a step's passes, where the host says which one this is.
+            cfg_branch: Number of this pass within its step, where the host says it.
         """
         self._videos = tuple(videos)
         counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step

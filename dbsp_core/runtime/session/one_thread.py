@@ -30,7 +30,7 @@ class OneThread:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """For one call. Raises UserError where another thread is within one."""
+        """Context of one call. Raises UserError where another thread is within one."""
         if not self._lock.acquire(blocking=False):
             raise UserError(TWO_THREADS)
         try:

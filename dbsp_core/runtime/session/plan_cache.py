@@ -19,11 +19,7 @@ class PlanMaker(Protocol):
     """Makes plans for the calls of one attention."""
 
     def make(self, mask: BlockMask, current: Plan | None) -> Plan:
-        """The plan for a mask.
-
-        Args:
-            current: The one in use.
-        """
+        """The plan for a mask, where `current` is in use."""
         ...
 
     def rank_plan(self, assignment: Assignment) -> RankPlan | None:
@@ -64,7 +60,7 @@ class PlanCache(Protocol):
 
     @property
     def latest(self) -> Mapping[Hashable, Plan]:
-        """By attention, its plan with the numbers of the mask that it was last used for."""
+        """Each attention's plan, with the numbers of the mask that it was last used for."""
         ...
 
     def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker, name: Hashable | None = None) -> Planned:
@@ -108,7 +104,7 @@ class SyncPlanCache:
     """A `PlanCache` in which every call waits for its own mask to be counted, and plans come with its numbers.
 
     Attributes:
-        compare: Whether plans tell what the contiguous plan would do; see `dbsp_core.planning.plan.make_plan`.
+        compare: See `make_plan`.
     """
 
     rule: ReplanRule

@@ -54,11 +54,7 @@ class Machine(NamedTuple):
     def agreed(
         cls, config: DbspConfig, group: SequenceGroup, strategy: Strategy | None, device: torch.device
     ) -> Machine:
-        """Collective where plans depend on constants, or the limit on what is free.
-
-        Args:
-            device: Of the ranks.
-        """
+        """What ranks agree on. Collective where plans depend on constants, or the limit on what is free."""
         return cls(
             _load_constants(config, group, strategy, device),
             agree_on_memory(config.planner.memory_limit, group, device),
@@ -105,12 +101,7 @@ class PlanSettings:
         device: torch.device,
         compare: bool,
     ) -> PlanSettings:
-        """
-
-        Args:
-            grid: Of the masks to come.
-            device: Where they are used.
-        """
+        """The settings for masks on `grid`, used on `device`."""
         selector, hardware = None, machine.hardware
         if strategy is None:
             selector = _selector(config, group, topology, layout, hardware, grid, device)
@@ -120,11 +111,7 @@ class PlanSettings:
         )
 
     def warn_once(self, limit: float, above: float, plan: Plan) -> None:
-        """Says on rank 0 that a plan exceeds the limit of memory.
-
-        Args:
-            limit, above: It, and by how much; bytes.
-        """
+        """Says on rank 0 that a plan exceeds the `limit` of memory by `above`, both in bytes."""
         if self.group.rank != 0 or self._warned:
             return
         self._warned = True
@@ -171,7 +158,7 @@ class ConfiguredPlanMaker:
         return RankPlan.of(assignment, self.settings.layout, self.settings.group.rank)
 
     def _plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
-        """With keys as configured: for "auto" whichever plan is predicted faster, among those within the limit."""
+        """The plan with keys as configured: for "auto" the one predicted faster, among those within the limit."""
         settings, plans = self.settings, []
         keys, hardware = settings.config.effective_keys, settings.hardware
         if keys != "needed":

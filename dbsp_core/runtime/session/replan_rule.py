@@ -16,7 +16,7 @@ class KeptPlan:
     """The plan of one attention, and what it has wasted since it was made.
 
     Attributes:
-        plan: With the numbers of the mask that it was last used for.
+        plan: It, with the numbers of the mask that it was last used for.
         best_rho: ρ_s of the best plan that was known when it was made.
         excess: Σ over its calls of ρ_s less `best_rho`: what it has wasted, in times of a balanced attention.
         made_for: The name of the mask that a plan was last made for, None where it has none.
@@ -54,9 +54,8 @@ class ReplanRule:
     """When a plan has expired.
 
     Attributes:
-        threshold: P_s of the paper: it is kept while ρ_s of the current mask under it stays at or below this.
-        budget: And while its excess, Σ over its calls of ρ_s less the least that was known to be possible when it was
-            made, stays at or below this; in times of a balanced attention. None: only the threshold counts.
+        threshold: P_s of the paper: it is kept while ρ_s of the current mask under it stays at or below this, and
+        budget: while its `KeptPlan.excess` stays at or below this. None: only the threshold counts.
     """
 
     threshold: float = 1.10
@@ -80,9 +79,9 @@ class ReuseCounters:
         calls: Attentions asked for.
         replans: Plans made.
         evaluated: Masks whose ρ_s under the plan in use is known.
-        rho_used: Its sum over those, and `worst_used` its maximum.
-        rho_bound: Sum over the same of the ρ_s that no plan can beat.
-        dense: How many of them leave nothing out.
+        rho_used: Sum of ρ_s over those masks; `worst_used`, its maximum.
+        rho_bound: Sum over the same masks of the ρ_s that no plan can beat.
+        dense: How many of the masks leave nothing out.
     """
 
     calls: int = 0

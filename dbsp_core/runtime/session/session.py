@@ -51,15 +51,12 @@ MOST_SIZES = 4
 class AttentionSession:
     """State of one transformer: `begin` at every forward pass, then `attend` once a layer.
 
-    Raises ValueError at construction when strategy, group and kernel don't fit.
+    Raises UserError at construction, on all ranks, when strategy, group and kernel don't fit.
 
     Attributes:
         strategy: How the group's ranks are used; None: as is predicted to be fastest, for each attention.
         heads: Attention heads of every layer.
-        layers: Number of layers.
         steps: Tells how many denoising steps there will be, where the host knows.
-        clock: Counts denoising steps.
-        observers: Are told what happens, see `SessionObserver`.
     """
 
     config: DbspConfig
@@ -76,7 +73,7 @@ class AttentionSession:
     """What ranks have agreed on at the first size."""
     _counters: ReuseCounters = field(default_factory=ReuseCounters)
     _sizes: OrderedDict[tuple[Video, ...], SizeContext] = field(default_factory=OrderedDict)
-    """By size of video, the one used last at the end."""
+    """What is kept for each size of video, the one used last at the end."""
     _reached: set[int] = field(default_factory=set)
     _recomputation: Recomputation = field(default_factory=Recomputation)
     _one_thread: OneThread = field(init=False)
@@ -100,7 +97,9 @@ class AttentionSession:
             self.config, self.group, topology, self.strategy, self._mask_provider, self._counters, compare
         )
         if self.config.effective_planning == "async":
-            self.group.beside("planning")  # while no rank can have failed yet: making a process group is a collective
+            self.group.beside(
+                "planning"
+            )  # while no rank can have failed yet: making a process group is a collective
 
     def __repr__(self) -> str:
         """Says what is known: plans that are pending are not waited for."""
@@ -157,11 +156,7 @@ class AttentionSession:
             return self.layout
 
     def end(self) -> int:
-        """Ends a forward pass.
-
-        Returns:
-            How many layers' attentions it reached.
-        """
+        """Ends a forward pass. Returns how many layers' attentions it reached."""
         return len(self._reached)
 
     @property
@@ -173,11 +168,7 @@ class AttentionSession:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
-        """
-
-        Args:
-            q, k, v: [B, H, shard, D], this rank's tokens, padding included. returns: [B, H, shard, D].
-        """
+        """Attention of one layer: q, k, v and the result are [B, H, shard, D], this rank's tokens with padding."""
         with self._one_thread.inside():
             scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
@@ -218,7 +209,7 @@ class AttentionSession:
 
     @property
     def records(self) -> dict[int, Plan]:
-        """By layer, its plan with the numbers of the mask that it was last used for. Waits for pending plans."""
+        """Each layer's plan, with the numbers of the mask that it was last used for. Waits for pending plans."""
         return self._now.records if self._sizes else {}
 
     @property
@@ -265,13 +256,13 @@ class AttentionSession:
         scale: float,
         executor: AttentionExecutor | None = None,
     ) -> AttentionExecutor | None:
-        """Before any collective of a call: all ranks agree at the first call of a size, and under debug at every one.
+        """Lets ranks agree before any collective of a call: at the first of a size, and under debug at every one.
 
         Args:
             executor: What computes it, where that is known: of a forward pass that may have been over another size.
 
         Returns:
-            The executor that ranks have agreed on too, where one was made before: under debug.
+            Under debug, the executor that ranks have agreed on too, where one was made before.
         """
         now, tokens = self._now, self._now.layout.shard if executor is None else executor.part.n_local
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
@@ -287,7 +278,7 @@ class AttentionSession:
         return executor
 
     def _drop_oldest_size(self) -> None:
-        """Once what is being planned for it is done: on all ranks alike."""
+        """Drops a size once what is being planned for it is done: on all ranks alike."""
         size, oldest = self._sizes.popitem(last=False)
         oldest.flush(self.observers)
         self._mask_provider.forget(size)

@@ -46,11 +46,11 @@ class PlanKey(NamedTuple):
 
     Attributes:
         size: The videos of the forward pass.
-        batch: Items of the batch, where plans depend on it: under a memory limit. Else 0.
-        gradients: Whether what backward needs is kept, where plans depend on it: under a memory limit. Else False.
-        layer: The attention's.
+        batch: Items of the batch, where plans depend on it, under a memory limit; else 0.
+        gradients: Whether what backward needs is kept, where plans depend on it, under a memory limit; else False.
+        layer: The attention's layer.
         cfg_branch: The attention's pass, of a denoising step.
-        step: Of a denoising of few steps, so that a plan is kept for the same step of the next video. None: any step.
+        step: Step of a denoising of few, so that a plan is kept for the same step of the next video. None: any step.
         mask: The name of the mask, whichever attention has it: layer, cfg_branch and step are then None.
         device: Where the executor of such a mask has its tables.
     """
@@ -79,10 +79,9 @@ class SessionParts:
     """What all sizes of a session have in common.
 
     Attributes:
-        topology: Of the group's ranks.
         strategy: How the ranks are used; None: as is predicted to be fastest, for each attention.
-        masks: Of the session, begun for the size of the current forward pass.
-        counters: That all sizes' plan caches count in.
+        masks: Its masks, begun for the size of the current forward pass.
+        counters: What all sizes' plan caches count in.
         compare: Whether plans must tell what the contiguous plan would do, as reports show it.
     """
 
@@ -115,12 +114,12 @@ class SizeContext:
     settings: PlanSettings
     plans: PlanCache
     plan_keys: dict[int, PlanKey] = field(default_factory=dict)
-    """By layer, what the plan of its last attention is kept for."""
+    """What the plan of each layer's last attention is kept for."""
     inputs_agreed: bool = False
     """Whether all ranks have compared the shapes of q, k and v."""
     _executors: dict[PlanKey, AttentionExecutor] = field(default_factory=dict)
     _used: OrderedDict[PlanKey, PlanKey] = field(default_factory=OrderedDict)
-    """By attention, the one used last at the end: what its executor is kept for."""
+    """What each attention's executor is kept for, the one used last at the end."""
 
     @property
     def layout(self) -> SequenceLayout:
@@ -128,7 +127,7 @@ class SizeContext:
 
     @property
     def records(self) -> dict[int, Plan]:
-        """By layer, its plan with the numbers of the mask that it was last used for. Waits for pending plans."""
+        """Each layer's plan, with the numbers of the mask that it was last used for. Waits for pending plans."""
         self.plans.flush()
         return {layer: self.plans.latest[key] for layer, key in sorted(self.plan_keys.items())}
 
