@@ -136,10 +136,10 @@ class SequenceGroup:
         return None if group is None else timeout_of(group)
 
     def control(self) -> SequenceGroup:
-        """The `beside` group in which the calling thread agrees on things, with CPU tensors."""
-        return self.beside("control")
+        """The `auxiliary` group in which the calling thread agrees on things, with CPU tensors."""
+        return self.auxiliary("control")
 
-    def beside(self, purpose: str) -> SequenceGroup:
+    def auxiliary(self, purpose: str) -> SequenceGroup:
         """The same ranks in an auxiliary gloo group for one purpose, whose collectives are mixed with no others.
 
         It has this group's timeout and is destroyed with it. Collective at the first call.
@@ -223,8 +223,8 @@ def _require_alone() -> None:
 
 
 def report_group(group: SequenceGroup) -> SequenceGroup:
-    """The `beside` group that only reports use: a rank that misses a report disturbs no attention."""
-    return group.beside("meeting")
+    """The `auxiliary` group that only reports use: a rank that misses a report disturbs no attention."""
+    return group.auxiliary("meeting")
 
 
 def barrier(group: SequenceGroup) -> None:

@@ -97,7 +97,7 @@ class AsyncPlanCache:
     _side_streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._thread_group = self.group.beside("planning")  # in the calling thread: making a group is a collective
+        self._thread_group = self.group.auxiliary("planning")  # in the calling thread: making a group is a collective
         self._thread = _thread_of(self._thread_group)
 
     def plan_for(self, key: Hashable, mask: BlockMask, maker: PlanMaker, name: Hashable | None = None) -> Planned:

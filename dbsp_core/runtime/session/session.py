@@ -97,7 +97,7 @@ class AttentionSession:
             self.config, self.group, topology, self.strategy, self._mask_provider, self._counters, compare
         )
         if self.config.effective_planning == "async":
-            self.group.beside(
+            self.group.auxiliary(
                 "planning"
             )  # while no rank can have failed yet: making a process group is a collective
 

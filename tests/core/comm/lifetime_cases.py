@@ -134,7 +134,7 @@ def unequal_numbers_of_groups(rank: int, world: int) -> list[list[int]]:
     ranks = SequenceGroup.of(group)
     found = ranks.control().gather_integers([rank], torch.device("cpu"))
     dist.destroy_process_group(passing)
-    found += ranks.beside("another").gather_integers([rank], torch.device("cpu"))
+    found += ranks.auxiliary("another").gather_integers([rank], torch.device("cpu"))
     dist.destroy_process_group(group)
     if own is not None:
         dist.destroy_process_group(own)

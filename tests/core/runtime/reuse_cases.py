@@ -76,7 +76,7 @@ def two_caches_of_one_group(rank: int, world: int) -> list[int]:
 def timeouts(rank: int, world: int, seconds: float) -> list[float]:
     """Of a group with a timeout of its own and of those beside it, as torch has them."""
     group = SequenceGroup.of(dist.new_group(list(range(world)), timeout=timedelta(seconds=seconds)))
-    beside = [group, *(group.beside(purpose) for purpose in ("control", "planning", "meeting"))]
+    beside = [group, *(group.auxiliary(purpose) for purpose in ("control", "planning", "meeting"))]
     options = [one.group._get_backend(torch.device("cpu")).options for one in beside if one.group is not None]
     found = [one._timeout.total_seconds() for one in options]
     assert group.timeout == timedelta(seconds=seconds)
