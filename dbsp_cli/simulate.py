@@ -13,6 +13,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.spec import ModelSpec
+from dbsp_core.planning.key_travel import KEYS
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig, require_planner
 
@@ -41,7 +42,7 @@ class RunConfig:
 
     def layout(self, mask: BlockMask, cost: Callable[[Plan, SequenceLayout], float] | None = None) -> SequenceLayout:
         """Returns the layout for this mask; `cost` chooses the token order in which needed keys are laid out."""
-        if self.keys == "needed":
+        if KEYS[self.keys].known_masks:
             return least_keys_layout([mask], self.strategy, cost=cost)
         return SequenceLayout.named(require_planner(self.planner).layout, mask.grid, self.strategy)
 
@@ -55,7 +56,6 @@ class SimulationResult:
         attention_s: Seconds of all self-attentions; `exchange_s`, `exposed_p2p_s` and `pack_s` are parts of it.
         other_s: Seconds of linear layers and all else, divided over the GPUs, and of what only one device does.
         speedup: Over the contiguous planner on the same strategy; `attention_speedup`, of attention alone.
-        keys: "ring", or "needed".
     """
 
     gpus: int
@@ -144,13 +144,14 @@ def simulate(
         strategy: "all", or one UxRy that fits every number of GPUs.
         node_size: GPUs per node; None for the hardware's.
         merges: Whether the kernel can merge partial attentions; "all" leaves out rings where it cannot.
-        keys: "ring", "needed" (for planner "local" only), or both.
+        keys: Names in `KEYS`; "needed" is planned by "local" alone.
     """
     results = []
     for one, topology in strategies_for(masks[0], hardware, gpus, strategy, node_size, merges):
         found = {}
-        runs = [RunConfig(one, planner) for planner in planners if "ring" in keys]
-        runs += [RunConfig(one, "local", "needed")] if "needed" in keys else []
+        runs = []
+        for way in (way for way in KEYS.values() if way.name in keys):
+            runs += [RunConfig(one, by, way.name) for by in ((way.planner,) if way.known_masks else planners)]
         contiguous = RunConfig(one, "contiguous")
         for run in dict.fromkeys([contiguous, *runs]):
             times = [simulate_layer(run, mask, model, hardware, topology) for mask in masks]

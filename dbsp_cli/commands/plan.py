@@ -124,7 +124,7 @@ def _plans(source: MaskFile, mask: BlockMask, request: _FileRequest) -> list[_Fi
         strategy.require_world(request.gpus)
     learned = request.layout == "learned"
     profile = MaskProfile.of(map(source.layer, range(source.layers))) if learned else None
-    require_keys(request.keys)
+    way = require_keys(request.keys)
     names = tuple(PLANNERS) if request.planner == "all" else tuple(request.planner.split(","))
     for name in names:
         require_planner(name)
@@ -132,8 +132,7 @@ def _plans(source: MaskFile, mask: BlockMask, request: _FileRequest) -> list[_Fi
     plans = []
     for strategy in strategies:
         for name in names:
-            local = request.keys == "needed" and name in ("dbsp", "local")
-            chosen = request.layout or ("local" if local else require_planner(name).layout)
+            chosen = request.layout or require_planner(way.planner_for(name)).layout
             if chosen == "local":
                 layout = least_keys_layout([mask], strategy)
             else:

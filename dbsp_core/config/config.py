@@ -14,7 +14,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.models.lookup import signature_of_name
 from dbsp_core.models.video import GenerateSettings
-from dbsp_core.planning.key_travel import KEYS, RingKeys
+from dbsp_core.planning.key_travel import KEYS, KeyTravel
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.sources.spec import mask_settings, names_mask
@@ -166,19 +166,19 @@ class DbspConfig:
     @property
     def effective_layout(self) -> str:
         """The name of the layout that is used: the one that is set, or else the planner's."""
-        way = KEYS.get(self.keys, RingKeys)
-        planner = way.planner if self.planner.name == "dbsp" else self.planner.name
-        return self.layout or require_planner(planner).layout
+        return self.layout or require_planner(self.key_ways[0].planner_for(self.planner.name)).layout
 
     @property
     def searches_layout(self) -> bool:
         """Whether several ranks choose the layout at the first attention, by the masks that are known by then."""
-        return self.layout is None and self.effective_keys != RingKeys.name
+        return self.layout is None and any(way.known_masks for way in self.key_ways)
 
     @property
-    def effective_keys(self) -> str:
-        """The keys that are set, but "ring" instead of "auto" for masks that are predicted from queries and keys."""
-        return RingKeys.name if self.keys == AUTO and self.mask.changes == "per_call" else self.keys
+    def key_ways(self) -> tuple[type[KeyTravel], ...]:
+        """The ways in which keys may travel: the one that is set, or for "auto" all that serve such masks."""
+        if self.keys != AUTO:
+            return (KEYS[self.keys],)
+        return tuple(way for way in KEYS.values() if self.mask.changes != "per_call" or not way.known_masks)
 
     @property
     def effective_planning(self) -> str:

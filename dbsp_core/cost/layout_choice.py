@@ -20,6 +20,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import AXIS_ORDERS, CANONICAL
+from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 
@@ -72,8 +73,9 @@ def _sent_between_rows(plan: Plan, layout: SequenceLayout) -> float:
 def fastest_layout(
     masks: Sequence[BlockMask],
     strategies: Sequence[Strategy],
+    ways: Sequence[type[KeyTravel]],
     named: Callable[[BlockGrid, Strategy], SequenceLayout],
-    of_rings: SequenceLayout | None,
+    fixed: SequenceLayout,
     planner: PlannerConfig,
     hardware: Hardware | None,
     topology: Topology,
@@ -84,8 +86,9 @@ def fastest_layout(
     Args:
         masks: Of the layers.
         strategies: Among which each attention's is chosen.
+        ways: The ways in which keys may travel.
         named: Makes layout "local" on a grid, for a strategy.
-        of_rings: The layout with keys that go round the ring; None: they are not to.
+        fixed: The layout for keys of which nothing must be known.
         planner: Of the plans, in either layout.
         hardware: Whose constants predict times. None: there is one strategy, and no rings.
         topology: Of the ranks.
@@ -100,17 +103,23 @@ def fastest_layout(
             raise RuntimeError("layouts are chosen by a machine's constants, and none were loaded")
         return in_ns(predict(plan, shape(plan), hardware, topology, layout))
 
-    def least_ns(mask: BlockMask, layout: SequenceLayout, ways: Sequence[Strategy], keys: str) -> int:
-        plans = (make_plan(mask, way, planner, layout=layout, compare=False, keys=keys) for way in ways)
+    def least_ns(mask: BlockMask, layout: SequenceLayout, among: Sequence[Strategy], keys: str) -> int:
+        plans = (make_plan(mask, one, planner, layout=layout, compare=False, keys=keys) for one in among)
         plans = (in_fastest_chunks(plan, mask, shape(plan), hardware, topology, layout) for plan in plans)
         return min(predicted_ns(plan, layout) for plan in plans)
 
-    cost = None if hardware is None else predicted_ns
-    local = [(s, least_keys_layout(masks, s, lambda grid, s=s: named(grid, s), cost)) for s in strategies]  # type: ignore[misc]
-    if of_rings is None and len(local) == 1:
-        return local[0][1]
-    found = [] if of_rings is None else [(of_rings, strategies, "ring")]
-    found += [(layout, [strategy], "needed") for strategy, layout in local]
+    def local(strategy: Strategy) -> SequenceLayout:
+        cost = None if hardware is None else predicted_ns
+        return least_keys_layout(masks, strategy, lambda grid: named(grid, strategy), cost)
+
+    found: list[tuple[SequenceLayout, Sequence[Strategy], str]] = []
+    for way in ways:
+        if way.known_masks:
+            found += [(local(strategy), [strategy], way.name) for strategy in strategies]
+        else:
+            found.append((fixed, strategies, way.name))
+    if len(found) == 1:
+        return found[0][0]
     return min(found, key=lambda one: sum(least_ns(mask, *one) for mask in _some(masks)))[0]
 
 

@@ -18,7 +18,6 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.key_travel import NeededKeys
 from dbsp_core.planning.plan import Plan
 
 __all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan", "in_fastest_chunks", "in_ns"]
@@ -95,7 +94,7 @@ def in_fastest_chunks(
         excess: Bytes by which a plan's peak is above a limit.
     """
     keys = plan.assignment.keys
-    if plan.assignment.periods == 1 or not isinstance(keys, NeededKeys):
+    if not keys.chunked:
         return plan
     at_once: Sequence[tuple[int, ...]] = SHARES
     if hardware is not None and (topology.one_node or hardware.constants.network_bytes_per_s is not None):

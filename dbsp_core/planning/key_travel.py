@@ -29,7 +29,8 @@ class KeyTravel(ABC):
     Attributes:
         name: Its value of the setting `keys`.
         planner: Name of the planner that cuts rows where "dbsp" is set.
-        known_masks: Whether masks must be known before the call, as what is sent follows from them.
+        known_masks: Whether masks must be known before the call, as what is sent follows from them. The layout is then
+            searched by them too, where none is set.
         lockstep: Whether ranks wait for one another in every period; else only the sum of a rank's periods must be
             even.
         slot: int64[H, nk], ring rank of each (head, KV block): where it is in the first period, if it travels then.
@@ -44,6 +45,11 @@ class KeyTravel(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.slot)} heads of {self.slot.shape[1]} blocks>"
+
+    @classmethod
+    def planner_for(cls, name: str) -> str:
+        """The name of the planner that cuts rows where `name` is set."""
+        return cls.planner if name == "dbsp" else name
 
     @classmethod
     @abstractmethod
@@ -64,6 +70,15 @@ class KeyTravel(ABC):
     @abstractmethod
     def at_once(self) -> bool:
         """Whether all exchanges start before the first kernel; else each during the kernel before it."""
+
+    @property
+    def chunked(self) -> bool:
+        """Whether there are several chunks, which `in_chunks` can change."""
+        return False
+
+    def in_chunks(self, shares: tuple[int, ...], one_ahead: bool = False) -> KeyTravel:
+        """The same keys in other chunks, see `NeededKeys`. Raises ValueError where they do not come in chunks."""
+        raise ValueError(f"{self!r} do not come in chunks")
 
     @abstractmethod
     def blocks_by_period(self, rows: RowOwners, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -213,8 +228,11 @@ class NeededKeys(KeyTravel):
         return cls(slot, _needed_by(rows, mask), rows.strategy.ulysses)
 
     def in_chunks(self, shares: tuple[int, ...], one_ahead: bool = False) -> NeededKeys:
-        """The same keys in other chunks."""
         return replace(self, shares=shares, one_ahead=one_ahead)
+
+    @property
+    def chunked(self) -> bool:
+        return self.periods > 1
 
     @property
     def periods(self) -> int:

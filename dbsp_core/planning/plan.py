@@ -195,8 +195,7 @@ def make_plan(
     strategy = Strategy.parse(strategy)
     way = require_keys(keys)
     config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)
-    if config.name == "dbsp":
-        config = replace(config, name=way.planner)
+    config = replace(config, name=way.planner_for(config.name))
     chosen = require_planner(config.name)
     require_slots(strategy, mask.grid)
     layout = layout or SequenceLayout.contiguous(mask.grid.tokens, strategy.world)

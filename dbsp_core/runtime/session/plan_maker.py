@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -22,12 +23,13 @@ from dbsp_core.cost.peak_memory import (
     prediction_bytes,
     within_limit,
 )
-from dbsp_core.cost.selection import AUTO, StrategySelector, candidates, fastest_plan, in_fastest_chunks, in_ns
+from dbsp_core.cost.selection import StrategySelector, candidates, fastest_plan, in_fastest_chunks, in_ns
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PlannerConfig
 from dbsp_core.runtime.rank_plan import RankPlan
@@ -159,12 +161,8 @@ class ConfiguredPlanMaker:
 
     def _plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
         """The plan with keys as configured: for "auto" the one predicted faster, among those within the limit."""
-        settings, plans = self.settings, []
-        keys, hardware = settings.config.effective_keys, settings.hardware
-        if keys != "needed":
-            plans.append(self._ring_plan(strategy, mask))
-        if keys != "ring":
-            plans.append(self._plan_of_needed_keys(strategy, mask))
+        settings, hardware = self.settings, self.settings.hardware
+        plans = [self._plan_with(way, strategy, mask) for way in settings.config.key_ways]
         if len(plans) == 1 or hardware is None:
             return plans[0]
 
@@ -174,19 +172,26 @@ class ConfiguredPlanMaker:
 
         return min(plans, key=cost)
 
-    def _plan_of_needed_keys(self, strategy: Strategy, mask: BlockMask) -> Plan:
-        settings, planner = self.settings, self.settings.config.planner
-        plan = make_plan(mask, strategy, planner, layout=settings.layout, compare=settings.compare, keys="needed")
+    def _plan_with(self, way: type[KeyTravel], strategy: Strategy, mask: BlockMask) -> Plan:
+        """The plan with keys that travel in one way."""
+        settings = self.settings
+        planner = settings.config.planner
+
+        def make_by(config: PlannerConfig) -> Plan:
+            return make_plan(mask, strategy, config, layout=settings.layout, compare=settings.compare, keys=way.name)
+
+        if way.planner_for(planner.name) == "dbsp":
+            planner = replace(planner, exchange_cost=self._exchange_cost(strategy, mask))
+            plan = self._balanced_plan(make_by, planner)
+        else:
+            plan = make_by(planner)
         return in_fastest_chunks(
             plan, mask, self.shape, settings.hardware, settings.topology, settings.layout, self._excess
         )
 
-    def _ring_plan(self, strategy: Strategy, mask: BlockMask) -> Plan:
+    def _balanced_plan(self, make_by: Callable[[PlannerConfig], Plan], planner: PlannerConfig) -> Plan:
+        """Planner "dbsp"'s plan, or a simpler planner's that is predicted faster, within the limit if one is."""
         settings = self.settings
-        planner = replace(settings.config.planner, exchange_cost=self._exchange_cost(strategy, mask))
-
-        def make_by(config: PlannerConfig) -> Plan:
-            return make_plan(mask, strategy, config, layout=settings.layout, compare=settings.compare)
 
         def make(name: str, equal_heads: bool) -> Plan:
             return make_by(replace(planner, name=name, paper=replace(planner.paper, equal_heads=equal_heads)))
@@ -195,7 +200,7 @@ class ConfiguredPlanMaker:
             plan = make_by(planner)
         else:
             plan = fastest_plan(make, self.shape, settings.hardware, settings.topology, settings.layout, self._fits)
-        if self._fits(plan) or planner.name != "dbsp":
+        if self._fits(plan):
             return plan
         capped = (make_by(replace(planner, most_heads=heads)) for heads in head_caps(plan))
         return within_limit(itertools.chain([plan], capped), self._excess)
@@ -239,7 +244,7 @@ def _load_constants(
 ) -> Hardware | None:
     """The machine's, where plans depend on them. Collective then: all ranks must plan by the same."""
     weighs = _weighs_exchanges(config, group)
-    if strategy is not None and not weighs and (config.effective_keys != AUTO or group.size == 1):
+    if strategy is not None and not weighs and (len(config.key_ways) == 1 or group.size == 1):
         return None
     return run_consistently(
         group,

@@ -97,9 +97,7 @@ class AttentionSession:
             self.config, self.group, topology, self.strategy, self._mask_provider, self._counters, compare
         )
         if self.config.effective_planning == "async":
-            self.group.auxiliary(
-                "planning"
-            )  # while no rank can have failed yet: making a process group is a collective
+            self.group.auxiliary("planning")  # while no rank can have failed yet: making a group is a collective
 
     def __repr__(self) -> str:
         """Says what is known: plans that are pending are not waited for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.latency import AttentionShape, Topology
 from dbsp_core.cost.layout_choice import fastest_layout
-from dbsp_core.cost.selection import AUTO
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import HostLayout, SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
@@ -254,24 +254,25 @@ def _layout(
     known = masks.static_masks(device) if config.effective_layout == "learned" else None
     profile = None if known is None else MaskProfile.of(known)
 
-    def named(name: str, of: BlockGrid, strategy: Strategy) -> SequenceLayout:
-        return SequenceLayout.named(name, of, strategy, streams=streams, profile=profile)
+    def named(name: str, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
+        return SequenceLayout.named(name, grid, strategy, streams=streams, profile=profile)
 
     # Stripes for the longest ring serve shorter ones as well: each of their ranks has stripes side by side.
-    of_rings = named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
-    if config.effective_keys == "ring" or config.layout is not None or group.size == 1:
-        return of_rings
+    fixed = named(config.effective_layout, grid, session.strategy or Strategy(1, group.size))
+    if not config.searches_layout or group.size == 1:
+        return fixed
     fastest = fastest_layout(
         masks.masks_now(device),
         strategies_of(config, group, session.strategy, grid),
-        lambda of, strategy: named("local", of, strategy),
-        None if config.effective_keys == "needed" else of_rings,
+        config.key_ways,
+        partial(named, "local"),
+        fixed,
         config.planner,
         machine.hardware,
         session.topology,
         element_bytes=2 if device.type == "cuda" else 4,
     )
-    if config.effective_keys == AUTO and group.rank == 0:
-        name = config.effective_layout if fastest is of_rings else "local"
+    if len(config.key_ways) > 1 and group.rank == 0:
+        name = config.effective_layout if fastest is fixed else "local"
         log.info("layout %s, predicted to be fastest with keys: auto", name)
     return fastest

@@ -52,8 +52,8 @@ class TestAuto:
 
     def test_predicted_masks_go_round_the_ring(self):
         config = DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}, "keys": "auto"})
-        assert config.effective_keys == "ring"
-        assert DbspConfig.load({"keys": "auto"}).effective_keys == "auto"
+        assert [way.name for way in config.key_ways] == ["ring"]
+        assert [way.name for way in DbspConfig.load({"keys": "auto"}).key_ways] == ["ring", "needed"]
 
 
 def _machine(folder, network) -> str:
