@@ -25,7 +25,6 @@ from dbsp_diffusers.packed.packing import packing_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
-from dbsp_diffusers.sharding.checks import check_not_parallelized
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 
@@ -119,8 +118,19 @@ def _require_attachable(model: Any, host: Host) -> dict[str, Any]:
     """A model's transformers by name. Raises UserError for what db-SP cannot be attached to."""
     transformers = transformers_of(model)
     for transformer in transformers.values():
-        check_not_parallelized(transformer, host.attentions(transformer))
+        _require_not_parallelized(transformer, host.attentions(transformer))
     return transformers
+
+
+def _require_not_parallelized(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
+    if getattr(transformer, "_is_parallelized", False):
+        raise UserError(
+            "this transformer is parallelized already; undo that first (dbsp_diffusers.disable, "
+            "dbsp_para.unparallelize, dbsp_xdit.detach), or load it again where para-attn did it, which cannot undo it"
+        )
+    processors = [getattr(attention, "processor", None) for attention in self_attentions]
+    if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):
+        raise UserError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
 
 
 def _refuse_copy(protocol: int) -> NoReturn:

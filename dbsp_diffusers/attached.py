@@ -12,7 +12,6 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.sharding.checks import check_not_compiled
 from dbsp_diffusers.sharding.generations import Generations
 
 __all__ = ["STATE", "Attached", "attached_to", "transformers_in", "transformers_of"]
@@ -47,7 +46,8 @@ def transformers_of(model: Any) -> dict[str, Any]:
     if not found:
         raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
     for transformer in found.values():
-        check_not_compiled(transformer)
+        if hasattr(transformer, "_orig_mod"):  # what torch.compile returned: its hooks would not be reached
+            raise UserError("this transformer is compiled already; parallelize first, then call torch.compile")
     return found
 
 
