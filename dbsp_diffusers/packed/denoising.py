@@ -11,8 +11,8 @@ import torch
 
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import attached_to
-from dbsp_diffusers.models.packed_samples import PackedSample
 from dbsp_diffusers.packed.forward import packed_forward
+from dbsp_diffusers.packed_samples import PackedSample
 from dbsp_diffusers.sharding.generations import shared_generator
 
 __all__ = ["PackedRequest", "denoise_packed"]

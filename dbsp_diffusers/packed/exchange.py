@@ -14,7 +14,7 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_diffusers.models.packed_samples import Condition, PackedBatch, Size
+from dbsp_diffusers.packed_samples import Condition, PackedBatch, Size
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 
 __all__ = ["Exchange", "exchange_of"]

@@ -16,8 +16,8 @@ from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.models.packed_samples import PackedBatch, PackedSample, check_samples
 from dbsp_diffusers.packed.packing import Packing, packing_of
+from dbsp_diffusers.packed_samples import PackedBatch, PackedSample, check_samples
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 
 __all__ = ["LocalPredictions", "packed_forward", "packed_forward_local"]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from dbsp_core.runtime.session.session import AttentionSession
-from dbsp_diffusers.models.packed_samples import PackedBatch
 from dbsp_diffusers.packed.wan import attach_packed_wan, wan_alone
+from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["Packing", "packing_of"]

@@ -15,10 +15,10 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models.packed_samples import PackedBatch, PackedSample, Size
 from dbsp_diffusers.packed.exchange import Exchange, exchange_of
 from dbsp_diffusers.packed.modulation import scaled
 from dbsp_diffusers.packed.placement import Placement
+from dbsp_diffusers.packed_samples import PackedBatch, PackedSample, Size
 from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["attach_packed_wan", "wan_alone"]

@@ -11,7 +11,7 @@ from torch import nn
 from dbsp_core.comm.generation import GenerationAgreement, PassInputs
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.schedule import Progress
-from dbsp_diffusers.models.packed_samples import PackedBatch
+from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, around_calls, signature_of
 
 __all__ = ["LEFT_OUT", "Generations", "shared_generator"]

@@ -17,7 +17,7 @@ from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
 from dbsp_diffusers.models.cuts import modules_at
-from dbsp_diffusers.models.packed_samples import PackedBatch
+from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
