@@ -16,7 +16,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import StepClock
-from dbsp_core.reports.observed import observed_session
+from dbsp_core.reports.observed_session import observed_session
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
