@@ -1,4 +1,4 @@
-"""db-SP on plain diffusers: enabled, disabled, and what it did."""
+"""The public functions: db-SP enabled and disabled on diffusers' pipelines, its sessions and reports."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def enable(
         config: A `DbspConfig`, a mapping, the path of a YAML file or the name of a shipped one. None: the settings
             shipped for the transformer's checkpoint, dense attention where none are shipped.
         mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them, whatever others it has: the ranks
-            that share a sequence, and how. Default: as `enable_parallelism` was told, else all ranks.
+            that share a sequence, and how. Default: those of `enable_parallelism`, else all ranks.
         group: The ranks that share a sequence, where no mesh says it. Default: all ranks.
         batch_group: The ranks that hold the same part of the sequence and share out the items of a batch. Default:
             the batch is not shared out.
@@ -151,11 +151,11 @@ def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> No
 
     Args:
         model: A pipeline or transformer that was enabled with setting `report`.
-        folder: Where to write. Default: what that setting says.
+        folder: Where to write. Default: the folder of that setting.
 
     Raises:
         UserError: Where there is nothing to report.
-        RuntimeError: Where a rank does not come.
+        RuntimeError: If a rank does not take part.
     """
     state = attached_to(model)
     observer = None if state is None else run_observer(state.sessions[0][1])

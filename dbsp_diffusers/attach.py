@@ -1,4 +1,4 @@
-"""db-SP on diffusers' transformers, in any of the hosts: attached, with all that goes with it."""
+"""Attaches db-SP to a pipeline's transformers for any host: configurations, sessions, sharding and reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import StepClock
-from dbsp_core.reports.observed import observed_session
+from dbsp_core.reports.observed_session import observed_session
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
@@ -25,7 +25,6 @@ from dbsp_diffusers.packed.packing import packing_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
-from dbsp_diffusers.sharding.checks import check_not_parallelized
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 
@@ -38,13 +37,15 @@ _CPU = torch.device("cpu")
 class Host:
     """How a host runs a transformer.
 
-    name:     in reports
-    sequence: the ranks that share a sequence;  everyone: those that make one video together
-    attentions: gives a transformer's self-attention modules, one a layer
-    choose_strategy: for a configuration; None for "auto"
-    shard:    puts a session into a transformer; returns what is true as its attribute `_is_parallelized`
-    shares_seeds: whether a pipeline's calls without a generator get one that all ranks seed alike
-    full_latents: makes a rank's latents the whole video's, where each rank is given and denoises a part
+    Attributes:
+        name: The host's name in reports.
+        sequence: The ranks that share a sequence.
+        everyone: The ranks that make one video together.
+        attentions: Returns a transformer's self-attention modules, one a layer.
+        choose_strategy: Returns the strategy for a configuration; None for "auto".
+        shard: Shards a transformer by a session; returns the value, not false, of its attribute `_is_parallelized`.
+        shares_seeds: Whether a pipeline's calls without a generator get one that all ranks seed alike.
+        full_latents: Makes a rank's latents the whole video's, where each rank is given and denoises a part.
     """
 
     name: str
@@ -64,9 +65,9 @@ def attach_host(
     steps: Callable[[], int | None] | None = None,
     patches: PatchSet | None = None,
 ) -> AttentionSession:
-    """Puts db-SP on a pipeline or transformer in one of the hosts. Collective; as `enable` says.
+    """Attaches db-SP to a pipeline or transformer in one of the hosts, like `enable`. Collective.
 
-    patches: changes made already, which are undone with the others
+    `patches` are changes made already, which are undone with the others.
     """
     transformers = run_consistently(host.everyone.control(), lambda: _require_attachable(model, host), _CPU)
     pipe = None if model in transformers.values() else model
@@ -114,15 +115,26 @@ def attach_host(
 
 
 def _require_attachable(model: Any, host: Host) -> dict[str, Any]:
-    """A model's transformers by name. Raises UserError for what db-SP cannot be put on."""
+    """A model's transformers by name. Raises UserError for what db-SP cannot be attached to."""
     transformers = transformers_of(model)
     for transformer in transformers.values():
-        check_not_parallelized(transformer, host.attentions(transformer))
+        _require_not_parallelized(transformer, host.attentions(transformer))
     return transformers
 
 
+def _require_not_parallelized(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
+    if getattr(transformer, "_is_parallelized", False):
+        raise UserError(
+            "this transformer is parallelized already; undo that first (dbsp_diffusers.disable, "
+            "dbsp_para.unparallelize, dbsp_xdit.detach), or load it again where para-attn did it, which cannot undo it"
+        )
+    processors = [getattr(attention, "processor", None) for attention in self_attentions]
+    if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):
+        raise UserError("this transformer is parallelized by diffusers (enable_parallelism); load it without that")
+
+
 def _refuse_copy(protocol: int) -> NoReturn:
-    """A copy would compute with the original's weights: what replaces its methods is bound to it."""
+    """Raises UserError: a copy would compute with the original's weights, to which the replaced methods are bound."""
     raise UserError(
         "a transformer on which db-SP is enabled cannot be copied or pickled; do so before `enable`, or after "
         "`disable` and enable it again. Its state_dict and save_pretrained are as always"
@@ -132,7 +144,7 @@ def _refuse_copy(protocol: int) -> NoReturn:
 def _own_config(
     config: ConfigLike, name: str, transformer: nn.Module, host: Host, pipe: Any, several: bool
 ) -> DbspConfig:
-    """One transformer's settings. several: whether it has a folder of its own for recorded masks. Collective."""
+    """One transformer's settings; each of several records its masks in a folder of its own. Collective."""
     own = resolve_config(config, transformer, host.everyone, pipe=pipe, name=name)
     record = own.record or env.read(env.RECORD)
     return replace(own, record=os.path.join(record, name)) if record and several else own

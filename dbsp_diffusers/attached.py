@@ -1,4 +1,4 @@
-"""What db-SP has put on a pipeline's transformers, and finding it again."""
+"""What db-SP has attached to a pipeline's transformers, kept on them and found again."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.sharding.checks import check_not_compiled
 from dbsp_diffusers.sharding.generations import Generations
 
 __all__ = ["STATE", "Attached", "attached_to", "transformers_in", "transformers_of"]
 
 STATE = "_dbsp"
-"""Attribute of a transformer: on it, rather than in a table here, so that both are freed together."""
+"""Attribute of a transformer: there, rather than in a table here, so that both are freed together."""
 
 
 @dataclass(frozen=True)
 class Attached:
-    """What is on a pipeline's transformers, or on one alone.
+    """What is attached to a pipeline's transformers, or to one without a pipeline.
 
-    sessions: with the transformer of each;  everyone: the ranks that make one video together
-    generations: what they agree on of each video
+    Attributes:
+        everyone: The ranks that make one video together.
+        sessions: Each transformer with its session.
+        generations: What the ranks agree on for each video.
     """
 
     patches: PatchSet
@@ -45,7 +46,8 @@ def transformers_of(model: Any) -> dict[str, Any]:
     if not found:
         raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
     for transformer in found.values():
-        check_not_compiled(transformer)
+        if hasattr(transformer, "_orig_mod"):  # what torch.compile returned: its hooks would not be reached
+            raise UserError("this transformer is compiled already; parallelize first, then call torch.compile")
     return found
 
 
@@ -59,6 +61,6 @@ def transformers_in(model: Any) -> dict[str, Any]:
 
 
 def attached_to(model: Any) -> Attached | None:
-    """What is on any of a model's transformers, or None. torch.compile may have wrapped them."""
+    """What is attached to any of a model's transformers, or None. torch.compile may have wrapped them."""
     parts = (getattr(part, "_orig_mod", part) for part in transformers_in(model).values())
     return next(filter(None, (vars(part).get(STATE) for part in parts)), None)

@@ -1,4 +1,4 @@
-"""How long ranks wait for one another, in processes of ours."""
+"""How long ranks wait for one another, in processes that db-SP starts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["limit_group_timeouts"]
 
 
 def limit_group_timeouts(seconds: float) -> None:
-    """From now on every process group that is made without a timeout of its own has this one, also the hosts' groups.
+    """Gives this timeout to every process group that is made from now on without its own, also to the hosts' groups.
 
-    torch's defaults are 600 s for NCCL and 1800 s for gloo. For a process that is ours alone and ends with the run:
-    nothing is undone. Before the hosts are imported, which take the functions from torch by name.
+    torch's defaults are 600 s for NCCL and 1800 s for gloo. For a process of db-SP's own that ends with the run:
+    nothing is undone. Call it before the hosts are imported, which take the functions from torch by name.
     """
     timeout = timedelta(seconds=seconds)
     for name in ("init_process_group", "new_group"):

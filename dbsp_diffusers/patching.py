@@ -1,4 +1,4 @@
-"""Changes to a host that can be undone: hooks, attributes, pipeline calls; and what hosts tell."""
+"""Changes to a host that can be undone: hooks, attributes, pipeline calls; and which guidance pass it runs."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class PatchSet:
         self._undo.callback(restore)
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Replaces a module's own forward. What diffusers' hooks wrap around it, as attention caches are, stays around
-        it: put there before or since, and also afterwards.
+        """Replaces a module's own forward by `forward(own forward, *args, **kwargs)`.
 
-        forward: is given the module's own forward, and then its arguments
+        What diffusers' hooks wrap around it, such as attention caches, stays around it, whether they were registered
+        before or after, and also when this is undone.
         """
         innermost = next(iter(getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())), None)
         place, name = (module, "forward") if innermost is None else (innermost, "original_forward")
@@ -114,8 +114,10 @@ def signature_of(module: nn.Module) -> inspect.Signature:
 
 
 def in_float64(pipe: Any) -> Any:
-    """Makes a diffusers pipeline that was loaded in float64 denoise in it: some prepare their latents in float32, and
-    round them at every step. returns: the pipeline, changed for good"""
+    """Makes a diffusers pipeline that was loaded in float64 denoise in it, for good, and returns it.
+
+    Some pipelines prepare their latents in float32, and round them at every step.
+    """
     prepare = pipe.prepare_latents
 
     @functools.wraps(prepare)
@@ -134,7 +136,8 @@ _BRANCHES = {"cond": 0, "cond_uncond": 0, "pred_cond": 0, "uncond": 1, "pred_unc
 def guidance_branch(transformer: Any, patches: PatchSet) -> Callable[[], int | None]:
     """Observes `transformer.cache_context(name)`, by which diffusers' pipelines say which guidance pass they run.
 
-    returns: tells the number of the current pass; None where the pipeline does not say it
+    Returns:
+        A function that returns the number of the current pass, or None if the pipeline does not say it.
     """
     current: int | None = None
     numbers: dict[str, int] = {}
@@ -160,7 +163,7 @@ def guidance_branch(transformer: Any, patches: PatchSet) -> Callable[[], int | N
 
 Call = Callable[..., Any]
 _AROUND = "_dbsp_around_calls"
-"""Attribute of a pipeline: on it, rather than in a table here, so that it goes with the pipeline."""
+"""Attribute of a pipeline: there, rather than in a table here, so that it goes with the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ class _Class:
     wrapper: Call
     change: PatchSet
     pipes: WeakKeyDictionary[Any, finalize[..., Any]] = field(default_factory=WeakKeyDictionary)
-    """With what happens when one is dropped with something around its calls."""
+    """Each pipe with its finalizer, for one that is dropped with something around its calls."""
 
 
 _classes: dict[type, _Class] = {}
@@ -209,7 +212,7 @@ def _wrap(cls: type) -> _Class:
 
 
 def _forget(pipe: Any, cls: type) -> None:
-    """Once nothing is around the pipe's calls any more."""
+    """Stops counting a pipe if nothing is around its calls any more."""
     if cls not in _classes or vars(pipe).get(_AROUND):
         return
     gone = _classes[cls].pipes.pop(pipe, None)

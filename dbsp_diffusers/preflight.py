@@ -1,4 +1,4 @@
-"""What can be said of a configuration and a checkpoint before any weight is loaded."""
+"""Checks of a configuration and a checkpoint before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def require_possible(config: DbspConfig) -> None:
 
 
 def require_checkpoint(model: str | None) -> None:
-    """Raises UserError for a repository that is neither in the cache nor to be had; None and a folder: nothing."""
+    """Raises UserError for a repository that is neither in the cache nor can be downloaded; None and folders pass."""
     if model is None or Path(model).is_dir() or cached_checkpoint(model) is not None:
         return
     from huggingface_hub import HfApi, constants

@@ -35,11 +35,13 @@ def attach_single_process(
 ) -> PatchSet:
     """Makes the self-attention of a stock diffusers transformer block-sparse, by a dense token mask.
 
-    config: a DbspConfig, a mapping, the path of a YAML file, or None for the settings shipped for the transformer's
-            checkpoint, dense where none are shipped: as in the hosts
-    steps:  tells how many denoising steps there will be, for dense_schedule.last_steps
-    clock:  counts steps, one for transformers that take turns
     Meant for comparison: it costs as much as dense attention, and more memory. Undone by the result's `detach`.
+
+    Args:
+        config: A `DbspConfig`, a mapping, the path of a YAML file, or None for the settings shipped for the
+            transformer's checkpoint, dense where none are shipped: as in the hosts.
+        steps: Returns the number of denoising steps, for dense_schedule.last_steps.
+        clock: The counter of steps, which transformers that take turns share.
     """
     architecture = architecture_of(transformer)
     config = resolve_config(config, transformer, _ALONE)
@@ -61,7 +63,7 @@ def attach_single_process(
         cache.clear()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
-        """In token order; padding of text, which a stock model would mask, gives zeros."""
+        """Attends in token order; padding of text, which a stock model would mask, gives zeros."""
         places = sequence.places(q.shape[2], architecture.text).to(q.device)
         key, (qs, ks, vs) = provider.cache_key(layer), (x.index_select(2, places) for x in (q, k, v))
         mask = None if key is None else cache.get(key)
@@ -82,9 +84,11 @@ def attach_single_process(
 def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float | None = None
 ) -> torch.Tensor:
-    """torch's attention with the block mask spread over tokens. Empty rows give zeros.
+    """torch's attention under the mask of `token_mask`. Empty rows give zeros.
 
-    q, k, v: [B, H, tokens, D];  mask: of H heads, or of B·H where each item has masks of its own
+    Args:
+        q, k, v: [B, H, tokens, D].
+        mask: A mask of H heads, or of B·H where each item has masks of its own.
     """
     allowed = token_mask(mask).to(q.device)
     if mask.heads != q.shape[1]:

@@ -34,8 +34,10 @@ def report_calls(
     """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
 
     A call that fails leaves nothing, and waits for nobody.
-    sessions: of its transformers, in the order in which the report numbers their layers
-    full_latents: makes a rank's latents the whole video's, where each rank denoises a part. Collective
+
+    Args:
+        sessions: One for each of its transformers, in the order in which the report numbers their layers.
+        full_latents: Makes a rank's latents the whole video's, where each rank denoises a part. Collective.
     """
     for session in sessions:
         _warn_of_dense_calls(pipe, session, patches)
@@ -100,8 +102,8 @@ def _warn_of_dense_calls(pipe: Any, session: AttentionSession, patches: PatchSet
 def report_or_say_why_not(sessions: Sequence[AttentionSession], model: str, host: str) -> None:
     """Makes the report and writes it on the first rank. Collective.
 
-    What goes wrong here is one line on standard error, and what is a fault of db-SP's own has a traceback before it:
-    neither that nor a full disk must end a generation that succeeded.
+    An error is logged in one line, after a traceback if it is a fault of db-SP's: neither that nor a full disk must
+    end a generation that succeeded.
     """
     observer = run_observer(sessions[0])
     folder = Path(observer.folder if observer is not None else ".")
@@ -119,7 +121,7 @@ def write_run_report(
 ) -> None:
     """Makes one report of all sessions, and writes it on the first rank. Collective; raises as `make_report` does.
 
-    folder: where to; None: what their settings say
+    Default for `folder` is the one in the sessions' settings.
     """
     first, *others = sessions
     for session in others:
@@ -136,14 +138,14 @@ def write_run_report(
 
 
 def model_name(pipe: Any) -> str:
-    """What a pipeline was loaded from, as it is shown; else its transformer's class."""
+    """Shown name of what a pipeline was loaded from; else its transformer's class."""
     config = getattr(pipe, "config", None)
     name = config.get("_name_or_path") if isinstance(config, Mapping) else None
     return shown_name(name) if name else type(pipe.transformer or pipe.transformer_2).__name__
 
 
 def shown_name(model: str) -> str:
-    """A known model's short name, another repository's as it is, of a folder the last part."""
+    """Short name of a known model, last part of a folder's path, or the name of another repository as it is."""
     spec = find_model_spec(model)
     return spec.name if spec is not None else Path(model).name if Path(model).is_dir() else model
 

@@ -1,4 +1,4 @@
-"""Which settings are effective for a model, and logging them."""
+"""Finds the settings in effect for a model, and logs them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["describe_mask", "identify", "log_config", "resolve_config"]
 
 
 def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
-    """What a transformer is. pipe: its pipeline, where there is one. Raises UserError for an unknown class."""
+    """What a transformer is, given its pipeline if there is one. Raises UserError for an unknown class."""
     name = type(pipe).__name__.removeprefix("xFuser")
     if not name.endswith("Pipeline"):
         kind = type(transformer).__name__  # xfuser wraps CogVideoX's in a class that is not derived from it
@@ -44,9 +44,8 @@ def resolve_config(
 ) -> DbspConfig:
     """The settings for a transformer: those given, or else those shipped for its checkpoint. Collective.
 
-    name: of the transformer in its pipeline
-    Raises UserError on all ranks together: for an error in them on any rank, for a configuration of another model, for
-    settings that differ between ranks.
+    `name` is that of the transformer in its pipeline. Raises UserError on all ranks together: for an error in the
+    settings on any rank, for a configuration of another model, for settings that differ between ranks.
     """
 
     def load() -> DbspConfig:
@@ -66,7 +65,7 @@ def resolve_config(
 def log_config(
     config: DbspConfig, identity: ModelSignature, group: SequenceGroup, strategy: Strategy | None, device: torch.device
 ) -> None:
-    """Logs on rank 0, once for the same, what is effective: two lines."""
+    """Logs the settings in effect, in two lines, on rank 0, once for the same settings."""
     if group.rank != 0:
         return
     try:
@@ -93,7 +92,7 @@ def describe_mask(config: DbspConfig) -> str:
 
 
 def _describe_changed(settings: Any, default: Any) -> str:
-    """The fields with a value that is not the default's; of those without a default instance, all that are set."""
+    """The fields whose value is not the default's, as text; without a default instance, all that are set."""
     shown = []
     for f in fields(settings):
         value = getattr(settings, f.name)

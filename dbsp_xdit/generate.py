@@ -34,7 +34,7 @@ def check(config: DbspConfig, model: str, identity: ModelSignature) -> None:
 
 
 def runner_arguments(folder: Path, config: DbspConfig, world: int) -> list[str]:
-    """xdit's arguments for the video that a configuration describes. folder: for what else xfuser writes"""
+    """xdit's arguments for the video that a configuration describes; `folder` is for what else xfuser writes."""
     video = config.generate.video
     strategy = config.strategy_or(Strategy(world, 1)) or Strategy(world, 1)  # "auto" needs degrees for their product
     options = {

@@ -195,8 +195,8 @@ ORDER = {
         *("utils", "models", "masks", "layout", "planning", "comm", "sources", "cost", "config", "runtime", "reports"),
     ),
     "dbsp_diffusers": (
-        *("patching", "group_timeouts", "preflight", "models", "resolve", "sharding", "attached", "packed"),
-        *("report_hook", "reference", "attach", "sum_gradients", "api"),
+        *("patching", "group_timeouts", "preflight", "packed_samples", "models", "resolve", "sharding", "attached"),
+        *("packed", "report_hook", "reference", "attach", "sum_gradients", "api"),
     ),
 }
 """The parts of a package, lowest first: each imports itself and those before it, inside functions too."""

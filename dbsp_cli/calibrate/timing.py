@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-__all__ = ["Sample", "Samples", "Timer", "core_seconds", "median_time", "run_ranks", "undisturbed_samples"]
+__all__ = ["Sample", "Samples", "Timer", "median_time", "run_ranks", "undisturbed_samples"]
 
 
 class Sample(NamedTuple):
@@ -102,11 +102,6 @@ def undisturbed_samples(by_rank: Sequence[Samples]) -> np.ndarray:
     waited = samples[..., 1].max(axis=0) / np.maximum(seconds, 1e-12)
     enough = np.sort(waited)[: min(_LEAST_REPETITIONS, len(waited))].max()
     return seconds[waited <= max(_QUIET, enough)]
-
-
-def core_seconds(by_rank: Sequence[Samples]) -> float:
-    """Seconds on a core of the busiest rank, median over repetitions."""
-    return float(np.median(np.asarray(by_rank, dtype=np.float64)[..., 2].max(axis=0)))
 
 
 def _waited() -> float:

@@ -42,7 +42,7 @@ def plan_command(
     equal_heads: Annotated[bool, typer.Option(help="Planner paper: equal head counts, up to one.")] = False,
     target_rho: Annotated[float | None, typer.Option(help="Planner dbsp: stop balancing at this ρ_s.")] = None,
     layout: Annotated[
-        str | None, typer.Option(help=f"Home layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
+        str | None, typer.Option(help=f"Sequence layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
     ] = None,
     keys: Annotated[str, typer.Option(help="ring, or needed: ranks are sent only what their rows need.")] = "ring",
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,

@@ -18,7 +18,7 @@ from dbsp_core.masks.schedule import DenoisingStep, StepCounter
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.session.observer import SessionObserver
+from dbsp_core.runtime.session.observer import AttentionEnded, SessionObserver
 from dbsp_core.runtime.session.session import AttentionSession
 
 __all__ = ["MOST_CALLS", "BytesByStage", "ObservedCall", "RunObserver", "run_observer"]
@@ -155,23 +155,16 @@ class RunObserver(SessionObserver):
     def attention_begins(self, device: torch.device) -> None:
         self._started = _mark(device)
 
-    def attention_ends(
-        self,
-        layer: int,
-        key: Hashable,
-        executor: AttentionExecutor,
-        q: torch.Tensor,
-        latest: Mapping[Hashable, Plan],
-        asynchronous: bool,
-    ) -> None:
+    def attention_ends(self, ended: AttentionEnded) -> None:
+        key, executor, q = ended.key, ended.executor, ended.q
         plan = executor.plan
-        self._evaluate(key, latest)
+        self._evaluate(key, ended.latest)
         replanned = self._assignments.get(key) is not plan.assignment
         self._assignments[key] = plan.assignment
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
         self.kernel = self.kernel or executor.kernels.kernel_for(q).name
         call = ObservedCall(
-            layer=layer,
+            layer=ended.layer,
             forward=max(len(self._timesteps) - 1, 0),
             strategy=str(plan.strategy),
             replanned=replanned,
@@ -181,7 +174,7 @@ class RunObserver(SessionObserver):
             ended=_mark(q.device),
         )
         call.evaluate(plan)
-        if asynchronous:
+        if ended.asynchronous:
             self._open[key] = call
         self.calls.append(call)
 

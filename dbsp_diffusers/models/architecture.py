@@ -19,14 +19,15 @@ __all__ = ["Architecture"]
 class Architecture:
     """What db-SP must know of a transformer class. Its self-attentions have `config.num_attention_heads` heads.
 
-    attention: paths of the self-attention modules, in the order of their layers; "*" is each element of a list
-    sequence:  tells, from the transformer and a forward pass's arguments by name, the tokens of the pass; raises
-               UserError for arguments that db-SP does not know
-    cuts:      which tensors hold tokens
-    text:      where text stands in the sequence that is attended over: "first", "last", or None, not in it
-    padded_text: whether a mask of its self-attention says only which text is padding, which `sequence` leaves out
-    pipeline:  class name of the pipeline that it is usually in, where published checkpoints are known by it
-    refused:   tells why a transformer of the class cannot be run; None: it can
+    Attributes:
+        attention: Paths of the self-attention modules, in the order of their layers; "*" is each element of a list.
+        sequence: Returns the tokens of a forward pass, given the transformer and the pass's arguments by name; raises
+            UserError for arguments that db-SP does not know.
+        cuts: The tensors that hold tokens.
+        text: Place of text in the sequence that is attended over: "first", "last", or None, not in it.
+        padded_text: Whether a mask of its self-attention says only which text is padding, which `sequence` leaves out.
+        pipeline: Class name of the pipeline that it is usually in, where published checkpoints are known by it.
+        refused: Returns why a transformer of the class cannot be run, or None.
     """
 
     attention: tuple[str, ...]

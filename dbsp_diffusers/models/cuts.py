@@ -20,11 +20,12 @@ Stream = Literal["video", "text", "packed"]
 class Cut:
     """A tensor, or a list of tensors, of whose tokens a rank keeps its share.
 
-    stream: whose tokens. Of text, what follows the tokens that count is padding, and is left out
-    dim:    along which they are
-    ndim:   the tensor is cut only where it has so many dimensions; None: always
-    grid:   they are along three dimensions, (t, h, w) from `dim` on, which the cut makes one
-    after_text: text precedes the video along `dim`, whole, and stays as it is
+    Attributes:
+        stream: Whose tokens. Text after the tokens that count is padding, and is left out.
+        dim: The dimension of the tokens.
+        ndim: Number of dimensions that a tensor must have to be cut; None: any.
+        grid: Whether the tokens are along three dimensions, (t, h, w) from `dim` on, which the cut makes one.
+        after_text: Whether whole text, which stays as it is, precedes the video along `dim`.
     """
 
     stream: Stream
@@ -36,11 +37,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """What is cut where, as diffusers' `_cp_plan` says it: modules by path, with "*" for each element of a list.
+    """All cuts of a transformer, like diffusers' `_cp_plan`: modules by path, with "*" for each element of a list.
 
-    inputs:   by module, its arguments by name; "" is the transformer itself
-    outputs:  by module, its outputs by index
-    gathered: by module, the output that holds a rank's share, and is made whole again
+    Attributes:
+        inputs: Arguments of each module by name; "" is the transformer itself.
+        outputs: Outputs of each module by index.
+        gathered: The output of each module that holds a rank's share, and is made whole again.
     """
 
     inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Cuts:
     gathered: Mapping[str, Cut] = field(default_factory=dict)
 
     def of(self, transformer: nn.Module) -> Cuts:
-        """Those of a transformer."""
+        """Returns these cuts, for every transformer of the class."""
         return self
 
 
@@ -56,26 +58,27 @@ class Cuts:
 class DerivedCuts:
     """Cuts read from the `_cp_plan` of diffusers' class, which says all but whose tokens a tensor holds.
 
-    streams: what is not `stream`, by the argument's name, or by "module.index" of an output; None: not cut
-    stream:  of everything else
-    beside:  more cuts
+    Attributes:
+        streams: Exceptions to `stream`, by the argument's name, or by "module.index" of an output; None: not cut.
+        stream: The stream of every other tensor.
+        more: Cuts that the plan lacks.
     """
 
     streams: Mapping[str, Stream | None] = field(default_factory=dict)
     stream: Stream = "video"
-    beside: Cuts = field(default_factory=Cuts)
+    more: Cuts = field(default_factory=Cuts)
 
     def of(self, transformer: nn.Module) -> Cuts:
-        """Those of a transformer. Raises UserError where this version of diffusers has no plan of it."""
+        """Reads the cuts of a transformer. Raises UserError if this version of diffusers has no plan of it."""
         plan: Mapping[str, Any] | None = getattr(transformer, "_cp_plan", None)
         if not plan:
             raise UserError(
                 f"this version of diffusers has no _cp_plan of {type(transformer).__name__}; install the one that "
                 "db-SP is tested with (constraints.txt)"
             )
-        inputs = {path: dict(cuts) for path, cuts in self.beside.inputs.items()}
-        outputs = {path: dict(cuts) for path, cuts in self.beside.outputs.items()}
-        gathered = dict(self.beside.gathered)
+        inputs = {path: dict(cuts) for path, cuts in self.more.inputs.items()}
+        outputs = {path: dict(cuts) for path, cuts in self.more.outputs.items()}
+        gathered = dict(self.more.gathered)
         for path, entry in plan.items():
             if not isinstance(entry, Mapping):
                 gathered[path] = Cut(self.stream, entry.gather_dim)
@@ -93,7 +96,7 @@ class DerivedCuts:
 
 
 OUTPUT = {"proj_out": Cut("video", 1)}
-"""Where most transformers' output is gathered."""
+"""The output that most transformers gather."""
 
 
 def modules_at(root: nn.Module, path: str) -> list[nn.Module]:

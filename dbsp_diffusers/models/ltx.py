@@ -32,7 +32,7 @@ ARCHITECTURES = {
         # Cross-attention looks at all of the text.
         cuts=DerivedCuts(
             {"encoder_hidden_states": None, "encoder_attention_mask": None},
-            beside=Cuts({"": {"timestep": Cut("video", 1, ndim=2)}}),
+            more=Cuts({"": {"timestep": Cut("video", 1, ndim=2)}}),
         ),
     ),
 }

@@ -19,7 +19,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **qwen.ARCHITECTURES,
     **minimax.ARCHITECTURES,
 }
-"""By class name: diffusers need not be imported to look one up."""
+"""Architectures by class name: diffusers need not be imported to look one up."""
 
 REFUSED = {
     "HeliosTransformer3DModel": "it cuts and gathers its sequence at every layer",
@@ -36,7 +36,7 @@ def register_architecture(class_name: str, architecture: Architecture) -> None:
 
     Args:
         class_name: The name of the class; its subclasses are known with it.
-        architecture: How it is built.
+        architecture: What db-SP must know of it.
 
     Raises:
         UserError: For a name that is known already, with another architecture.

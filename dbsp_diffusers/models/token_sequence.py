@@ -1,4 +1,4 @@
-"""The tokens of one forward pass, told from its arguments."""
+"""The tokens of one forward pass, read from its arguments."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ Inputs = Mapping[str, Any]
 
 Value = TypeVar("Value")
 _PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SpargeSource)
-"""Sources that do not ask where tokens are, unless they are given a token order that does."""
+"""Sources whose masks do not depend on where tokens are, unless they are given a token order that does."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
     """What self-attention attends over in one forward pass.
 
-    thw:      frames, rows and columns of the video's token grid; an image has one frame
-    text:     tokens of text that count, padding left out; 0 where text is not in the sequence
-    timestep: of the denoising, one number that falls from step to step; None where nothing tells steps apart
-    packed:   int64[tokens], where each token stands in a model's packed sequence, those of text (whatever is no
-              video) first; None: text and video are streams of their own
-    no_grid:  why tokens make no grid: thw is then (1, 1, tokens), for masks that don't ask where tokens are
+    Attributes:
+        thw: Frames, rows and columns of the video's token grid; an image has one frame.
+        text: Tokens of text that count, padding left out; 0 where text is not in the sequence.
+        timestep: Timestep of the denoising, which falls from step to step; None if nothing distinguishes steps.
+        packed: int64[tokens], place of each token in a model's packed sequence, those of text (whatever is no video)
+            first; None: text and video are streams of their own.
+        no_grid: Why tokens make no grid: thw is then (1, 1, tokens), for masks that do not depend on places.
     """
 
     thw: tuple[int, int, int]
@@ -62,13 +63,15 @@ class TokenSequence:
 
     @property
     def video(self) -> Video:
-        """Its size, for a session and for masks."""
+        """The video's size, for a session and for masks."""
         return Video(self.thw, self.text)
 
     def places(self, attended: int, streams: Streams) -> torch.Tensor:
-        """int64[tokens]: where each token, text first, stands among all that a stock model attends over.
+        """int64[tokens]: place of each token, text first, among all that a stock model attends over.
 
-        attended: tokens of its attention, with text's padding at the end of text;  streams: the architecture's `text`
+        Args:
+            attended: Number of tokens of its attention, with text's padding at the end of text.
+            streams: The architecture's `text`.
         """
         if self.packed is not None:
             return self.packed
@@ -111,7 +114,6 @@ def position_grid(positions: torch.Tensor, tokens: int) -> tuple[int, int, int] 
 
     None where they do not make one grid.
     """
-
     rows = positions[:, :3].cpu()
     frame = _run(rows[:, 0])
     width = _run(rows[:frame, 1])
@@ -124,7 +126,7 @@ def position_grid(positions: torch.Tensor, tokens: int) -> tuple[int, int, int] 
 
 
 def require_position_grid(positions: torch.Tensor, tokens: int, what: str) -> tuple[int, int, int]:
-    """The same; raises UserError, which names the model's input `what`, where there is none."""
+    """`position_grid`; raises UserError, which names the model's input `what`, where there is none."""
     thw = position_grid(positions, tokens)
     if thw is None:
         raise UserError(no_grid(what))
@@ -136,13 +138,13 @@ def no_grid(what: str) -> str:
 
 
 def _run(values: torch.Tensor) -> int:
-    """How many of the first values are equal."""
+    """Number of first values that are equal."""
     others = (values != values[0]).nonzero()
     return len(values) if len(others) == 0 else int(others[0])
 
 
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By tensor, its version and what was read from it: pipelines pass the same one at each step, and reading waits for
+"""Each tensor's version and what was read from it: pipelines pass the same tensor at each step, and reading waits for
 the device."""
 
 
@@ -158,7 +160,7 @@ def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -
 
 
 def timestep_of(inputs: Inputs) -> torch.Tensor | float | None:
-    """The latest of those of an image's or a video's tokens: what is given already, as a first frame, is at 0."""
+    """Largest timestep of an image's or a video's tokens: what is given already, such as a first frame, is at 0."""
     timestep = inputs.get("timestep")
     return timestep.amax().reshape(1) if isinstance(timestep, torch.Tensor) else timestep
 

@@ -11,8 +11,8 @@ import torch
 
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import attached_to
-from dbsp_diffusers.models.packed_samples import PackedSample
 from dbsp_diffusers.packed.forward import packed_forward
+from dbsp_diffusers.packed_samples import PackedSample
 from dbsp_diffusers.sharding.generations import shared_generator
 
 __all__ = ["PackedRequest", "denoise_packed"]
@@ -74,11 +74,11 @@ def denoise_packed(pipe: Any, requests: Sequence[PackedRequest], *, output_type:
 
 @dataclass(eq=False, repr=False)
 class _Run:
-    """A request on its way.
+    """A request that is being denoised.
 
     Attributes:
         latents: float32[1, C, F, H, W].
-        text, negative: [1, n, d], the latter where guided.
+        text, negative: Embeddings [1, n, d]; of a negative prompt only with guidance.
     """
 
     request: PackedRequest
@@ -87,7 +87,7 @@ class _Run:
     text: torch.Tensor
     negative: torch.Tensor | None
     by_token: bool
-    """Whether the model has a timestep for each token."""
+    """True if the model takes a timestep for each token."""
 
     @classmethod
     def begin(cls, pipe: Any, request: PackedRequest) -> _Run:
@@ -136,7 +136,7 @@ class _Run:
         return found
 
     def _is_late(self, pipe: Any, index: int) -> bool:
-        """Whether Wan2.2's second transformer takes this step, which has little noise."""
+        """Returns whether Wan2.2's second transformer takes this step, which has little noise."""
         boundary = pipe.config.boundary_ratio
         return boundary is not None and self.timesteps[index] < boundary * self.scheduler.config.num_train_timesteps
 
@@ -144,16 +144,12 @@ class _Run:
         return pipe.transformer_2 if self._is_late(pipe, index) else pipe.transformer
 
     def guidance(self, pipe: Any, index: int) -> float:
-        """The scale of the step."""
+        """The guidance scale of the step."""
         second = self.request.guidance_scale_2
         return self.request.guidance_scale if second is None or not self._is_late(pipe, index) else second
 
     def sample(self, text: torch.Tensor, index: int, patch: Sequence[int]) -> PackedSample:
-        """What the transformer is given at a step.
-
-        Args:
-            text: The prompt, or the negative one.
-        """
+        """What the transformer is given at a step, with the embeddings of the prompt or of the negative one."""
         time = self.timesteps[index]
         if self.by_token:
             frames, height, width = self.latents.shape[2:]
@@ -162,11 +158,7 @@ class _Run:
 
 
 def _step(pipe: Any, model: Any, runs: Sequence[_Run], index: int, time: float) -> None:
-    """One step of the runs that this transformer takes.
-
-    Args:
-        time: Falls from step to step.
-    """
+    """Takes one step of the runs that this transformer serves; `time` falls from step to step."""
     if not runs:
         return
     patch = model.config.patch_size
@@ -188,7 +180,7 @@ def _step(pipe: Any, model: Any, runs: Sequence[_Run], index: int, time: float) 
 
 
 def _decoded(pipe: Any, latents: torch.Tensor, output_type: str) -> Any:
-    """What the pipeline makes of its last latents."""
+    """Decodes the last latents as the pipeline does."""
     if output_type == "latent":
         return latents[0]
     vae = pipe.vae

@@ -1,4 +1,4 @@
-"""Between the ranks that are given samples and the layout in which blocks compute on them."""
+"""Moves samples between the ranks that are given them and the layout in which blocks compute on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_diffusers.models.packed_samples import Condition, PackedBatch, Size
+from dbsp_diffusers.packed_samples import Condition, PackedBatch, Size
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 
 __all__ = ["Exchange", "exchange_of"]
@@ -25,13 +25,13 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Exchange:
-    """How this rank's samples and the tokens that it computes on belong together.
+    """Moves between this rank's samples and the tokens that it computes on.
 
     Attributes:
-        own: The sequences of its samples, in their order.
-        given: By sequence that has tokens here, its timesteps and prompt.
-        take: From this rank's samples to the layout.
-        gather: Back.
+        own: The sequences of this rank's samples, in their order.
+        given: Timesteps and prompt of each sequence that has tokens here.
+        take: Moves this rank's samples to the layout.
+        gather: Moves tokens back to the samples.
     """
 
     own: Sequence[int]
@@ -53,7 +53,7 @@ def exchange_of(
 
     Args:
         present: bool[ranks, sequences], which rank has tokens of which sequence.
-        config: Of the transformer.
+        config: The configuration of the transformer.
         debug: Whether all ranks compare what they exchange before every exchange.
     """
     if batch.loaders is None:

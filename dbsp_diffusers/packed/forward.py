@@ -16,8 +16,8 @@ from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.models.packed_samples import PackedBatch, PackedSample, check_samples
 from dbsp_diffusers.packed.packing import Packing, packing_of
+from dbsp_diffusers.packed_samples import PackedBatch, PackedSample, check_samples
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 
 __all__ = ["LocalPredictions", "packed_forward", "packed_forward_local"]
@@ -39,8 +39,8 @@ def packed_forward(
         model: A transformer of diffusers that takes several sizes (`WanTransformer3DModel`), or a
             DistributedDataParallel around it.
         samples: At least one.
-        timestep: Falls from step to step of a denoising, for masks that depend on the step. Default: the largest of
-            the samples' timesteps.
+        timestep: A number that falls from step to step of a denoising, for masks that depend on the step. Default:
+            the largest of the samples' timesteps.
 
     Returns:
         The model's prediction for each sample, [C, F, H, W].
@@ -109,7 +109,7 @@ def packed_forward_local(
 def _gathered(
     transformer: Any, samples: Sequence[PackedSample], group: SequenceGroup, timestep: float | None
 ) -> PackedBatch:
-    """This rank's samples, with the sizes of all. Collective."""
+    """The batch of this rank's samples, with the sizes of all ranks'. Collective."""
     control, problem = group.control(), None
     rows: list[list[int]] = []
     try:
@@ -153,7 +153,7 @@ def _described(sample: PackedSample) -> list[int]:
 
 
 def _transformer_of(model: Any) -> tuple[Any, Packing]:
-    """Raises UserError for one that takes one size at a time."""
+    """The transformer of a model, and its packing. Raises UserError for one that takes one size at a time."""
     transformer = model.module if isinstance(model, DistributedDataParallel) else model
     architecture_of(transformer)  # raises for one that db-SP does not know
     packing = packing_of(transformer)
@@ -165,7 +165,7 @@ def _transformer_of(model: Any) -> tuple[Any, Packing]:
 
 
 def _session_of(transformer: Any) -> AttentionSession | None:
-    """db-SP's on this transformer. Raises UserError where it is enabled in a way that takes one size at a time."""
+    """A transformer's session or None. Raises UserError if db-SP is enabled in a way that takes one size at a time."""
     state = attached_to(transformer)
     if state is None:
         return None

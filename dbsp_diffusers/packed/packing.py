@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from dbsp_core.runtime.session.session import AttentionSession
-from dbsp_diffusers.models.packed_samples import PackedBatch
 from dbsp_diffusers.packed.wan import attach_packed_wan, wan_alone
+from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["Packing", "packing_of"]
@@ -21,8 +21,9 @@ __all__ = ["Packing", "packing_of"]
 class Packing:
     """How a transformer is called with samples of several sizes at once.
 
-    alone:  (transformer, batch) -> predictions, one a sample, on one process without db-SP
-    attach: (transformer, session, patches) lets calls of the transformer itself take a `PackedBatch`, with db-SP
+    Attributes:
+        alone: (transformer, batch) -> predictions, one a sample, on one process without db-SP.
+        attach: (transformer, session, patches) lets calls of the transformer itself take a `PackedBatch`, with db-SP.
     """
 
     alone: Callable[[Any, PackedBatch], list[torch.Tensor]]
@@ -30,7 +31,7 @@ class Packing:
 
 
 PACKINGS = {"WanTransformer3DModel": Packing(wan_alone, attach_packed_wan)}
-"""By class name."""
+"""Packings by class name."""
 
 
 def packing_of(transformer: nn.Module) -> Packing | None:

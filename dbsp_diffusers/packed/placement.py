@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_diffusers.models.packed_samples import Size
+from dbsp_diffusers.packed_samples import Size
 
 __all__ = ["Placement"]
 

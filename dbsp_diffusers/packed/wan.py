@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models.packed_samples import PackedBatch, PackedSample, Size
 from dbsp_diffusers.packed.exchange import Exchange, exchange_of
 from dbsp_diffusers.packed.modulation import scaled
 from dbsp_diffusers.packed.placement import Placement
+from dbsp_diffusers.packed_samples import PackedBatch, PackedSample, Size
 from dbsp_diffusers.patching import PatchSet
 
 __all__ = ["attach_packed_wan", "wan_alone"]
@@ -26,7 +27,7 @@ _ALONE = SequenceGroup(0, 1)
 
 
 def wan_alone(transformer: Any, batch: PackedBatch) -> list[torch.Tensor]:
-    """On one process, without db-SP: the model's own attention, sequence by sequence."""
+    """Predicts on one process, without db-SP, by the model's own attention, sequence by sequence."""
     tokens = sum(math.prod(grid) for grid in batch.grids(tuple(transformer.config.patch_size)))
     return _forward(transformer, batch, SequenceLayout.contiguous(tokens, 1), _ALONE, None)
 
@@ -49,7 +50,7 @@ def attach_packed_wan(transformer: Any, session: AttentionSession, patches: Patc
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Pass:
-    """What every block of one packed pass is given beside this rank's n tokens.
+    """What every block of one packed pass is given in addition to this rank's n tokens.
 
     Attributes:
         rows: float[R, 6, C], the modulations that the tokens have: one a sequence, or one for each of its timesteps.
@@ -57,7 +58,7 @@ class _Pass:
         prompts: float[1, m, C] each, text (and image) of the sequences that are present.
         runs: (index in `prompts`, first token, one past the last) of each run of one sequence's tokens.
         rotary: Cosines and sines, [1, n, 1, D].
-        joint: Whether db-SP answers self-attention, over all ranks' tokens; else runs are whole sequences.
+        joint: Whether db-SP computes self-attention, over all ranks' tokens; else runs are whole sequences.
     """
 
     rows: torch.Tensor
@@ -84,7 +85,7 @@ class _Pass:
 
 
 def _block_of_either(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A block's forward, of packed tokens where it is given a packed pass."""
+    """Forward of a block: over packed tokens if it is given a packed pass, else its own."""
     if len(args) != 2 or not isinstance(args[1], _Pass):
         return own(*args, **kwargs)
     block = getattr(own, "__self__", None)
@@ -135,7 +136,7 @@ def _forward(
     # 3. Blocks.
     if torch.is_grad_enabled() and transformer.gradient_checkpointing:
         for block in transformer.blocks:
-            call = _Alone(block) if session is None else block
+            call = partial(_block, block) if session is None else block
             x = transformer._gradient_checkpointing_func(call, x, context)
     else:
         for block in transformer.blocks:
@@ -149,18 +150,8 @@ def _forward(
     return [*(_unpatchified(part, grid, patch) for part, grid in zip(parts, own_grids, strict=True)), tokens[:0].sum()]
 
 
-@dataclass(frozen=True)
-class _Alone:
-    """A block that nothing is attached to, for checkpointing."""
-
-    block: Any
-
-    def __call__(self, x: torch.Tensor, here: _Pass) -> torch.Tensor:
-        return _block(self.block, x, here)
-
-
 def _embedded(transformer: Any, samples: Sequence[PackedSample]) -> torch.Tensor:
-    """[1, tokens of all samples, C]. Of no samples it still depends on the parameters: their gradients are zeros."""
+    """[1, tokens of all samples, C]. Without samples it still depends on the parameters: their gradients are zeros."""
     latents = [sample.latents for sample in samples]
     if not latents:
         weight = transformer.patch_embedding.weight
@@ -200,6 +191,6 @@ def _conditions(
 
 
 def _unpatchified(tokens: torch.Tensor, grid: Size, patch: Size) -> torch.Tensor:
-    """[C, F, H, W] of one sequence's tokens [n, patch volume · C]."""
+    """[C, F, H, W] from one sequence's tokens [n, patch volume · C]."""
     apart = tokens.reshape(*grid, *patch, -1).permute(6, 0, 3, 1, 4, 2, 5)
     return apart.flatten(5, 6).flatten(3, 4).flatten(1, 2)

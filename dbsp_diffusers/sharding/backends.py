@@ -1,4 +1,4 @@
-"""diffusers' attention backends: db-SP is inside the native one, and cross-attention keeps the user's."""
+"""diffusers' attention backends: db-SP needs the native one, and cross-attention keeps the user's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NativeBackend:
 
     def __init__(self, transformer: nn.Module, self_attentions: Sequence[nn.Module], patches: PatchSet) -> None:
         self._users: dict[int, tuple[Any, Any]] = {}
-        """By processor, it and the backend that was set of it last."""
+        """Each processor, by its id, with the backend that was set last."""
         ours = set(map(id, self_attentions))
         others = {id(getattr(part, "processor", None)) for part in transformer.modules() if id(part) not in ours}
         for attention in self_attentions:
@@ -36,7 +36,7 @@ class NativeBackend:
         self.pin()
 
     def pin(self) -> None:
-        """Also of what was set since: `set_attention_backend` then means the other attention modules."""
+        """Sets "native" again: `set_attention_backend`, called since, then means the other attention modules."""
         native = _native()
         for attention in self._self_attentions:
             processor: Any = getattr(attention, "processor", None)
@@ -54,6 +54,6 @@ class NativeBackend:
 
 
 def _native() -> Any:
-    """As a member of diffusers' enumeration, which torch.compile need not look up."""
+    """The native backend as a member of diffusers' enumeration, which torch.compile need not look up."""
     names = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "AttentionBackendName", None)
     return "native" if names is None else names("native")

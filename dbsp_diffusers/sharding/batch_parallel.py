@@ -24,10 +24,14 @@ def split_batch(
 ) -> SequenceGroup | BatchSplit:
     """Cuts the batch of every forward pass into equal runs of samples, one a rank of `group`, and gathers the outputs.
 
-    group: the ranks that have the same part of the sequence. Collective at once: they get an auxiliary gloo group.
-    repeat_uneven: whether a pass whose batch does not divide is computed by each rank, rather than raise UserError
-    returns: the group, for what its ranks decide together within a pass
     Where one rank's pass fails, the others' raise RuntimeError.
+
+    Args:
+        group: The ranks that have the same part of the sequence. Collective at once: they get an auxiliary gloo group.
+        repeat_uneven: Whether every rank computes a pass whose batch does not divide; otherwise it raises UserError.
+
+    Returns:
+        The group, for what its ranks decide together within a pass.
     """
     if group.size == 1:
         return group
@@ -46,14 +50,14 @@ class BatchSplit:
         self._control = control
         self._repeat_uneven = repeat_uneven
         self._replicated = False  # whether the current pass is computed by every rank
-        self._aborted = False  # whether another rank has told that it fails
+        self._aborted = False  # whether another rank has reported a failure
 
     @property
     def size(self) -> int:
         return self._group.size
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """As the group's, within a pass. Raises RuntimeError where another rank's pass has failed."""
+        """The group's `all_gather`, within a pass. Raises RuntimeError where another rank's pass has failed."""
         self._check(None)
         return self._group.all_gather(mine)
 
@@ -82,7 +86,7 @@ class BatchSplit:
 
     @torch.compiler.disable
     def gather(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """output: a tuple or diffusers output of tensors; None after a failure."""
+        """Makes an output whole: a tuple or diffusers output of tensors; None after a failure."""
         failure = sys.exc_info()[1] if output is None else None
         if self._aborted:
             return None

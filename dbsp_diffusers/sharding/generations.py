@@ -1,4 +1,4 @@
-"""One generation after another: how far a pipeline is, and that all ranks are at the same one."""
+"""Follows the generations of a pipeline: how far each one is, and that all ranks are at the same one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 from dbsp_core.comm.generation import GenerationAgreement, PassInputs
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.schedule import Progress
-from dbsp_diffusers.models.packed_samples import PackedBatch
+from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, around_calls, signature_of
 
 __all__ = ["LEFT_OUT", "Generations", "shared_generator"]
 
 LEFT_OUT = {"LTXI2VLongMultiPromptPipeline": 1}
-"""By class of pipeline, how many of its scheduler's steps its loop leaves out at the end."""
+"""Number of its scheduler's steps that a pipeline's loop leaves out at the end, by the pipeline's class."""
 
 
 class Generations:
@@ -25,26 +25,29 @@ class Generations:
 
     Within a call of the pipeline, the scheduler's index says which step it is at. Elsewhere, in another pipeline with
     the same transformer or in a loop of the user's own, a generation begins where timesteps rise.
+
+    Args:
+        pipe: The pipeline; None for a transformer without one.
+        everyone: The ranks that make one video together.
     """
 
     def __init__(self, pipe: Any, everyone: SequenceGroup) -> None:
-        """pipe: None for a transformer alone;  everyone: the ranks that make one video together"""
         self.agreement = GenerationAgreement(everyone)
         self._pipe = pipe
         self._call: object = None
-        """Another one for each call of the pipeline; None outside of them."""
+        """A new object for each call of the pipeline; None outside of calls."""
         self._seen: object = object()
         """The generation that the last pass was in."""
         self._timestep: float | None = None
-        """Of the last pass outside of calls."""
+        """Timestep of the last pass outside of calls."""
         self._passes = 0
-        """In this generation, before the current one."""
+        """Number of this generation's passes before the current one."""
 
     def attach(self, patches: PatchSet, *, shares_seeds: bool) -> None:
         """Follows the pipeline's calls.
 
-        shares_seeds: whether a call without `generator` gets one that all ranks seed alike, with their first rank's
-                draw: the noise is what diffusers draws with it on the device that the pipeline computes on
+        Args:
+            shares_seeds: Whether a call without `generator` gets one that all ranks seed with the first rank's draw.
         """
         self.agreement.group.control()  # making it is a collective
         if self._pipe is not None and callable(self._pipe):
@@ -87,11 +90,13 @@ class Generations:
         return None if timesteps is None else len(timesteps) - begin - left_out
 
     def hook(self, transformer: nn.Module, patches: PatchSet, *, whole_inputs: bool, always: bool) -> None:
-        """Lets ranks, where there are several, compare what the transformer is given: at the first pass of each
-        generation, hooked before anything that cuts its inputs.
+        """Lets several ranks compare what the transformer is given, at the first pass of each generation.
 
-        whole_inputs: whether every rank is given all of them
-        always: whether to compare at every pass
+        Call it before anything that cuts the inputs is hooked.
+
+        Args:
+            whole_inputs: Whether every rank is given all inputs.
+            always: Whether to compare at every pass.
         """
         if self.agreement.group.size == 1:
             return
@@ -110,7 +115,7 @@ class Generations:
         patches.hook(transformer.register_forward_pre_hook, compare, with_kwargs=True)
 
     def _begins(self, timestep: Any) -> bool:
-        """Whether a pass is the first of a generation. Reads the timestep outside of the pipeline's calls."""
+        """Returns whether a pass is a generation's first. Reads the timestep outside of the pipeline's calls."""
         last, self._seen = self._seen, self.progress().generation
         if self._call is not None:
             return self._seen is not last
@@ -147,7 +152,7 @@ def _value(timestep: Any) -> float:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """A tensor, or those in a list of them."""
+    """The tensors, not empty, in a tensor or in lists of them."""
     if isinstance(value, torch.Tensor) and value.numel():
         yield value
     elif isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Answering the attention inside one self-attention module, whose projections and norms stay."""
+"""Replaces the attention inside a self-attention module, whose projections and norms stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Attend = Callable[..., torch.Tensor]
 """attend(q, k, v, scale=…) with q, k, v [B, H, n, D]; returns [B, H, n, D]"""
 
 _attends: WeakValueDictionary[int, Attend] = WeakValueDictionary()
-"""By number, what compiled code calls; each lives as long as the module that it is in."""
+"""Functions that compiled code calls, by number; each lives as long as the module that it is in."""
 _numbers = itertools.count()
 
 
@@ -38,7 +38,7 @@ def _answer(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """number: int64, of the attention; a tensor, as layers that differ by an integer would be compiled one by one."""
+    """Calls a function of `_attends`. A number as int would have each layer compiled by itself, so it is a tensor."""
     return _answer(q, k, v, number, scale).contiguous()
 
 
@@ -48,13 +48,13 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, s
 
 
 class SdpaOverride(TorchFunctionMode):
-    """Within it, torch's scaled_dot_product_attention of a sequence with itself is answered by another function.
+    """Replaces torch's scaled_dot_product_attention of a sequence with itself by another function, as a context.
 
-    Attention to other keys, whose number is another, stays torch's: to those of an IP-Adapter's
-    image, which every rank has.
+    Attention to a different number of keys, such as an IP-Adapter's image's, which every rank has, stays torch's.
 
-    number:   of the function in `_attends`
-    any_mask: whether a mask is ignored, rather than refused
+    Args:
+        number: int64, the function's number in `_attends`.
+        any_mask: Whether a mask is ignored, rather than refused.
     """
 
     def __init__(self, number: torch.Tensor, any_mask: bool) -> None:
@@ -96,10 +96,12 @@ def intercept_self_attention(
 ) -> None:
     """Lets `attend` compute the attention inside one self-attention module, whose projections and norms stay.
 
-    attend:   called with q, k, v [B, H, n, D] and scale=…; within torch.compile it is one operator, without a break
-    any_mask: whether a mask that the module passes is ignored, as it says only which text is padding
     The module raises ValueError, before anything is exchanged, when its attention is not reached: another backend
     would silently attend to only this rank's tokens.
+
+    Args:
+        attend: Called with q, k, v [B, H, n, D] and scale=…; within torch.compile it is one operator, without a break.
+        any_mask: Whether a mask that the module passes is ignored, as it says only which text is padding.
     """
     key = next(_numbers)
     _attends[key] = attend
@@ -116,7 +118,6 @@ def intercept_self_attention(
             )
         return output
 
-    vars(intercepted)["attend"] = (
-        attend  # keeps it alive, out of sight of torch.compile, which would tell layers apart
-    )
+    # Keeps it alive, hidden from torch.compile, which would otherwise compile each layer by itself.
+    vars(intercepted)["attend"] = attend
     patches.replace_forward(attention, intercepted)

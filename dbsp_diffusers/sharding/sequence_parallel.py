@@ -17,7 +17,7 @@ from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
 from dbsp_diffusers.models.cuts import modules_at
-from dbsp_diffusers.models.packed_samples import PackedBatch
+from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
@@ -29,7 +29,7 @@ __all__ = ["shard_transformer"]
 
 _ALONE = SequenceGroup(0, 1)
 Shards = Mapping[str, StreamShards | PackedShards]
-"""By stream."""
+"""Shards of a sequence by stream."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Arguments = tuple[Args, Kwargs]
@@ -40,11 +40,15 @@ def shard_transformer(
 ) -> ForwardRanks:
     """Shards the sequence over the session's ranks as the transformer's architecture says.
 
-    batch: what `split_batch` returned, where a batch is split
-    returns: the ranks that run a forward pass together
     Every rank is given the whole input and returns the whole output. Text, where it is in the sequence, is a stream of
     its own, sharded like video. Step caches, put on the transformer before or after, skip what they would skip in one
     process. Raises UserError for a transformer that db-SP does not know or cannot shard.
+
+    Args:
+        batch: What `split_batch` returned, where a batch is split.
+
+    Returns:
+        The ranks that run a forward pass together.
     """
     sharding = _SequenceSharding(transformer, session, batch)
     sharding.attach(patches)
@@ -91,7 +95,7 @@ class _VideoPass:
 
 
 class _PackedPass:
-    """A pass of samples of several sizes: its own forward cuts and gathers, so nothing is left to do here."""
+    """A pass of samples of several sizes, which are cut and gathered in `dbsp_diffusers.packed`, not here."""
 
     @property
     def video(self) -> StreamShards:
@@ -187,7 +191,7 @@ class _SequenceSharding:
         return None
 
     def _shards_of(self, layout: SequenceLayout, sequence: TokenSequence, device: torch.device) -> Shards:
-        """Made once for each layout that the session keeps; those of packed sequences, at each pass."""
+        """Shards of a sequence, made once for each layout that the session keeps; "packed" ones at each pass."""
         if layout not in self._made:
             group, first = self._session.group, sequence.text
             self._made[layout] = {

@@ -32,8 +32,10 @@ class _Sharded(Protocol):
 class ForwardRanks:
     """The ranks that run one forward pass together.
 
-    groups:   the ranks that share the sequence, and those that share out the batch; one after the other they reach all
-    sharding: tells how the video of the current pass is sharded
+    Attributes:
+        groups: The ranks that share the sequence, and those that share out the batch; one after the other they reach
+            all.
+        sharding: How the video of the current pass is sharded.
     """
 
     groups: tuple[SequenceGroup | BatchSplit, ...]
@@ -42,9 +44,11 @@ class ForwardRanks:
     def change(self, before: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:
         """(Σ |now − before|, Σ |before|) over the real tokens of all ranks; padding weighs nothing.
 
-        before, now: [B, shard, C]
         Collective. The same bits on every rank: each sums the same parts in one order.
         Raises UserError, on all ranks, for a tensor of another shape.
+
+        Args:
+            before, now: [B, shard, C].
         """
         video = self.sharding.video
         if before.shape != now.shape or now.ndim != 3 or now.shape[1] != video.shard:
@@ -95,7 +99,8 @@ def refuse_step_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> N
 class StepCaches:
     """Looks, before each pass, which step caches are enabled on one transformer, and lets all ranks decide together.
 
-    shared_batch: whether groups of ranks share out the items of a batch
+    Args:
+        shared_batch: Whether groups of ranks share out the items of a batch.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class StepCaches:
 
     @property
     def skip(self) -> bool:
-        """Whether a cache is there that may skip layers, as the last look saw it."""
+        """True if the last look found a cache that may skip layers."""
         return self._found
 
     def look(self) -> None:
@@ -161,8 +166,7 @@ class StepCaches:
         return patches
 
     def _first_block(self, hook: Any) -> Callable[[torch.Tensor], bool]:
-        """What diffusers' hook asks at each pass: whether the change since the last computed one is above its
-        threshold."""
+        """Decides for diffusers' hook whether the change since the last computed pass is above its threshold."""
         if not all(hasattr(hook, name) for name in ("state_manager", "threshold", "_should_compute_remaining_blocks")):
             raise _unknown("diffusers", "first-block cache")
 
@@ -177,8 +181,10 @@ class StepCaches:
         return should_compute
 
     def _similarity(self, manager: Any) -> Callable[..., bool]:
-        """What cache-dit asks: whether two tensors are alike, by mean |t1 − t2| / mean |t1|. Its own function goes on
-        to decide, and to take notes, but on one number each, computed from the tokens of all ranks."""
+        """Decides for cache-dit whether two tensors are alike, by mean |t1 − t2| / mean |t1|.
+
+        Its own function still decides and keeps its records, but on one number each, from the tokens of all ranks.
+        """
         if not all(
             callable(getattr(manager, name, None)) for name in ("similarity", "get_important_condition_threshold")
         ):
@@ -209,7 +215,7 @@ def _unknown(library: str, cache: str) -> UserError:
 
 
 def _places(transformer: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Where caches stand: the transformer, its blocks and their attentions."""
+    """Modules on which caches are put: the transformer, its blocks and their attentions."""
     yield transformer
     for block in blocks:
         yield block

@@ -1,6 +1,6 @@
-"""Sharing out a sequence as the user told diffusers to: by `enable_parallelism`, or by a device mesh.
+"""Reads which ranks share a sequence from diffusers' `enable_parallelism` or from a device mesh.
 
-diffusers' own context parallelism is suspended as long as db-SP is there, and afterwards is as it was. This needs
+diffusers' own context parallelism is suspended while db-SP is enabled, and afterwards is as it was. This needs
 names that diffusers keeps to itself: tests/diffusers/models/test_takeover.py fails where another version has others.
 """
 
@@ -33,7 +33,7 @@ class SequenceRanks:
 
 
 def ranks_of_mesh(mesh: Any) -> SequenceRanks:
-    """Those along the dimensions "ring" and "ulysses" of a device mesh, whatever others it has.
+    """The ranks along the dimensions "ring" and "ulysses" of a device mesh, whatever others it has.
 
     One of them may be missing. Raises UserError, on all ranks, for another mesh, and on a rank outside it. Collective.
     """
@@ -53,8 +53,10 @@ def ranks_of_mesh(mesh: Any) -> SequenceRanks:
 
 
 def suspend_context_parallelism(transformers: Iterable[nn.Module], patches: PatchSet) -> SequenceRanks | None:
-    """Leaves out what `enable_parallelism` did to the transformers. returns: the ranks that it shared sequences over;
-    None where it was not called. Raises UserError for tensor parallelism, and for ranks that differ."""
+    """Suspends what `enable_parallelism` did to the transformers, and returns the ranks of its sequences.
+
+    Returns None where it was not called. Raises UserError for tensor parallelism, and for ranks that differ.
+    """
     found: SequenceRanks | None = None
     for transformer in transformers:
         config = getattr(transformer, "_parallel_config", None)

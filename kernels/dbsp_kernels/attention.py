@@ -32,7 +32,7 @@ def block_attention(
     head_layout: DenseHeadLayout | None = None,
     lse: bool = True,
 ) -> PartialAttention:
-    """Attention of packed query rows over packed KV blocks. Heads are gone: a row is a row.
+    """Attention of packed query rows over packed KV blocks, whatever heads they are of.
 
     Args:
         q: [Rq, Bq, D], one query block per row.

@@ -13,11 +13,11 @@ __all__ = ["DenseHeadLayout", "KernelInputs"]
 
 @dataclass(frozen=True)
 class DenseHeadLayout:
-    """What rows and KV blocks are when they are simply all those of some heads, in order.
+    """Rows and KV blocks that are all those of some heads, in order.
 
     Attributes:
-        heads: How many.
-        tokens: Of each head; only its last query block and its last KV block may be short.
+        heads: Number of heads.
+        tokens: Tokens of each head; only its last query block and its last KV block may be short.
     """
 
     heads: int
@@ -59,7 +59,7 @@ class KernelInputs:
         return (-self.q, -self.scale) if self.scale < 0 else (torch.zeros_like(self.q), 1.0)
 
     def merged_into(self, partial: PartialAttention) -> KernelInputs:
-        """The same, to be merged into another partial result and given its dtype."""
+        """The inputs with another partial result to merge into, in its dtype."""
         return replace(self, partial=partial, out_dtype=None)
 
     def check(self) -> None:

@@ -20,14 +20,15 @@ FLOATS = HALVES | {torch.float32, torch.float64}
 
 @dataclass(frozen=True)
 class KernelRequirements:
-    """What an attention asks of its kernel, beside device and dtype.
+    """What an attention requires of its kernel apart from device and dtype.
 
-    blocks:      (block_q, block_k); None: not known yet
-    width:       D; None: not known yet
-    lse:         its log-sum-exp is used: rings merge the results of ring steps by it
-    ragged_rows: the rows are not simply all rows of whole heads: heads are split, or in a ring
-    tokens:      of a head; None: not known yet
-    backward:    gradients will be asked for
+    Attributes:
+        blocks: (block_q, block_k); None: not known yet.
+        width: D; None: not known yet.
+        lse: Whether the log-sum-exp is used, by which rings merge the results of ring steps.
+        ragged_rows: Whether rows are not simply all rows of whole heads: heads are split, or in a ring.
+        tokens: Tokens of a head; None: not known yet.
+        backward: Whether gradients will be computed.
     """
 
     blocks: tuple[int, int] | None = None
@@ -42,21 +43,23 @@ class KernelRequirements:
 class Kernel:
     """A kernel and its capabilities.
 
-    name:            by which it is asked for
-    run:             the attention; see `dbsp_kernels.block_attention`
-    backward:        its gradients, or None; see `dbsp_kernels.block_attention_backward`
-    why_no_backward: says, of q of a dtype and a D (None: unknown) on an architecture, why it has none there, or None
-    devices:         device types it runs on; dtypes: of q, k, v
-    archs:           architectures of GPUs it runs on, 90 for Hopper; None: any
-    blocks:          says which (block_q, block_k) it serves on an architecture (None: unknown) for q of a dtype and
-                     a D (None: unknown); or None: any
-    widths:          the Ds it serves; least_tokens: of a head
-    returns_lse:     whether its log-sum-exp is one
-    ragged_rows:     whether it serves other rows than those of whole heads
-    merges:          whether it merges into `partial` and gives `out_dtype` by itself
-    why_unavailable: says why it cannot work on this machine, or None
-    interpreted:     whether Triton's interpreter can run it on the CPU
-    by_name_only:    "auto" never takes it
+    Attributes:
+        run: The attention; see `dbsp_kernels.block_attention`.
+        devices: Device types, such as "cuda".
+        backward: The gradients, or None; see `dbsp_kernels.block_attention_backward`.
+        why_no_backward: Returns why there is no backward for (architecture, dtype, D), or None. An architecture or a D
+            of None is unknown.
+        dtypes: Dtypes of q, k and v.
+        archs: Architectures of GPUs, 90 for Hopper; None: any.
+        blocks: Returns the (block_q, block_k) served for the same arguments; None: any.
+        widths: Values of D.
+        least_tokens: Fewest tokens of a head.
+        returns_lse: Whether it returns a log-sum-exp, and not NaN.
+        ragged_rows: Whether it serves other rows than those of whole heads.
+        merges: Whether it merges into `partial` and returns `out_dtype` by itself.
+        why_unavailable: Returns why it cannot work on this machine, or None.
+        interpreted: Whether Triton's interpreter can run it on the CPU.
+        by_name_only: Whether "auto" never takes it.
     """
 
     name: str
@@ -79,7 +82,7 @@ class Kernel:
     def why_unsupported(
         self, device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None
     ) -> str | None:
-        """Why this kernel cannot serve such tensors and needs here, or None."""
+        """Returns why this kernel cannot serve such tensors and needs here, or None."""
         needs, device = needs or KernelRequirements(), torch.device(device)
         if device.type not in self.devices and not (device.type == "cpu" and self.interpreted and interpreted()):
             return f"it runs on {', '.join(sorted(self.devices))}, the tensors are on {device.type}"
@@ -105,7 +108,7 @@ class Kernel:
         return f"it serves blocks of {served}, not {needs.blocks[0]}×{needs.blocks[1]}"  # type: ignore[index]
 
     def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
-        """Why this kernel cannot serve such a plan on any machine, or None."""
+        """Returns why this kernel cannot serve such a plan on any machine, or None."""
         if needs.lse and not self.returns_lse:
             return "it returns no log-sum-exp, by which a ring's periods are merged; use a strategy UxR1"
         if needs.ragged_rows and not self.ragged_rows:
@@ -126,7 +129,7 @@ def _listed(widths: Container[int]) -> str:
 
 
 def _arch(device: torch.device) -> int | None:
-    """90 for Hopper; None where there is no such GPU to ask."""
+    """Compute capability as one number, 90 for Hopper; None if the device is no GPU of this machine."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -134,5 +137,5 @@ def _arch(device: torch.device) -> int | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton kernels run in Triton's interpreter, on the CPU: slow, but right, and without a GPU."""
+    """Returns whether Triton kernels run in Triton's interpreter, on the CPU: slow, but right, and without a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

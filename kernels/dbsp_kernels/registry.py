@@ -25,8 +25,8 @@ KERNELS: dict[str, Kernel] = {
         fastvideo.KERNEL,
     )
 }
-"""By name, in the order in which "auto" prefers them. Taken only by name: sparge, which quantises, and those that no
-GPU has yet shown to be right and faster."""
+"""Kernels by name, in the order in which "auto" prefers them. Taken only by name: sparge, which quantises, and those
+that no GPU has yet shown to be right and faster."""
 
 
 def available(
@@ -37,7 +37,7 @@ def available(
 
 
 def _wanted(name: str) -> str:
-    """The kernel asked for: "auto" is $DBSP_KERNEL if set. Raises ValueError for one that there is not."""
+    """The kernel asked for: "auto" is $DBSP_KERNEL if set. Raises UserError for an unknown one."""
     wanted = (os.environ.get("DBSP_KERNEL") or "auto") if name == "auto" else name
     if wanted != "auto" and wanted not in KERNELS:
         raise UserError(f"unknown kernel {wanted!r}; use auto or one of {', '.join(KERNELS)}")
@@ -49,7 +49,7 @@ def choose_kernel(
 ) -> Kernel:
     """The kernel called `name`; "auto" is $DBSP_KERNEL if set, else the best that can serve `dtype` on `device`.
 
-    Raises ValueError, naming one that can, when the kernel is unknown or cannot serve.
+    Raises UserError, naming one that can, when the kernel is unknown or cannot serve.
     """
     wanted = _wanted(name)
     if wanted != "auto":
@@ -65,9 +65,9 @@ def choose_kernel(
 
 
 def require_supported(name: str, needs: KernelRequirements) -> None:
-    """Raises ValueError, naming kernels that can, when the kernel called `name` can serve such a plan on no machine.
+    """Raises UserError, naming kernels that can, when the kernel called `name` can serve such a plan on no machine.
 
-    Asks for nothing that differs between ranks, so that all of them raise alike.
+    Nothing that differs between ranks matters, so that all of them raise alike.
     """
     wanted = _wanted(name)
     reason = None if wanted == "auto" else KERNELS[wanted].why_unsupported_anywhere(needs)
@@ -87,9 +87,6 @@ def explain_auto(device: torch.device | str, dtype: torch.dtype) -> str:
 
 
 def returns_lse(kernel: str) -> bool:
-    """Whether a kernel returns the log-sum-exp that rings merge by; "auto" is chosen to.
-
-    Raises ValueError for an unknown name.
-    """
+    """Returns whether a kernel has the log-sum-exp that rings merge by; "auto" does. Raises UserError if unknown."""
     wanted = _wanted(kernel)
     return wanted == "auto" or KERNELS[wanted].returns_lse

@@ -10,7 +10,7 @@ import torch
 
 from dbsp_cli.calibrate.cases import Case
 from dbsp_cli.calibrate.measure import Setting, measure_attentions
-from dbsp_cli.calibrate.timing import Timer, core_seconds, run_ranks, undisturbed_samples
+from dbsp_cli.calibrate.timing import Samples, Timer, run_ranks, undisturbed_samples
 from dbsp_cli.simulate import ELEMENT_BYTES
 from dbsp_core.cost.hardware import Hardware
 from dbsp_core.cost.latency import AttentionShape, predict
@@ -22,7 +22,7 @@ from dbsp_core.planning.planners import require_planner
 from dbsp_core.runtime.kernel_tables import build_tables, table_layout
 from dbsp_kernels import block_attention
 
-__all__ = ["Comparison", "compare", "replay", "replayed_seconds"]
+__all__ = ["Comparison", "compare", "core_seconds", "replay", "replayed_seconds"]
 
 PLANNERS = ("contiguous", "dbsp")
 
@@ -91,6 +91,11 @@ def compare(
         core = [core_seconds(one) for one in pair]
         found.append(Comparison(str(strategy), plan.rho_before, plan.rho, *seconds, *core))
     return found
+
+
+def core_seconds(by_rank: Sequence[Samples]) -> float:
+    """Seconds on a core of the busiest rank, median over repetitions."""
+    return float(np.median(np.asarray(by_rank, dtype=np.float64)[..., 2].max(axis=0)))
 
 
 def _plan(mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, SequenceLayout]:

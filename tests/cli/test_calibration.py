@@ -13,13 +13,13 @@ from dbsp_cli.calibrate.calibrate import Calibration, Checked, constants_from, p
 from dbsp_cli.calibrate.cases import Case, held_out, sizes_for
 from dbsp_cli.calibrate.fit import fit
 from dbsp_cli.calibrate.measure import Setting
-from dbsp_cli.calibrate.timing import Timer, core_seconds, median_time, run_ranks, undisturbed_samples
+from dbsp_cli.calibrate.timing import Timer, median_time, run_ranks, undisturbed_samples
 from dbsp_cli.commands import calibrate as command
 from dbsp_core import Strategy, make_plan
 from dbsp_core.cost.hardware import Constants, load_hardware
 from dbsp_core.cost.latency import MERGE_BYTES
 from scripts.bench import comparison as bench
-from scripts.bench.comparison import Comparison, replayed_seconds
+from scripts.bench.comparison import Comparison, core_seconds, replayed_seconds
 from tests.cli.calibration_cases import die_on_one, fail_on_one
 
 

@@ -217,7 +217,7 @@ import sys, torch
 from dbsp_core import SequenceGroup, Strategy
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.video import Video
-from dbsp_core.reports.observed import observed_session
+from dbsp_core.reports.observed_session import observed_session
 config = DbspConfig.load({"mask": {"source": "synthetic", "block_q": 16, "block_k": 16, "density": 0.3, "drift": 0.2}})
 session = observed_session(config, SequenceGroup(0, 1), Strategy(1, 1), heads=4, layers=3)
 q = torch.randn(1, 4, 384, 8)

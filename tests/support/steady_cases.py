@@ -21,7 +21,7 @@ from dbsp_core.comm import groups
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.video import Video
-from dbsp_core.reports.observed import observed_session
+from dbsp_core.reports.observed_session import observed_session
 
 _SCALARS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose")
 _SIZES = ("nonzero", "masked_select", "unique")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +12,27 @@ from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.executor import AttentionExecutor
 
-__all__ = ["SessionObserver"]
+__all__ = ["AttentionEnded", "SessionObserver"]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionEnded:
+    """An attention that was computed, or queued on its device.
+
+    Attributes:
+        key: The key of its plan.
+        q: float[B, H, shard, D], this rank's queries.
+        latest: Plans by key, with the numbers of the masks that were counted last.
+        asynchronous: Whether its own mask is still being counted: then the executor's plan has the last mask's
+            numbers, and `latest` has this one's once the next attention of the same key has begun.
+    """
+
+    layer: int
+    key: Hashable
+    executor: AttentionExecutor
+    q: torch.Tensor
+    latest: Mapping[Hashable, Plan]
+    asynchronous: bool
 
 
 class SessionObserver:
@@ -44,24 +65,8 @@ class SessionObserver:
     def attention_begins(self, device: torch.device) -> None:
         """An attention on this device will be planned and computed."""
 
-    def attention_ends(
-        self,
-        layer: int,
-        key: Hashable,
-        executor: AttentionExecutor,
-        q: torch.Tensor,
-        latest: Mapping[Hashable, Plan],
-        asynchronous: bool,
-    ) -> None:
-        """An attention was computed, or queued on its device.
-
-        Args:
-            key: Of its plan.
-            q: float[B, H, shard, D], this rank's queries.
-            latest: By key, plans with the numbers of the masks that were counted last.
-            asynchronous: Whether its own mask is still being counted: then the executor's plan has the last mask's
-                numbers, and `latest` has this one's once the next attention of the same key has been asked for.
-        """
+    def attention_ends(self, ended: AttentionEnded) -> None:
+        """An attention was computed, or queued on its device."""
 
     def flush(self, latest: Mapping[Hashable, Plan]) -> None:
         """All masks up to now have been counted."""

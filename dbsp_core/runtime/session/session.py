@@ -30,7 +30,7 @@ from dbsp_core.runtime.agreement import (
 )
 from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.session.mask_provider import MaskProvider
-from dbsp_core.runtime.session.observer import SessionObserver
+from dbsp_core.runtime.session.observer import AttentionEnded, SessionObserver
 from dbsp_core.runtime.session.one_thread import OneThread
 from dbsp_core.runtime.session.plan_maker import Machine
 from dbsp_core.runtime.session.recomputation import Recomputation
@@ -186,8 +186,9 @@ class AttentionSession:
             out = self._run(executor, q, k, v, scale)
             self._now.plans.start()
             key, latest = self._now.plan_keys[layer], self._now.plans.latest
+            ended = AttentionEnded(layer, key, executor, q, latest, self.config.effective_planning == "async")
             for observer in self.observers:
-                observer.attention_ends(layer, key, executor, q, latest, self.config.effective_planning == "async")
+                observer.attention_ends(ended)
             return out
 
     def _run(

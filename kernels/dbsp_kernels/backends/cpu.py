@@ -19,13 +19,13 @@ from dbsp_kernels.merge import PartialAttention, lse_dtype
 __all__ = ["GATHER_BYTES", "KERNEL", "cpu_attention", "tail_bias", "why_unavailable"]
 
 GATHER_BYTES = 2 << 20
-"""Of keys gathered at a time for each thread, into memory that is reused: fresh memory costs page faults."""
+"""Bytes of keys that a thread gathers at a time, into memory that is reused: fresh memory costs page faults."""
 
 LONG = 192
 """Queries from which on torch's flash attention works on 64 or more of them at a time, and not on 32."""
 
 STRETCH_BYTES = 256 << 20
-"""Of keys that neighbouring rows gather in one stretch: they share a head's keys, which then stay in the cache."""
+"""Bytes of keys that neighbouring rows gather in a stretch: they share a head's keys, which stay in the cache."""
 
 
 def why_unavailable() -> str | None:
@@ -44,6 +44,7 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
     short = bool((kv_len < k.shape[1]).any())
     gather = _Gather(k, v)
     together = GATHER_BYTES * torch.get_num_threads()
+    # 1. Rows that share their blocks, as one sequence.
     rest = kv_count.clone()
     for rows, run in _long_sequences(inputs.kv_index, kv_count, q.shape[1]):
         of_rows, of_blocks = slice(rows.start, rows.stop), slice(run.start, run.stop)
@@ -51,9 +52,9 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
         one = _flash(q[of_rows].flatten(0, 1)[None], k[of_blocks][None], v[of_blocks][None], bias, inputs.scale)
         out[of_rows], lse[of_rows] = one[0].view_as(out[of_rows]), one[1].view_as(lse[of_rows])
         rest[of_rows] = 0
-    kv_count = rest
-    for rows in _stretches(kv_count, gather.block_bytes):
-        counts = kv_count[rows.start : rows.stop]
+    # 2. The other rows, those with equally many blocks together.
+    for rows in _stretches(rest, gather.block_bytes):
+        counts = rest[rows.start : rows.stop]
         for count in counts.unique().tolist():
             if count == 0:  # the operator would give lse 0, not −inf
                 continue
@@ -66,7 +67,7 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
 
 
 def _long_sequences(kv_index: torch.Tensor, kv_count: torch.Tensor, block_q: int) -> list[tuple[range, range]]:
-    """Rows side by side, LONG queries or more, that attend to the same blocks side by side; those rows and blocks."""
+    """(rows, blocks): neighbouring rows, LONG queries or more, that all attend to the same run of blocks."""
     column = torch.arange(kv_index.shape[1], device=kv_index.device)
     unused = column >= kv_count[:, None]
     first = kv_index.masked_fill(unused, 1 << 30).amin(1) if len(column) else kv_count
@@ -85,7 +86,7 @@ def _long_sequences(kv_index: torch.Tensor, kv_count: torch.Tensor, block_q: int
 
 
 def _stretches(kv_count: torch.Tensor, block_bytes: int) -> list[range]:
-    """Runs of rows side by side whose blocks are of STRETCH_BYTES or less, or of a single row."""
+    """Runs of neighbouring rows whose blocks take at most STRETCH_BYTES, or of a single row."""
     before = (kv_count.long().cumsum(0) - kv_count) * block_bytes // STRETCH_BYTES
     lengths = before.unique_consecutive(return_counts=True)[1].tolist()
     ends = list(itertools.accumulate(lengths))
@@ -101,7 +102,7 @@ class _Gather:
         self._memory = k.new_empty(2, 0, *k.shape[1:])
 
     def __call__(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """blocks: int64[R, n]; returns: keys and values, [R, n, Bk, D]"""
+        """Keys and values [R, n, Bk, D] of blocks int64[R, n]."""
         if self._memory.shape[1] < blocks.numel():
             self._memory = self._k.new_empty(2, blocks.numel(), *self._k.shape[1:])
         keys, values = self._memory[:, : blocks.numel()]
@@ -113,7 +114,7 @@ class _Gather:
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> PartialAttention:
-    """q: [R, Bq, D]; k, v: [R, n, Bk, D]; bias: [R, 1, 1, n·Bk] or None. returns: out [R, Bq, D], lse [R, Bq]."""
+    """(out [R, Bq, D], lse [R, Bq]) of q [R, Bq, D] over k and v [R, n, Bk, D], with bias [R, 1, 1, n·Bk] or None."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q[:, None], k.flatten(1, 2)[:, None], v.flatten(1, 2)[:, None], 0.0, False, attn_mask=bias, scale=scale
     )
@@ -121,7 +122,7 @@ def _flash(
 
 
 def tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """−inf on the tokens beyond each block's length. lengths: int[R, n]; returns: [R, 1, 1, n·block]."""
+    """[R, 1, 1, n·block]: −inf on the tokens beyond each block's length, given int[R, n]."""
     beyond = torch.arange(block, device=lengths.device) >= lengths[..., None]
     bias = torch.zeros(beyond.shape, dtype=dtype, device=beyond.device)
     return bias.masked_fill_(beyond, -torch.inf).flatten(1)[:, None, None]

@@ -48,7 +48,7 @@ def why_unavailable() -> str | None:
 
 
 def blocks(arch: int | None, dtype: torch.dtype, width: int | None) -> frozenset[tuple[int, int]]:
-    """The (block_q, block_k) it serves on an architecture, for q of `dtype` with heads of `width`; None: any."""
+    """The (block_q, block_k) it serves on an architecture, for q of `dtype` with heads of `width`; None: unknown."""
     family = None if arch is None else arch // 10
     widths = {128} if family == 12 else {64, 96, 128}
     if width is not None and width not in widths:
@@ -61,8 +61,8 @@ def blocks(arch: int | None, dtype: torch.dtype, width: int | None) -> frozenset
 def cudnn_attention(inputs: KernelInputs) -> PartialAttention:
     """The contract of `dbsp_kernels.block_attention`, without merging.
 
-    Where rows say how many full blocks they begin with, it runs those, and our kernel the few short ones: told the
-    lengths of blocks, it would mask every step (128×128).
+    Where rows say how many full blocks they begin with, cuDNN runs those, and our kernel the few short ones: given the
+    lengths of blocks, cuDNN would mask every step (128×128).
     """
     from cudnn import block_sparse_attention
 
@@ -92,7 +92,7 @@ def cudnn_attention_backward(inputs: BackwardInputs) -> Gradients:
 
 
 def why_no_backward(arch: int | None, dtype: torch.dtype, width: int | None) -> str | None:
-    """Of q of `dtype` with heads of `width` on an architecture; None where it has one."""
+    """Returns why there is no backward for q of `dtype` with heads of `width` on an architecture, or None."""
     if dtype != torch.bfloat16:
         return f"its backward takes torch.bfloat16, the tensors are {dtype}"
     if arch is not None and arch // 10 not in (9, 10):
@@ -143,7 +143,7 @@ def _one_head(t: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same with tensors that begin at multiples of 128 bytes, as its copies want."""
+    """The arguments with tensors that begin at multiples of 128 bytes, as cuDNN's copies require."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) and value.data_ptr() % 128 else value
         for name, value in arguments.items()

@@ -26,7 +26,7 @@ __all__ = [
 BLOCKS = frozenset((q, k) for q in (64, 128) for k in (64, 128))
 
 RECOMPILE_LIMIT = 256
-"""Of variants compiled in one process; torch's own is 8."""
+"""Most variants compiled in one process; torch's own limit is 8."""
 
 
 def why_unavailable() -> str | None:
@@ -52,7 +52,7 @@ def packed_block_mask(
 ) -> Any:
     """FlexAttention's BlockMask for packed rows: entries before kv_full are full blocks, the others are masked.
 
-    transposed: for backward; then all short blocks, and no others, are beyond kv_full
+    The backward needs `transposed`; all short blocks, and no others, must then be beyond kv_full.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -125,7 +125,7 @@ def flex_attention_packed_backward(inputs: BackwardInputs) -> Gradients:
 
 
 def _attend(inputs: KernelInputs, transposed: TransposedTable | None) -> PartialAttention:
-    """transposed: where autograd is to follow"""
+    """Attends; autograd can follow if `transposed` is given."""
     q, k, kv_index, kv_count, kv_full = inputs.q, inputs.k, inputs.kv_index, inputs.kv_count, inputs.kv_full
     if len(q) == 0 or len(k) == 0 or kv_index.shape[1] == 0:
         return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=torch.float32)

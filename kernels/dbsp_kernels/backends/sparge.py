@@ -17,7 +17,7 @@ __all__ = ["ARCHS", "KERNEL", "LEAST_TOKENS", "blocks", "sparge_attention", "why
 
 ARCHS = frozenset({80, 86, 87, 89, 90})
 LEAST_TOKENS = 128
-"""Of a head; it asserts so."""
+"""Fewest tokens of a head, which SpargeAttn asserts."""
 _OF_HOPPER = "qk_int8_sv_f8_accum_f32_block_sparse_attn_inst_buf_fuse_v_scale_with_pv_threshold_sm90"
 
 
@@ -35,7 +35,7 @@ def why_unavailable() -> str | None:
 
 
 def blocks(arch: int | None) -> frozenset[tuple[int, int]]:
-    """Its (block_q, block_k) on a GPU of this architecture, 90 for Hopper."""
+    """(block_q, block_k) on a GPU of this architecture, 90 for Hopper."""
     return frozenset({(64, 128) if arch == 90 else (128, 64)})
 
 
@@ -63,9 +63,9 @@ def sparge_attention(inputs: KernelInputs) -> PartialAttention:
 
 @contextlib.contextmanager
 def _default_stream(device: torch.device) -> Iterator[None]:
-    """Runs the body on the device's default stream, on which it launches whatever the current one, ordered with that.
+    """Runs the body on the device's default stream, on which SpargeAttn always launches, ordered with the current one.
 
-    It changes the current device, too: the caller's is restored.
+    SpargeAttn changes the current device, too: the caller's is restored.
     """
     if device.type != "cuda":
         yield

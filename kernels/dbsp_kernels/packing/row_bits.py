@@ -45,13 +45,13 @@ def pack_rows(
     full: torch.Tensor,
     as_masked: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The bits of a rank's rows by ring period, and what they come to: of all periods at once.
+    """Packs and counts the bits of a rank's rows, for all ring periods at once.
 
     A span is a head, or one sequence of a head, that rows attend to: they share what columns stand for.
 
     Args:
         mask: bool[n, nk] rows; or bool[n], rows of several lengths one after another.
-        rows, spans, turn: int64[R], each row's place there (in bool[n] its first), its span, and what it is sorted by.
+        rows, spans, turn: int64[R], each row's place there (in bool[n] its first), its span, and its sort key.
         columns: int64[y, spans, width], the KV block that a row's column stands for, counted along the mask's row.
         present: bool[y, spans, width], whether it stands for one.
         full: Whether that block is not short.
@@ -59,7 +59,7 @@ def pack_rows(
 
     Returns:
         Bits uint8[y, R, ceil(width / 8)]; int32[y, R] the blocks of each row and how many of them are not short;
-        int64[y, R], turn less those blocks.
+        int64[y, R], turn less each row's blocks.
     """
     if mask.is_cuda:
         from dbsp_kernels.triton.row_bits import triton_pack_rows  # here: triton need not be installed

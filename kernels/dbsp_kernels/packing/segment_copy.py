@@ -42,12 +42,12 @@ class CopySegments:
         return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
 
     def to(self, device: torch.device) -> CopySegments:
-        """The same on a device. The table is on the host."""
+        """Copies a table on the host to a device."""
         return CopySegments(to_device(self.table.numpy(), device), self.mean)
 
     @cached_property
     def entries(self) -> list[list[int]]:
-        """The table as Python's numbers."""
+        """The table as lists of Python integers."""
         entries: list[list[int]] = self.table.tolist()
         return entries
 

@@ -1,4 +1,4 @@
-"""From pooled queries and keys to the blocks that each row attends to, as bits: all heads in three operations."""
+"""Chooses the blocks that each row attends to from pooled queries and keys, as bits: all heads in three operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["pairs_at_once", "pooled_scores", "pooled_scores_torch", "select_bloc
 
 
 def pairs_at_once(on_gpu: bool) -> int:
-    """Pairs of blocks to choose among at a time: enough to be fast, and few enough to hold little beside the bits.
+    """Number of block pairs to choose among at a time: enough to be fast, few enough to need little memory.
 
     On the CPU torch's own operations take some 50 bytes for each; the kernels a score and a chance of 8 bytes.
     """
@@ -21,10 +21,13 @@ def pairs_at_once(on_gpu: bool) -> int:
 def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
     """Scores of mean queries and keys, −inf at key blocks whose similarity is at or below `similarity`.
 
-    rows:    float32[heads, nq + nk, D + 1], from `pool_rows`: of queries and then of keys
-    returns: float64[heads, nq, nk]
+    The scores of a head depend on nothing but that head: which others a rank has cannot change a bit.
 
-    What is computed of a head depends on nothing but that head: which others a rank has cannot change a bit.
+    Args:
+        rows: float32[heads, nq + nk, D + 1], from `pool_rows`: of queries and then of keys.
+
+    Returns:
+        float64[heads, nq, nk].
     """
     if with_triton(rows):
         from dbsp_kernels.triton.block_selection import pooled_scores_triton  # here: triton need not be installed
@@ -34,7 +37,7 @@ def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) 
 
 
 def pooled_scores_torch(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
-    """The same by torch's own operations."""
+    """`pooled_scores` by torch's own operations."""
     wide = rows[..., :-1].double()
     scores = wide.new_empty(len(rows), nq, rows.shape[1] - nq)
     for head, out in zip(wide, scores, strict=True):  # not in a batch, which may round otherwise
@@ -45,11 +48,15 @@ def pooled_scores_torch(rows: torch.Tensor, nq: int, scale: float, similarity: f
 def select_blocks(chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int) -> torch.Tensor:
     """The blocks of largest chance in each row, ties to the lower column, and dense rows and columns, as bits.
 
-    chance:  float64[heads, nq, nk], at least 0; NaN counts as 0
-    dense:   bool[heads, nq + nk], rows and then columns that are dense in any case
-    cdf:     as many blocks as have a cumulative chance of at most this, but at least one; None: `count` of them
-    returns: uint8[heads, nq, ceil(nk / 8)], as `pack_bits` packs them
     On a GPU chances are added up exactly, in units of 2^-60; on the CPU in float64, one after the other.
+
+    Args:
+        chance: float64[heads, nq, nk], at least 0; NaN counts as 0.
+        dense: bool[heads, nq + nk], rows and then columns that are dense in any case.
+        cdf: As many blocks as have a cumulative chance of at most this, but at least one; None: `count` of them.
+
+    Returns:
+        uint8[heads, nq, ceil(nk / 8)], as `pack_bits` packs them.
     """
     if with_triton(chance):
         from dbsp_kernels.triton.block_selection import select_blocks_triton  # here: triton need not be installed
@@ -59,7 +66,7 @@ def select_blocks(chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, 
 
 
 def select_blocks_torch(chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int) -> torch.Tensor:
-    """The same by torch's own operations."""
+    """`select_blocks` by torch's own operations."""
     nq, nk = chance.shape[1:]
     ordered, block = torch.sort(chance.nan_to_num(0.0), dim=-1, descending=True, stable=True)
     place = torch.arange(nk, device=chance.device)

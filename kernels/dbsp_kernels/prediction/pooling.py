@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 from collections.abc import Iterator
 
 import numpy as np
 import torch
+
+from dbsp_kernels.kernel import interpreted
 
 __all__ = ["BlockRuns", "block_runs", "pool_rows", "pool_rows_torch", "sum_tokens", "sum_tokens_torch", "with_triton"]
 
@@ -30,13 +31,17 @@ CHUNK_BYTES = 1 << 20  # of widened tokens at a time: what is computed of them s
 def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor, runs: BlockRuns) -> torch.Tensor:
     """Sums over the tokens of each block.
 
-    tokens:  [B, H, n, D], float32, bfloat16 or float16, any strides
-    place:   int64[m], which of the n are summed, block after block
-    first:   int64[blocks + 1], where each block's begin in `place`, and where the last one's end
-    runs:    the same on the host, as `block_runs` makes it
-    returns: int64[H, B, blocks, 2 · D]: the sum of values, in units of MEAN_UNIT, and then of directions (values
-             divided by the token's length), in units of DIRECTION_UNIT, each token's rounded down
     Values that are not finite count as 0 or as ± LIMIT.
+
+    Args:
+        tokens: [B, H, n, D], float32, bfloat16 or float16, any strides.
+        place: int64[m], which of the n are summed, block after block.
+        first: int64[blocks + 1], where each block's begin in `place`, and where the last one's end.
+        runs: The same on the host, from `block_runs`.
+
+    Returns:
+        int64[H, B, blocks, 2 · D]: the sum of values, in units of MEAN_UNIT, and then of directions (values divided by
+        the token's length), in units of DIRECTION_UNIT, each token's rounded down.
     """
     if with_triton(tokens):
         from dbsp_kernels.triton.pooling import sum_tokens_triton  # here: triton need not be installed
@@ -54,10 +59,14 @@ def block_runs(lengths: np.ndarray) -> BlockRuns:
 def pool_rows(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Means and similarities of complete blocks.
 
-    sums:    int64[H, B, blocks, 2 · D], from `sum_tokens`;  lengths: int64[blocks], tokens of each
-    returns: float32[H, B, blocks, D + 1]: the mean, and then the mean cosine of all pairs of the block's tokens
-
     The mean cosine of all pairs of n directions, each with itself included, is |Σ directions|² / n².
+
+    Args:
+        sums: int64[H, B, blocks, 2 · D], from `sum_tokens`.
+        lengths: int64[blocks], tokens of each.
+
+    Returns:
+        float32[H, B, blocks, D + 1]: the mean, and then the mean cosine of all pairs of the block's tokens.
     """
     if with_triton(sums):
         from dbsp_kernels.triton.pooling import pool_rows_triton  # here: triton need not be installed
@@ -67,7 +76,7 @@ def pool_rows(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def pool_rows_torch(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The same by torch's own operations."""
+    """`pool_rows` by torch's own operations."""
     values, directions = sums.double().chunk(2, dim=-1)
     mean = values * MEAN_UNIT / lengths[:, None]
     direction = directions * DIRECTION_UNIT / lengths[:, None]
@@ -75,17 +84,17 @@ def pool_rows_torch(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def with_triton(tensor: torch.Tensor) -> bool:
-    """Whether Triton's kernels serve this tensor, on a GPU or in the interpreter."""
+    """Returns whether Triton's kernels serve this tensor, on a GPU or in the interpreter."""
     on_gpu = tensor.is_cuda and importlib.util.find_spec("triton") is not None
-    return on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
+    return on_gpu or interpreted()
 
 
 def sum_tokens_torch(tokens: torch.Tensor, place: torch.Tensor, runs: BlockRuns) -> torch.Tensor:
-    """The same by torch's own operations, some heads at a time."""
+    """`sum_tokens` by torch's own operations, some blocks of one head at a time."""
     batch, heads, _, width = tokens.shape
     sums = tokens.new_zeros(heads, batch, sum(blocks for blocks, _ in runs), 2 * width, dtype=torch.int64)
-    # Some blocks of one head at a time: what is computed of them stays in the core's cache. Units are powers of 2, so
-    # that to count in them is exact in float32.
+    # What is computed of some blocks of one head stays in the core's cache. Units are powers of 2, so that counting in
+    # them is exact in float32.
     for begin, end, start, length in _parts(runs, max(1, CHUNK_BYTES // (8 * width))):
         places = place[start : start + (end - begin) * length]
         for item, head in itertools.product(range(batch), range(heads)):
@@ -102,8 +111,7 @@ def sum_tokens_torch(tokens: torch.Tensor, place: torch.Tensor, runs: BlockRuns)
 
 
 def _parts(runs: BlockRuns, most_tokens: int) -> Iterator[tuple[int, int, int, int]]:
-    """Parts of runs that have at most `most_tokens`, or one block: (first block, last + 1, first token, length of a
-    block)."""
+    """(first block, last + 1, first token, block length) of parts of runs: `most_tokens` or fewer, or one block."""
     block, token = 0, 0
     for count, length in runs:
         step = max(1, most_tokens // max(1, length))
@@ -113,16 +121,14 @@ def _parts(runs: BlockRuns, most_tokens: int) -> Iterator[tuple[int, int, int, i
 
 
 def _exact_sums(units: torch.Tensor, length: int) -> torch.Tensor:
-    """int64[blocks, D]: sums over each block's tokens. units: float32[blocks · length, D], whole numbers up to 2^47
-
-    Of 64 of them float64 holds the sum exactly.
-    """
+    """int64[blocks, D]: sums over each block's tokens of float32[blocks · length, D], whole numbers up to 2^47."""
+    # float64 holds the sum of 64 of them exactly.
     parts = units.view(-1, length, units.shape[-1]).split(64, dim=1)
     return torch.stack([part.sum(dim=1, dtype=torch.float64).long() for part in parts]).sum(dim=0)
 
 
 def halving_sum(terms: torch.Tensor) -> torch.Tensor:
-    """Σ over the last dimension in one fixed order: its halves are added until one is left. terms: [..., D]"""
+    """Sums terms [..., D] over the last dimension in one fixed order: its halves are added until one is left."""
     width = 1 << (terms.shape[-1] - 1).bit_length()
     if width > terms.shape[-1]:
         terms = torch.nn.functional.pad(terms, (0, width - terms.shape[-1]))

@@ -198,7 +198,7 @@ def triton_attention(
 
 
 def _destination(q: torch.Tensor, partial: PartialAttention | None, out_dtype: torch.dtype | None) -> PartialAttention:
-    """Returns where the result goes: over the partial one, unless another dtype is asked for."""
+    """Returns the tensors for the result: those of the partial one, unless another dtype is required."""
     dtype = out_dtype or (partial[0].dtype if partial else q.dtype)
     lse = partial[1] if partial else torch.empty(q.shape[:2], device=q.device, dtype=torch.float32)
     if partial and partial[0].dtype == dtype:

@@ -16,7 +16,7 @@ LOG2_E = 1.4426950408889634
 
 
 def stages_for(block_k: int) -> int:
-    """Slots of each ring: 192 KB of tiles at D 128, beside 32 KB of queries."""
+    """Slots of each ring: 192 KB of tiles at D 128, in addition to 32 KB of queries."""
     return 3 if block_k == 128 else 6
 
 

@@ -18,8 +18,8 @@ class PairedRows:
     Attributes:
         rows: int32[P, 2]; where their number is odd, the last row is a pair with itself.
         list: int32[P, 2 · width], the blocks that one or both rows need, each once, full ones first.
-        tiles: int32[P], how many entries of it there are.
-        turn: int32[P, 2, width], where in the list each row's own blocks are, in its order.
+        tiles: int32[P], number of entries in the list.
+        turn: int32[P, 2, width], places in the list of each row's own blocks, in its order.
     """
 
     rows: torch.Tensor

@@ -16,8 +16,8 @@ class Tiles:
     """How one program works.
 
     Attributes:
-        queries: Of a row, per program.
-        keys: Per step of its loop; a block larger than that takes several.
+        queries: Queries of a row per program.
+        keys: Keys per step of its loop; a block larger than that takes several.
         warps, stages: Triton's num_warps and num_stages (tiles of keys and values in flight).
     """
 

@@ -205,7 +205,7 @@ _TORCH = (
     PrivateName("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", "dbsp_core.comm.transforms"),
     PrivateName("torch._dynamo:config", "dbsp_kernels.backends.flex"),
     PrivateName("torch._dynamo:exc", "dbsp_kernels.backends.flex"),
-    PrivateName("torch._dynamo.eval_frame:OptimizedModule", "dbsp_diffusers.sharding.checks", says=("_orig_mod",)),
+    PrivateName("torch._dynamo.eval_frame:OptimizedModule", "dbsp_diffusers.attached", says=("_orig_mod",)),
     *(
         PrivateName(f"torch.ops:aten._scaled_dot_product_flash_attention_for_cpu{suffix}", "dbsp_kernels.backends.cpu")
         for suffix in ("", "_backward")

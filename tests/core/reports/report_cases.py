@@ -19,7 +19,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.masks.video import Video
 from dbsp_core.reports.collect import make_report
-from dbsp_core.reports.observed import observed_session
+from dbsp_core.reports.observed_session import observed_session
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.runtime.executor import AttentionExecutor

@@ -23,7 +23,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.video import Video
 from dbsp_core.planning.plan import Plan
-from dbsp_core.reports.observed import observed_session
+from dbsp_core.reports.observed_session import observed_session
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.executor import KernelChoice
 from dbsp_core.runtime.session.async_plan_cache import PlanningThread

@@ -15,7 +15,7 @@ from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.mask_writer import save_mask
 from dbsp_core.masks.video import Video
-from dbsp_core.reports.observed import observed_session
+from dbsp_core.reports.observed_session import observed_session
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_diffusers.api import disable, enable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,8 +15,7 @@ from dbsp_core.masks.schedule import DenoisingStep, StepClock
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.mask_recorder import MaskRecorder
 from dbsp_core.reports.observer import RunObserver, run_observer
-from dbsp_core.runtime.executor import AttentionExecutor
-from dbsp_core.runtime.session.observer import SessionObserver
+from dbsp_core.runtime.session.observer import AttentionEnded, SessionObserver
 from dbsp_core.runtime.session.session import AttentionSession
 
 __all__ = ["observed_session"]
@@ -69,17 +68,10 @@ class _LayersAfter(SessionObserver):
     def attention_begins(self, device: torch.device) -> None:
         self.inner.attention_begins(device)
 
-    def attention_ends(
-        self,
-        layer: int,
-        key: Hashable,
-        executor: AttentionExecutor,
-        q: torch.Tensor,
-        latest: Mapping[Hashable, Plan],
-        asynchronous: bool,
-    ) -> None:
-        named: dict[Hashable, Plan] = {(self.layers, key): latest[key]} if key in latest else {}
-        self.inner.attention_ends(layer + self.layers, (self.layers, key), executor, q, named, asynchronous)
+    def attention_ends(self, ended: AttentionEnded) -> None:
+        key, latest = (self.layers, ended.key), ended.latest
+        named: dict[Hashable, Plan] = {key: latest[ended.key]} if ended.key in latest else {}
+        self.inner.attention_ends(replace(ended, layer=ended.layer + self.layers, key=key, latest=named))
 
     def flush(self, latest: Mapping[Hashable, Plan]) -> None:
         self.inner.flush({(self.layers, key): plan for key, plan in latest.items()})
