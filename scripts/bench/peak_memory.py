@@ -66,7 +66,7 @@ def peak_of_attention(
 
     gradients: of a forward pass that keeps what backward needs
 
-    Nothing is sent, copied or computed: gloo, and the CPU's way to copy runs and to attend, have memory of their own
+    Nothing is sent, copied or computed: gloo, and the CPU's ways to copy segments and to attend, have memory of their own
     that a GPU's do without. What is left is what the executor allocates and holds, with what a kernel that adds to a
     partial result in place returns.
     """

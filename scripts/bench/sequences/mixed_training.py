@@ -67,7 +67,7 @@ class Row:
 
 class Way:
     """One way to share out a step. bags: of ranks, as KnapFormer writes them; planner: of attention within a bag;
-    padded: samples are dealt out in turn, and padded to the largest"""
+    padded: samples are assigned in turn, and padded to the largest"""
 
     def __init__(self, name: str, bags: str | None, planner: str, padded: bool = False) -> None:
         self.name, self.bags, self.planner, self.padded = name, bags, planner, padded
