@@ -1,7 +1,7 @@
 """docs/report.png: the page of a tiny run, as headless Chromium shows it.
 
-python docs/pictures/report_picture.py                     runs the small trained model on four ranks, takes the picture
-python docs/pictures/report_picture.py --out DIR --runs 2  leaves reports in DIR, the second with other settings
+python docs/pictures/report_picture.py                    runs the small trained model on four ranks, takes the picture
+python docs/pictures/report_picture.py --out DIR --runs 2 leaves reports in DIR, the second with other settings
 Needs extra "xdit" or "para", and chromium on the path; without it the reports are left and the picture is not.
 """
 
