@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 """docs/report.png: the page of a tiny run, as headless Chromium shows it.
 
-docs/pictures/report_picture.py                      runs the small trained Wan2.1 on four ranks, takes the picture
-docs/pictures/report_picture.py --out DIR --runs 2   leaves reports in DIR, the second with other settings, to compare
+python docs/pictures/report_picture.py                    runs the small trained model on four ranks, takes the picture
+python docs/pictures/report_picture.py --out DIR --runs 2 leaves reports in DIR, the second with other settings
 Needs extra "xdit" or "para", and chromium on the path; without it the reports are left and the picture is not.
 """
 

@@ -66,8 +66,8 @@ def peak_of_attention(
 
     gradients: of a forward pass that keeps what backward needs
 
-    Nothing is sent, copied or computed: gloo, and the CPU's way to copy runs and to attend, have memory of their own
-    that a GPU's do without. What is left is what the executor allocates and holds, with what a kernel that adds to a
+    Nothing is sent, copied or computed: gloo, and the CPU's ways to copy segments and to attend, need memory that a
+    GPU's do without. What is left is what the executor allocates and holds, with what a kernel that adds to a
     partial result in place returns.
     """
     attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup(rank, plan.strategy.world))

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Eq. 4 exactly as the paper prints it (§4.3), beside the form that db-SP predicts by: seconds of one attention.
 
 Started from the repository's root: python -m scripts.reproduce.eq4

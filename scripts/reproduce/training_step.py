@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Modelled time, bytes sent and bytes kept of a training step on one video, per strategy and planner.
 
 Without activation checkpointing, keys going round the ring. Started from the repository's root:

@@ -232,7 +232,7 @@ def test_hints_that_are_true_change_nothing(kernel):
 class TestMerge:
     @staticmethod
     def parts(seed: int, count: int) -> tuple[Packed, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """An attention, and the partial results of its blocks dealt out to `count` parts, some without any."""
+        """An attention, and the partial results of its blocks in `count` parts, some of which have none."""
         p = packed(rows=6, seed=seed)
         part_of = torch.from_numpy(np.random.default_rng(seed).integers(count, size=p.kv_index.shape))
         results = []

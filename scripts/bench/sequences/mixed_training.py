@@ -67,7 +67,7 @@ class Row:
 
 class Way:
     """One way to share out a step. bags: of ranks, as KnapFormer writes them; planner: of attention within a bag;
-    padded: samples are dealt out in turn, and padded to the largest"""
+    padded: samples are assigned in turn, and padded to the largest"""
 
     def __init__(self, name: str, bags: str | None, planner: str, padded: bool = False) -> None:
         self.name, self.bags, self.planner, self.padded = name, bags, planner, padded
@@ -85,7 +85,7 @@ class Way:
     def _bounds(self) -> tuple[list[int], list[int]]:
         return self.topology.first_rank.tolist(), self.topology.ranks.tolist()
 
-    def deal(self, given: Given, width: int) -> list[int]:
+    def assign(self, given: Given, width: int) -> list[int]:
         """The rank that gives each sample to its bag."""
         loaders = np.array([rank for rank, _, _ in given])
         if self.padded:
@@ -101,7 +101,7 @@ class Way:
     def loss(self, clips: Clips, given: Given, rank: int) -> torch.Tensor:
         """This rank's part of the step's loss."""
         config = self.transformer.config
-        owners = self.deal(given, config.num_attention_heads * config.attention_head_dim)
+        owners = self.assign(given, config.num_attention_heads * config.attention_head_dim)
         own = [one for one, owner in zip(given, owners, strict=True) if owner == rank]
         items = [cut_item(clips, number, size) for _, number, size in own]
         samples = [sample_of(item, torch.device("cpu")) for item in items]

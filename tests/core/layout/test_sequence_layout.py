@@ -1,4 +1,4 @@
-"""Home layouts: which rank holds which tokens."""
+"""Sequence layouts: which rank holds which tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_more_ranks_than_tokens_leave_some_empty():
     assert [len(layout.tokens_at(rank)[0]) for rank in range(5)] == [1, 1, 0, 0, 0]
 
 
-def test_striped_deals_blocks_out_over_the_ring():
+def test_striped_assigns_blocks_to_ring_ranks_in_turn():
     # 8 blocks of 4 on U2R2: even blocks are ring rank 0's (ranks 0 and 1), odd blocks ring rank 1's (2 and 3).
     grid = BlockGrid.uniform(32, 4)
     layout = SequenceLayout.striped(grid, Strategy(2, 2))
@@ -94,7 +94,7 @@ def test_striped_deals_blocks_out_over_the_ring():
     assert layout.tokens_at(0)[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
-def test_striped_deals_out_the_coarser_blocks_so_that_none_is_cut():
+def test_striped_assigns_the_coarser_blocks_so_that_none_is_cut():
     layout = SequenceLayout.striped(BlockGrid(32, 0, block_q=2, block_k=8), Strategy(1, 2))
     assert layout.rank.tolist() == (np.arange(32) // 8 % 2).tolist()
 

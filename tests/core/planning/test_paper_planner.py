@@ -34,7 +34,7 @@ class TestGreedyHeads:
 
     def test_equal_heads_are_taken_in_order_and_ties_go_to_the_lower_column(self):
         assert greedy_heads(np.array([4, 4, 4, 4, 4]), 3).tolist() == [0, 1, 2, 0, 1]
-        # 64 heads of 2 and 1 in turn: those of 2 are dealt out first, then those of 1, each in order.
+        # 64 heads of 2 and 1 in turn: those of 2 are assigned first, then those of 1, each in order.
         assert greedy_heads(np.tile([2, 1], 64), 2).tolist() == [0, 0, 1, 1] * 32
 
     def test_a_cap_sends_heads_past_the_least_loaded_column(self):
@@ -119,8 +119,8 @@ class TestBaselines:
         assert contiguous_heads(5, 2).tolist() == [0, 0, 0, 1, 1]
         assert contiguous_heads(4, 4).tolist() == [0, 1, 2, 3]
 
-    def test_dealt_heads_go_to_and_fro_by_falling_work(self):
-        # Heads 0, 2, 4, 3, 1 by falling work, dealt to columns 0 1 1 0 0.
+    def test_snake_assigns_heads_to_and_fro_by_falling_work(self):
+        # Heads 0, 2, 4, 3, 1 by falling work, to columns 0 1 1 0 0.
         assert snake_heads(np.array([5, 1, 4, 2, 3]), 2).tolist() == [0, 0, 1, 0, 1]
 
     def test_resident_parts_hold_most_of_a_block_and_ties_go_to_the_lower(self):
@@ -133,7 +133,7 @@ class TestLearnedLayout:
         assert balanced_layout(np.array([[4.0], [3.0], [2.0], [1.0]]), 2).tolist() == [0, 1, 1, 0]
 
     def test_a_swap_evens_out_what_the_sum_of_profiles_hides(self):
-        # All blocks weigh the same in sum; dealt out in order, part 0 would have all the work as queries.
+        # All blocks weigh the same in sum; assigned in order, part 0 would have all the work as queries.
         part = balanced_layout(np.array([[2.0, 0.0], [0.0, 2.0], [2.0, 0.0], [0.0, 2.0]]), 2)
         assert sorted(part[[0, 2]]) == sorted(part[[1, 3]]) == [0, 1]
 

@@ -21,10 +21,10 @@ class TestBudget:
 
     FIRST, WORSE = mask_of(6, 4, 4, 2), mask_of(6, 4, 2, 4)  # ρ_s = 1, then 1.25 under the same plan
 
-    @pytest.mark.parametrize("lagged", [False, True])
-    def test_a_plan_is_replaced_when_it_has_wasted_more_than_the_budget(self, lagged):
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    def test_a_plan_is_replaced_when_it_has_wasted_more_than_the_budget(self, asynchronous):
         rule = ReplanRule(threshold=2.0, budget=0.5)
-        cache = AsyncPlanCache(rule, group=SequenceGroup(0, 1)) if lagged else SyncPlanCache(rule)
+        cache = AsyncPlanCache(rule, group=SequenceGroup(0, 1)) if asynchronous else SyncPlanCache(rule)
         replans = []
         for mask in (self.FIRST, self.WORSE, self.WORSE, self.WORSE, self.WORSE):
             cache.plan_for(0, mask, PlansBy(plan_u2))

@@ -136,43 +136,43 @@ class TestAMaskWhoseBestPlanIsAboveTheThreshold:
         assert cache.counters.replans == 1
 
 
-class TestLagged:
+class TestPlannedAsync:
     """One process: what a call adopts was settled at the call before."""
 
     @pytest.fixture
-    def lagged(self):
+    def planned_async(self):
         return AsyncPlanCache(ReplanRule(1.25), group=SequenceGroup(0, 1))
 
-    def test_the_first_call_plans_at_once(self, lagged):
+    def test_the_first_call_plans_at_once(self, planned_async):
         assert (
-            lagged.plan_for(0, FIRST, PlansBy(plan_u2)).plan.assignment.fingerprint
+            planned_async.plan_for(0, FIRST, PlansBy(plan_u2)).plan.assignment.fingerprint
             == plan_u2(FIRST).assignment.fingerprint
         )
 
-    def test_a_new_plan_is_adopted_one_call_later(self, lagged):
+    def test_a_new_plan_is_adopted_one_call_later(self, planned_async):
         masks = [FIRST, ABOVE, ABOVE, ABOVE, FIRST]
-        plans = [lagged.plan_for(0, mask, PlansBy(plan_u2)).plan.assignment.fingerprint for mask in masks]
+        plans = [planned_async.plan_for(0, mask, PlansBy(plan_u2)).plan.assignment.fingerprint for mask in masks]
         old, new = plan_u2(FIRST).assignment.fingerprint, plan_u2(ABOVE).assignment.fingerprint
         assert old != new
         assert plans == [old, old, new, new, new]
 
-    def test_counters_cover_every_call_once_settled(self, lagged):
+    def test_counters_cover_every_call_once_settled(self, planned_async):
         for mask in (FIRST, ABOVE, ABOVE):
-            lagged.plan_for(0, mask, PlansBy(plan_u2))
-        lagged.flush()
-        counters = lagged.counters
+            planned_async.plan_for(0, mask, PlansBy(plan_u2))
+        planned_async.flush()
+        counters = planned_async.counters
         assert (counters.calls, counters.replans, counters.evaluated) == (3, 2, 3)
         assert counters.rho_used == 1.0 + 1.375 + 9 / 8
         assert counters.worst_used == 1.375
-        assert lagged.latest[0].rho == 9 / 8
+        assert planned_async.latest[0].rho == 9 / 8
 
-    def test_at_the_threshold_the_plan_is_kept(self, lagged):
+    def test_at_the_threshold_the_plan_is_kept(self, planned_async):
         for mask in (FIRST, AT_THRESHOLD, FIRST):
-            plan = lagged.plan_for(0, mask, PlansBy(plan_u2)).plan
+            plan = planned_async.plan_for(0, mask, PlansBy(plan_u2)).plan
         assert plan.assignment.fingerprint == plan_u2(FIRST).assignment.fingerprint
-        assert lagged.counters.replans == 1
+        assert planned_async.counters.replans == 1
 
-    def test_what_goes_with_a_new_plan_is_prepared_in_the_thread_before_it_is_adopted(self, lagged):
+    def test_what_goes_with_a_new_plan_is_prepared_in_the_thread_before_it_is_adopted(self, planned_async):
         grid = FIRST.grid
         layout = SequenceLayout.contiguous(grid.tokens, 2)
         threads = []
@@ -183,15 +183,15 @@ class TestLagged:
                 return RankPlan.of(assignment, layout, 0)
 
         masks = (FIRST, ABOVE, ABOVE, ABOVE)
-        planned = [lagged.plan_for(0, mask, Prepares(plan_u2)) for mask in masks]
-        lagged.flush()
+        planned = [planned_async.plan_for(0, mask, Prepares(plan_u2)) for mask in masks]
+        planned_async.flush()
         old, new = plan_u2(FIRST).assignment.fingerprint, plan_u2(ABOVE).assignment.fingerprint
         assert threads == ["dbsp-planning"]
         assert [one.plan.assignment.fingerprint for one in planned] == [old, old, new, new]
         assert [one.part is not None for one in planned] == [False, False, True, False], "handed over once"
         assert planned[2].part.assignment.fingerprint == new
 
-    def test_a_prepared_part_is_dropped_with_its_plan(self, lagged):
+    def test_a_prepared_part_is_dropped_with_its_plan(self, planned_async):
         """Guidance is switched off between two calls: the prepared part is of a plan for more heads."""
         layout = SequenceLayout.contiguous(FIRST.grid.tokens, 2)
 
@@ -200,28 +200,28 @@ class TestLagged:
                 return RankPlan.of(assignment, layout, 0)
 
         for mask in (FIRST, ABOVE):
-            lagged.plan_for(0, mask, Prepares(plan_u2))
-        planned = lagged.plan_for(0, mask_of(6, 4), PlansBy(plan_u2))
+            planned_async.plan_for(0, mask, Prepares(plan_u2))
+        planned = planned_async.plan_for(0, mask_of(6, 4), PlansBy(plan_u2))
         assert (planned.plan.heads, planned.part) == (2, None)
 
-    def test_attentions_do_not_mix(self, lagged):
+    def test_attentions_do_not_mix(self, planned_async):
         for _ in range(2):
-            lagged.plan_for("cond", FIRST, PlansBy(plan_u2))
-            lagged.plan_for("uncond", ABOVE, PlansBy(plan_u2))
-        lagged.flush()
-        assert lagged.latest["cond"].rho == 1.0
-        assert lagged.latest["uncond"].rho == 9 / 8
-        assert lagged.counters.replans == 2
+            planned_async.plan_for("cond", FIRST, PlansBy(plan_u2))
+            planned_async.plan_for("uncond", ABOVE, PlansBy(plan_u2))
+        planned_async.flush()
+        assert planned_async.latest["cond"].rho == 1.0
+        assert planned_async.latest["uncond"].rho == 9 / 8
+        assert planned_async.counters.replans == 2
 
-    def test_what_went_wrong_is_raised_at_the_next_call_with_its_traceback(self, lagged):
-        lagged.plan_for(0, FIRST, PlansBy(plan_u2))
+    def test_what_went_wrong_is_raised_at_the_next_call_with_its_traceback(self, planned_async):
+        planned_async.plan_for(0, FIRST, PlansBy(plan_u2))
 
         def fail(mask: BlockMask) -> Plan:
             raise ZeroDivisionError("no planner today")
 
-        lagged.plan_for(0, ABOVE, PlansBy(fail))
+        planned_async.plan_for(0, ABOVE, PlansBy(fail))
         with pytest.raises(RuntimeError, match=r"(?s)planning failed.*Traceback.*no planner today"):
-            lagged.plan_for(0, ABOVE, PlansBy(plan_u2))
+            planned_async.plan_for(0, ABOVE, PlansBy(plan_u2))
 
 
 class TestStandingStill:

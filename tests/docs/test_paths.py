@@ -1,0 +1,77 @@
+"""Files and commands that pages, programs and settings name are there."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.repository import ROOT
+
+PAGES = [*(ROOT / part / "README.md" for part in (".", "scripts", "tests")), *sorted((ROOT / "docs").rglob("*.md"))]
+UPSTREAM = ROOT / "scripts" / "checks" / "upstream"
+"""Names files of other projects."""
+PROGRAMS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if not path.is_relative_to(UPSTREAM)]
+TEXTS = [*PAGES, *sorted((ROOT / "dbsp_configs").rglob("*.yaml")), *PROGRAMS]
+PACKAGES = (
+    "kernels",
+    "dbsp_core",
+    "dbsp_diffusers",
+    "dbsp_xdit",
+    "dbsp_para",
+    "dbsp_cli",
+    "dbsp_start",
+    "dbsp_configs",
+)
+FOLDERS = (*PACKAGES, "scripts", "tests", "docs")
+USERS = {"dbsp_configs/hardware/mine.yaml", "dbsp_diffusers/models/cosmos.py"}
+"""Files that a reader is told to make."""
+_COMMAND = re.compile(r"python3? -m ((?:scripts|tests|dbsp_\w+)(?:\.\w+)+)")
+
+
+@cache
+def paths() -> frozenset[str]:
+    """Files and folders of the repository, and by the shorter names that texts give them inside a package."""
+    found = set()
+    for folder in FOLDERS:
+        top = ROOT / folder
+        for path in [top, *(path for path in top.rglob("*") if "__pycache__" not in path.parts)]:
+            found.add(path.relative_to(ROOT).as_posix())
+            short = path.relative_to(top).parts
+            found.update("/".join(short[at:]) for at in range(len(short)) if folder in PACKAGES)
+    return frozenset(found)
+
+
+@cache
+def _path_pattern() -> re.Pattern[str]:
+    """Paths that begin with a folder of the repository, or with one inside a package and end as a file of Python."""
+    inside = {path.name for folder in PACKAGES for path in (ROOT / folder).rglob("*") if path.is_dir()}
+    ours, parts = "|".join(FOLDERS), "|".join(sorted(inside - {"__pycache__"}))
+    return re.compile(rf"(?<![\w/.-])(?:\./)?((?:{ours})/[\w./-]*[\w/]|(?:{parts})/[\w/]*\w\.py\b)(?![\w*{{])")
+
+
+def missing(text: str) -> list[str]:
+    """Paths and modules that a text names and that are not there."""
+    named = [path.rstrip("/") for path in _path_pattern().findall(text)]
+    modules = _COMMAND.findall(text)
+    files = {name: name.replace(".", "/") for name in modules}
+    return [
+        *(path for path in named if path not in paths() | USERS),
+        *(name for name, file in files.items() if not {f"{file}.py", f"{file}/__main__.py"} & paths()),
+    ]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_modules_that_are_named_are_there(path: Path):
+    assert missing(path.read_text(encoding="utf-8")) == []
+
+
+def test_what_is_not_there_is_found():
+    gone = ["dbsp_core/gone.py", "scripts/gone", "runtime/gone.py", "scripts.bench.gone"]
+    text = "`{}` ./{} `{}` python -m {} ".format(*gone)
+    there = (
+        "`dbsp_core/runtime/ring.py` ./scripts/demo `runtime/ring.py` `runtime/` python -m scripts.bench.reuse --json"
+    )
+    assert missing(text + there) == gone
