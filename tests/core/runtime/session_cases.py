@@ -359,7 +359,7 @@ class Growing(BlockSizes):
 def needed_keys_of_growing_masks(
     rank: int, world: int, strategy: str, keys: str, mode: str, look: bool
 ) -> tuple[float, int, list[bool]]:
-    """Eight steps; `look` says whether growing masks are looked at. Returns the worst error, plans, of layers: by need."""
+    """Eight steps; `look`: whether growing masks are noticed. Returns the worst error, plans, layers by need."""
     settings = {"mask": Growing(8, 8), "keys": keys, "reuse": {"mode": mode, "threshold": 9.0, "budget": None}}
     session = Session(settings, strategy, layers=2)
     fits = mock.patch.object(Plan, "fits", return_value=True) if not look else nullcontext()
