@@ -43,7 +43,7 @@ def pool(pools: dict[int, WorkerPool]) -> Callable[[int], WorkerPool]:
 def dbsp(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[object, str, str]]:
-    """dbsp(*args) runs the command. returns: exit code, standard output, standard error."""
+    """dbsp(*args) runs the command. Returns exit code, standard output, standard error."""
 
     def run(*args: object) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["dbsp", *map(str, args)])

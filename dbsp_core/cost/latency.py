@@ -21,14 +21,7 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
 from dbsp_core.utils.errors import UserError
 
-__all__ = [
-    "AttentionShape",
-    "Prediction",
-    "Topology",
-    "exchange_cost",
-    "exchange_cost_of",
-    "predict",
-]
+__all__ = ["AttentionShape", "Prediction", "Topology", "exchange_cost_of", "predict"]
 
 MERGE_BYTES = 12
 """Bytes of memory per output element that a merge touches: two float32 read, one written."""
@@ -305,42 +298,20 @@ def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: At
     return float((at_home + packed).max()) * shape.token_bytes
 
 
-def exchange_cost(
-    dense_blocks: int,
-    block_q: int,
-    block_k: int,
-    strategy: Strategy,
-    shape: AttentionShape,
-    hardware: Hardware,
-    topology: Topology | None = None,
-) -> float:
-    """`PlannerConfig.exchange_cost`: the time to send all of Q, K and V once, over that of balanced attention.
-
-    A rank's share crosses the slowest link that its ring has. Infinite where there is nothing to compute.
-
-    Args:
-        dense_blocks: Dense blocks of all heads of one batch item.
-        block_q: Tokens of a query block; `block_k`, of a KV block.
-    """
-    topology, known = topology or Topology(strategy.world, strategy.world), hardware.constants
-    require_network(hardware, topology)
-    rate = known.exchange_bytes_per_s
-    if not topology.one_node and known.network_bytes_per_s is not None:
-        rate = min(rate, known.network_bytes_per_s)
-    exchange_s = 3 * shape.heads * shape.tokens * shape.token_bytes / strategy.world / rate
-    balanced_s = shape.batch * dense_blocks * block_s(block_q, block_k, shape.head_dim, known) / strategy.world
-    return exchange_s / balanced_s if balanced_s else float("inf")
-
-
 def exchange_cost_of(
     mask: BlockMask, strategy: Strategy, shape: AttentionShape, hardware: Hardware, topology: Topology
 ) -> float:
-    """`exchange_cost` of a mask, for planners: finite, and 0 where it is not known or there is nothing to compute.
+    """`PlannerConfig.exchange_cost` for a mask: the time to send Q, K and V once, over that of balanced attention.
 
+    A rank's share crosses the slowest link that its ring has; 0 where that is not known, or nothing is to be computed.
     To five significant digits: a last bit that differed between ranks could not make them plan differently.
     """
-    dense_blocks, grid = int(mask.counts.rows.sum()), mask.grid
-    known = hardware.constants
-    if dense_blocks == 0 or (not topology.one_node and known.network_bytes_per_s is None):
+    dense_blocks, grid, known = int(mask.counts.rows.sum()), mask.grid, hardware.constants
+    rate = known.exchange_bytes_per_s if topology.one_node else known.network_bytes_per_s
+    if dense_blocks == 0 or rate is None:
         return 0.0
-    return float(f"{exchange_cost(dense_blocks, grid.block_q, grid.block_k, strategy, shape, hardware, topology):.4e}")
+    sent_s = (
+        3 * shape.heads * shape.tokens * shape.token_bytes / strategy.world / min(rate, known.exchange_bytes_per_s)
+    )
+    block = block_s(grid.block_q, grid.block_k, shape.head_dim, known)
+    return float(f"{sent_s / (shape.batch * dense_blocks * block / strategy.world):.4e}")

@@ -71,7 +71,7 @@ def _part(losses: list[float], part: int) -> float:
 def save_pipeline(
     tokenizer: Any, text_encoder: Any, vae: Any, transformer: Any, card: Card, folder: Path
 ) -> dict[str, int]:
-    """Writes the folder again: weights in float16, README.md, loss.csv. returns: parameters by component."""
+    """Writes the folder again: weights in float16, README.md, loss.csv. Returns parameters by component."""
     from diffusers import UniPCMultistepScheduler, WanPipeline
 
     scheduler = UniPCMultistepScheduler(

@@ -115,7 +115,7 @@ class FewPads:
 def train_transformer(
     transformer: Any, videos: Videos, phases: list[Phase], rate: float, seed: int, folder: Path, progress: Progress
 ) -> tuple[Any, History]:
-    """Trains `transformer` in place. returns: the moving average of its weights, a model of its own; the history."""
+    """Trains `transformer` in place. Returns the moving average of its weights, a model of its own; the history."""
     for block in transformer.blocks:
         block.attn2.set_processor(FewPads(block.attn2.processor))
     average = torch.optim.swa_utils.AveragedModel(

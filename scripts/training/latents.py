@@ -20,7 +20,7 @@ CHUNK = 20  # videos to a file: what is lost when the run is stopped
 
 
 def encode_videos(vae: Any, count: int, seed: int, folder: Path, progress: Progress) -> tuple[torch.Tensor, float]:
-    """returns: float16[count, 16, f, h, w], not standardised, and the processor seconds that they took."""
+    """Returns float16[count, 16, f, h, w], not standardised, and the processor seconds that they took."""
     task = progress.add_task("latents", total=count)
     chunks, seconds = [], 0.0
     for first in range(0, count, CHUNK):
@@ -39,7 +39,7 @@ def encode_videos(vae: Any, count: int, seed: int, folder: Path, progress: Progr
 
 
 def standardise(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Notes each channel's mean and deviation in the autoencoder's config. returns: latents that have 0 and 1."""
+    """Notes each channel's mean and deviation in the autoencoder's config. Returns latents that have 0 and 1."""
     mean, std = _moments(latents)
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
     shape = (1, -1, 1, 1, 1)

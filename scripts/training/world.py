@@ -69,7 +69,7 @@ def captions() -> list[str]:
 
 
 def render(scene: Scene, frames: int = FRAMES, start: int = 0) -> torch.Tensor:
-    """returns: float32[3, frames, HEIGHT, WIDTH] in [−1, 1], from frame `start` on."""
+    """Returns float32[3, frames, HEIGHT, WIDTH] in [−1, 1], from frame `start` on."""
     y, x = torch.meshgrid(torch.arange(HEIGHT) + 0.5, torch.arange(WIDTH) + 0.5, indexing="ij")
     backdrop = _backdrop(scene, x, y)
     colour = torch.tensor(COLOURS[scene.colour])[:, None, None]

@@ -46,7 +46,7 @@ def test_the_zoo_has_the_paper_models_sizes():
 
 
 def test_the_model_s_description_is_of_its_fields():
-    described = re.findall(r"^    ([a-z_, ]+): ", ModelSpec.__doc__, re.M)
+    described = re.findall(r"^        ([a-z_, ]+): ", ModelSpec.__doc__, re.M)
     names = {name for names in described for name in names.split(", ")}
     assert names
     assert names <= {field.name for field in fields(ModelSpec)}

@@ -57,7 +57,7 @@ class WorkerPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls function(rank, world, *args) on every rank. returns: its results by rank. Raises WorkerError."""
+        """Calls function(rank, world, *args) on every rank. Returns its results by rank. Raises WorkerError."""
         for pipe in self._pipes:
             pipe.send((function, args))
         answers = []

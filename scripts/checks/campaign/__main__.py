@@ -29,7 +29,7 @@ def part_named(name: str) -> Part:
 
 
 def main() -> int:
-    """returns: the exit code, 1 where a case failed."""
+    """Returns the exit code, 1 where a case failed."""
     parser = argparse.ArgumentParser(prog="scripts/campaign", description="Tries to break db-SP: see docs/campaign.md")
     parser.add_argument("--minutes", type=float, default=3.0, help="for all parts together")
     parser.add_argument("--seed", type=int, help="of all cases; default: that of the state file, else 0")

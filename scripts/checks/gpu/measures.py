@@ -75,7 +75,7 @@ def largest_error(job: GenerateJob, kernel: str = "triton", rows: int = 16) -> f
 
 
 def dense_rate(setting: Setting, sampler: Sampler) -> Iterator[Row]:
-    """Every dense SDPA backend there is on the same heads and tokens. returns: the best rate, TFLOP/s."""
+    """Every dense SDPA backend there is on the same heads and tokens. Returns the best rate, TFLOP/s."""
     shape = (1, setting.heads, setting.tokens, setting.width)
     options = {"device": setting.device, "dtype": setting.dtype}
     sets = [[torch.randn(shape, **options) for _ in range(3)] for _ in range(setting.sets)]

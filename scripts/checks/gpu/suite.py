@@ -80,7 +80,7 @@ def environment(commit: str) -> dict[str, Any]:
 
 
 def pytest_run(wrapper: list[str], limit: float, *options: str) -> dict[str, Any]:
-    """The kernels' tests on a GPU in a process of its own, under `wrapper`. returns: exit status and last line."""
+    """The kernels' tests on a GPU in a process of its own, under `wrapper`. Returns exit status and last line."""
     quiet = ["-q", "--disable-warnings", "-o", "addopts=--import-mode=importlib"]
     files = [f"tests/kernels/gpu/test_{name}.py" for name in ("gpu", "gpu_backward")]
     command = [*wrapper, sys.executable, "-m", "pytest", *quiet, *files, *options]

@@ -29,7 +29,7 @@ LIMIT_S = 1200
 
 
 def main() -> int:
-    """returns: the exit code, 1 where something that pyproject.toml admits does not run."""
+    """Returns the exit code, 1 where something that pyproject.toml admits does not run."""
     parser = argparse.ArgumentParser(
         prog="scripts/versions", description="Oldest and newest versions that are claimed."
     )

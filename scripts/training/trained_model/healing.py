@@ -94,7 +94,7 @@ def _masks(transformer: Any, mask: dict[str, Any] | None) -> Iterator[None]:
 
 
 def fine_tune(options: argparse.Namespace, mask: dict[str, Any], work: Path) -> list[float]:
-    """returns: the loss of every step."""
+    """Returns the loss of every step."""
     work.mkdir(parents=True, exist_ok=True)
     config = work / "masks.yaml"
     config.write_text(yaml.safe_dump({"mask": mask}))

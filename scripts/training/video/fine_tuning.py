@@ -98,7 +98,7 @@ class FineTuning:
         return training
 
     def step(self) -> float:
-        """One optimiser step. returns: the loss over the whole batch. Collective."""
+        """One optimiser step. Returns the loss over the whole batch. Collective."""
         settings, device = self.settings, self.transformer.device
         mine = settings.batch // settings.data_parallel
         first = len(self.losses) * settings.batch + self.mesh["data"].get_local_rank() * mine
@@ -160,7 +160,7 @@ class FineTuning:
         self.losses = content["losses"]
 
     def save_weights(self) -> Path:
-        """LoRA adapters, or the whole transformer, as diffusers loads them. returns: where. Collective."""
+        """LoRA adapters, or the whole transformer, as diffusers loads them. Returns where. Collective."""
         model, _ = get_state_dict(self.transformer, self.optimizer, options=_options(cpu_offload=True))
         if self.settings.lora:
             folder = self.settings.out / "lora"

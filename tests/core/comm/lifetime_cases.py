@@ -102,7 +102,7 @@ def use_after_the_end(rank: int, world: int, what: str) -> None:
 
 
 def jobs(rank: int, world: int, number: int) -> list[tuple[int, int]]:
-    """A process group for each, destroyed after it. returns: after each, how many groups and descriptors there are"""
+    """A process group for each, destroyed after it. Returns after each, how many groups and descriptors there are."""
     found = []
     for _ in range(number):
         group = dist.new_group(list(range(world)))

@@ -108,7 +108,7 @@ def _recount(
 
 
 def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Two passes of a transformer without a pipeline. returns: whether it is observed, and the report's totals."""
+    """Two passes of a transformer without a pipeline. Returns whether it is observed, and the report's totals."""
     transformer = make_transformer("wan")
     inputs = Inputs.random("wan", (3, 5, 7), 1, 7).arguments
     with torch.no_grad():
@@ -163,7 +163,7 @@ def pipeline_reports(rank: int, world: int, folder: str, config: dict[str, Any])
 
 
 def fail_on_one_rank(rank: int, world: int, folder: str, config: dict[str, Any], odd: int) -> tuple[str, str]:
-    """All attentions succeed; then rank `odd` fails and does not come. returns: what is raised, and standard error."""
+    """All attentions succeed; then rank `odd` fails and does not come. Returns what is raised, and standard error."""
     from diffusers import WanPipeline
 
     pipe = WanPipeline.from_pretrained(folder, local_files_only=True)

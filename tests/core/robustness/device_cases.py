@@ -26,7 +26,7 @@ HEADS, WIDTH, TOKENS = 4, 16, 200
 
 
 def functions(rank: int, world: int, device: str | None) -> list[np.ndarray]:
-    """Planned, prepared and called at once, with gradients. returns: outputs, and gradients of q, k and v"""
+    """Planned, prepared and called at once, with gradients. Returns outputs, and gradients of q, k and v."""
     generator, bits = torch.Generator().manual_seed(0), np.random.default_rng(0).random((HEADS, 13, 13)) < 0.4
     full = torch.randn(3, 1, HEADS, TOKENS, WIDTH, generator=generator)
     q, k, v = (one.chunk(world, dim=2)[rank].clone().requires_grad_() for one in full)
@@ -44,7 +44,7 @@ def functions(rank: int, world: int, device: str | None) -> list[np.ndarray]:
 
 
 def session(rank: int, world: int, settings: dict[str, Any], device: str | None) -> list[np.ndarray]:
-    """Two steps of a session. returns: outputs"""
+    """Two steps of a session. Returns outputs."""
     config = DbspConfig.load({**settings, "mask": {"block_q": 16, "block_k": 16} | settings["mask"]})
     found = []
     with nullcontext() if device is None else torch.device(device):

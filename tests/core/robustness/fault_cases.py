@@ -36,7 +36,7 @@ def die_in_the_middle(rank: int, world: int, settings: dict[str, Any], strategy:
 
 
 def make_a_group_that_one_rank_does_not_come_to(rank: int, world: int) -> str:
-    """returns: what the others are told"""
+    """Returns what the others are told"""
     group = SequenceGroup.of(dist.new_group(timeout=timedelta(seconds=1)))
     told = ""
     try:

@@ -26,7 +26,7 @@ def mask_of(*work: int, grid: BlockGrid = GRID) -> BlockMask:
 
 
 def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list[int]:
-    """Three calls whose masks ask for new plans. returns: fingerprints of the plans they got."""
+    """Three calls whose masks ask for new plans. Returns fingerprints of the plans they got."""
     cache = AsyncPlanCache(ReplanRule(1.0), group=SequenceGroup.of())
     wrong = False
 
@@ -50,7 +50,7 @@ def plan_where_one_rank_goes_wrong(rank: int, world: int, odd: int, fault: str) 
 
 
 def two_caches_of_one_group(rank: int, world: int) -> list[int]:
-    """The first cache's job is late on rank 0, until the second's is queued. returns: the next plans' fingerprints."""
+    """The first cache's job is late on rank 0, until the second's is queued. Returns the next plans' fingerprints."""
     late, queued = threading.Event(), threading.Event()
     caches = [AsyncPlanCache(ReplanRule(1.0), group=SequenceGroup.of()) for _ in range(2)]
 

@@ -85,7 +85,7 @@ class Session:
         text_tokens: int = 0,
         settle: bool = False,
     ) -> float:
-        """A forward pass. returns: how far this rank's output is from one process's."""
+        """A forward pass. Returns how far this rank's output is from one process's."""
         if settle:
             self.inner.flush()
         layout = self.inner.begin(Video(thw, text_tokens), timestep=timestep)
@@ -107,7 +107,7 @@ PREDICTED = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block
 
 
 def change_of_batch(rank: int, world: int, strategy: str, batches: list[int]) -> list[float]:
-    """A new plan is waiting at every call, as every mask asks for one; then the batch changes. returns: errors"""
+    """A new plan is waiting at every call, as every mask asks for one; then the batch changes. Returns errors."""
     settings = PREDICTED | {"reuse": {"threshold": 1.0, "budget": None}, "planner": {"exchange_cost": 0.0}}
     session = Session(settings, strategy)
     errors = [session.attend(900.0 - step, batch, settle=True) for step, batch in enumerate(batches)]
@@ -116,7 +116,7 @@ def change_of_batch(rank: int, world: int, strategy: str, batches: list[int]) ->
 
 
 def changing_masks(rank: int, world: int, settings: dict[str, Any], steps: int) -> tuple[float, int, int, int, int]:
-    """Two passes a step over two layers. returns: the worst error, calls, plans made, plans and executors kept"""
+    """Two passes a step over two layers. Returns the worst error, calls, plans made, plans and executors kept."""
     session = Session(settings, f"U{world}R1", layers=2, steps=steps)
     worst = 0.0
     for step in range(steps):
@@ -127,7 +127,7 @@ def changing_masks(rank: int, world: int, settings: dict[str, Any], steps: int) 
 
 
 def videos(rank: int, world: int, settings: dict[str, Any], steps: int, texts: list[int]) -> tuple[float, list[int]]:
-    """One video after another, of these lengths of text. returns: the worst error, plans made for each video"""
+    """One video after another, of these lengths of text. Returns the worst error, plans made for each video."""
     session = Session(settings, f"U{world}R1", layers=2, steps=steps)
     worst, made = 0.0, [0]
     for text in texts:
@@ -138,7 +138,7 @@ def videos(rank: int, world: int, settings: dict[str, Any], steps: int, texts: l
 
 
 def recorded_masks(rank: int, world: int, settings: dict[str, Any], steps: int) -> int:
-    """One pass a step over two layers, recorded. returns: plans made"""
+    """One pass a step over two layers, recorded. Returns plans made."""
     session = Session(settings, f"U{world}R1", layers=2, steps=steps)
     for step in range(steps):
         session.attend(900.0 - step)
@@ -146,7 +146,7 @@ def recorded_masks(rank: int, world: int, settings: dict[str, Any], steps: int) 
 
 
 def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int, int]:
-    """Generations of one step each, at one timestep: nothing tells them apart. returns: plans and executors kept"""
+    """Generations of one step each, at one timestep: nothing tells them apart. Returns plans and executors kept."""
     session = Session(PREDICTED, f"U{world}R1", layers=2)
     for _ in range(generations):
         assert session.attend(900.0) <= 1e-5
@@ -156,7 +156,7 @@ def one_step_after_another(rank: int, world: int, generations: int) -> tuple[int
 
 
 def changing_sizes(rank: int, world: int, settings: dict[str, Any], texts: list[int], steps: int) -> tuple[float, int]:
-    """Passes whose text lengths take turns. returns: the worst error, plans made"""
+    """Passes whose text lengths take turns. Returns the worst error, plans made."""
     session = Session(settings, f"U{world}R1")
     worst = 0.0
     for step in range(steps):
@@ -166,7 +166,7 @@ def changing_sizes(rank: int, world: int, settings: dict[str, Any], texts: list[
 
 
 def keys_known(rank: int, world: int, settings: dict[str, Any], texts: list[int]) -> int:
-    """Passes of many text lengths, one after the other. returns: sizes of which cache keys are known"""
+    """Passes of many text lengths, one after the other. Returns sizes of which cache keys are known."""
     session = Session(settings, f"U{world}R1")
     for text in texts:
         session.attend(900.0, text_tokens=text)
@@ -174,7 +174,7 @@ def keys_known(rank: int, world: int, settings: dict[str, Any], texts: list[int]
 
 
 def settings_on_one_rank(rank: int, world: int, odd: int, settings: dict[str, Any], others: dict[str, Any]) -> Any:
-    """A session whose settings are other ones on one rank, and a forward pass. returns: its report's folder"""
+    """A session whose settings are other ones on one rank, and a forward pass. Returns its report's folder."""
     session = Session(settings if rank == odd else others, f"U{world}R1")
     session.attend(900.0)
     session.inner.flush()
@@ -264,7 +264,7 @@ def a_shard_that_does_not_fit(rank: int, world: int, odd: int, when: str) -> Non
 
 
 def gradients(rank: int, world: int, wanted: bool) -> bool:
-    """Attention outside no_grad. returns: whether its output has a graph"""
+    """Attention outside no_grad. Returns whether its output has a graph."""
     session = Session(PREDICTED, f"U{world}R1").inner
     layout = session.begin(Video(THW))
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=wanted)
@@ -272,7 +272,7 @@ def gradients(rank: int, world: int, wanted: bool) -> bool:
 
 
 def computed_again_after_another_size(rank: int, world: int, debug: bool) -> list[float]:
-    """Activation checkpointing, with a larger video's pass before backward. returns: how far its gradients are off"""
+    """Activation checkpointing, with a larger video's pass before backward. Returns how far its gradients are off."""
     settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "debug": debug}
     found = []
     for recompute in (False, True):
@@ -289,7 +289,7 @@ def computed_again_after_another_size(rank: int, world: int, debug: bool) -> lis
 
 
 def an_attention_that_breaks_off(rank: int, world: int, breaks: bool) -> tuple[int, float]:
-    """In its exchange of outputs. returns: jobs it has left for the planning thread, and the next attention's error"""
+    """In its exchange of outputs. Returns jobs it has left for the planning thread, and the next attention's error."""
     session, jobs, submit = Session(PREDICTED, f"U{world}R1"), [], PlanningThread.submit
     session.attend(900.0)
 
@@ -309,7 +309,7 @@ def an_attention_that_breaks_off(rank: int, world: int, breaks: bool) -> tuple[i
 
 
 def from_two_threads(rank: int, world: int) -> str:
-    """A second thread attends while the first one is within an attention. returns: what it is told"""
+    """A second thread attends while the first one is within an attention. Returns what it is told."""
     session, other = (Session({}, f"U{world}R1").inner for _ in range(2))
     q = torch.zeros(1, HEADS, session.begin(Video(THW)).shard, WIDTH)
     other.begin(Video(THW))
@@ -359,7 +359,7 @@ class Growing(BlockSizes):
 def needed_keys_of_growing_masks(
     rank: int, world: int, strategy: str, keys: str, mode: str, look: bool
 ) -> tuple[float, int, list[bool]]:
-    """Eight steps. look: whether it is heeded that masks grow. returns: the worst error, plans, of layers: by need"""
+    """Eight steps; `look`: whether growing masks are noticed. Returns the worst error, plans, layers by need."""
     settings = {"mask": Growing(8, 8), "keys": keys, "reuse": {"mode": mode, "threshold": 9.0, "budget": None}}
     session = Session(settings, strategy, layers=2)
     fits = mock.patch.object(Plan, "fits", return_value=True) if not look else nullcontext()
@@ -379,7 +379,7 @@ def training_with_needed_keys(rank: int, world: int, strategy: str) -> bool:
 
 
 def way_of_keys(rank: int, world: int, settings: dict[str, Any], nodes: int) -> tuple[str, bool, list[str]]:
-    """A session with `keys: auto` on so many nodes. returns: its strategy, whether keys go by need, and the log"""
+    """A session with `keys: auto` on so many nodes. Returns its strategy, whether keys go by need, and the log."""
     mask = {"source": "window", "window": [3, 3, 3], "block_q": 24, "block_k": 24}
     config = DbspConfig.load({"mask": mask, "keys": "auto", **settings})
     told: list[str] = []

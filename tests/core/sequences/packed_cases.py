@@ -186,7 +186,7 @@ class Counting(SequenceGroup):
 
 
 def run_rehoming(rank: int, world: int, seed: int) -> dict:
-    """There and back between two random layouts. returns: what came out, to be judged"""
+    """There and back between two random layouts. Returns what came out, to be judged."""
     draws = np.random.default_rng(seed)
     lengths = draws.integers(1, 60, draws.integers(1, 6)).tolist()
     loaders = SequenceLayout.whole_sequences(lengths, draws.integers(0, world, len(lengths)).tolist(), world)
@@ -268,7 +268,7 @@ def orders_are_what_they_say(orders: tuple, grid: BlockGrid) -> bool:
 
 
 def run_page(rank: int, world: int, code: str) -> dict:
-    """The example of docs/packed-sequences.md. returns: what it says of itself"""
+    """The example of docs/packed-sequences.md. Returns what it says of itself."""
     names: dict = {}
     exec(code, names)
     expected, first = [], 0

@@ -50,7 +50,7 @@ def _config(mask: str, strategy: str | None = None) -> dict[str, Any]:
 
 
 def losses_of_training(rank: int, world: int, sequence: int, mask: str, strategy: str) -> list[float]:
-    """50 steps of AdamW over groups of `sequence` ranks, the rest data parallel by DDP. returns: each step's loss."""
+    """50 steps of AdamW over groups of `sequence` ranks, the rest data parallel by DDP. Returns each step's loss."""
     mesh = init_device_mesh("cpu", (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
     data, mine = mesh["data"].get_group(), BATCH // (world // sequence)
     transformer = make_tiny_transformer("wan").train()

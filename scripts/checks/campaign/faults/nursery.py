@@ -105,7 +105,7 @@ class Nursery:
 
 
 def serve(pipe: Connection, preload: Callable[[], None]) -> tuple[Task, int, Path] | None:
-    """Forks keepers until the connection ends. returns: in a process of a case, what it is to do; else None"""
+    """Forks keepers until the connection ends. Returns, in a process of a case, what it is to do, else None."""
     preload()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
     while True:
@@ -123,7 +123,7 @@ def serve(pipe: Connection, preload: Callable[[], None]) -> tuple[Task, int, Pat
 
 
 def _keep(task: Task, folder: Path) -> tuple[Task, int, Path]:
-    """In a keeper, which ends here. returns: in one of its processes, what that is to do"""
+    """In a keeper, which ends here. Returns, in one of its processes, what that is to do."""
     ended = Ended()
     try:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the case become its own children
@@ -160,7 +160,7 @@ def _become(number: int, folder: Path) -> None:
 
 
 def _private_shm() -> bool:
-    """Gives this process, and those it starts, a /dev/shm of their own. returns: False where that is not allowed"""
+    """Gives this process, and those it starts, a /dev/shm of their own. Returns False where that is not allowed."""
     c = ctypes.CDLL(None)
     if c.unshare(_CLONE_NEWNS) != 0:
         return False
@@ -208,7 +208,7 @@ def _watch(task: Task, folder: Path, processes: list[int], started: float) -> En
 
 
 def _end_orphans(within_s: float) -> list[str]:
-    """Kills what is left of a case's processes, unless they end by themselves. returns: their commands"""
+    """Kills what is left of a case's processes, unless they end by themselves. Returns their commands."""
     orphans, end = [], time.monotonic() + within_s
     while True:
         try:

@@ -22,7 +22,7 @@ class Margins:
 def predict(
     q: np.ndarray, k: np.ndarray, grid: BlockGrid, *, cdf=None, topk=None, similarity=0.3, attention_sink=False
 ):
-    """q, k: float[H, N, D], tokens in canonical order. returns: (bool[H, nq, nk], margins)"""
+    """q, k: float[H, N, D], tokens in canonical order. Returns (bool[H, nq, nk], margins)."""
     heads = len(q)
     token_permutation = np.argsort(place_in_order(grid, 0).numpy())
     bits = np.zeros((heads, grid.nq, grid.nk), dtype=bool)
