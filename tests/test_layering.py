@@ -151,7 +151,7 @@ def loaded_by(statement: str, *names: str) -> list[str]:
 def test_the_core_is_small_to_import():
     names = ("dbsp_core", "diffusers", "typer", "matplotlib", "jinja2", "torch._dynamo")  # the last takes seconds
     loaded = loaded_by("from dbsp_core import BlockGrid", *names)
-    assert len(loaded) <= 60, sorted(loaded)
+    assert len(loaded) <= 64, sorted(loaded)
     assert {name.partition(".")[0] for name in loaded} == {"dbsp_core"}
 
 

@@ -8,14 +8,12 @@ whatever could make the result wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import needs_gradients
-from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.utils.errors import UserError
@@ -53,18 +51,22 @@ GRADIENTS_NOT_FINITE = "the gradient of attention's output has values that are n
 
 
 def agree_on_settings(
-    group: SequenceGroup, config: DbspConfig, strategy: Strategy | None, heads: int, layers: int
+    group: SequenceGroup, strategy: Strategy | None, kernel: str, settings: object, debug: bool
 ) -> None:
-    """Raises UserError, on all ranks, for a session's settings that don't fit the ranks or differ. Collective."""
+    """Raises UserError, on all ranks, for a session's settings that don't fit the ranks or differ. Collective.
+
+    Args:
+        settings: All of them, compared by how they are written.
+        debug: Whether versions of packages are compared too.
+    """
     problem = None
     try:
         if strategy is not None:
             strategy.require_world(group.size)
-            require_supported(config.kernel, KernelRequirements(lse=strategy.ring > 1))
+            require_supported(kernel, KernelRequirements(lse=strategy.ring > 1))
     except UserError as error:
         problem = error
-    settings = fingerprint_of((replace(config, strategy=strategy).fingerprint, heads, layers))
-    marks = {SETTINGS_DIFFER: settings, **version_marks(config.debug)}
+    marks = {SETTINGS_DIFFER: fingerprint_of(settings), **version_marks(debug)}
     check_consistent(group.control(), problem, marks, torch.device("cpu"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -80,7 +80,8 @@ class AttentionSession:
 
     def __post_init__(self) -> None:
         self._one_thread = OneThread(self.group)
-        agree_on_settings(self.group, self.config, self.strategy, self.heads, self.layers)
+        settings = replace(self.config, strategy=self.strategy).fingerprint, self.heads, self.layers
+        agree_on_settings(self.group, self.strategy, self.config.kernel, settings, self.config.debug)
         topology = Topology.of_nodes(gather_nodes(self.group))
         self._mask_provider = MaskProvider(
             self.config.mask,
