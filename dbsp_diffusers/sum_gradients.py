@@ -23,7 +23,7 @@ def sum_gradients(model: Any) -> None:
     """Sums the gradients of a transformer's parameters over the ranks that made one output together.
 
     Every rank computes the whole loss, but its gradients come from its own tokens only: call this on all ranks after
-    `backward` and before clipping or the optimiser's step. With data parallelism beside it, average over the data
+    `backward` and before clipping or the optimiser's step. With data parallelism as well, average over the data
     group as usual, before or after. Parameters sharded by FSDP2 over the sequence's ranks too were averaged over them
     already; they are scaled back to the sum.
 

@@ -122,7 +122,7 @@ def _strategy(config: DbspConfig) -> Strategy | None:
 
 
 def _require_parallel_kinds() -> None:
-    """Raises UserError where xfuser's groups are of kinds that don't go with ours."""
+    """Raises UserError where xfuser's groups are of kinds that don't go with db-SP."""
     from xfuser.core.distributed import get_pipeline_parallel_world_size, get_tensor_model_parallel_world_size
 
     for kind, degree in (

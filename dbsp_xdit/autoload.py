@@ -45,5 +45,5 @@ def _refuse_in_script(_: object) -> None:
 
 
 def _is_rank() -> bool:
-    """True where torchrun started this process as a rank of xfuser's. RANK does not tell: pods may export it."""
+    """True where torchrun started this process as a rank of xfuser's. RANK proves nothing: pods may export it."""
     return program(sys.orig_argv)[0] == RUNNER and "TORCHELASTIC_RUN_ID" in os.environ

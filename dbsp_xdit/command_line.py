@@ -1,4 +1,4 @@
-"""xfuser's command lines, read before anything is imported: they tell its runs, and those with db-SP."""
+"""Recognises xfuser's runs, and those with db-SP, by their command lines, before anything is imported."""
 
 from __future__ import annotations
 

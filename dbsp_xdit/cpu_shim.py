@@ -38,7 +38,7 @@ def cpu_patches(patches: PatchSet) -> dict[str, Callable[[ModuleType, PatchSet],
 
 
 def _envs(module: ModuleType, patches: PatchSet) -> None:
-    patches.set_attribute(module, "_is_cuda", lambda: False)  # it asks how torch was built, not what is there
+    patches.set_attribute(module, "_is_cuda", lambda: False)  # it asks how torch was built, not which devices exist
     patches.set_attribute(module, "get_device_version", lambda: None)
     patches.set_attribute(module, "get_torch_distributed_backend", lambda: "gloo")
     packages = module.PACKAGES_CHECKER.get_packages_info()

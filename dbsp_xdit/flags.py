@@ -28,7 +28,7 @@ _SWITCHES = {
     "use_teacache": "it decides whether to skip by one rank's tokens",
     "use_fbcache": "it decides whether to skip by one rank's tokens; --cache_method fbcache or dbcache goes together",
 }
-"""xfuser's switches that don't go with ours, and why."""
+"""xfuser's switches that don't go with db-SP, and why."""
 CACHE_METHODS = ("dbcache", "fbcache")
 """xfuser's step caches that are cache-dit's, on Wan: all ranks decide together there."""
 _SPARSE = ("SPARGE", "SPARSE", "VSA", "SSTA", "FLEX_BLOCK")  # in the names of xfuser's sparse attention backends

@@ -82,7 +82,7 @@ def _save_on_rank_0(path: Path, fps: int) -> None:
     from diffusers.utils import export_to_video
     from xfuser.core.utils import runner_utils
 
-    runner_utils.is_last_process = lambda: os.environ.get("RANK") == "0"  # whom xfuser lets save and log
+    runner_utils.is_last_process = lambda: os.environ.get("RANK") == "0"  # the rank that xfuser lets save and log
     from xfuser.model_executor.models.runner_models.base_model import xFuserModel
 
     def save_output(self: Any, output: Any) -> None:

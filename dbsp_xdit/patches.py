@@ -126,7 +126,7 @@ def _patch_args(module: ModuleType, patches: PatchSet, read: DbspConfig | None =
 
 
 def _patch_parser(module: ModuleType, patches: PatchSet) -> None:
-    """Scripts that take xfuser's arguments make their pipeline themselves, and must be told where to attach db-SP."""
+    """Refuses the flags in scripts that take xfuser's arguments: they make their pipeline, and must attach db-SP."""
     cls = module.FlexibleArgumentParser
     original = cls.parse_args
 

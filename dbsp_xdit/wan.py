@@ -87,7 +87,7 @@ def _attend(
 def _permute_sequence(transformer: Any, session: AttentionSession, patches: PatchSet) -> None:
     """Puts tokens and rotary table in the layout's order before the blocks, and the output back in token order.
 
-    xfuser cuts the sequence into equal shards itself, so only the order is ours to choose.
+    xfuser cuts the sequence into equal shards itself, so db-SP chooses only the order.
     """
     patch = transformer.config.patch_size
 

@@ -63,7 +63,7 @@ USUAL_CDF = 0.92
 
 @dataclass(frozen=True)
 class SpargeSource(BlockSizes):
-    """SpargeAttn's block predictor: pooled attention of each head tells where most of its probability will be.
+    """SpargeAttn's block predictor: pooled attention of each head shows where most of its probability will be.
 
     Each rank pools blocks of its own tokens, each head is predicted by one rank, and the bits are gathered, so that
     the plan is known before any q, k or v travels. The bits do not depend on ranks and layout. Every sample of a batch

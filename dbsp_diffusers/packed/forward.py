@@ -29,7 +29,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def packed_forward(
     model: Any, samples: Sequence[PackedSample], *, timestep: float | None = None
 ) -> list[torch.Tensor]:
-    """One call of a transformer for images and videos of different sizes: as if each were run alone.
+    """One call of a transformer for images and videos of different sizes: as if each were run by itself.
 
     No sample attends to another, and each has a prompt and a timestep of its own. With db-SP enabled on the
     transformer (`enable`) their tokens are shared by all ranks, as even as one sequence's; every rank is given all
@@ -81,7 +81,7 @@ def packed_forward_local(
 ) -> LocalPredictions:
     """Computes `packed_forward` of samples that each rank has of its own, as from its data loader, maybe none.
 
-    Tokens go to the ranks that share all of them evenly, and predictions come back, in one all-to-all each
+    Tokens go to the ranks that share all of them evenly, and predictions return, in one all-to-all each
     (KnapFormer, Zhang et al., 2025, §3). Timesteps and prompts go to the ranks that have tokens of their sequence. The
     loss of the step is the sum of what the ranks make of their own predictions: after `backward` on all ranks,
     `sum_gradients` gives each parameter its gradient.

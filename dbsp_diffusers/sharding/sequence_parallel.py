@@ -180,7 +180,7 @@ class _SequenceSharding:
         return self._cut_own(args, kwargs)
 
     def _step_of(self, module: nn.Module, timestep: torch.Tensor | float | None) -> torch.Tensor | float | None:
-        """The timestep that tells denoising steps apart; None in training, which draws one for each sample."""
+        """The timestep that distinguishes denoising steps; None in training, which draws one for each sample."""
         if not (module.training and torch.is_grad_enabled()):
             return timestep
         if self._session.by_step:

@@ -60,7 +60,7 @@ class PackedShards:
     """Text and video of a packed sequence as one: a rank's share of text, then its share of video.
 
     Args:
-        packed: int64[tokens], where each token stands in the packed sequence, those of text first.
+        packed: int64[tokens], place of each token in the packed sequence, those of text first.
     """
 
     def __init__(self, text: StreamShards, video: StreamShards, packed: torch.Tensor) -> None:

@@ -161,5 +161,5 @@ class _Layer:
 
 
 def _blend(common: np.ndarray, own: np.ndarray, correlation: float) -> np.ndarray:
-    """Standard normals that share as much of `common` as gives two of them this correlation."""
+    """Standard normals with so large a share of `common` that two of them have this correlation."""
     return math.sqrt(correlation) * common + math.sqrt(1 - correlation) * own

@@ -131,7 +131,7 @@ def tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Te
 def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
     """The contract of `dbsp_kernels.block_attention_backward`, in float32 at least.
 
-    torch's operator takes the log-sum-exp it is given, so the whole attention's gives this call's part.
+    torch's operator accepts any log-sum-exp: with the whole attention's it returns this call's part of the gradients.
     """
     given, wide = inputs.forward, inputs.lse.dtype
     q, k, v, dout, out = (t.to(wide).contiguous() for t in (given.q, given.k, given.v, inputs.dout, inputs.out))

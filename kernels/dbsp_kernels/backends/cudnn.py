@@ -1,6 +1,6 @@
 """cuDNN's block-sparse attention (optional, `nvidia-cudnn-frontend`): NVIDIA's kernels for Hopper and Blackwell.
 
-Packed rows are one head of Rq·Bq queries over Ck·Bk keys, with a list of blocks for each row: its contract is ours.
+Packed rows are one head of Rq·Bq queries over Ck·Bk keys to it, with a list of blocks for each row.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def cudnn_attention(inputs: KernelInputs) -> PartialAttention:
 
 
 def cudnn_attention_backward(inputs: BackwardInputs) -> Gradients:
-    """The contract of `dbsp_kernels.block_attention_backward`; sums of one call come in bfloat16."""
+    """The contract of `dbsp_kernels.block_attention_backward`; the sums of one call are in bfloat16."""
     from cudnn import block_sparse_attention
 
     given = inputs.forward

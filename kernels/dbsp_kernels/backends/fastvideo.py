@@ -1,4 +1,4 @@
-"""FastVideo's block-sparse attention (optional, `fastvideo-kernel`): 64×64 on Hopper, a yardstick for ours."""
+"""FastVideo's block-sparse attention (optional, `fastvideo-kernel`): 64×64 on Hopper, to compare with."""
 
 from __future__ import annotations
 

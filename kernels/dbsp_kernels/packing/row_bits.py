@@ -2,7 +2,7 @@
 
 A layer of Wan2.1-14B on 8 GPUs has 5 heads × 1182 rows × 1182 blocks a rank: 27.9 MB as int32 table, 0.9 MB as bits.
 So bits are what is kept, 35 MB for 40 layers and not 1.1 GB, and a table is made from them for every call: one kernel
-that writes 27.9 MB, some 10 µs beside milliseconds of attention.
+that writes 27.9 MB, some 10 µs before milliseconds of attention.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def pack_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packs and counts the bits of a rank's rows, for all ring periods at once.
 
-    A span is a head, or one sequence of a head, that rows attend to: they share what columns stand for.
+    A span is a head, or one sequence of a head, that rows attend to: they share the meaning of columns.
 
     Args:
         mask: bool[n, nk] rows; or bool[n], rows of several lengths one after another.
         rows, spans, turn: int64[R], each row's place there (in bool[n] its first), its span, and its sort key.
-        columns: int64[y, spans, width], the KV block that a row's column stands for, counted along the mask's row.
-        present: bool[y, spans, width], whether it stands for one.
+        columns: int64[y, spans, width], the KV block of a row's column, counted along the mask's row.
+        present: bool[y, spans, width], whether the column has a block.
         full: Whether that block is not short.
         as_masked: Whether columns are those of the mask.
 

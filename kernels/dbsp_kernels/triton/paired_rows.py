@@ -38,7 +38,7 @@ def pair_rows(
     # 1. Pairs.
     rows = torch.cat([row_schedule, row_schedule[-1:]])[: 2 * -(-len(row_schedule) // 2)].view(-1, 2)
     picked, width = rows.long(), kv_index.shape[1]
-    # 2. Keys that sort by short or full, then by block; of a block that both need, the first row's comes first.
+    # 2. Keys that sort by short or full, then by block; of a block that both need, the first row's precedes.
     column = torch.arange(width, device=kv_index.device)
     whose = torch.tensor([1, 2], dtype=torch.int32, device=kv_index.device)[:, None]
     keys = kv_index[picked] * 4 + whose + torch.where(column < kv_full[picked][..., None], 0, _SHORT)

@@ -55,7 +55,7 @@ def _weights(scores, top, total, scale_log2):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _pass(first, last, STAGES: gl.constexpr, k_full, k_empty, v_full, v_empty):  # type: ignore[no-untyped-def]
-    """Gives back tiles first … last − 1, which only the other group needs, when they have come.
+    """Gives back tiles first … last − 1, which only the other group needs, once they have arrived.
 
     Not before: a barrier tells only odd phases from even ones, so a group may never be two phases behind.
     """
