@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -63,22 +63,27 @@ def strings(path: Path) -> set[str]:
     return {node.value for node in constants if isinstance(node.value, str)}
 
 
-def files(*packages: str) -> list:
-    paths = [path for package in packages for path in sorted(folder_of(package).rglob("*.py"))]
-    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in paths]
+def files(*packages: str) -> list[Path]:
+    return [path for package in packages for path in sorted(folder_of(package).rglob("*.py"))]
+
+
+def found_in(paths: Iterable[Path], look: Callable[[Path], set[str]]) -> dict[str, set[str]]:
+    """What is found in files that must not be there, by file."""
+    found = {str(path.relative_to(ROOT)): look(path) for path in paths}
+    return {path: names for path, names in found.items() if names}
 
 
 def package_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[1 if path.is_relative_to(ROOT / "kernels") else 0]
 
 
-@pytest.mark.parametrize("path", files(*PACKAGES))
-def test_arrows_between_packages(path):
-    package = package_of(path)
-    others = set(PACKAGES) - PACKAGES[package] - {package}
-    assert not tops(imports(path)) & others
-    named = {text for text in strings(path) for other in others if re.fullmatch(rf"{other}(\.\w+)*", text)}
-    assert not named
+def test_arrows_between_packages():
+    def forbidden(path: Path) -> set[str]:
+        others = set(PACKAGES) - PACKAGES[package_of(path)] - {package_of(path)}
+        named = {text for text in strings(path) for other in others if re.fullmatch(rf"{other}(\.\w+)*", text)}
+        return tops(imports(path)) & others | named
+
+    assert found_in(files(*PACKAGES), forbidden) == {}
 
 
 def test_a_module_named_in_a_string_would_be_found(tmp_path):
@@ -87,39 +92,33 @@ def test_a_module_named_in_a_string_would_be_found(tmp_path):
     assert strings(file) == {"dbsp_xdit.generate"}
 
 
-@pytest.mark.parametrize("path", [*files("dbsp_core"), *files("dbsp_kernels")])
-def test_the_core_imports_no_host_with_itself(path):
-    assert not tops(imports(path, inside_functions=False)) & OPTIONAL
-    assert not tops(imports(path)) & HOSTS
+def test_the_core_imports_no_host_with_itself():
+    core = files("dbsp_core", "dbsp_kernels")
+    assert found_in(core, lambda path: tops(imports(path, inside_functions=False)) & OPTIONAL) == {}
+    assert found_in(core, lambda path: tops(imports(path)) & HOSTS) == {}
 
 
-@pytest.mark.parametrize("path", files("dbsp_diffusers"))
-def test_plain_diffusers_needs_neither_of_the_other_hosts(path):
-    assert not tops(imports(path)) & {"xfuser", "para_attn"}
+def test_plain_diffusers_needs_neither_of_the_other_hosts():
+    assert found_in(files("dbsp_diffusers"), lambda path: tops(imports(path)) & {"xfuser", "para_attn"}) == {}
 
 
-@pytest.mark.parametrize("path", files("dbsp_start"))
-def test_what_starts_processes_needs_nothing_but_python(path):
+def test_what_starts_processes_needs_nothing_but_python():
     """So that a rank is tied to its torchrun, and an interrupt is quiet, before torch has been imported."""
-    assert tops(imports(path, inside_functions=False)) <= {"dbsp_start"} | sys.stdlib_module_names
+    own = {"dbsp_start"} | sys.stdlib_module_names
+    assert found_in(files("dbsp_start"), lambda path: tops(imports(path, inside_functions=False)) - own) == {}
 
 
-PURE = [
-    pytest.param(path, id=path.stem)
-    for path in (
-        *sorted((folder_of("dbsp_core") / "planning" / "balanced").glob("*.py")),
-        *sorted((folder_of("dbsp_core") / "planning" / "sequences").glob("*.py")),
-        *(folder_of("dbsp_core") / "planning" / f"{name}.py" for name in ("baselines", "bounds", "imbalance")),
-    )
-]
+def test_the_pure_planning_functions_need_numpy_alone():
+    planning = folder_of("dbsp_core") / "planning"
+    folders = [path for name in ("balanced", "sequences") for path in sorted((planning / name).glob("*.py"))]
+    pure = [*folders, *(planning / f"{name}.py" for name in ("baselines", "bounds", "imbalance"))]
 
+    def forbidden(path: Path) -> set[str]:
+        names = imports(path) - {"dbsp_core.utils.errors"}
+        allowed = {"numpy"} | sys.stdlib_module_names
+        return {name for name in names if not name.startswith("dbsp_core.planning") and not tops({name}) & allowed}
 
-@pytest.mark.parametrize("path", PURE)
-def test_the_pure_planning_functions_need_numpy_alone(path):
-    names = imports(path)
-    assert tops(names) <= {"numpy", "dbsp_core"} | sys.stdlib_module_names
-    ours = {name for name in names if name.startswith("dbsp_core")} - {"dbsp_core.utils.errors"}
-    assert all(name.startswith("dbsp_core.planning") for name in ours)
+    assert found_in(pure, forbidden) == {}
 
 
 SOURCE_FOLDERS = [*map(folder_of, PACKAGES), ROOT / "scripts", ROOT / "tests"]
@@ -309,10 +308,9 @@ def edits_path(path: Path) -> bool:
     return bool(re.search(changed, path.read_text()))
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=str(path.relative_to(ROOT))) for path in LABORATORY])
-def test_tests_and_scripts_are_imported_by_package(path):
-    assert bare_names(path) == set()
-    assert not edits_path(path) or path.is_relative_to(FOREIGN)
+def test_tests_and_scripts_are_imported_by_package():
+    assert found_in(LABORATORY, bare_names) == {}
+    assert [path for path in LABORATORY if edits_path(path) and not path.is_relative_to(FOREIGN)] == []
 
 
 def test_a_bare_name_and_an_edited_path_would_be_found(tmp_path):
