@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
+from scripts.checks.campaign.faults import nursery
+from scripts.checks.campaign.faults.acts import fire
 from scripts.checks.campaign.faults.fault_grid import case_of, grid
 from scripts.checks.campaign.faults.judging import Expected, complaint_about
 from scripts.checks.campaign.faults.nursery import Nursery, Task
@@ -131,13 +134,13 @@ FOUND = {
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="watches processes as Linux shows them")
 def test_what_a_fault_may_not_leave_behind_is_found(tmp_path):
-    nursery = Nursery("gc:collect")
+    kept = Nursery("gc:collect")
     try:
         for how in HOW:
             task = Task(misbehave, how, 2, 3.0, after_s=4.0)
-            nursery.start(task, tmp_path / how.replace(" ", "-"))
+            kept.start(task, tmp_path / how.replace(" ", "-"))
         for how, complaint in FOUND.items():
-            ended = nursery.wait(tmp_path / how.replace(" ", "-"))
+            ended = kept.wait(tmp_path / how.replace(" ", "-"))
             found = complaint_about(ended, Expected("failure", 1, "raise"), 3.0)
             if how == "shared memory" and os.path.exists("/dev/shm/left"):  # it could not have one of its own
                 os.unlink("/dev/shm/left")
@@ -145,7 +148,29 @@ def test_what_a_fault_may_not_leave_behind_is_found(tmp_path):
             assert (found is None) == (complaint is None), (how, found, ended)
             assert complaint is None or complaint in found, (how, found)
     finally:
-        nursery.close()
+        kept.close()
+
+
+def test_a_fault_that_is_the_last_act_of_all_processes_is_seen(tmp_path, monkeypatch):
+    """It happens after the watcher has looked for its sign, and before it asks whether processes have ended."""
+    read, write = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.read(read, 1)
+        fire("go on", tmp_path)
+        os._exit(1)
+    real = os.waitpid
+
+    def let_it_end_first(number: int, options: int) -> tuple[int, int]:
+        os.write(write, b"1")
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+        return real(number, options)
+
+    for name in ("err0", "out0"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(os, "waitpid", let_it_end_first)
+    ended = nursery._watch(Task(misbehave, "nothing", 1, 3.0), tmp_path, [process], time.monotonic())
+    assert (ended.fired, ended.codes) == (True, [1])
 
 
 def test_the_grid_of_faults_is_large_and_the_same_for_every_seed():

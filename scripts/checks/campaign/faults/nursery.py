@@ -168,6 +168,12 @@ def _private_shm() -> bool:
     return bool(c.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None) == 0)
 
 
+def _time_of_fault(folder: Path) -> float | None:
+    """By the monotonic clock, or None before it has happened."""
+    sign = folder / "fired"
+    return float(sign.read_text()) if sign.exists() else None
+
+
 def _watch(task: Task, folder: Path, processes: list[int], started: float) -> Ended:
     """Until all processes have ended, one that was stopped last of all, or have been killed."""
     count = len(processes)
@@ -177,13 +183,14 @@ def _watch(task: Task, folder: Path, processes: list[int], started: float) -> En
     continued: float | None = None
     while running:
         now = time.monotonic()
-        if fired is None and (folder / "fired").exists():
-            fired = float((folder / "fired").read_text())
-            if task.told is not None and 0 in running:
+        if fired is None:
+            fired = _time_of_fault(folder)
+            if fired is not None and task.told is not None and 0 in running:
                 os.kill(running[0], task.told)
         for number, process in list(running.items()):
             done, status = os.waitpid(process, os.WNOHANG)
             if done:
+                fired = _time_of_fault(folder) if fired is None else fired  # it may have been this process's last act
                 codes[number] = os.waitstatus_to_exitcode(status)
                 times[number] = now - (continued if number == task.stopped and continued else fired or started)
                 del running[number]
