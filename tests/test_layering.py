@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.repository import ROOT, child_environment
+from tests.support.texts import strings_of, tree_of
 
 PACKAGES = {
     "dbsp_start": set(),
@@ -42,7 +43,7 @@ def nodes(tree: ast.AST, inside_functions: bool) -> Iterator[ast.AST]:
 def imports(path: Path, inside_functions: bool = True) -> set[str]:
     """Full names of the modules a file imports."""
     found = set()
-    for node in nodes(ast.parse(path.read_text()), inside_functions):
+    for node in nodes(tree_of(path), inside_functions):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -53,14 +54,6 @@ def imports(path: Path, inside_functions: bool = True) -> set[str]:
 
 def tops(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
-
-
-def strings(path: Path) -> set[str]:
-    """Texts of a file that may name a module: all but docstrings."""
-    tree = ast.parse(path.read_text())
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose)
-    return {node.value for node in constants if isinstance(node.value, str)}
 
 
 def files(*packages: str) -> list[Path]:
@@ -80,7 +73,7 @@ def package_of(path: Path) -> str:
 def test_arrows_between_packages():
     def forbidden(path: Path) -> set[str]:
         others = set(PACKAGES) - PACKAGES[package_of(path)] - {package_of(path)}
-        named = {text for text in strings(path) for other in others if re.fullmatch(rf"{other}(\.\w+)*", text)}
+        named = {text for text in strings_of(path) for other in others if re.fullmatch(rf"{other}(\.\w+)*", text)}
         return tops(imports(path)) & others | named
 
     assert found_in(files(*PACKAGES), forbidden) == {}
@@ -89,7 +82,7 @@ def test_arrows_between_packages():
 def test_a_module_named_in_a_string_would_be_found(tmp_path):
     file = tmp_path / "late.py"
     file.write_text('"""dbsp_core.prose"""\nimportlib.import_module("dbsp_xdit.generate")\n')
-    assert strings(file) == {"dbsp_xdit.generate"}
+    assert strings_of(file) == {"dbsp_xdit.generate"}
 
 
 def test_the_core_imports_no_host_with_itself():
@@ -172,7 +165,7 @@ def modules(root: Path) -> dict[str, Path]:
 def imported(path: Path, ours: dict[str, Path]) -> set[str]:
     """Which of our modules a file imports, inside functions and for types alone too."""
     found = imports(path)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
             if all(f"{node.module}.{alias.name}" in ours for alias in node.names):
@@ -298,7 +291,7 @@ FOREIGN = ROOT / "scripts" / "checks" / "upstream"
 
 def bare_names(path: Path) -> set[str]:
     """Modules of tests and scripts that a file names without their package: in imports, and as "module:function"."""
-    named = {text.partition(":")[0] for text in strings(path) if re.fullmatch(r"[a-z_][\w.]*:[a-z_]\w*", text)}
+    named = {text.partition(":")[0] for text in strings_of(path) if re.fullmatch(r"[a-z_][\w.]*:[a-z_]\w*", text)}
     return {name for name in imports(path) | named if name.partition(".")[0] in BARE}
 
 

@@ -9,9 +9,8 @@ from urllib.parse import unquote
 import pytest
 
 from tests.support.repository import ROOT
+from tests.support.texts import PAGES, without_code_blocks
 
-PAGES = [*(ROOT / part / "README.md" for part in (".", "scripts", "tests")), *sorted((ROOT / "docs").rglob("*.md"))]
-_FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 _REFERENCE = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?([^\s>]+)>?", re.M)
 _TAG = re.compile(r"<(?:img|a)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"")
@@ -20,7 +19,7 @@ _OWN_ANCHOR = re.compile(r"<a\b[^>]*?\b(?:id|name)=\"([^\"]+)\"")
 
 def links_in(text: str) -> list[str]:
     """The targets of a page's links and pictures, without those of other sites; code has none."""
-    text = _FENCE.sub("", text)
+    text = without_code_blocks(text)
     text = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", lambda code: "x" * len(code[0]), text, flags=re.S)
     found = [target for pattern in (_LINK, _REFERENCE, _TAG) for target in pattern.findall(text)]
     return [target for target in found if not re.match(r"[a-z][a-z0-9+.-]*:", target)]
@@ -29,7 +28,7 @@ def links_in(text: str) -> list[str]:
 def anchors_of(text: str) -> set[str]:
     """What GitHub calls a page's headings: in lower case, spaces as hyphens, without most other signs; numbered where
     they come again."""
-    text, found = _FENCE.sub("", text), set(_OWN_ANCHOR.findall(text))
+    text, found = without_code_blocks(text), set(_OWN_ANCHOR.findall(text))
     for heading in re.findall(r"^ {0,3}#{1,6}[ \t]+(.*?)[ \t]*#*$", text, re.M):
         words = re.sub(r"!?\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\([^)]*\)", r"\1", heading)
         name = re.sub(r"[^\w\- ]", "", words.replace("*", "").lower()).replace(" ", "-")

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.repository import ROOT
+from tests.support.texts import PAGES, docstrings_of, strings_of, tree_of, without_code_blocks
 
 PRODUCT = ("kernels", "dbsp_core", "dbsp_diffusers", "dbsp_xdit", "dbsp_para", "dbsp_cli", "dbsp_start")
-PAGES = [*(ROOT / part / "README.md" for part in (".", "scripts", "tests")), *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
 OTHER_CODE = [path for folder in ("tests", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
 VOCABULARY = ROOT / "docs" / "vocabulary.md"
@@ -28,27 +28,16 @@ FROM_OTHERS = {
     "xFuserArgs.add_cli_args",
 }
 """Names that our texts quote and our code does not have."""
-_FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)
 _QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _NAME = re.compile(r"\.?[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
 _WORD = re.compile(r"[A-Za-z_]\w*")
-
-
-def docstrings_in(tree: ast.Module) -> list[ast.Constant]:
-    """Texts that are statements: of modules, classes and functions, and those below fields."""
-    statements = (node.value for node in ast.walk(tree) if isinstance(node, ast.Expr))
-    return [value for value in statements if isinstance(value, ast.Constant) and isinstance(value.value, str)]
-
-
-def docstrings_of(path: Path) -> list[str]:
-    return [text.value for text in docstrings_in(ast.parse(path.read_text(encoding="utf-8")))]
 
 
 def prose_of(path: Path) -> str:
     """A page; of a source file its docstrings and comments."""
     source = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        return _FENCE.sub("", source)
+        return without_code_blocks(source)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
     return "\n".join(docstrings_of(path) + comments)
@@ -67,12 +56,9 @@ def words_of_code() -> frozenset[str]:
     for path in SOURCES + OTHER_CODE:
         if path == Path(__file__):
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        prose = {id(text) for text in docstrings_in(tree)}
         words.update(path.relative_to(ROOT).with_suffix("").parts, ["py"])
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-                words.update(_WORD.findall(node.value))
+        words.update(word for text in strings_of(path) for word in _WORD.findall(text))
+        for node in ast.walk(tree_of(path)):
             words.update(
                 name for _, value in ast.iter_fields(node) if isinstance(value, str) for name in value.split(".")
             )
@@ -92,7 +78,7 @@ def members() -> dict[str, frozenset[str]]:
     own: dict[str, set[str]] = defaultdict(set)
     bases: dict[str, set[str]] = defaultdict(set)
     for path in SOURCES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = tree_of(path)
         module = path.parent.name if path.stem == "__init__" else path.stem
         own[module] |= {name for node in tree.body for name in _defined(node)}
         for node in ast.walk(tree):

@@ -6,8 +6,8 @@ import re
 from functools import cache
 
 from tests.support.repository import ROOT
+from tests.support.texts import PAGES
 
-PAGES = [*(ROOT / part / "README.md" for part in (".", "scripts", "tests")), *sorted((ROOT / "docs").rglob("*.md"))]
 UPSTREAM = ROOT / "scripts" / "checks" / "upstream"
 """Names files of other projects."""
 PROGRAMS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if not path.is_relative_to(UPSTREAM)]

@@ -1,0 +1,43 @@
+"""What the repository's pages and sources say, for tests that read them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+from tests.support.repository import ROOT
+
+PAGES = [*(ROOT / part / "README.md" for part in (".", "scripts", "tests")), *sorted((ROOT / "docs").rglob("*.md"))]
+_FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)
+
+
+def without_code_blocks(page: str) -> str:
+    """A page without what is between its fences."""
+    return _FENCE.sub("", page)
+
+
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a source file, which nobody may change."""
+    return _parsed(path.read_text(encoding="utf-8"))
+
+
+_parsed = cache(ast.parse)
+
+
+def docstrings_of(path: Path) -> list[str]:
+    """A source file's texts that are statements: of modules, classes and functions, and those below fields."""
+    return [text.value for text in _docstrings(path)]
+
+
+def strings_of(path: Path) -> set[str]:
+    """A source file's other texts."""
+    prose = {id(text) for text in _docstrings(path)}
+    constants = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant) and id(node) not in prose)
+    return {node.value for node in constants if isinstance(node.value, str)}
+
+
+def _docstrings(path: Path) -> list[ast.Constant]:
+    statements = (node.value for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr))
+    return [value for value in statements if isinstance(value, ast.Constant) and isinstance(value.value, str)]
