@@ -110,10 +110,8 @@ def agree_on_attention(
         problem = INPUTS_NOT_FINITE
     kernel = ""
     if executor is not None and problem is None:
-        try:
-            kernel = executor.kernels.kernel_for(q, backward=needs_gradients(q, k, v)).name
-        except UserError as error:
-            problem = str(error)
+        kernel, refused = _kernel_for(executor, q, k, v)
+        problem = None if refused is None else str(refused)
     scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
     marks = {
         INPUTS_DIFFER: fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, needs_gradients(q, k, v))),
@@ -129,11 +127,7 @@ def agree_on_executor(executor: AttentionExecutor, q: torch.Tensor, k: torch.Ten
 
     Collective. Raises UserError, on all ranks, where they differ, or no kernel serves on one.
     """
-    kernel, problem = "", None
-    try:
-        kernel = executor.kernels.kernel_for(q, backward=needs_gradients(q, k, v)).name
-    except UserError as error:
-        problem = error
+    kernel, problem = _kernel_for(executor, q, k, v)
     check_consistent(executor.group, problem, _marks_of(executor, kernel), q.device)
 
 
@@ -141,6 +135,16 @@ def agree_on_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
     """Raises UserError, on all ranks together, where one's gradient has values that are not finite. Collective."""
     problem = None if bool(dout.isfinite().all()) else UserError(GRADIENTS_NOT_FINITE)
     check_consistent(group, problem, {}, dout.device)
+
+
+def _kernel_for(
+    executor: AttentionExecutor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[str, UserError | None]:
+    """The name of the kernel that will serve, or "" and why none does."""
+    try:
+        return executor.kernels.kernel_for(q, backward=needs_gradients(q, k, v)).name, None
+    except UserError as error:
+        return "", error
 
 
 def _marks_of(executor: AttentionExecutor | None, kernel: str) -> dict[str, int]:
