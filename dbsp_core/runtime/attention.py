@@ -113,8 +113,9 @@ class DualBalancedAttention(AttentionExecutor):
         }
         check_consistent(group, problem, marks, device)
         part = RankPlan.of(plan.assignment, layout, group.rank, n_local).to(device)
-        made = AttentionExecutor.of_part(part, plan, mask, group, kernel, mark=debug)
-        return cls(made.part, made.plan, made.tables, made.group, made.kernels, made.mask_mark, debug)
+        executor = cls.of_part(part, plan, mask, group, kernel, mark=debug)
+        executor.debug = debug
+        return executor
 
     def __repr__(self) -> str:
         name = self.kernels.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
 
 __all__ = ["AttentionExecutor", "KernelChoice"]
+
+Executor = TypeVar("Executor", bound="AttentionExecutor")
 
 
 class KernelChoice:
@@ -62,8 +65,15 @@ class AttentionExecutor(PreparedAttention):
 
     @classmethod
     def of_part(
-        cls, part: RankPlan, plan: Plan, mask: BlockMask, group: SequenceGroup, kernel: str, *, mark: bool
-    ) -> AttentionExecutor:
+        cls: type[Executor],
+        part: RankPlan,
+        plan: Plan,
+        mask: BlockMask,
+        group: SequenceGroup,
+        kernel: str,
+        *,
+        mark: bool,
+    ) -> Executor:
         """Makes an executor with the kernel tables of a mask.
 
         Args:
