@@ -124,7 +124,7 @@ def contiguous(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
 
 
 def snake(inputs: PlannerInput, config: PlannerConfig) -> OwnersAndSlots:
-    """xDiT's head balancing: heads, densest first, assigned to and fro in equal numbers; blocks where they live."""
+    """xDiT's head balancing: heads, densest first, back and forth in equal numbers; blocks where they live."""
     ulysses_rank = snake_heads(inputs.row_work.sum(axis=1), inputs.strategy.ulysses)
     return assign_whole_heads(ulysses_rank, inputs.q_home, inputs.k_home, inputs.strategy.ulysses)
 

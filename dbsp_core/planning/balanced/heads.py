@@ -68,7 +68,7 @@ def _swap(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest:
 
 
 def _share_with_another(work: np.ndarray, ulysses_rank: np.ndarray, load: np.ndarray, fullest: int, most: int) -> bool:
-    """Shares the heads of `fullest` and another Ulysses rank anew, as evenly as possible; False when that never helps.
+    """Shares the heads of `fullest` and another Ulysses rank again, as evenly as possible; False if none helps.
 
     The other rank is the least loaded with which the load of `fullest` falls. No rank gets more than `most` heads.
     """

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from dbsp_core import BlockMask, SequenceLayout, make_plan
+from dbsp_core import BlockMask, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
@@ -85,7 +85,7 @@ class _OneLeftOut(GatheredKeys):
 
 
 def errors(rank: int, world: int, case: Case, wrong: bool = False) -> tuple[float, float, float]:
-    """Largest absolute errors of the output, twice, and of the gradients."""
+    """Largest absolute errors of the output, without and with gradients, and of the gradients."""
     with patch.dict(KEYS, {GatheredKeys.name: _OneLeftOut if wrong else GatheredKeys}):
         return (run_case(rank, world, case), *run_gradients(rank, world, case))
 
@@ -93,8 +93,9 @@ def errors(rank: int, world: int, case: Case, wrong: bool = False) -> tuple[floa
 def modelled(case: Case) -> tuple[list[int], list[int], float, float]:
     """Tokens that each rank sends to owners, by routes and by the model; modelled seconds and peak bytes."""
     with patch.dict(KEYS, {GatheredKeys.name: GatheredKeys}):
-        mask, layout, world = _prepared(case)
-        plan = make_plan(mask, case.strategy, layout=layout, keys=case.keys)
+        given = Inputs.of(case, 0)
+        layout, world = given.layout, given.layout.world
+        plan = make_plan(given.mask, case.strategy, layout=layout, keys=case.keys)
         traffic = traffic_of(plan.assignment, layout)
         moved = traffic.queries + 2 * traffic.keys.sum(axis=0)
         np.fill_diagonal(moved, 0)
@@ -103,8 +104,3 @@ def modelled(case: Case) -> tuple[list[int], list[int], float, float]:
         seconds = predict(plan, shape, load_hardware("h200"), Topology(world), layout).total_s
         peak = peak_bytes(plan.assignment, shape, layout).max()
         return sent, moved.sum(axis=1).astype(int).tolist(), seconds, float(peak)
-
-
-def _prepared(case: Case) -> tuple[BlockMask, SequenceLayout, int]:
-    given = Inputs.of(case, 0)
-    return given.mask, given.layout, given.layout.world
