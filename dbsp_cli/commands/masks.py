@@ -177,11 +177,11 @@ def info(
 
 
 def parse_thw(text: str | None) -> tuple[int, int, int] | None:
-    """Parses "21,45,80" or "21x45x80". Raises ValueError for anything else."""
+    """Parses "21,45,80" or "21x45x80". Raises UserError for anything else."""
     if text is None:
         return None
     parts = text.replace("x", ",").split(",")
-    if len(parts) != 3 or not all(re.fullmatch(r"\s*\d{1,9}\s*", part) and int(part) > 0 for part in parts):
+    if len(parts) != 3 or not all(re.fullmatch(r"\s*\d{1,9}\s*", part, re.ASCII) and int(part) > 0 for part in parts):
         raise UserError(f"--thw {text!r} is not of the form T,H,W, such as 21,45,80")
     frames, rows, columns = map(int, parts)
     return frames, rows, columns

@@ -58,7 +58,7 @@ class RecordSettings:
 
 
 def _every(text: str) -> int:
-    if not re.fullmatch(r"\s*\d{1,9}\s*", text):
+    if not re.fullmatch(r"\s*\d{1,9}\s*", text, re.ASCII):  # what int() strips
         raise UserError(f"{env.RECORD_EVERY}={text!r} is no whole number; 1 keeps every step")
     return max(1, int(text))
 

@@ -1,4 +1,4 @@
-"""Numbers and dates in text that Python cannot read: it takes at most 4,300 digits. And ranges that never end."""
+"""Numbers and dates in text that Python cannot read, such as over 4,300 digits. And ranges that never end."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ LONG = "9" * 5000
         (parse_layers, f"0,{LONG}"),
         (parse_layers, "0-999999999"),
         (parse_thw, f"{LONG},45,80"),
+        (parse_thw, "\x1c1,45,80"),  # a space to a pattern of Unicode, none to int()
         (parse_size, f"{LONG}GiB"),
         (mask_settings, f"sparge:cdf={LONG}"),
         (mask_settings, "sparge:cdf=2026-99-99"),
