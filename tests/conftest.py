@@ -9,34 +9,46 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support import interpreter  # noqa: F401  before anything else imports triton
-from tests.support.repository import python_path
-from tests.support.workers import WorkerPool
+from tests.support.repository import ROOT, python_path
+from tests.support.workers import WorkerPool, WorkerPools
 
 os.environ["PYTHONPATH"] = python_path()  # of every process that a test starts
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of them would compile every module
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, WorkerPool]]:
-    """By world size, the worker processes that run for a file: threads of groups that wait poll, and slow the rest."""
-    running: dict[int, WorkerPool] = {}
+FOLDERS = ("cli", "scripts", "docs", "xdit", "para", "diffusers", "kernels", "core")
+"""Folders of tests in the order in which they begin: long tests first, so that no process is left with one alone."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the tests marked long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked long unless it is asked for, and brings folders into the order of `FOLDERS`."""
+    if not config.getoption("--long") and "long" not in config.getoption("markexpr"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+    items.sort(key=lambda item: FOLDERS.index(folder) if (folder := folder_of(item)) in FOLDERS else len(FOLDERS))
+
+
+def folder_of(item: pytest.Item) -> str:
+    """Folder of `tests` that a test is in."""
+    return item.path.relative_to(ROOT / "tests").parts[0]
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[WorkerPools]:
+    running = WorkerPools()
     yield running
-    for workers in running.values():
-        workers.close()
+    running.close()
 
 
 @pytest.fixture
-def pool(pools: dict[int, WorkerPool]) -> Callable[[int], WorkerPool]:
-    """pool(world) gives the worker processes of that world size, started at first use and kept while they are fit."""
-    for world in [world for world, workers in pools.items() if workers.crowded]:
-        pools.pop(world).close()
-
-    def get(world: int) -> WorkerPool:
-        if world not in pools:
-            pools[world] = WorkerPool(world)
-        return pools[world]
-
-    return get
+def pool(pools: WorkerPools, request: pytest.FixtureRequest) -> Callable[[int], WorkerPool]:
+    """pool(world) gives the worker processes of that world size, which live as long as one folder's tests run."""
+    return pools.of(folder_of(request.node))
 
 
 @pytest.fixture

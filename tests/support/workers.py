@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -21,6 +23,7 @@ PRELOADED = (
     "diffusers.pipelines.cogvideo.pipeline_cogvideox",
 )
 """What every worker has from its birth; one that is not installed is left out."""
+_PATIENCE_AT_THE_END_S = 2.0  # of a worker that is in a collective, and will not hear
 MOST_THREADS = 100
 """Of a worker. Every gloo group brings threads that poll for as long as the process lives, destroyed or not."""
 
@@ -72,15 +75,53 @@ class WorkerPool:
         return [value for _, _, _, value in answers]
 
     @property
-    def crowded(self) -> bool:
-        """Whether groups have piled up in the workers, so that their threads slow everything down."""
-        folders = [f"/proc/{process.pid}/task" for process in self._processes]
-        return any(os.path.isdir(folder) and len(os.listdir(folder)) > MOST_THREADS for folder in folders)
+    def unfit(self) -> bool:
+        """Whether a worker is gone, or groups have piled up so that their threads slow everything down."""
+        return any(
+            not process.is_alive() or len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS
+            for process in self._processes
+        )
 
     def close(self) -> None:
+        """Ends the workers as programs end, where they can be told to, so that what watches them can take notes."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        end = time.monotonic() + _PATIENCE_AT_THE_END_S
         for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
             process.kill()
         self._folder.cleanup()
+
+
+class WorkerPools:
+    """The pools that live at a time: one for each world size, all of one folder of tests.
+
+    What hosts patch stays in their workers, so that no other host's tests get these.
+    """
+
+    def __init__(self) -> None:
+        self._folder = ""
+        self._pools: dict[int, WorkerPool] = {}
+
+    def of(self, folder: str) -> Callable[[int], WorkerPool]:
+        """Returns a function of the world size that gives a pool, started at first use and kept while it is fit."""
+        unfit = [world for world, pool in self._pools.items() if folder != self._folder or pool.unfit]
+        for world in unfit:
+            self._pools.pop(world).close()
+        self._folder = folder
+
+        def get(world: int) -> WorkerPool:
+            if world not in self._pools:
+                self._pools[world] = WorkerPool(world)
+            return self._pools[world]
+
+        return get
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
@@ -92,7 +133,10 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     while True:
-        function, args = pipe.recv()
+        task = pipe.recv()
+        if task is None:
+            os._exit(0)  # not waiting for threads of groups
+        function, args = task
         try:
             pipe.send((True, "", "", function(rank, world, *args)))
         except Exception as error:
