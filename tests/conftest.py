@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import interpreter  # noqa: F401  before anything else imports triton
 from tests.support.repository import python_path
+from tests.support.thread_ranks import ThreadRanks
 from tests.support.workers import WorkerPool
 
 os.environ["PYTHONPATH"] = python_path()  # of every process that a test starts
@@ -37,6 +38,12 @@ def pool(pools: dict[int, WorkerPool]) -> Callable[[int], WorkerPool]:
         return pools[world]
 
     return get
+
+
+@pytest.fixture
+def threads() -> Callable[[int], ThreadRanks]:
+    """threads(world) gives that many ranks that are threads: for what is no matter of processes or of transport."""
+    return ThreadRanks
 
 
 @pytest.fixture
