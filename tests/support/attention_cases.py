@@ -72,19 +72,6 @@ _WAYS = {
     *("strategy", "planner", "layout", "reward", "equal_heads", "streams", "padded", "kernel", "sabotage"),
     *("keys", "chunk_shares", "one_ahead"),
 }
-    "strategy",
-    "planner",
-    "layout",
-    "reward",
-    "equal_heads",
-    "streams",
-    "padded",
-    "kernel",
-    "sabotage",
-    "keys",
-    "chunk_shares",
-    "one_ahead",
-]
 _OF_ATTENTION = [field.name for field in fields(Case) if field.name not in _WAYS]
 
 
@@ -153,14 +140,25 @@ def reference(attention: Case) -> torch.Tensor:
 def run_case(rank: int, world: int, case: Case) -> float:
     """Largest absolute error on this rank's tokens."""
     given = Inputs.of(case, rank)
-    mask, full, local, mine, places = given.mask, given.full, given.local, given.mine, given.places
-    expected = reference(case.attention)[:, :, mine]
+    return _error(case, given, reference(case.attention)[:, :, given.mine])
+
+
+def run_case_apart(rank: int, world: int, case: Case) -> float:
+    """The same, for ranks that are processes: each has a reference of its own tokens alone."""
+    given = Inputs.of(case, rank)
+    q, k, v = given.full
+    return _error(case, given, dense_attention(q[:, :, given.mine], k, v, given.mask, queries=given.mine))
+
+
+def _error(case: Case, given: Inputs, expected: torch.Tensor) -> float:
+    full, mine, places = given.full, given.mine, given.places
     if case.sabotage == "local tokens only":
         keys, values = (t[:, :, mine] for t in full[1:])
-        return largest_difference(dense_attention(full[0][:, :, mine], keys, values, mask, mine, keys=mine), expected)
+        alone = dense_attention(full[0][:, :, mine], keys, values, given.mask, mine, keys=mine)
+        return largest_difference(alone, expected)
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
-        out = attend(case, mask, given.layout, local)
-    assert out.shape == local[0].shape
+        out = attend(case, given.mask, given.layout, given.local)
+    assert out.shape == given.local[0].shape
     padding = torch.ones(out.shape[2], dtype=torch.bool)
     padding[places] = False
     assert not out[:, :, padding].any(), "padding must come back as zeros"

@@ -9,7 +9,7 @@ sender changes what is in flight.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -34,6 +34,9 @@ class Meeting:
     gone: dict[int, str] = field(default_factory=dict)
     broken: str = ""
     auxiliary: dict[str, Meeting] = field(default_factory=dict)
+    making: threading.RLock = field(default_factory=threading.RLock)
+    together: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """What ranks make once for all, and how many of them have not taken it."""
 
     def __post_init__(self) -> None:
         self.made = [0] * self.size
@@ -104,6 +107,18 @@ class Member:
     rank: int
     meeting: Meeting
     auxiliary: dict[str, Member] = field(default_factory=dict)
+    taken: int = 0
+
+    def take(self, make: Callable[[], Any]) -> Any:
+        """What the first rank that comes makes, and the others take in the same order."""
+        with self.meeting.making:
+            number, self.taken = self.taken, self.taken + 1
+            if number not in self.meeting.together:
+                self.meeting.together[number] = make(), self.meeting.size
+            made, waiting = self.meeting.together.pop(number)
+            if waiting > 1:
+                self.meeting.together[number] = made, waiting - 1
+        return made
 
     def group(self) -> ThreadGroup:
         return ThreadGroup(self.rank, self.meeting.size, self)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -20,6 +20,8 @@ import torch.distributed as dist
 from dbsp_core import SequenceGroup
 from tests.support.thread_group import Meeting, Member, ThreadGroup
 from tests.support.workers import SAFETY_NET_S, WorkerError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,13 @@ class ThreadRanks:
 
 _HERE = threading.local()
 _of_processes = SequenceGroup.of.__func__  # type: ignore[attr-defined]
+
+
+def once(make: Callable[[], Result]) -> Result:
+    """What `make` returns, which ranks that are threads call once for all of them: they must ask in one order."""
+    member = getattr(_HERE, "member", None)
+    made: Result = make() if member is None else member.take(make)
+    return made
 
 
 def _of(
