@@ -76,6 +76,7 @@ class PackedCase:
     layout:   of attention: a name, or "loaders": where the loaders left the sequences
     dense_parts: whether dense sequences of heads go to the dense kernel, as where there is a GPU
     sabotage: a negative control
+    first:    the first sequence's video, which by default has slots for a ring of six
     """
 
     strategy: str
@@ -86,11 +87,12 @@ class PackedCase:
     kernel: str = "auto"
     dense_parts: bool = False
     sabotage: str | None = None
+    first: tuple[int, int, int] = (4, 5, 8)
 
     @property
     def of_reference(self) -> dict[str, Any]:
         """What one process's attention depends on, beside the seed."""
-        return {"one_long": self.one_long, "dtype": self.dtype, "sabotage": self.sabotage}
+        return {"one_long": self.one_long, "dtype": self.dtype, "sabotage": self.sabotage, "first": self.first}
 
     @property
     def sequences(self) -> list[tuple[BlockGrid, MaskSource]]:
@@ -98,7 +100,7 @@ class PackedCase:
         blocks = [(16, 16), (32, 16), (16, 32)][self.seed % 3]
         found = []
         for place in range(draws.integers(2, 7)):
-            thw = (4, 5, 8) if place == 0 else tuple(draws.integers(1, (4, 6, 7)).tolist())  # a ring of six has slots
+            thw = self.first if place == 0 else tuple(draws.integers(1, (4, 6, 7)).tolist())
             thw = (8, 9, 10) if self.one_long and place == 1 else thw
             text = int(draws.integers(1, 25)) if draws.random() < 0.5 else 0
             source = source_of(KINDS[(self.seed + place) % len(KINDS)], blocks, self.seed + place)
