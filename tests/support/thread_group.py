@@ -32,6 +32,8 @@ class Meeting:
     parcels: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     """By sender, receiver and number of the call."""
     gone: dict[int, str] = field(default_factory=dict)
+    """By rank that makes no more calls: why."""
+    failed: set[int] = field(default_factory=set)
     broken: str = ""
     auxiliary: dict[str, Meeting] = field(default_factory=dict)
     making: threading.RLock = field(default_factory=threading.RLock)
@@ -69,7 +71,7 @@ class Meeting:
                 return any(key not in self.parcels for key in wanted)
 
             self.changed.wait_for(
-                lambda: not missing() or self.broken or any(map(self.gone.get, late())), self.patience_s
+                lambda: not missing() or self.broken or not late() or any(map(self.gone.get, late())), self.patience_s
             )
             if missing():
                 self._raise_if_broken()
@@ -84,15 +86,18 @@ class Meeting:
         with self.changed:
             self.gone[rank] = why
             self.changed.notify_all()
-            for meeting in self.auxiliary.values() if failed else ():
-                meeting.leave(rank, why, failed=True)
+            if failed:
+                self.failed.add(rank)
+                for meeting in self.auxiliary.values():
+                    meeting.leave(rank, why, failed=True)
 
     def beside(self, purpose: str) -> Meeting:
         """The meeting of the auxiliary group for a purpose."""
         with self.changed:
             if purpose not in self.auxiliary:
                 self.auxiliary[purpose] = Meeting(self.size, self.patience_s)
-                self.auxiliary[purpose].gone |= {rank: why for rank, why in self.gone.items() if "failed" in why}
+                for rank in self.failed:
+                    self.auxiliary[purpose].leave(rank, self.gone[rank], failed=True)
             return self.auxiliary[purpose]
 
     def _raise_if_broken(self) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.groups import gather_shards, report_group
+from tests.support.thread_ranks import once
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 
@@ -158,9 +159,19 @@ def other_kind(rank: int, world: int, odd: int, what: str) -> None:
         group.all_to_all(torch.zeros(rows * world), [1] * world, [rows] * world)
 
 
+def other_neighbour(rank: int, world: int, odd: int) -> None:
+    """One rank sends the wrong way round, so that another gets nothing."""
+    way = -1 if rank == odd else 1
+    SequenceGroup.of().shift(torch.zeros(1), (rank + way) % world, (1,), (rank - 1) % world).wait()
+
+
 def one_starts_more(rank: int, world: int, odd: int) -> None:
     if rank == odd:
         SequenceGroup.of().start_all_to_all(torch.zeros(world), [1] * world, [1] * world)
+
+
+def made_once(rank: int, world: int) -> list[object]:
+    return [once(object) for _ in range(3)]
 
 
 def group_after_its_ranks(rank: int, world: int) -> SequenceGroup:

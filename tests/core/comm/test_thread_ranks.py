@@ -58,6 +58,12 @@ class TestAsynchronous:
         assert raised(threads(2), cases.changed_before_wait) == ["CommunicationError"] * 2
 
 
+def test_what_ranks_make_once_is_one_for_all(threads):
+    first, *others = threads(3).run(cases.made_once)
+    assert len(set(first)) == 3
+    assert others == [first] * 2
+
+
 class TestFailures:
     @pytest.mark.parametrize("control", [False, True])
     def test_a_rank_that_raises_releases_the_others(self, threads, control):
@@ -82,6 +88,10 @@ class TestFailures:
     def test_calls_of_another_kind_pair_nothing(self, threads, what):
         message = "was sent where" if what == "splits" else "call 0: rank"
         assert set(raised(threads(3), cases.other_kind, 1, what, message=message)) == {"CommunicationError"}
+
+    def test_a_neighbour_that_is_sent_nothing_does_not_wait(self, threads):
+        kinds = raised(threads(3), cases.other_neighbour, 1, message="call 0: nothing was sent to rank 2")
+        assert set(kinds) == {"CommunicationError"}
 
     def test_a_call_that_nobody_waits_for_is_found(self, threads):
         assert raised(threads(2), cases.one_starts_more, 0, message="1 calls") == ["Uneven"] * 2
