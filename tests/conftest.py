@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import interpreter  # noqa: F401  before anything else imports triton
 from tests.support.repository import ROOT, python_path
+from tests.support.thread_ranks import ThreadRanks
 from tests.support.workers import WorkerPool, WorkerPools
 
 os.environ["PYTHONPATH"] = python_path()  # of every process that a test starts
@@ -49,6 +50,12 @@ def pools() -> Iterator[WorkerPools]:
 def pool(pools: WorkerPools, request: pytest.FixtureRequest) -> Callable[[int], WorkerPool]:
     """pool(world) gives the worker processes of that world size, which live as long as one folder's tests run."""
     return pools.of(folder_of(request.node))
+
+
+@pytest.fixture
+def threads() -> Callable[[int], ThreadRanks]:
+    """threads(world) gives that many ranks that are threads: for what is no matter of processes or of transport."""
+    return ThreadRanks
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.repository import ROOT, child_environment
-from tests.support.texts import strings_of, tree_of
+from tests.support.texts import nodes_of, strings_of, tree_of
 
 PACKAGES = {
     "dbsp_start": set(),
@@ -127,33 +127,36 @@ def test_a_folder_has_more_than_one_real_file():
             assert real > 1, folder
 
 
-def loaded_by(statement: str, *names: str) -> list[str]:
-    """Modules of these names, or of these packages, that a statement loads."""
-    code = (
-        f"import json, sys; {statement}; "
-        "print(json.dumps([name for name in sys.modules if {name, name.partition('.')[0]} & {*sys.argv}]))"
+@pytest.fixture(scope="module")
+def loaded():
+    """Modules of these packages that each statement has loaded, in one process after the statements before it."""
+    statements = ("from dbsp_core import BlockGrid", "import dbsp_core.runtime.session.session", "import dbsp_cli.cli")
+    names = ("dbsp_core", "diffusers", "typer", "matplotlib", "jinja2", "transformers", "xfuser", "torch._dynamo")
+    look = "seen.append([name for name in sys.modules if {name, name.partition('.')[0]} & {*sys.argv}])"
+    code = "\n".join(
+        ["import json, sys", "seen = []", *(f"{one}; {look}" for one in statements), "print(json.dumps(seen))"]
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=120, check=True
     )
-    found: list[str] = json.loads(done.stdout)
-    return found
+    return dict(zip(statements, json.loads(done.stdout), strict=True))
 
 
-def test_the_core_is_small_to_import():
-    names = ("dbsp_core", "diffusers", "typer", "matplotlib", "jinja2", "torch._dynamo")  # the last takes seconds
-    loaded = loaded_by("from dbsp_core import BlockGrid", *names)
-    assert len(loaded) <= 64, sorted(loaded)
-    assert {name.partition(".")[0] for name in loaded} == {"dbsp_core"}
+def test_the_core_is_small_to_import(loaded):
+    found = loaded["from dbsp_core import BlockGrid"]
+    assert len(found) <= 64, sorted(found)
+    assert {name.partition(".")[0] for name in found} == {"dbsp_core"}  # torch._dynamo takes seconds
 
 
-def test_a_session_does_not_wait_for_a_compiler_that_nobody_asks_for():
-    assert loaded_by("import dbsp_core.runtime.session.session", "torch._dynamo", "diffusers") == []
+def test_a_session_does_not_wait_for_a_compiler_that_nobody_asks_for(loaded):
+    found = loaded["import dbsp_core.runtime.session.session"]
+    assert not {"torch._dynamo", "diffusers"} & {*found, *tops(set(found))}
 
 
-def test_the_command_does_not_wait_for_what_few_of_its_words_need():
-    names = ("diffusers", "torch._dynamo", "matplotlib", "transformers", "xfuser")
-    assert loaded_by("import dbsp_cli.cli", *names) == []
+def test_the_command_does_not_wait_for_what_few_of_its_words_need(loaded):
+    unwanted = {"diffusers", "torch._dynamo", "matplotlib", "transformers", "xfuser"}
+    found = loaded["import dbsp_cli.cli"]
+    assert not unwanted & {*found, *tops(set(found))}
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -165,7 +168,7 @@ def modules(root: Path) -> dict[str, Path]:
 def imported(path: Path, ours: dict[str, Path]) -> set[str]:
     """Which of our modules a file imports, inside functions and for types alone too."""
     found = imports(path)
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
             if all(f"{node.module}.{alias.name}" in ours for alias in node.names):
@@ -253,18 +256,14 @@ def python(code: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_everything_imports_without_hosts():
-    done = python(f"import {', '.join(PACKAGES)}, dbsp_cli.cli, dbsp_core.reports.run_report")
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_blocked_imports_are_blocked():
     for name in ("xfuser", "diffusers.models"):
         assert "ModuleNotFoundError" in python(f"import {name}").stderr
 
 
-def test_doctor_names_the_missing_hosts_and_the_fix():
-    done = python("from dbsp_cli.cli import main; sys.argv = ['dbsp', 'doctor', '--json']; main()")
+def test_everything_imports_without_hosts_and_doctor_names_them_and_the_fix():
+    everything = f"import {', '.join(PACKAGES)}, dbsp_cli.cli, dbsp_core.reports.run_report"
+    done = python(f"{everything}; from dbsp_cli.cli import main; sys.argv = ['dbsp', 'doctor', '--json']; main()")
     assert done.returncode == 0, done.stderr
     findings = {finding["what"]: finding for finding in json.loads(done.stdout)["findings"]}
     xdit = next(finding for what, finding in findings.items() if what.startswith("xDiT"))

@@ -26,7 +26,6 @@ __all__ = [
     "CommunicationError",
     "PendingTransfer",
     "SequenceGroup",
-    "barrier",
     "explain_broken_connection",
     "gather_shards",
     "report_group",
@@ -212,6 +211,18 @@ class SequenceGroup:
         mine = torch.tensor(values, dtype=torch.int64, device=device)
         return [rank_values.tolist() for rank_values in self.all_gather(mine)]
 
+    def barrier(self) -> None:
+        """Returns once all ranks of a gloo group have called it. Raises RuntimeError where one does not in time."""
+        if self.alone:
+            return
+        try:
+            dist.monitored_barrier(self.group, self.timeout)
+        except RuntimeError as error:
+            limit = "the time limit" if self.timeout is None else f"{self.timeout.total_seconds():g} s"
+            raise RuntimeError(
+                f"not all ranks came within {limit}; the run may have failed on one ({' '.join(str(error).split())})"
+            ) from error
+
 
 def _require_alone() -> None:
     world = os.environ.get("WORLD_SIZE", "")
@@ -225,19 +236,6 @@ def _require_alone() -> None:
 def report_group(group: SequenceGroup) -> SequenceGroup:
     """The `auxiliary` group that only reports use: a rank that misses a report disturbs no attention."""
     return group.auxiliary("meeting")
-
-
-def barrier(group: SequenceGroup) -> None:
-    """Returns once all ranks of a report group have called it. Raises RuntimeError where one does not in time."""
-    if group.alone:
-        return
-    try:
-        dist.monitored_barrier(group.group, group.timeout)
-    except RuntimeError as error:
-        limit = "the time limit" if group.timeout is None else f"{group.timeout.total_seconds():g} s"
-        raise RuntimeError(
-            f"not all ranks came within {limit}; the run may have failed on one ({' '.join(str(error).split())})"
-        ) from error
 
 
 def gather_shards(shard: torch.Tensor, dim: int, group: SequenceGroup) -> torch.Tensor:

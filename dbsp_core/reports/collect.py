@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from dbsp_core.comm.consistency import check_consistent, gather_texts
-from dbsp_core.comm.groups import SequenceGroup, barrier, report_group
+from dbsp_core.comm.groups import SequenceGroup, report_group
 from dbsp_core.cost.hardware import device_class, software_versions
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.html import report_page
@@ -50,7 +50,7 @@ def make_report(session: AttentionSession, model: str, host: str) -> RunReport:
         raise UserError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
     session.flush()
     calls, group = list(observer.calls), report_group(session.group)
-    barrier(group)
+    group.barrier()
     complaint = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
     check_consistent(
         group, None, {complaint: fingerprint_of([_shared(call) for call in calls])}, torch.device("cpu"), RuntimeError

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.repository import ROOT
-from tests.support.texts import PAGES, docstrings_of, strings_of, tree_of, without_code_blocks
+from tests.support.texts import PAGES, docstrings_of, nodes_of, strings_of, tree_of, without_code_blocks
 
 PRODUCT = ("kernels", "dbsp_core", "dbsp_diffusers", "dbsp_xdit", "dbsp_para", "dbsp_cli", "dbsp_start")
 SOURCES = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -29,17 +29,20 @@ FROM_OTHERS = {
 }
 """Names that our texts quote and our code does not have."""
 _QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+_QUOTING_COMMENT = re.compile(r"#.*`")
 _NAME = re.compile(r"\.?[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 def prose_of(path: Path) -> str:
-    """A page; of a source file its docstrings and comments."""
+    """A page; of a source file its docstrings, and its comments if there may be code quotes in one."""
     source = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return without_code_blocks(source)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    comments = []
+    if _QUOTING_COMMENT.search(source):  # tokenizing is slow
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
     return "\n".join(docstrings_of(path) + comments)
 
 
@@ -58,7 +61,7 @@ def words_of_code() -> frozenset[str]:
             continue
         words.update(path.relative_to(ROOT).with_suffix("").parts, ["py"])
         words.update(word for text in strings_of(path) for word in _WORD.findall(text))
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             words.update(
                 name for _, value in ast.iter_fields(node) if isinstance(value, str) for name in value.split(".")
             )
@@ -81,7 +84,7 @@ def members() -> dict[str, frozenset[str]]:
         tree = tree_of(path)
         module = path.parent.name if path.stem == "__init__" else path.stem
         own[module] |= {name for node in tree.body for name in _defined(node)}
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] |= {_last(base) for base in node.bases}
                 own[node.name] |= {name for inner in ast.walk(node) for name in _defined(inner)}

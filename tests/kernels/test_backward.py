@@ -69,8 +69,9 @@ def assert_close(found, expected, tolerance):
 @pytest.mark.parametrize("kernel", ["cpu", "reference", "triton"])
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 def test_gradients_of_one_call(kernel, blocks):
+    rows, keys = (5, 6) if max(blocks) < 64 else (3, 4)  # large ones are slow in the interpreter
     for seed, width in enumerate((16, 24)):
-        expected, inputs = expected_and_inputs(kinder(packed(5, 6, *blocks, width=width, seed=seed)))
+        expected, inputs = expected_and_inputs(kinder(packed(rows, keys, *blocks, width=width, seed=seed)))
         with interpreted():
             assert_close(block_attention_backward(inputs, kernel), expected, 2e-5)
 

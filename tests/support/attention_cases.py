@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference
+from tests.support.shared import shared
 
 RUBBISH = 1e4  # fills padding, which must not be seen
 
@@ -61,6 +62,18 @@ class Case:
     def grid(self) -> BlockGrid:
         return BlockGrid(self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders)
 
+    @property
+    def attention(self) -> Case:
+        """What is attended to, whichever way: equal for cases with one reference."""
+        return Case("-", **{name: getattr(self, name) for name in _OF_ATTENTION})
+
+
+_WAYS = {
+    *("strategy", "planner", "layout", "reward", "equal_heads", "streams", "padded", "kernel", "sabotage"),
+    *("keys", "chunk_shares", "one_ahead"),
+}
+_OF_ATTENTION = [field.name for field in fields(Case) if field.name not in _WAYS]
+
 
 def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
     """Asymmetric, uneven over heads, rows and columns, with rows and columns that are empty."""
@@ -91,32 +104,61 @@ class Inputs:
 
     @classmethod
     def of(cls, case: Case, rank: int) -> Inputs:
-        grid = case.grid
-        mask = random_mask(case, grid)
-        profile, strategy = MaskProfile.of([mask]), Strategy.parse(case.strategy)
-        layout = SequenceLayout.named(case.layout, grid, strategy, streams=case.streams, profile=profile)
-        generator = torch.Generator().manual_seed(case.seed)
-        shape = (case.batch, case.heads, case.tokens, case.width)
-        full = [torch.randn(shape, generator=generator, dtype=case.dtype) for _ in range(3)]
+        mask, full = whole(case.attention)
+        layout = _layout(case.attention, case.strategy, case.layout, case.streams)
         mine, places = (torch.from_numpy(a) for a in layout.tokens_at(rank))
         n_local = layout.shard if case.padded else int(layout.tokens_at(rank)[1].max(initial=-1)) + 1
-        local = [torch.full((*shape[:2], n_local, case.width), RUBBISH, dtype=case.dtype) for _ in full]
+        shape = (case.batch, case.heads, n_local, case.width)
+        local = [torch.full(shape, RUBBISH, dtype=case.dtype) for _ in full]
         for here, everywhere in zip(local, full, strict=True):
             here[:, :, places] = everywhere[:, :, mine]
         return cls(mask, layout, full, local, mine, places)
 
 
+@shared
+def whole(attention: Case) -> tuple[BlockMask, list[torch.Tensor]]:
+    """Mask and q, k, v of all tokens, which are not to be changed."""
+    generator = torch.Generator().manual_seed(attention.seed)
+    shape = (attention.batch, attention.heads, attention.tokens, attention.width)
+    full = [torch.randn(shape, generator=generator, dtype=attention.dtype) for _ in range(3)]
+    return random_mask(attention, attention.grid), full
+
+
+@shared
+def _layout(attention: Case, strategy: str, name: str, streams: Streams) -> SequenceLayout:
+    profile = MaskProfile.of([whole(attention)[0]])
+    return SequenceLayout.named(name, attention.grid, Strategy.parse(strategy), streams=streams, profile=profile)
+
+
+@shared
+def reference(attention: Case) -> torch.Tensor:
+    """Dense attention of all tokens, float64."""
+    mask, full = whole(attention)
+    return dense_attention(*full, mask, queries=torch.arange(attention.tokens))
+
+
 def run_case(rank: int, world: int, case: Case) -> float:
     """Largest absolute error on this rank's tokens."""
     given = Inputs.of(case, rank)
-    mask, full, local, mine, places = given.mask, given.full, given.local, given.mine, given.places
-    expected = dense_attention(full[0][:, :, mine], full[1], full[2], mask, queries=mine)
+    return _error(case, given, reference(case.attention)[:, :, given.mine])
+
+
+def run_case_apart(rank: int, world: int, case: Case) -> float:
+    """The same, for ranks that are processes: each has a reference of its own tokens alone."""
+    given = Inputs.of(case, rank)
+    q, k, v = given.full
+    return _error(case, given, dense_attention(q[:, :, given.mine], k, v, given.mask, queries=given.mine))
+
+
+def _error(case: Case, given: Inputs, expected: torch.Tensor) -> float:
+    full, mine, places = given.full, given.mine, given.places
     if case.sabotage == "local tokens only":
         keys, values = (t[:, :, mine] for t in full[1:])
-        return largest_difference(dense_attention(full[0][:, :, mine], keys, values, mask, mine, keys=mine), expected)
+        alone = dense_attention(full[0][:, :, mine], keys, values, given.mask, mine, keys=mine)
+        return largest_difference(alone, expected)
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
-        out = attend(case, mask, given.layout, local)
-    assert out.shape == local[0].shape
+        out = attend(case, given.mask, given.layout, given.local)
+    assert out.shape == given.local[0].shape
     padding = torch.ones(out.shape[2], dtype=torch.bool)
     padding[places] = False
     assert not out[:, :, padding].any(), "padding must come back as zeros"

@@ -24,10 +24,10 @@ def examples(count: int) -> settings:
 
 
 @st.composite
-def grids(draw: st.DrawFn, least_key_blocks: int = 1) -> BlockGrid:
-    """Any text length and any two block sizes, with at least so many KV blocks."""
+def grids(draw: st.DrawFn, least_key_blocks: int = 1, more_tokens: int = 100) -> BlockGrid:
+    """Any text length and any two block sizes, with at least so many KV blocks, and at most so many tokens more."""
     block_q, block_k = (draw(st.integers(1, 24)) for _ in range(2))
-    tokens = draw(st.integers((least_key_blocks - 1) * block_k + 1, least_key_blocks * block_k + 100))
+    tokens = draw(st.integers((least_key_blocks - 1) * block_k + 1, least_key_blocks * block_k + more_tokens))
     return BlockGrid(tokens, draw(st.integers(0, tokens)), block_q, block_k)
 
 
@@ -43,12 +43,14 @@ def random_bits(heads: int, grid: BlockGrid, seed: int, level: float = 0.5) -> n
 
 
 @st.composite
-def masks(draw: st.DrawFn, heads: int = 4, sequences: int = 3, least_key_blocks: int = 1) -> BlockMask:
+def masks(
+    draw: st.DrawFn, heads: int = 4, sequences: int = 3, least_key_blocks: int = 1, more_tokens: int = 100
+) -> BlockMask:
     """Random bits of up to so many heads, of one sequence or of several that are packed."""
-    first, seed, count = draw(grids(least_key_blocks)), draw(SEEDS), draw(st.integers(1, heads))
+    first, seed, count = draw(grids(least_key_blocks, more_tokens)), draw(SEEDS), draw(st.integers(1, heads))
     sizes = [(first.tokens, first.text_tokens)]
     for _ in range(draw(st.integers(1, sequences)) - 1):
-        tokens = draw(st.integers(1, 120))
+        tokens = draw(st.integers(1, 20 + more_tokens))
         sizes.append((tokens, draw(st.integers(0, tokens))))
     each = [BlockGrid(*size, first.block_q, first.block_k) for size in sizes]
     return BlockMask.packed(

@@ -23,7 +23,13 @@ def tree_of(path: Path) -> ast.Module:
     return _parsed(path.read_text(encoding="utf-8"))
 
 
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a source file's syntax tree."""
+    return _walked(path.read_text(encoding="utf-8"))
+
+
 _parsed = cache(ast.parse)
+_walked = cache(lambda source: list(ast.walk(_parsed(source))))
 
 
 def docstrings_of(path: Path) -> list[str]:
@@ -34,10 +40,10 @@ def docstrings_of(path: Path) -> list[str]:
 def strings_of(path: Path) -> set[str]:
     """A source file's other texts."""
     prose = {id(text) for text in _docstrings(path)}
-    constants = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant) and id(node) not in prose)
+    constants = (node for node in nodes_of(path) if isinstance(node, ast.Constant) and id(node) not in prose)
     return {node.value for node in constants if isinstance(node.value, str)}
 
 
 def _docstrings(path: Path) -> list[ast.Constant]:
-    statements = (node.value for node in ast.walk(tree_of(path)) if isinstance(node, ast.Expr))
+    statements = (node.value for node in nodes_of(path) if isinstance(node, ast.Expr))
     return [value for value in statements if isinstance(value, ast.Constant) and isinstance(value.value, str)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,15 +85,19 @@ class _OneLeftOut(GatheredKeys):
         return [(head[block > 0], block[block > 0])]
 
 
-def errors(rank: int, world: int, case: Case, wrong: bool = False) -> tuple[float, float, float]:
+def travelling(wrong: bool = False) -> contextlib.AbstractContextManager[object]:
+    """Within it, keys can travel that way, or the wrong one."""
+    return patch.dict(KEYS, {GatheredKeys.name: _OneLeftOut if wrong else GatheredKeys})
+
+
+def errors(rank: int, world: int, case: Case) -> tuple[float, float, float]:
     """Largest absolute errors of the output, without and with gradients, and of the gradients."""
-    with patch.dict(KEYS, {GatheredKeys.name: _OneLeftOut if wrong else GatheredKeys}):
-        return (run_case(rank, world, case), *run_gradients(rank, world, case))
+    return (run_case(rank, world, case), *run_gradients(rank, world, case))
 
 
 def modelled(case: Case) -> tuple[list[int], list[int], float, float]:
     """Tokens that each rank sends to owners, by routes and by the model; modelled seconds and peak bytes."""
-    with patch.dict(KEYS, {GatheredKeys.name: GatheredKeys}):
+    with travelling():
         given = Inputs.of(case, 0)
         layout, world = given.layout, given.layout.world
         plan = make_plan(given.mask, case.strategy, layout=layout, keys=case.keys)

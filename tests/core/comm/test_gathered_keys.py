@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_core import Strategy
-from tests.core.comm.gathered_keys_cases import errors, modelled
+from tests.core.comm.gathered_keys_cases import errors, modelled, travelling
 from tests.support.attention_cases import Case
 
 STRATEGIES = [(world, str(strategy)) for world in (2, 4) for strategy in Strategy.all_for(world)]
@@ -17,13 +17,15 @@ def case_for(strategy: str) -> Case:
 
 
 @pytest.mark.parametrize(("world", "strategy"), STRATEGIES)
-def test_equals_dense_attention_forward_and_backward(pool, world, strategy):
-    found = pool(world).run(errors, case_for(strategy))
+def test_equals_dense_attention_forward_and_backward(threads, world, strategy):
+    with travelling():
+        found = threads(world).run(errors, case_for(strategy))
     assert max(error for of_rank in found for error in of_rank) <= TOLERANCE
 
 
-def test_keys_that_are_not_sent_are_missed(pool):
-    found = pool(2).run(errors, case_for("U1R2"), True)
+def test_keys_that_are_not_sent_are_missed(threads):
+    with travelling(wrong=True):
+        found = threads(2).run(errors, case_for("U1R2"))
     assert max(error for of_rank in found for error in of_rank) > 1e-2
 
 

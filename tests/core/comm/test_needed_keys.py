@@ -9,7 +9,7 @@ import pytest
 
 from dbsp_core import Strategy
 from tests.core.runtime.gradients.gradient_cases import run_gradients
-from tests.support.attention_cases import Case, run_case
+from tests.support.attention_cases import Case, run_case, run_case_apart
 
 WORLDS = (2, 3, 4, 6, 8)
 TOLERANCE = 1e-5
@@ -49,25 +49,34 @@ def cases_for(strategy: Strategy) -> list[Case]:
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
-def test_equals_dense_attention(pool, world, strategy):
+def test_equals_dense_attention(threads, world, strategy):
     for case in cases_for(strategy):
-        errors = pool(world).run(run_case, case)
+        errors = threads(world).run(run_case, case)
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_processes_equal_dense_attention(pool, world):
+    """Each strategy with other cases, so that every planner and way to send in chunks is among them."""
+    for row, strategy in enumerate(Strategy.all_for(world)):
+        for case in cases_for(strategy)[row::7]:
+            errors = pool(world).run(run_case_apart, case)
+            assert all(error <= TOLERANCE for error in errors), (case, errors)
+
+
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in (2, 4, 6) for s in Strategy.all_for(w)], ids=str)
-def test_gradients_equal_those_of_dense_attention(pool, world, strategy):
+def test_gradients_equal_those_of_dense_attention(threads, world, strategy):
     for case in cases_for(strategy)[world % 2 :: 2]:
-        errors = pool(world).run(run_gradients, case)
+        errors = threads(world).run(run_gradients, case)
         assert all(max(error) <= TOLERANCE for error in errors), (case, errors)
 
 
 @pytest.mark.parametrize(
     ("world", "strategy", "shares"), [(2, "U1R2", (1,)), (4, "U4R1", (1,)), (6, "U2R3", (3, 2, 1))]
 )
-def test_a_needed_block_left_out_does_not_pass(pool, world, strategy, shares):
+def test_a_needed_block_left_out_does_not_pass(threads, world, strategy, shares):
     case = Case(
         strategy, "local", heads=5, tokens=128 * world, keys="needed", layout="local", band=True, chunk_shares=shares
     )
-    assert all(e <= TOLERANCE for e in pool(world).run(run_case, case))
-    assert max(pool(world).run(run_case, replace(case, sabotage="a needed block left out"))) > 100 * TOLERANCE
+    assert all(e <= TOLERANCE for e in threads(world).run(run_case, case))
+    assert max(threads(world).run(run_case, replace(case, sabotage="a needed block left out"))) > 100 * TOLERANCE

@@ -28,6 +28,7 @@ from dbsp_core.runtime.session.session import AttentionSession
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 LAYERS, HEADS, WIDTH = 2, 4, 16
+CALL = {"height": 64, "width": 96, "num_frames": 9, "max_sequence_length": 16, "output_type": "latent"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Recount:
 def recounted_session(
     rank: int, world: int, settings: dict[str, Any], strategy: str | None, batch: int = 1
 ) -> tuple[RunReport, list[Recount]]:
-    """Three steps of two passes over two layers, and then one over a video of another size."""
+    """Three steps of two passes over two layers, and then one over a video of another size; rank 0 recounts."""
     config = DbspConfig.load(settings | {"report": "nowhere"})
     chosen = None if strategy is None else Strategy.parse(strategy)
     session = observed_session(config, SequenceGroup.of(), chosen, HEADS, LAYERS)
@@ -63,7 +64,8 @@ def recounted_session(
         return mask
 
     def counted(executor: AttentionExecutor, q: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
-        found.append(_recount(executor, masks.get(now[0], masks["last"]), session, q, now))
+        if rank == 0:
+            found.append(_recount(executor, masks.get(now[0], masks["last"]), session, q, now))
         return run(executor, q, *others, **options)
 
     draws = torch.Generator().manual_seed(rank)
@@ -138,8 +140,7 @@ def pipeline_reports(rank: int, world: int, folder: str, config: dict[str, Any])
     seen: dict[str, Any] = {}
 
     def generate(steps: int, **options: Any) -> None:
-        size = {"height": 64, "width": 96, "num_frames": 9, "guidance_scale": 2.0, "output_type": "latent"}
-        pipe(prompt="the sea at dusk", num_inference_steps=steps, **size, **options)
+        pipe(prompt="the sea at dusk", num_inference_steps=steps, guidance_scale=2.0, **CALL, **options)
         if world > 1:
             torch.distributed.barrier()  # rank 0 has written
 
@@ -176,11 +177,10 @@ def fail_on_one_rank(rank: int, world: int, folder: str, config: dict[str, Any],
         return {}
 
     said, raised = io.StringIO(), ""
-    size = {"height": 64, "width": 96, "num_frames": 9, "guidance_scale": 1.0, "output_type": "latent"}
     soon = mock.patch.object(SequenceGroup, "timeout", timedelta(seconds=3))  # not before all ranks have come this far
     with contextlib.redirect_stderr(said), soon:
         try:
-            pipe(prompt="the sea", num_inference_steps=2, callback_on_step_end=at_the_end, **size)
+            pipe(prompt="the sea", num_inference_steps=2, guidance_scale=1.0, callback_on_step_end=at_the_end, **CALL)
         except ZeroDivisionError as error:
             raised = str(error)
     return raised, said.getvalue()

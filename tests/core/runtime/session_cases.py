@@ -6,6 +6,7 @@ import logging
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -35,6 +36,7 @@ from dbsp_core.sources.distributed_pooling import gather_bits
 from dbsp_core.utils.packages import package_versions
 from dbsp_diffusers.reference import masked_attention
 from dbsp_kernels import KernelRequirements
+from tests.support.thread_ranks import once
 
 HEADS, WIDTH, THW = 5, 16, (3, 6, 10)
 
@@ -73,8 +75,9 @@ class Session:
         self.inner = observed_session(
             config, SequenceGroup.of(), Strategy.parse(self.strategy), HEADS, self.layers, lambda: self.steps
         )
-        self.feed = MaskProvider(
-            config.mask, config.dense_schedule, HEADS, self.layers, SequenceGroup(0, 1), lambda: self.steps
+        alone = SequenceGroup(0, 1)
+        self.feed = once(
+            lambda: MaskProvider(config.mask, config.dense_schedule, HEADS, self.layers, alone, lambda: self.steps)
         )
 
     def attend(
@@ -89,18 +92,25 @@ class Session:
         if settle:
             self.inner.flush()
         layout = self.inner.begin(Video(thw, text_tokens), timestep=timestep)
-        self.feed.begin([Video(thw, text_tokens)], timestep)
-        token, place = (torch.from_numpy(one) for one in layout.tokens_at(dist.get_rank()))
-        generator, worst = torch.Generator().manual_seed(int(timestep)), 0.0
+        once(lambda: self.feed.begin([Video(thw, text_tokens)], timestep))
+        token, place = (torch.from_numpy(one) for one in layout.tokens_at(self.inner.group.rank))
+        shape, worst = (batch, HEADS, layout.tokens, WIDTH), 0.0
         for layer in range(self.layers):
-            full = [torch.randn(batch, HEADS, layout.tokens, WIDTH, generator=generator) * 2 for _ in range(3)]
+            full, expected = once(partial(self._alone, layer, shape, self.layers * int(timestep) + layer))
             local = [torch.zeros(batch, HEADS, layout.shard, WIDTH) for _ in full]
             for shard, whole in zip(local, full, strict=True):
                 shard[:, :, place] = whole[:, :, token]
             out = self.inner.attend(layer, *local)
-            expected = masked_attention(*full, self.feed.mask(layer, LocalQK.alone(full[0], full[1])))
             worst = max(worst, float((out[:, :, place] - expected[:, :, token]).abs().max()))
         return worst
+
+    def _alone(
+        self, layer: int, shape: tuple[int, int, int, int], seed: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """q, k and v of all tokens, and attention to them in one process."""
+        generator = torch.Generator().manual_seed(seed)
+        full = [torch.randn(shape, generator=generator) * 2 for _ in range(3)]
+        return full, masked_attention(*full, self.feed.mask(layer, LocalQK.alone(full[0], full[1])))
 
 
 PREDICTED = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 16}}

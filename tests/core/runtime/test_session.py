@@ -46,62 +46,62 @@ def test_a_plan_that_waits_is_not_used_for_another_batch(pool, strategy, batches
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_mask_that_does_not_change_is_planned_once_however_uneven(pool, mode):
+def test_a_mask_that_does_not_change_is_planned_once_however_uneven(threads, mode):
     """Two ranks share out five equal heads: three and two, above P_s whatever the plan."""
     settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "reuse": {"mode": mode}}
-    for worst, calls, plans, *_ in pool(2).run(changing_masks, settings, 3):
+    for worst, calls, plans, *_ in threads(2).run(changing_masks, settings, 3):
         assert (worst <= 1e-5, calls, plans) == (True, 3 * PASSES * LAYERS, 1)
     growing = {"mask": Growing(16, 16, most=1), "reuse": {"mode": mode}}
-    for plans in pool(2).run(recorded_masks, growing, 9):
+    for plans in threads(2).run(recorded_masks, growing, 9):
         assert plans == LAYERS * 2, "one for each of a layer's two masks"
 
 
 class TestMasksThatChangeByStep:
     @pytest.mark.parametrize("mode", ["sync", "async"])
     @pytest.mark.parametrize("slope", [0.0, 0.01])
-    def test_plans_are_kept_from_step_to_step(self, pool, slope, mode):
+    def test_plans_are_kept_from_step_to_step(self, threads, slope, mode):
         settings = {"mask": Drifting(16, 16, slope=slope), "reuse": {"mode": mode}, "planner": {"exchange_cost": 0.0}}
         steps = 12
-        for worst, calls, plans, kept, executors in pool(2).run(changing_masks, settings, steps):
+        for worst, calls, plans, kept, executors in threads(2).run(changing_masks, settings, steps):
             assert worst <= 1e-5
             assert calls == steps * PASSES * LAYERS
             assert plans >= LAYERS * PASSES, "each attention has one of its own"
             assert plans <= LAYERS * PASSES * (1 if slope == 0 else 5), "and not one a step"
             assert kept == executors == LAYERS * PASSES, "what steps behind had is dropped"
 
-    def test_a_threshold_of_1_asks_for_plans_at_every_step(self, pool):
+    def test_a_threshold_of_1_asks_for_plans_at_every_step(self, threads):
         """The bound above can fail."""
         settings = {"mask": Drifting(16, 16, slope=0.03), "reuse": {"threshold": 1.0, "budget": None}}
-        for _, calls, plans, kept, executors in pool(2).run(changing_masks, settings, 9):
+        for _, calls, plans, kept, executors in threads(2).run(changing_masks, settings, 9):
             assert plans > calls / 2
             assert kept == executors == LAYERS * PASSES
 
-    def test_the_command_tells_of_reuse_what_the_runtime_did(self, pool, tmp_path):
+    def test_the_command_tells_of_reuse_what_the_runtime_did(self, threads, tmp_path):
         settings = {"mask": Drifting(16, 16, slope=0.02), "planner": {"exchange_cost": 0.0}, "record": str(tmp_path)}
-        made, same = pool(2).run(recorded_masks, settings, 12)
+        made, same = threads(2).run(recorded_masks, settings, 12)
         series, rule = MaskSeries.read(tmp_path), ReplanRule(1.10, 0.30)
         told = [drift_of(series, layer, "U2R1", "dbsp", rule).replans for layer in range(LAYERS)]
         assert sum(told) == made == same
         assert LAYERS < made < 12 * LAYERS, "some plans are kept and some are not"
 
-    def test_a_schedule_of_dense_steps_has_a_plan_for_them(self, pool):
+    def test_a_schedule_of_dense_steps_has_a_plan_for_them(self, threads):
         settings = {
             "mask": Drifting(16, 16),
             "dense_schedule": {"first_steps": 2, "last_steps": 2},
             "planner": {"exchange_cost": 0.0},
         }
-        for worst, calls, plans, *_ in pool(2).run(changing_masks, settings, 9):
+        for worst, calls, plans, *_ in threads(2).run(changing_masks, settings, 9):
             assert (worst <= 1e-5, calls, plans) == (True, 9 * PASSES * LAYERS, LAYERS * PASSES + 1)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("mask", [Drifting(16, 16, slope=0.06), PREDICTED["mask"]], ids=["by step", "predicted"])
-def test_with_few_steps_the_next_video_has_a_plan_for_each(pool, mask, mode):
+def test_with_few_steps_the_next_video_has_a_plan_for_each(threads, mask, mode):
     """Every video here has the masks of the one before. With one more step they are many, and plans are made again."""
     settings = {"mask": mask, "reuse": {"mode": mode, **EVEN}, "planner": {"exchange_cost": 0.0}}
     later = []
     for steps in (FEW_STEPS, FEW_STEPS + 1):
-        (worst, made), *others = pool(2).run(videos, settings, steps, [0, 0, 0])
+        (worst, made), *others = threads(2).run(videos, settings, steps, [0, 0, 0])
         assert worst <= 1e-5
         assert [plans for _, plans in others] == [made]
         assert made[0] > LAYERS, "plans are made within a video"
@@ -109,36 +109,36 @@ def test_with_few_steps_the_next_video_has_a_plan_for_each(pool, mask, mode):
     assert 2 * later[0] < later[1]
 
 
-def test_passes_that_cannot_be_told_apart_do_not_pile_up(pool):
-    for kept, executors in pool(2).run(one_step_after_another, 3 * MOST_PASSES):
+def test_passes_that_cannot_be_told_apart_do_not_pile_up(threads):
+    for kept, executors in threads(2).run(one_step_after_another, 3 * MOST_PASSES):
         assert kept == executors == LAYERS * MOST_PASSES
 
 
 class TestSizes:
     @pytest.mark.parametrize("settings", [PREDICTED, {"mask": {"source": "window", "block_q": 16, "block_k": 16}}])
-    def test_sizes_that_take_turns_keep_their_plans(self, pool, settings):
-        for worst, plans in pool(2).run(changing_sizes, settings | {"planner": {"exchange_cost": 0.0}}, [7, 20], 4):
+    def test_sizes_that_take_turns_keep_their_plans(self, threads, settings):
+        for worst, plans in threads(2).run(changing_sizes, settings | {"planner": {"exchange_cost": 0.0}}, [7, 20], 4):
             assert (worst <= 1e-5, plans) == (True, 2)
 
     @pytest.mark.parametrize("steps", [4, 12])
-    def test_videos_of_two_sizes_make_no_more_than_twice_the_plans_of_one(self, pool, steps):
+    def test_videos_of_two_sizes_make_no_more_than_twice_the_plans_of_one(self, threads, steps):
         settings = PREDICTED | {"reuse": EVEN, "planner": {"exchange_cost": 0.0}}
-        one, other = (pool(2).run(videos, settings, steps, [text])[0][1][0] for text in (7, 20))
-        for worst, made in pool(2).run(videos, settings, steps, [7, 20, 7, 20]):
+        one, other = (threads(2).run(videos, settings, steps, [text])[0][1][0] for text in (7, 20))
+        for worst, made in threads(2).run(videos, settings, steps, [7, 20, 7, 20]):
             assert worst <= 1e-5
             assert made[:2] == [one, other]
             assert sum(made[:2]) <= 2 * max(one, other)
             if steps <= FEW_STEPS:
                 assert sum(made[2:]) < sum(made[:2]), "each size has kept its own"
 
-    def test_the_size_used_least_recently_goes(self, pool):
+    def test_the_size_used_least_recently_goes(self, threads):
         texts = list(range(MOST_SIZES + 1))
-        for worst, plans in pool(2).run(changing_sizes, PREDICTED | {"planner": {"exchange_cost": 0.0}}, texts, 2):
+        for worst, plans in threads(2).run(changing_sizes, PREDICTED | {"planner": {"exchange_cost": 0.0}}, texts, 2):
             assert (worst <= 1e-5, plans) == (True, 2 * len(texts))
 
-    def test_cache_keys_of_sizes_that_went_are_forgotten(self, pool):
+    def test_cache_keys_of_sizes_that_went_are_forgotten(self, threads):
         settings = {"mask": {"source": "callable", "function": "tests.support.user_masks:band", "depends_on": "step"}}
-        assert pool(2).run(keys_known, settings, list(range(3 * MOST_SIZES))) == [MOST_SIZES] * 2
+        assert threads(2).run(keys_known, settings, list(range(3 * MOST_SIZES))) == [MOST_SIZES] * 2
 
 
 class TestSettings:
@@ -147,10 +147,10 @@ class TestSettings:
         "other",
         [{"mask": PREDICTED["mask"] | {"cdf": 0.9}}, {"reuse": {"mode": "sync"}}, {"reuse": {"threshold": 1.3}}],
     )
-    def test_other_settings_on_one_rank_stop_all(self, pool, odd, other):
+    def test_other_settings_on_one_rank_stop_all(self, threads, odd, other):
         settings = PREDICTED | other
         assert_all_raise(
-            pool, 3, f"the settings differ on rank(s) [{odd}]", settings_on_one_rank, odd, settings, PREDICTED
+            threads, 3, f"the settings differ on rank(s) [{odd}]", settings_on_one_rank, odd, settings, PREDICTED
         )
 
     @pytest.mark.parametrize("odd", [0, 1])
@@ -218,13 +218,13 @@ class TestInputs:
         assert_all_raise(pool, 3, message, a_shard_that_does_not_fit, 1, when)
 
     @pytest.mark.parametrize("world", [1, 2])
-    def test_there_are_gradients_where_they_are_wanted(self, pool, world):
-        assert pool(world).run(gradients, False) == [False] * world
-        assert pool(world).run(gradients, True) == [True] * world
+    def test_there_are_gradients_where_they_are_wanted(self, threads, world):
+        assert threads(world).run(gradients, False) == [False] * world
+        assert threads(world).run(gradients, True) == [True] * world
 
     @pytest.mark.parametrize("debug", [False, True])
-    def test_what_backward_computes_again_may_be_of_another_size_than_the_last_pass(self, pool, debug):
-        assert pool(2).run(computed_again_after_another_size, debug) == [[0.0, 0.0]] * 2
+    def test_what_backward_computes_again_may_be_of_another_size_than_the_last_pass(self, threads, debug):
+        assert threads(2).run(computed_again_after_another_size, debug) == [[0.0, 0.0]] * 2
 
     def test_two_threads_at_once_are_told_of_each_other(self, pool):
         assert all("UserError: two threads use db-SP" in told for told in pool(2).run(from_two_threads))

@@ -14,8 +14,8 @@ from tests.core.runtime.session_cases import needed_keys_of_growing_masks, train
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("strategy", ["U1R4", "U2R2", "U4R1"])
-def test_a_mask_that_grew_beyond_what_is_sent_gets_a_new_plan(pool, strategy, mode):
-    for worst, plans, by_need in pool(4).run(needed_keys_of_growing_masks, strategy, "needed", mode, True):
+def test_a_mask_that_grew_beyond_what_is_sent_gets_a_new_plan(threads, strategy, mode):
+    for worst, plans, by_need in threads(4).run(needed_keys_of_growing_masks, strategy, "needed", mode, True):
         assert worst <= 1e-5
         assert all(by_need)
         assert 2 < plans <= 8, "one for each mask that needs more, and no more than that"
@@ -26,14 +26,14 @@ def test_it_is_wrong_where_that_is_not_heeded(pool):
         assert worst > 1e-3
 
 
-def test_rings_keep_their_plan(pool):
-    for worst, plans, by_need in pool(4).run(needed_keys_of_growing_masks, "U1R4", "ring", "sync", True):
+def test_rings_keep_their_plan(threads):
+    for worst, plans, by_need in threads(4).run(needed_keys_of_growing_masks, "U1R4", "ring", "sync", True):
         assert (worst <= 1e-5, plans, by_need) == (True, 1, [False, False])
 
 
 @pytest.mark.parametrize("strategy", ["U1R4", "U2R2"])
-def test_gradients_flow(pool, strategy):
-    assert all(pool(4).run(training_with_needed_keys, strategy))
+def test_gradients_flow(threads, strategy):
+    assert all(threads(4).run(training_with_needed_keys, strategy))
 
 
 class TestAuto:

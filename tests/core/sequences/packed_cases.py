@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +35,10 @@ from dbsp_core.sources import (
 from dbsp_core.sources.base import BlockSizes
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference, token_mask
+from tests.support.shared import shared
 
 HEADS, WIDTH = 4, 16
+REQUEST = MaskRequest(0, HEADS, (1, 1, 1))
 KINDS = ("dense", "window", "radial", "sparge", "random")
 
 
@@ -73,6 +76,7 @@ class PackedCase:
     layout:   of attention: a name, or "loaders": where the loaders left the sequences
     dense_parts: whether dense sequences of heads go to the dense kernel, as where there is a GPU
     sabotage: a negative control
+    first:    the first sequence's video, which by default has slots for a ring of six
     """
 
     strategy: str
@@ -83,6 +87,12 @@ class PackedCase:
     kernel: str = "auto"
     dense_parts: bool = False
     sabotage: str | None = None
+    first: tuple[int, int, int] = (4, 5, 8)
+
+    @property
+    def of_reference(self) -> dict[str, Any]:
+        """What one process's attention depends on, beside the seed."""
+        return {"one_long": self.one_long, "dtype": self.dtype, "sabotage": self.sabotage, "first": self.first}
 
     @property
     def sequences(self) -> list[tuple[BlockGrid, MaskSource]]:
@@ -90,7 +100,7 @@ class PackedCase:
         blocks = [(16, 16), (32, 16), (16, 32)][self.seed % 3]
         found = []
         for place in range(draws.integers(2, 7)):
-            thw = (4, 5, 8) if place == 0 else tuple(draws.integers(1, (4, 6, 7)).tolist())  # a ring of six has slots
+            thw = self.first if place == 0 else tuple(draws.integers(1, (4, 6, 7)).tolist())
             thw = (8, 9, 10) if self.one_long and place == 1 else thw
             text = int(draws.integers(1, 25)) if draws.random() < 0.5 else 0
             source = source_of(KINDS[(self.seed + place) % len(KINDS)], blocks, self.seed + place)
@@ -127,6 +137,19 @@ def expected_of(case: PackedCase, mask: BlockMask, tensors: list[torch.Tensor]) 
     return torch.cat(found, dim=2)
 
 
+@shared
+def _alone(case: PackedCase) -> tuple[list[torch.Tensor], int, torch.Tensor, list[torch.Tensor]]:
+    """q, k, v and dout of all tokens; in one process the fingerprint of the mask, the output, and gradients."""
+    generator = torch.Generator().manual_seed(case.seed)
+    tokens = sum(grid.tokens for grid, _ in case.sequences)
+    full = [torch.randn(1, HEADS, tokens, WIDTH, generator=generator, dtype=case.dtype) for _ in range(4)]
+    mask = packed_mask(case.sequences, REQUEST, LocalQK.alone(*full[:2]))
+    leaves = [t.double().clone().requires_grad_(True) for t in full[:3]]
+    expected = expected_of(case, mask, leaves)
+    gradients = torch.autograd.grad(expected, leaves, full[3].double())
+    return full, mask.fingerprint, expected.detach(), list(gradients)
+
+
 def run_packed(rank: int, world: int, cases: list[PackedCase]) -> list[tuple[float, float]]:
     """By case, the largest absolute errors on this rank's tokens: of the output, and of the gradients of q, k, v."""
     return [_run_one(rank, world, case) for case in cases]
@@ -134,9 +157,8 @@ def run_packed(rank: int, world: int, cases: list[PackedCase]) -> list[tuple[flo
 
 def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
     sequences, loaders = case.sequences, case.loaders(world)
-    tokens, group = loaders.tokens, SequenceGroup.of()
-    generator = torch.Generator().manual_seed(case.seed)
-    full = [torch.randn(1, HEADS, tokens, WIDTH, generator=generator, dtype=case.dtype) for _ in range(4)]
+    group = SequenceGroup.of()
+    full, of_mask, expected, gradients = _alone(PackedCase("-", case.seed, **case.of_reference))
     mine, places = (torch.from_numpy(a) for a in loaders.tokens_at(rank))
     # 1. What this rank's loader gives, without padding: nothing where it has no sequence.
     local = [t[:, :, mine].clone().requires_grad_(place < 3) for place, t in enumerate(full)]
@@ -144,12 +166,9 @@ def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
     rehoming = Rehoming.of(loaders, home, group, source_places=len(mine), debug=True)
     # 2. To the balanced layout, attention there, and back.
     q, k, v = rehoming.there(*local[:3], dim=2)
-    request = MaskRequest(0, HEADS, (1, 1, 1))
     with torch.no_grad():
-        seen = LocalQK(q, k, home, group, WIDTH**-0.5)
-        mask = packed_mask(sequences, request, seen)
-        alone = packed_mask(sequences, request, LocalQK.alone(*full[:2]))
-    assert mask.fingerprint == alone.fingerprint
+        mask = packed_mask(sequences, REQUEST, LocalQK(q, k, home, group, WIDTH**-0.5))
+    assert mask.fingerprint == of_mask
     plan = make_plan(mask, case.strategy, layout=home)
     executor = DualBalancedAttention.prepare(plan, mask, home, group, kernel=case.kernel, debug=True)
     if case.dense_parts:
@@ -161,12 +180,9 @@ def _run_one(rank: int, world: int, case: PackedCase) -> tuple[float, float]:
         out = rehoming.back(executor(q, k, v), dim=2)
         out.backward(local[3])
     # 3. Against one process.
-    leaves = [t.double().requires_grad_(True) for t in full[:3]]
-    expected = expected_of(case, mask, leaves)
-    expected.backward(full[3].double())
     assert torch.equal(places, torch.arange(len(mine)))
     errors = [largest_difference(out, expected[:, :, mine])]
-    errors += [largest_difference(a.grad, b.grad[:, :, mine]) for a, b in zip(local, leaves, strict=False)]
+    errors += [largest_difference(a.grad, b[:, :, mine]) for a, b in zip(local, gradients, strict=False)]
     return errors[0], max(errors[1:])
 
 

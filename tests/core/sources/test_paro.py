@@ -12,7 +12,7 @@ from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.masks.token_order import AXIS_ORDERS
 from dbsp_core.sources import MaskRequest, ParoSource
 from tests.support.generators import random_bits
-from tests.support.paro_cases import run_bad_file, run_paro_case
+from tests.support.paro_cases import alone, run_bad_file, run_paro_case
 from tests.support.workers import WorkerError
 
 THW, HEADS, LAYERS = (3, 5, 7), 6, 2
@@ -122,16 +122,25 @@ class TestOneRank:
             ParoSource(str(path), -1)
 
 
+DENSE = {"source": "dense", "block_q": 8, "block_k": 8}
+
+
+@pytest.fixture(scope="module")
+def references(path, tmp_path_factory):
+    """Of one process: with the masks of `path`, dense, and with the same bits in no order."""
+    ignored = tmp_path_factory.mktemp("paro") / "ignored.safetensors"
+    save_mask(ignored, file_masks(2, ordered=False), groups="1-1,2-2")
+    masks = ({"source": "paro", "path": str(path)}, DENSE, {"source": "paro", "path": str(ignored)})
+    return [alone("wan", THW, 7, mask) for mask in masks]
+
+
 @pytest.mark.parametrize(("world", "strategies"), [(2, ["U2R1", "U1R2"]), (3, ["U1R3"]), (4, ["U2R2", "U1R4"])])
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
-def test_equals_one_process_whatever_the_order_of_each_head(pool, path, tmp_path, world, strategies, layout):
-    ignored = tmp_path / "ignored.safetensors"
-    save_mask(ignored, file_masks(2, ordered=False), groups="1-1,2-2")
+def test_equals_one_process_whatever_the_order_of_each_head(pool, path, references, world, strategies, layout):
     for strategy in strategies:
         mask = {"source": "paro", "path": str(path)}
         config = {"mask": mask, "strategy": strategy, "layout": layout, "debug": True}
-        wrong = {"mask": mask | {"path": str(ignored)}}
-        for same, dense, unordered in pool(world).run(run_paro_case, "wan", THW, 7, config, wrong):
+        for same, dense, unordered in pool(world).run(run_paro_case, "wan", THW, 7, config, references):
             assert max(same) <= TOLERANCE, (strategy, layout)
             assert max(dense[:2]) <= TOLERANCE, "the leading step is dense"
             assert min(dense[2:]) > 100 * TOLERANCE, "the mask must matter"
@@ -144,9 +153,10 @@ def test_equals_one_process_with_text_among_the_video(pool, tmp_path):
     paths = [tmp_path / f"{name}.safetensors" for name in ("ordered", "ignored")]
     for each, ordered in zip(paths, (True, False), strict=True):
         save_mask(each, file_masks(2, grid, ordered=ordered), groups="1-1,2-")
-    config = {"mask": {"source": "paro", "path": str(paths[0]), "dense_steps": 0}, "strategy": "U1R3", "debug": True}
-    wrong = {"mask": config["mask"] | {"path": str(paths[1])}}
-    for same, dense, unordered in pool(3).run(run_paro_case, "cogvideox", THW, 7, config, wrong):
+    mask, wrong = ({"source": "paro", "path": str(each), "dense_steps": 0} for each in paths)
+    config = {"mask": mask, "strategy": "U1R3", "debug": True}
+    expected = [alone("cogvideox", THW, 7, one) for one in (mask, DENSE, wrong)]
+    for same, dense, unordered in pool(3).run(run_paro_case, "cogvideox", THW, 7, config, expected):
         assert max(same) <= TOLERANCE
         assert min(dense) > 100 * TOLERANCE
         assert min(unordered) > 100 * TOLERANCE
@@ -215,8 +225,9 @@ def test_source_file_reads_packed_files_with_orders(pool, tmp_path):
     save_mask(path, file_masks(1)[0], packed=True)
     save_mask(ignored, file_masks(1, ordered=False)[0])
     assert MaskFile(path).packed
-    config = {"mask": {"source": "file", "path": str(path)}, "strategy": "U1R3", "debug": True}
-    wrong = {"mask": {"source": "file", "path": str(ignored)}}
-    for same, _, unordered in pool(3).run(run_paro_case, "wan", THW, 7, config, wrong):
+    mask, wrong = ({"source": "file", "path": str(each)} for each in (path, ignored))
+    config = {"mask": mask, "strategy": "U1R3", "debug": True}
+    expected = [alone("wan", THW, 7, one) for one in (mask, wrong)]
+    for same, unordered in pool(3).run(run_paro_case, "wan", THW, 7, config, expected):
         assert max(same) <= TOLERANCE
         assert min(unordered) > 100 * TOLERANCE

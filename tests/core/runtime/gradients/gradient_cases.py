@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -11,32 +12,40 @@ import torch
 
 from dbsp_core.comm import all_to_all_backward
 from dbsp_core.runtime import backward, forward
-from tests.support.attention_cases import Case, Inputs, attend
+from tests.support.attention_cases import Case, Inputs, attend, whole
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference
+from tests.support.shared import shared
 
 
-def run_gradients(rank: int, world: int, case: Case, sabotage: str | None = None) -> tuple[float, float]:
-    """Largest absolute errors on this rank's tokens: of the output, and of the gradients of q, k and v.
+@shared
+def reference(attention: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Dense attention of all tokens, and the gradients of q, k and v."""
+    mask, full = whole(attention)
+    leaves = [t.detach().double().clone().requires_grad_(True) for t in full]
+    expected = dense_attention(*leaves, mask, queries=torch.arange(attention.tokens))
+    return expected.detach(), list(torch.autograd.grad((expected * _weights(attention)).sum(), leaves))
 
-    The loss weighs each output at random; sabotage: a negative control of backward
-    """
+
+def _weights(attention: Case) -> torch.Tensor:
+    """By which the loss weighs each output."""
+    shape = (attention.batch, attention.heads, attention.tokens, attention.width)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=attention.dtype)
+
+
+def run_gradients(rank: int, world: int, case: Case) -> tuple[float, float]:
+    """Largest absolute errors on this rank's tokens: of the output, and of the gradients of q, k and v."""
     given = Inputs.of(case, rank)
     mine, places = given.mine, given.places
-    weights = torch.randn(given.full[0].shape, generator=torch.Generator().manual_seed(7), dtype=case.dtype)
-    leaves = [t.double().requires_grad_(True) for t in given.full]
-    expected = dense_attention(*leaves, given.mask, queries=torch.arange(case.tokens))
-    (expected * weights).sum().backward()
-
+    expected, expected_gradients = reference(case.attention)
     local = [t.requires_grad_(True) for t in given.local]
-    with interpreted() if case.kernel == "triton" else contextlib.nullcontext(), _sabotaged(sabotage):
+    with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
         out = attend(case, given.mask, given.layout, local)
-        (out[:, :, places] * weights[:, :, mine]).sum().backward()
+        (out[:, :, places] * _weights(case)[:, :, mine]).sum().backward()
     errors = [largest_difference(out[:, :, places], expected[:, :, mine])]
-    for here, everywhere in zip(local, leaves, strict=True):
+    for here, everywhere in zip(local, expected_gradients, strict=True):
         assert here.grad is not None
-        assert everywhere.grad is not None
-        errors.append(largest_difference(here.grad[:, :, places], everywhere.grad[:, :, mine]))
+        errors.append(largest_difference(here.grad[:, :, places], everywhere[:, :, mine]))
         padding = torch.ones(here.shape[2], dtype=torch.bool)
         padding[places] = False
         assert not here.grad[:, :, padding].any(), "padding must have no gradient"
@@ -89,14 +98,15 @@ class _Nothing:
 
 
 @contextlib.contextmanager
-def _sabotaged(how: str | None) -> Iterator[None]:
+def sabotaged(how: str) -> Iterator[None]:
+    """Within it, backward is wrong in this way on all ranks, which are threads."""
     hand_over, ring = backward.hand_over, forward.ring_attention
-    calls = []
+    calls: Counter[int] = Counter()
 
     def all_but_the_last(kv, next_blocks, strategy, group):
-        calls.append(kv)
+        calls[group.rank] += 1
         pending = hand_over(kv, next_blocks, strategy, group)
-        return _Nothing(pending) if len(calls) == 2 * strategy.ring - 1 else pending
+        return _Nothing(pending) if calls[group.rank] == 2 * strategy.ring - 1 else pending
 
     def another_lse(*args, **kwargs):
         out, lse = ring(*args, **kwargs)
@@ -110,7 +120,6 @@ def _sabotaged(how: str | None) -> Iterator[None]:
         return replace(found, unpack=tuple(layers[:1] for layers in found.unpack))
 
     patches = {
-        None: contextlib.nullcontext,
         "a missing hand-over": lambda: patch.object(backward, "hand_over", all_but_the_last),
         "a wrong log-sum-exp": lambda: patch.object(forward, "ring_attention", another_lse),
         "one reader of a split head": lambda: patch.object(exchange, "of", classmethod(one_reader)),

@@ -16,6 +16,7 @@ from tests.core.runtime.gradients.gradient_cases import (
     inference_tensors,
     not_finite,
     run_gradients,
+    sabotaged,
     same_bits,
 )
 from tests.support.attention_cases import Case
@@ -37,22 +38,41 @@ SETTINGS = (
 )
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
-def test_gradients_equal_those_of_dense_attention(pool, world, strategy):
+def cases_for(strategy: Strategy) -> list[tuple[Case, float]]:
+    """Each with its tolerance."""
+    cases = []
     for seed, (shape, settings) in enumerate(itertools.product(SHAPES, SETTINGS)):
-        dtype, tolerance = ((torch.float32, 1e-5), (torch.float64, 1e-12))[(seed + world) % 2]
-        case = replace(shape, strategy=str(strategy), seed=seed, dtype=dtype, **settings)
+        dtype, tolerance = ((torch.float32, 1e-5), (torch.float64, 1e-12))[(seed + strategy.world) % 2]
+        cases.append((replace(shape, strategy=str(strategy), seed=seed, dtype=dtype, **settings), tolerance))
+    return cases
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
+def test_gradients_equal_those_of_dense_attention(threads, world, strategy):
+    for case, tolerance in cases_for(strategy):
+        errors = threads(world).run(run_gradients, case)
+        assert all(max(error) <= tolerance for error in errors), (case, errors)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+def test_gradients_of_processes(pool, world):
+    """Each strategy with another planner, and another shape."""
+    for row, strategy in enumerate(Strategy.all_for(world)):
+        case, tolerance = cases_for(strategy)[5 * (row + world) % 16]
         errors = pool(world).run(run_gradients, case)
         assert all(max(error) <= tolerance for error in errors), (case, errors)
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2")])
-@pytest.mark.parametrize("kernel", ["reference", "triton"])
-def test_other_kernels(pool, world, strategy, kernel):
-    """The reference by autograd; Triton in its interpreter."""
-    if kernel == "triton":
-        pytest.importorskip("triton")
-    case = Case(strategy, "dbsp", heads=3, tokens=120, text_tokens=21, batch=2, kernel=kernel, seed=world)
+def test_the_reference_kernel_by_autograd(threads, world, strategy):
+    case = Case(strategy, "dbsp", heads=3, tokens=120, text_tokens=21, batch=2, kernel="reference", seed=world)
+    assert all(max(errors) <= 1e-5 for errors in threads(world).run(run_gradients, case))
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2")])
+def test_the_triton_kernel_in_its_interpreter(pool, world, strategy):
+    pytest.importorskip("triton")
+    case = Case(strategy, "dbsp", heads=3, tokens=72, text_tokens=21, batch=2, kernel="triton", seed=world)
     assert all(max(errors) <= 1e-5 for errors in pool(world).run(run_gradients, case))
 
 
@@ -65,31 +85,32 @@ def test_other_kernels(pool, world, strategy, kernel):
         ("one reader of a split head", 4, "U4R1"),
     ],
 )
-def test_negative_controls_fail(pool, sabotage, world, strategy):
+def test_negative_controls_fail(threads, sabotage, world, strategy):
     case = Case(strategy, "random", heads=3, tokens=128 * world, seed=1)
-    assert all(max(errors) <= 1e-5 for errors in pool(world).run(run_gradients, case))
-    errors = pool(world).run(run_gradients, case, sabotage)
+    assert all(max(errors) <= 1e-5 for errors in threads(world).run(run_gradients, case))
+    with sabotaged(sabotage):
+        errors = threads(world).run(run_gradients, case)
     assert max(gradients for _, gradients in errors) > 1e-3
     assert all(out <= 1e-5 for out, _ in errors), "the forward is not what is sabotaged"
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U4R1")])
-def test_the_same_bits_each_time(pool, world, strategy):
-    assert all(pool(world).run(same_bits, Case(strategy, "random", heads=5, seed=3)))
+def test_the_same_bits_each_time(threads, world, strategy):
+    assert all(threads(world).run(same_bits, Case(strategy, "random", heads=5, seed=3)))
 
 
-def test_torchs_numeric_check(pool):
-    case = Case("U1R1", heads=2, tokens=21, text_tokens=3, block_q=8, block_k=4, width=4, dtype=torch.float64)
-    assert pool(1).run(gradcheck, case) == [True]
+def test_torchs_numeric_check(threads):
+    case = Case("U1R1", heads=2, tokens=13, text_tokens=3, block_q=8, block_k=4, width=2, dtype=torch.float64)
+    assert threads(1).run(gradcheck, case) == [True]
 
 
 class TestBadInput:
-    def test_a_gradient_that_is_not_finite(self, pool):
+    def test_a_gradient_that_is_not_finite(self, threads):
         message = "rank(s) [1]: the gradient of attention's output has values that are not finite"
-        assert_all_raise(pool, 3, message, not_finite, 1)
+        assert_all_raise(threads, 3, message, not_finite, 1)
 
-    def test_tensors_of_inference_mode(self, pool):
-        assert_all_raise(pool, 2, "was made under torch.inference_mode()", inference_tensors)
+    def test_tensors_of_inference_mode(self, threads):
+        assert_all_raise(threads, 2, "was made under torch.inference_mode()", inference_tensors)
 
     def test_a_kernel_without_a_backward(self):
         needs = KernelRequirements(backward=True)

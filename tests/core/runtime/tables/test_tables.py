@@ -75,7 +75,7 @@ def test_the_triton_kernel_equals_its_twin(case, batch):
         assert_lists(index, case["lists"], batch, len(case["arguments"][2]))
 
 
-@given(mask=masks(heads=3, least_key_blocks=3), data=st.data())
+@given(mask=masks(heads=3, least_key_blocks=3, more_tokens=30), data=st.data())
 @examples(20)
 def test_the_triton_kernel_packs_rows_as_its_twin(mask, data):
     pytest.importorskip("triton")

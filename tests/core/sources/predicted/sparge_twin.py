@@ -19,10 +19,10 @@ from tests.core.sources.predicted.sparge_cases import SpargeCase
 from tests.core.sources.predicted.sparge_reference import predict
 
 CASES = (
-    SpargeCase((4, 8, 16), heads=2, settings={"block_q": 32, "block_k": 16, "cdf": 0.6, "similarity": 0.2}),
+    SpargeCase((4, 4, 16), heads=2, settings={"block_q": 32, "block_k": 16, "cdf": 0.6, "similarity": 0.2}),
     SpargeCase((7, 9, 5), heads=1, batch=2, settings={"block_q": 16, "block_k": 32, "cdf": 0.8, "similarity": 0.1}),
     SpargeCase(
-        (4, 8, 16),
+        (2, 8, 16),
         heads=1,
         settings={"block_q": 16, "block_k": 16, "cdf": 0.5, "similarity": -1, "attention_sink": True},
     ),

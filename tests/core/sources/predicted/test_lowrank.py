@@ -96,13 +96,13 @@ class TestFit:
     [{"topk": 0.3}, {"cdf": 0.6, "queries": "all"}, {"cdf": 0.5, "attention_sink": True, "token_order": "tile:2x3x3"}],
 )
 @pytest.mark.parametrize("text", [0, 21])
-def test_bits_do_not_depend_on_ranks_and_layout(pool, fitted, settings, text):
+def test_bits_do_not_depend_on_ranks_and_layout(threads, fitted, settings, text):
     case = LowRankCase(path=fitted, text_tokens=text, batch=2, settings=settings)
     alone = case.source.mask(case.request, LocalQK.alone(*case.tensors()))
     assert 0 < alone.density < 0.9
     for world in (2, 3, 4):
         for layout in ("contiguous", "striped", "shuffled"):
-            answers = pool(world).run(predict_together, replace(case, layout=layout), f"U1R{world}")
+            answers = threads(world).run(predict_together, replace(case, layout=layout), f"U1R{world}")
             assert {fingerprint for fingerprint, _ in answers} == {alone.fingerprint}, (world, layout)
 
 

@@ -89,16 +89,29 @@ def test_agrees_with_xfusers_own_predictor():
         assert result["near"] < 0.2, "too many decisions that could go either way: nothing is compared"
 
 
+@pytest.fixture(scope="module")
+def fingerprints():
+    """Of the masks of one process, by case."""
+    return {name: alone(case).fingerprint for name, case in CASES.items()}
+
+
+def assert_alike(ranks, name, layout, strategy, fingerprints):
+    answers = ranks.run(predict_together, replace(CASES[name], layout=layout), strategy)
+    assert {mask for mask, _ in answers} == {fingerprints[name]}, (layout, strategy)
+    assert len({plan for _, plan in answers}) == 1
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "everything"])
-def test_every_number_of_ranks_gives_the_same_bits_and_plans(pool, world, name):
+def test_every_number_of_ranks_gives_the_same_bits_and_plans(threads, fingerprints, world, name):
     strategies = Strategy.all_for(world)
     for number, layout in enumerate(("contiguous", "striped", "shuffled")):
-        case = replace(CASES[name], layout=layout)
-        strategy = str(strategies[number % len(strategies)])
-        answers = pool(world).run(predict_together, case, strategy)
-        assert {mask for mask, _ in answers} == {alone(case).fingerprint}, (layout, strategy)
-        assert len({plan for _, plan in answers}) == 1
+        assert_alike(threads(world), name, layout, str(strategies[number % len(strategies)]), fingerprints)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "everything"])
+def test_processes_give_the_same_bits_and_plans(pool, fingerprints, name):
+    assert_alike(pool(4), name, "shuffled", "U2R2", fingerprints)
 
 
 def test_another_seed_gives_other_bits():

@@ -1,0 +1,252 @@
+"""A group whose ranks are threads of this process, behind `SequenceGroup`'s methods.
+
+Ranks meet in memory: every call has a number within its group, and leaves a copy of what it sends. What is received
+asynchronously is not there before `wait`. Where gloo would hang, or pair what does not belong together, this breaks
+off: after a call of another kind or shape than the other ranks' of the same number, where a rank has gone, and where a
+sender changes what is in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from dbsp_core.comm.groups import PendingTransfer, SequenceGroup, explain_broken_connection
+
+
+@dataclass
+class Meeting:
+    """What the ranks of one group share: the calls that each has made and the others have not yet read."""
+
+    size: int
+    patience_s: float
+    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
+    kinds: list[tuple[int, str]] = field(default_factory=list)
+    """By number of the call: the first rank that made it, and what it called."""
+    made: list[int] = field(init=False)
+    parcels: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    """By sender, receiver and number of the call."""
+    gone: dict[int, str] = field(default_factory=dict)
+    """By rank that makes no more calls: why."""
+    failed: set[int] = field(default_factory=set)
+    broken: str = ""
+    auxiliary: dict[str, Meeting] = field(default_factory=dict)
+    making: threading.RLock = field(default_factory=threading.RLock)
+    together: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """What ranks make once for all, and how many of them have not taken it."""
+
+    def __post_init__(self) -> None:
+        self.made = [0] * self.size
+
+    def post(self, rank: int, kind: str, parcels: dict[int, torch.Tensor]) -> int:
+        """Makes a rank's next call, with parcels by receiver. Returns its number."""
+        with self.changed:
+            self._raise_if_broken()
+            number = self.made[rank]
+            if number == len(self.kinds):
+                self.kinds.append((rank, kind))
+            first, expected = self.kinds[number]
+            if kind != expected:
+                self.broken = f"call {number}: rank {rank} makes {kind}, rank {first} makes {expected}"
+            self.made[rank] += 1
+            self.parcels |= {(rank, to, number): parcel for to, parcel in parcels.items()}
+            self.changed.notify_all()
+            self._raise_if_broken()
+        return number
+
+    def read(self, rank: int, number: int, sources: Sequence[int]) -> list[torch.Tensor]:
+        """The parcels of a call for `rank`, by source, once all of them are there."""
+        wanted = [(source, rank, number) for source in sources]
+        with self.changed:
+
+            def late() -> list[int]:
+                return [source for source in sources if self.made[source] <= number]
+
+            def missing() -> bool:
+                return any(key not in self.parcels for key in wanted)
+
+            self.changed.wait_for(
+                lambda: not missing() or self.broken or not late() or any(map(self.gone.get, late())), self.patience_s
+            )
+            if missing():
+                self._raise_if_broken()
+                said = [self.gone.get(source, f"rank {source} has not come") for source in late()]
+                self.broken = "; ".join(said) or f"call {number}: nothing was sent to rank {rank}"
+                self.changed.notify_all()
+                self._raise_if_broken()
+            return [self.parcels.pop(key) for key in wanted]
+
+    def leave(self, rank: int, why: str, *, failed: bool) -> None:
+        """Tells the others that a rank makes no more calls; in auxiliary groups, too, if it has `failed`."""
+        with self.changed:
+            self.gone[rank] = why
+            self.changed.notify_all()
+            if failed:
+                self.failed.add(rank)
+                for meeting in self.auxiliary.values():
+                    meeting.leave(rank, why, failed=True)
+
+    def beside(self, purpose: str) -> Meeting:
+        """The meeting of the auxiliary group for a purpose."""
+        with self.changed:
+            if purpose not in self.auxiliary:
+                self.auxiliary[purpose] = Meeting(self.size, self.patience_s)
+                for rank in self.failed:
+                    self.auxiliary[purpose].leave(rank, self.gone[rank], failed=True)
+            return self.auxiliary[purpose]
+
+    def _raise_if_broken(self) -> None:
+        if self.broken:
+            raise RuntimeError(self.broken)
+
+
+@dataclass(eq=False)
+class Member:
+    """One rank's place in a meeting, which stands for its process group."""
+
+    rank: int
+    meeting: Meeting
+    auxiliary: dict[str, Member] = field(default_factory=dict)
+    taken: int = 0
+
+    def take(self, make: Callable[[], Any]) -> Any:
+        """What the first rank that comes makes, and the others take in the same order."""
+        with self.meeting.making:
+            number, self.taken = self.taken, self.taken + 1
+            if number not in self.meeting.together:
+                self.meeting.together[number] = make(), self.meeting.size
+            made, waiting = self.meeting.together.pop(number)
+            if waiting > 1:
+                self.meeting.together[number] = made, waiting - 1
+        return made
+
+    def group(self) -> ThreadGroup:
+        return ThreadGroup(self.rank, self.meeting.size, self)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class _Work:
+    """A transfer in flight, in place of `dist.Work`: `wait` fills `received` from its `sources` in turn."""
+
+    member: Member
+    number: int
+    received: torch.Tensor
+    lengths: Sequence[int]
+    sources: Sequence[int]
+    sent: torch.Tensor
+    copy: torch.Tensor
+    done: bool = False
+
+    def wait(self) -> None:
+        if self.done:
+            return
+        if not torch.equal(_bytes(self.sent), _bytes(self.copy)):
+            raise RuntimeError("what a rank sends was changed before it waited")
+        parcels = self.member.meeting.read(self.member.rank, self.number, self.sources)
+        for place, parcel in zip(self.received.split(list(self.lengths)), parcels, strict=True):
+            if place.shape != parcel.shape:
+                raise RuntimeError(f"{tuple(parcel.shape)} was sent where {tuple(place.shape)} is received")
+            place.copy_(parcel)
+        self.done = True
+
+
+class ThreadGroup(SequenceGroup):
+    """`SequenceGroup` over threads. Its `group` is a `Member`, and is gone when the ranks' run is over."""
+
+    @property
+    def _member(self) -> Member:
+        member: Any = self.group
+        return member
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._member.meeting.patience_s)
+
+    def auxiliary(self, purpose: str) -> ThreadGroup:
+        known = self._member.auxiliary
+        if purpose not in known:
+            made = Member(self.rank, self._member.meeting.beside(purpose))
+            made.group().barrier()
+            known[purpose] = made
+        return known[purpose].group()
+
+    def start_all_to_all(
+        self,
+        sent: torch.Tensor,
+        receive_splits: Sequence[int],
+        send_splits: Sequence[int],
+        *,
+        asynchronous: bool = True,
+    ) -> PendingTransfer:
+        if self.size == 1:
+            return super().start_all_to_all(sent, receive_splits, send_splits, asynchronous=asynchronous)
+        received = _rubbish(sent, (sum(receive_splits), *sent.shape[1:]))
+        kind = f"all-to-all of {tuple(sent.shape[1:])} {sent.dtype}"
+        everyone = range(self.size)
+        pending = self._start(kind, sent, send_splits, everyone, received, receive_splits, everyone)
+        if not asynchronous:
+            pending.wait()
+        return pending
+
+    def shift(self, sent: torch.Tensor, to: int, received_shape: Sequence[int], source: int) -> PendingTransfer:
+        received = _rubbish(sent, tuple(received_shape))
+        return self._start(f"shift of {sent.dtype}", sent, [len(sent)], [to], received, [len(received)], [source])
+
+    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        if self.size == 1:
+            return [mine]
+        return [one.clone() for one in self._gather(f"all-gather of {tuple(mine.shape)}", mine.contiguous())]
+
+    def all_gather_along(self, mine: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return mine
+        return torch.cat(self._gather(f"all-gather along dim 0 of {tuple(mine.shape)}", _contiguous(mine)))
+
+    def barrier(self) -> None:
+        with explain_broken_connection():
+            self._gather("barrier", torch.zeros(1))
+
+    def _start(
+        self,
+        kind: str,
+        sent: torch.Tensor,
+        send_splits: Sequence[int],
+        receivers: Sequence[int],
+        received: torch.Tensor,
+        receive_splits: Sequence[int],
+        sources: Sequence[int],
+    ) -> PendingTransfer:
+        copy = _contiguous(sent).detach().clone()
+        parcels = dict(zip(receivers, copy.split(list(send_splits)), strict=True))
+        with explain_broken_connection():
+            number = self._member.meeting.post(self.rank, kind, parcels)
+        work: Any = _Work(self._member, number, received, receive_splits, sources, sent.detach(), copy)
+        return PendingTransfer(received, sent, (work,))
+
+    def _gather(self, kind: str, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, shared by all of them."""
+        copy, meeting = mine.detach().clone(), self._member.meeting
+        with explain_broken_connection():
+            number = meeting.post(self.rank, f"{kind} {mine.dtype}", dict.fromkeys(range(self.size), copy))
+            return meeting.read(self.rank, number, range(self.size))
+
+
+def _rubbish(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    if like.dtype.is_floating_point or like.dtype.is_complex:
+        return like.new_full(tuple(shape), float("nan"))
+    return like.new_full(tuple(shape), True if like.dtype == torch.bool else torch.iinfo(like.dtype).max)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise ValueError("process groups send contiguous tensors")
+    return tensor
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

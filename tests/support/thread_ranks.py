@@ -1,0 +1,86 @@
+"""Ranks that are threads of this process, with the interface of `WorkerPool`: for arithmetic and order, not transport.
+
+Threads cost nothing to start, and share what is slow to make, such as a reference. They share everything else, too:
+what the product keeps for the whole process, such as an `lru_cache`, would hide a rank's fault from the others, and a
+patch that a rank makes holds for all. Cases on processes (`WorkerPool`) cover the former; the latter are made outside.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from dbsp_core import SequenceGroup
+from tests.support.thread_group import Meeting, Member, ThreadGroup
+from tests.support.workers import SAFETY_NET_S, WorkerError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ThreadRanks:
+    """`world` threads in one group. patience_s: after which a rank that has not come never will"""
+
+    world: int
+    patience_s: float = SAFETY_NET_S
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls function(rank, world, *args) on every rank. Returns its results by rank. Raises WorkerError.
+
+        In it, `SequenceGroup.of()` is the rank's group. A rank that raises releases those that wait for it, with a
+        CommunicationError. Raises also where ranks have not made the same number of calls.
+        """
+        meeting = Meeting(self.world, self.patience_s)
+        answers: list[Any] = [(False, "Hang", f"no answer from rank {rank}", "") for rank in range(self.world)]
+
+        def serve(rank: int) -> None:
+            torch.set_num_threads(1)
+            _HERE.member = Member(rank, meeting)
+            try:
+                answers[rank] = (True, "", "", function(rank, self.world, *args))
+                meeting.leave(rank, f"rank {rank} has ended", failed=False)
+            except BaseException as error:
+                answers[rank] = (False, type(error).__name__, str(error), traceback.format_exc())
+                meeting.leave(rank, f"rank {rank} has failed", failed=True)
+
+        ranks = [threading.Thread(target=serve, args=(rank,), daemon=True) for rank in range(self.world)]
+        with mock.patch.object(SequenceGroup, "of", classmethod(_of)):
+            for thread in ranks:
+                thread.start()
+            for thread in ranks:
+                thread.join(SAFETY_NET_S)
+        errors = [(rank, kind, text) for rank, (fine, kind, text, _) in enumerate(answers) if not fine]
+        if errors:
+            raise WorkerError(errors, next(trace for fine, _, _, trace in answers if not fine))
+        if len(set(meeting.made)) > 1:
+            raise WorkerError([(rank, "Uneven", f"{made} calls") for rank, made in enumerate(meeting.made)], "")
+        return [value for _, _, _, value in answers]
+
+
+_HERE = threading.local()
+_of_processes = SequenceGroup.of.__func__  # type: ignore[attr-defined]
+
+
+def once(make: Callable[[], Result]) -> Result:
+    """What `make` returns, which ranks that are threads call once for all of them: they must ask in one order."""
+    member = getattr(_HERE, "member", None)
+    made: Result = make() if member is None else member.take(make)
+    return made
+
+
+def _of(
+    cls: type[SequenceGroup], group: dist.ProcessGroup | SequenceGroup | Member | None = None
+) -> SequenceGroup | ThreadGroup:
+    if isinstance(group, Member):
+        return group.group()
+    member = getattr(_HERE, "member", None)
+    if group is None and member is not None:
+        return member.group()
+    return _of_processes(cls, group)
