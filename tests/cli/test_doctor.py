@@ -11,13 +11,15 @@ import torch
 from dbsp_cli.commands import doctor
 from dbsp_cli.commands.doctor import HOSTS, Importable
 from dbsp_cli.generate import hosts
+from tests.support.programs import children_forked
 from tests.support.repository import ROOT
 
 MISSING = Importable("nothing", ("dbsp_no_such_module",), "xdit")
 
 
 def test_a_line_says_it_all_and_a_fix_stands_by_whatever_is_not_ok(dbsp):
-    code, out, err = dbsp("doctor", "--json")
+    with children_forked():
+        code, out, err = dbsp("doctor", "--json")
     said = json.loads(out)
     assert (code, err) == (0, "")
     findings = {finding.pop("what"): finding for finding in said["findings"]}

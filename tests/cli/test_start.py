@@ -10,6 +10,7 @@ from importlib import import_module
 import pytest
 
 from dbsp_core.utils.errors import UserError
+from tests.support.programs import children_forked
 from tests.support.repository import ROOT as REPOSITORY
 from tests.support.repository import child_environment, python_path
 
@@ -156,7 +157,7 @@ class TestFaultsOfOurOwn:
         (tmp_path / "dbsp.yaml").write_text("model: tiny-wan\n")
         monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
         arguments = [str(tmp_path / "dbsp.yaml"), str(tmp_path / "video.mp4"), "60"]
-        with pytest.raises(RunFailed) as raised:
+        with children_forked(), pytest.raises(RunFailed) as raised:
             run_watched(
                 Launch().command("broken_rank", arguments), tmp_path / "log", tmp_path / "ranks", LogFollower(1)
             )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
 from dbsp_diffusers.models import ARCHITECTURES, register_architecture
+from tests.support.programs import run
 from tests.support.repository import ROOT
 
 PAGE = ROOT / "docs" / "adding-a-model.md"
@@ -23,14 +23,12 @@ def test_the_page_s_example_is_right_on_two_ranks(tmp_path):
     script.write_text(example)
     # A log a rank: two ranks' lines in one pipe may run into each other.
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=3"]
-    run = subprocess.run(
+    done = run(
         [sys.executable, *launch, f"--log-dir={tmp_path / 'logs'}", str(script)],
-        capture_output=True,
-        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     said = {log.parent.name: log.read_text() for log in (tmp_path / "logs").rglob("stdout.log")}
-    assert run.returncode == 0, (run.stderr[-2000:], said)
+    assert done.returncode == 0, (done.stderr[-2000:], said)
     assert sorted(said) == ["0", "1"]
     for lines in said.values():
         ((from_one_process, from_dense),) = re.findall(r"from one process (\S+), from dense (\S+)", lines)

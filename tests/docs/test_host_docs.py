@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 
+from tests.support.programs import run
 from tests.support.repository import ROOT
 
 pytest.importorskip("para_attn")
@@ -31,12 +31,10 @@ def test_the_script_makes_a_video_and_shows_what_sparse_attention_does(tmp_path,
         assert replaced == 1
     (tmp_path / "generate.py").write_text(script)
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv-backend", "c10d"]
-    done = subprocess.run(
+    done = run(
         [sys.executable, *launch, "--rdzv-endpoint", "localhost:0", "generate.py"],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "video.mp4").stat().st_size > 1000

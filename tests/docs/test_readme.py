@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
+from tests.support.programs import run
 from tests.support.repository import ROOT
 
 
@@ -17,11 +17,9 @@ def test_the_attention_alone_equals_torch_s_own(tmp_path):
     script.write_text(program)
     # A log a rank: two ranks' lines in one pipe may run into each other.
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--redirects=3"]
-    done = subprocess.run(
+    done = run(
         [sys.executable, *launch, f"--log-dir={tmp_path / 'logs'}", str(script)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
     )
     said = [log.read_text() for log in sorted((tmp_path / "logs").rglob("stdout.log"))]
     assert done.returncode == 0, (done.stderr[-2000:], said)

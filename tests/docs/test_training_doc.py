@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 from dbsp_cli.tiny_models import make_tiny
+from tests.support.programs import run
 from tests.support.repository import ROOT
 
 
@@ -20,12 +20,10 @@ def test_the_program_trains(tmp_path):
         assert replaced == 1
     (tmp_path / "train.py").write_text(program)
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", "3", "--rdzv-backend", "c10d"]
-    done = subprocess.run(
+    done = run(
         [sys.executable, *launch, "--rdzv-endpoint", "localhost:0", "train.py"],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     losses = re.findall(r"step (\d): loss of all samples (\d+\.\d+)", done.stdout)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
+from tests.support.programs import run
 from tests.support.repository import ROOT, child_environment
 
 pytest.importorskip("triton")
@@ -25,7 +25,7 @@ def without_interpreter() -> dict[str, str]:
 def variants(*options: str, status: int = 0, **environment: str) -> list[dict]:
     command = [sys.executable, "-m", "scripts.checks.machine_code", "--json", *options]
     environment |= without_interpreter()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=ROOT)
+    done = run(command, env=environment, cwd=ROOT)
     assert done.returncode == status, done.stderr
     (line,) = done.stdout.splitlines()
     return json.loads(line)["variants"]
@@ -67,7 +67,7 @@ print(json.dumps([examined(Variant("sum-tokens", arch, 0, 0, *kind, False)) for 
 def test_sums_of_blocks_live_in_registers():
     """From the same kernel written otherwise, Triton 3.9 makes code with 5.8 KB of a thread's memory."""
     command = [sys.executable, "-c", SUMS]
-    done = subprocess.run(command, capture_output=True, text=True, env=without_interpreter(), cwd=ROOT)
+    done = run(command, env=without_interpreter(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for found in json.loads(done.stdout.splitlines()[-1]):
         assert (found["local_accesses"], found["stack"], found["spills"]) == (0, 0, 0), found
@@ -118,7 +118,7 @@ print(json.dumps(variants.examined(variants.Variant("triton", 90, 64, 64, 128, "
 def test_an_index_carried_from_step_to_step_would_be_found(tmp_path):
     """The fault that this file is here to find: it switched pipelining off, and serialised the products."""
     command = [sys.executable, "-c", CARRIED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=without_interpreter(), timeout=120, cwd=ROOT)
+    done = run(command, env=without_interpreter(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["tile_distance"] == 0
@@ -135,7 +135,5 @@ assert compile_kernel(merge_kernel, 80, types, {"WIDTH": 128, "TILE": 32, "TILE_
 
 
 def test_the_merge_kernel_compiles():
-    done = subprocess.run(
-        [sys.executable, "-c", MERGE], capture_output=True, text=True, env=without_interpreter(), cwd=ROOT
-    )
+    done = run([sys.executable, "-c", MERGE], env=without_interpreter(), cwd=ROOT)
     assert done.returncode == 0, done.stderr

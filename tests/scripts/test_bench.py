@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from tests.support.repository import ROOT, run_module
+from tests.support.programs import run_module
+from tests.support.repository import ROOT
 
 SMALL = ("--tokens", "512", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--json")
 

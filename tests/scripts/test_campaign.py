@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 
@@ -25,7 +24,8 @@ from scripts.checks.campaign.soak.soak_draw import Block
 from scripts.checks.campaign.soak.soak_worker import run_block
 from scripts.checks.campaign.soak.track import Track
 from tests.scripts.fault_controls import HOW, misbehave
-from tests.support.repository import child_environment, run_module
+from tests.support.programs import run, run_module
+from tests.support.repository import child_environment
 
 
 def test_a_few_seconds_of_a_part_and_then_some_more(tmp_path):
@@ -101,7 +101,7 @@ def test_what_an_input_may_not_do_is_found(tmp_path):
         f"folder = pathlib.Path({str(tmp_path / 'inside')!r})\nos.chdir(folder)\nwatch = guard.Guard(folder)\n"
         f"for call in [{', '.join(BAD)}]: print(watch.try_out(Trial('', call))[0])"
     )
-    done = subprocess.run([sys.executable, "-c", script], env=child_environment(), capture_output=True, text=True)
+    done = run([sys.executable, "-c", script], env=child_environment())
     found = done.stdout.splitlines()
     assert len(found) == len(BAD), done.stderr
     for complaint, line in zip(BAD.values(), found, strict=True):

@@ -1,4 +1,4 @@
-"""The demonstration, whole, on 4 ranks and on 2: xfuser's own command, real processes, real files."""
+"""The demonstration, whole, on 4 ranks and on 2: xfuser's own command in forked processes, and real files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.progress import Progress
 from dbsp_cli.cli import main
 from scripts.training.trained_model.demo import Settings, run_demo
 from scripts.training.trained_model.side_by_side import SHOWN, save_side_by_side
+from tests.support.programs import children_forked
 
 REPORT_KEYS = {
     *("format", "model", "host", "world_size", "strategy", "planner", "max_abs_diff", "layers", "seconds"),
@@ -27,7 +28,7 @@ LAYER_KEYS = {"layer", "density", "rho_before", "rho", "rho_bound", "moved"}
 
 def test_demo(tmp_path, monkeypatch, capsys):
     ranks, strategy = 4, "U2R2"
-    with Progress(disable=True) as progress:
+    with Progress(disable=True) as progress, children_forked():
         run_demo(tmp_path, ranks, progress, Settings(steps=2))
 
     report = json.loads((tmp_path / "report.json").read_text())
@@ -69,7 +70,8 @@ def test_above_the_tolerance_it_fails_and_leaves_no_video(tmp_path):
     """With what it does on GPUs, here on the CPU: float32, whose rounding the trained model amplifies."""
     strict = replace(Settings.for_gpus(), num_frames=17, steps=2, tolerance=-1.0)
     message = r"the latents differ from one process by (\S+), more than -1e\+00"
-    with Progress(disable=True) as progress, pytest.raises(RuntimeError, match=message) as raised:
+    raises = pytest.raises(RuntimeError, match=message)
+    with Progress(disable=True) as progress, children_forked(), raises as raised:
         run_demo(tmp_path, 2, progress, strict)
     assert {path.name for path in tmp_path.iterdir()} == {"xdit.log"}
     assert float(re.match(message, str(raised.value)).group(1)) <= 1e-4 < Settings.for_gpus().tolerance

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from dbsp_core import Strategy
 from dbsp_core.cost.latency import predict
 from scripts.reproduce.eq4 import as_printed, predict_as_printed
 from tests.core.cost.latency_cases import a_plan, machine, shape_of
-from tests.support.repository import ROOT
+from tests.support.programs import run_module
 
 
 def test_equation_4_by_hand():
@@ -29,8 +26,8 @@ def test_it_agrees_with_the_corrected_form_for_ulysses_and_charges_rings_y_times
         assert predict_as_printed(plan, mask.density, shape, free) == pytest.approx(ours * plan.strategy.ring)
 
 
+@pytest.mark.long
 def test_the_program_shows_both():
-    command = [sys.executable, "-m", "scripts.reproduce.eq4", "--coarsen", "16", "--gpus", "4", "--planners", "dbsp"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = run_module("scripts.reproduce.eq4", "--coarsen", "16", "--gpus", "4", "--planners", "dbsp")
     assert done.returncode == 0, done.stderr
     assert "U1R4" in done.stdout

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.repository import run_module
+from tests.support.programs import run_module
+
+pytestmark = pytest.mark.long
 
 KNAPFORMER = [("wir", ["--sparse-draws", "1"]), ("streams", []), ("gamma", ["--lengths", "64,128,256,512"])]
 MODELLED = {"fig3", "fig8", "fig9", "fig10", "clusters"}

@@ -7,7 +7,7 @@ import csv
 import pytest
 import torch
 
-from tests.support.repository import run_module
+from tests.support.programs import run_module
 
 pytest.importorskip("diffusers")
 pytest.importorskip("skimage")
@@ -25,6 +25,7 @@ def test_measures_of_videos():
     assert [relative_l1(video, video), relative_l1(video * 1.5, video)] == [0.0, pytest.approx(0.5, abs=1e-5)]
 
 
+@pytest.mark.long
 def test_denser_masks_give_videos_nearer_to_the_dense_one(tmp_path):
     few = ("--prompts", 1, "--seeds", 1, "--steps", 1, "--every", 2, "--sources", "window", "--out", tmp_path)
     done = run_module("scripts.training.trained_model.quality", *few)

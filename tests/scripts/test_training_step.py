@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.models.table import MODEL_SPECS
 from scripts.reproduce.training_step import simulate_training
-from tests.support.repository import ROOT
+from tests.support.programs import run_module
 
 
 def tiny_mask(heads=40, blocks=48):
@@ -42,8 +40,7 @@ def test_training_costs_what_backward_adds():
 
 def program(*options: object) -> str:
     given = ["--gpus", "8", "--strategy", "U4R2", "--coarsen", "16", *map(str, options)]
-    command = [sys.executable, "-m", "scripts.reproduce.training_step", *given]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = run_module("scripts.reproduce.training_step", *given)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

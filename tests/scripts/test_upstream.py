@@ -80,6 +80,7 @@ def test_outcomes_are_read_from_the_report(tmp_path):
     }
 
 
+@pytest.mark.long
 def test_a_project_imports_its_own_tests_by_package(tmp_path):
     pytest.importorskip("para_attn")
     (tmp_path / "tests").mkdir()

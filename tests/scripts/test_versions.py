@@ -11,7 +11,8 @@ from scripts.checks.versions.environments import claimed_requirements
 from scripts.checks.versions.looking_up import PrivateName, belongs, complaint
 from scripts.checks.versions.private_names import PRIVATE_NAMES
 from scripts.checks.versions.rows import Row, summed_up
-from tests.support.repository import ROOT, run_module
+from tests.support.programs import run_module
+from tests.support.repository import ROOT
 
 
 def test_what_is_installed_has_every_private_name():

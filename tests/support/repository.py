@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,10 +17,3 @@ def python_path(*first: object) -> str:
 def child_environment(*first: object) -> dict[str, str]:
     """Environment of a process that a test starts: this one's, and `python_path(*first)`."""
     return os.environ | {"PYTHONPATH": python_path(*first)}
-
-
-def run_module(module: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """`python -m module arguments` on one thread, with what it wrote."""
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    environment = child_environment() | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_diffusers.reference import attach_single_process
+from tests.support.programs import run
 from tests.xdit.xdit_cases import load_cogvideox
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
@@ -51,18 +52,17 @@ def expected(tiny):
     ],
 )
 def test_a_video_from_the_command_line(tmp_path, tiny, expected, command, options):
+    """`xdit` starts really: torch must teach it, its torchrun, and its ranks when they import it."""
     size = [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
     mask = "synthetic:" + ",".join(f"{key}={value}" for key, value in MASK.items() if key != "source")
     out = ["--output_directory", str(tmp_path), "--sp-report", str(tmp_path / "report"), "--sp-mask", mask]
     port = ["--master_port", str(_free_port())]
     line = [*command, "--model", tiny, "--prompt", "the sea at dusk", *size, *options, *out, *port]
-    run = subprocess.run(
-        [os.path.join(os.path.dirname(sys.executable), line[0]), *line[1:]],
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    program = os.path.join(os.path.dirname(sys.executable), line[0])
+    start = subprocess.run if line[0] == "xdit" else run
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    done = start([program, *line[1:]], env={**os.environ, **ENVIRONMENT}, **pipes)
+    assert done.returncode == 0, done.stderr[-3000:]
     latents = load_file(tmp_path / "report" / "latents.safetensors")["latents"]
     assert float((latents - expected).abs().max()) <= 1e-5
     report = json.loads((tmp_path / "report" / "report.json").read_text())

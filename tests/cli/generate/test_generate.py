@@ -1,4 +1,6 @@
-"""`dbsp generate`, whole: real torchrun, real hosts, real files; one node and two."""
+"""`dbsp generate`, whole: real torchrun, real hosts, real files; one node and two.
+
+One video and one interrupt start as users start them; the other processes are forked."""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ from dbsp_diffusers.attached import transformers_of
 from dbsp_diffusers.reference import attach_single_process
 from tests.support.nodes import two_nodes
 from tests.support.ports import free_port
+from tests.support.programs import Program, run
 
 TOLERANCE = 1e-5
 PROMPT = "a red ball bounces over a blue floor"
 SIZES = {"height": 64, "width": 96, "num_frames": 17, "steps": 2, "guidance_scale": 2.0}
 SMALL = [part for name, value in SIZES.items() for part in ("--set", f"video.{name}={value}")]
+CAPTURED = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 DBSP = [sys.executable, "-c", "from dbsp_cli.cli import main; main()"]
 
 
@@ -90,11 +94,13 @@ def check_video(folder: Path, latents: torch.Tensor, ranks: int, host: str) -> N
     ],
 )  # Wan on two ranks: over two nodes in xDiT, and by srun in ParaAttention. CogVideoX in xDiT: test_xdit_runs
 def test_from_yaml_to_mp4(tmp_path, expected, host, model, ranks):
+    """On two ranks it is the real start: an interpreter for the command, for torchrun, and for each rank."""
     if importlib.util.find_spec({"xdit": "xfuser"}.get(host, host)) is None:
         pytest.skip(f"host {host} is not installed")
     # CogVideoX's other size has heads enough: 6 on 2 ranks. In Wan's, blocks of 32 leave ragged ends.
     line = command(f"tiny-{model}", tmp_path / "ball.mp4", "--host", host, "--nproc", ranks, "--json")
-    done = subprocess.run([*line, "--report", str(tmp_path / "report")], capture_output=True, text=True)
+    start = subprocess.run if host == "diffusers" else run
+    done = start([*line, "--report", str(tmp_path / "report")], **CAPTURED)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["video"] == str(tmp_path / "ball.mp4")
@@ -132,7 +138,7 @@ def test_from_an_image_and_with_two_transformers(tmp_path, host, model, frames):
     mask_set = ["--set", f"mask={json.dumps(mask)}", "--set", "dtype=float32", "--set", "video.flow_shift=3.0"]
     settings = [*mask_set, "--nproc", "2", "--host", host]
     to = ["--out", str(tmp_path / "ball.mp4"), "--report", str(tmp_path / "report")]
-    done = subprocess.run([*DBSP, *arguments, *settings, *to], capture_output=True, text=True)
+    done = run([*DBSP, *arguments, *settings, *to])
     assert done.returncode == 0, done.stderr
     pipe = diffusers.DiffusionPipeline.from_pretrained(make_tiny(model, tmp_path / "tiny"), local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
@@ -193,7 +199,7 @@ def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_prop
             options = [*meeting, "--nproc", 1, "--nnodes", 2, "--node-rank", index, "--report", folder / "report"]
             line = command("tiny-wan", folder / "ball.mp4", *options)
             runs.append(
-                subprocess.Popen(
+                Program(
                     [*node.prefix, *line],
                     env={**os.environ, **node.environment},
                     stdout=subprocess.PIPE,
@@ -201,8 +207,8 @@ def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_prop
                     text=True,
                 )
             )
-        said = [run.communicate(timeout=300)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(said)
+        said = [one.communicate(timeout=300)[0] for one in runs]
+    assert [one.returncode for one in runs] == [0, 0], "\n".join(said)
     check_video(tmp_path / "node0", expected("wan"), 2, "xdit")
     assert "strategy U1R2" in said[0], "heads are shared out within a node, blocks between nodes"
     assert "the video is on the node where rank 0 runs" in said[1]
@@ -215,7 +221,7 @@ def test_ranks_that_srun_has_started_are_joined(tmp_path, expected):
     shared |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
     line = command("tiny-wan", tmp_path / "ball.mp4", "--host", "para", "--report", tmp_path / "report")
     runs = [
-        subprocess.Popen(
+        Program(
             line,
             env={**os.environ, **shared, "SLURM_PROCID": str(rank)},
             stdout=subprocess.PIPE,
@@ -224,8 +230,8 @@ def test_ranks_that_srun_has_started_are_joined(tmp_path, expected):
         )
         for rank in range(2)
     ]
-    said = [run.communicate(timeout=300) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], said
+    said = [one.communicate(timeout=300) for one in runs]
+    assert [one.returncode for one in runs] == [0, 0], said
     check_video(tmp_path, expected("wan"), 2, "diffusers")
     assert "strategy U1R2" in said[0][1], "heads are shared out within a node, blocks between nodes"
     assert said[0][0].startswith(f"wrote {tmp_path / 'ball.mp4'} and {tmp_path / 'report'}")
@@ -246,7 +252,7 @@ def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):
     out.write_text("an older video")
     options = ["--host", "para", "--nproc", 2, "--report", report, "--set", f"mask={mask}"]
     line = command("tiny-wan", out, *options)
-    done = subprocess.run(line, capture_output=True, text=True)
+    done = run(line)
     assert done.returncode == 1, done.stderr
     assert (
         "dbsp: rank 1 failed (exit code -9: killed; out of memory? see dmesg); the end of its output:" in done.stderr
@@ -272,23 +278,24 @@ def test_the_rank_that_others_missed_is_named_whichever_torchrun_saw_first(first
 
 
 def test_an_interrupt_ends_all_ranks_and_leaves_nothing_half_written(tmp_path):
+    """A real start, whose processes are found by their command lines."""
     log = tmp_path / "ball.log"
     options = ["--host", "para", "--nproc", 2, "--set", "video.steps=1000"]
-    run = subprocess.Popen(
+    started = subprocess.Popen(
         command("tiny-wan", tmp_path / "ball.mp4", *options),
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test in the background ignores it
     )
     try:
-        while run.poll() is None and not (log.is_file() and "/1000 [" in log.read_text()):
+        while started.poll() is None and not (log.is_file() and "/1000 [" in log.read_text()):
             time.sleep(0.2)
         assert len(processes_with(tmp_path)) == 3 + 1, "this one, torchrun and two ranks"
-        run.send_signal(signal.SIGINT)
-        _, said = run.communicate(timeout=120)
+        started.send_signal(signal.SIGINT)
+        _, said = started.communicate(timeout=120)
     finally:
-        run.terminate()  # which ends the ranks, should the interrupt not have done so
-    assert run.returncode == 130, said
+        started.terminate()  # which ends the ranks, should the interrupt not have done so
+    assert started.returncode == 130, said
     assert "Traceback" not in said
     assert processes_with(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["ball.log"]

@@ -14,6 +14,7 @@ from dbsp_cli.generate.rank_output import LogFollower, RunFailed
 from dbsp_cli.generate.running import run_job
 from tests.cli.generate.cheap_ranks import wait_until
 from tests.support.ports import free_port
+from tests.support.programs import children_forked
 
 
 def job(folder: Path, launch: Launch) -> GenerateJob:
@@ -38,7 +39,7 @@ def test_a_node_that_never_comes(tmp_path, monkeypatch, no_model, backend):
     if backend == "c10d":
         launch = Launch(nnodes=2, rdzv_backend="c10d", rdzv_endpoint=place)
     told: list[str] = []
-    with pytest.raises(RunFailed) as failed:
+    with children_forked(), pytest.raises(RunFailed) as failed:
         run_job(asked := job(tmp_path, launch), LogFollower(1, on_notice=told.append))
     assert told == [f"dbsp: waiting for 1 of 2 nodes at {place}"]
     assert str(failed.value) == (

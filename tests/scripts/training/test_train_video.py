@@ -24,7 +24,7 @@ from tests.scripts.training.train_video_cases import (
     steps_of,
     stopped_and_not,
 )
-from tests.support.repository import run_module
+from tests.support.programs import run_module
 from tests.support.workers import assert_all_raise
 
 MASK = "mask: {source: sparge, topk: 0.5, similarity: -1.0, block_q: 8, block_k: 8}\n"
@@ -65,7 +65,12 @@ def test_clips_are_encoded_once(folder, encoded):
     [
         (2, ("--sequence-parallel", 1), "diffusion_pytorch_model.safetensors"),
         (2, ("--sequence-parallel", 2, "--lora", 2, "--precision", "bf16"), "pytorch_lora_weights.safetensors"),
-        (4, ("--sequence-parallel", 2, "--fsdp", "--checkpointing"), "diffusion_pytorch_model.safetensors"),
+        pytest.param(
+            4,
+            ("--sequence-parallel", 2, "--fsdp", "--checkpointing"),
+            "diffusion_pytorch_model.safetensors",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_stopped_run_goes_on_to_the_same_losses(pool, folder, encoded, tmp_path, world, options, weights):
@@ -88,6 +93,7 @@ def test_images_and_videos_in_one_step_have_one_process_gradients(pool, folder, 
     assert max(pool(4).run(gradients_of_mix, settings, encoded, step)) <= 1e-5
 
 
+@pytest.mark.long
 def test_images_and_videos_in_one_step_have_the_same_losses_on_any_ranks(pool, folder, encoded, tmp_path):
     found = []
     for world, sequence, more in ((1, 1, ()), (2, 2, ("--checkpointing",)), (4, 2, ()), (4, 4, ("--fsdp",))):

@@ -82,6 +82,7 @@ def frames_of(pipe, prompt: str, seed: int) -> torch.Tensor:
     return video[0].float()
 
 
+@pytest.mark.long
 def test_the_shipped_weights_follow_the_caption(pipeline):
     seen = {
         (name, seed): dominant_colour(frames_of(pipeline, CAPTIONS[name], seed))

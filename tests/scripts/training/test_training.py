@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from tests.support.repository import run_module
+from tests.support.programs import run_module
 
 pytest.importorskip("diffusers")
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ keeper forks the case's processes, watches them, and leaves what it saw in the c
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import json
 import os
@@ -15,14 +14,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 PATIENCE_S = 120.0
 """Ends a case in which the fault never happens."""
@@ -234,39 +232,14 @@ def _end_orphans(within_s: float) -> list[str]:
         time.sleep(_POLL_S)
 
 
-def run_to_its_end(task: Task, number: int, folder: Path) -> NoReturn:
-    """A process of a case, which ends as an interpreter does, but for taking apart all that was imported: in a fork
-    that would copy it first, which takes seconds."""
-    code = 0
-    try:
-        try:
-            task.main(task.argument, number, folder)
-        except SystemExit as stopped:
-            code = stopped.code if isinstance(stopped.code, int) else int(bool(stopped.code))
-            if isinstance(stopped.code, str):
-                print(stopped.code, file=sys.stderr)
-        except BaseException as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-            code = 1
-            if isinstance(error, KeyboardInterrupt):
-                code = -signal.SIGINT
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-    finally:
-        os._exit(code)
-
-
 if __name__ == "__main__":
     import pkgutil
 
     # Not from this module, which is another one when it is imported by its name.
     from scripts.checks.campaign.faults import nursery
+    from tests.support.programs.ending import run_to_its_end
 
     todo = nursery.serve(Connection(int(sys.argv[1])), pkgutil.resolve_name(sys.argv[2]))
     if todo is not None:
-        nursery.run_to_its_end(*todo)
+        task, *place = todo
+        run_to_its_end(lambda: task.main(task.argument, *place))

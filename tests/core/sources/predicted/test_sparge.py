@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from dbsp_kernels.prediction.pooling import block_runs, pool_rows, sum_tokens
 from tests.core.sources.predicted.sparge_cases import SpargeCase, predict_together
 from tests.core.sources.predicted.sparge_reference import predict
 from tests.support.generators import SEEDS, examples
+from tests.support.programs import run
 from tests.support.repository import child_environment
 
 CASES = {
@@ -79,7 +79,7 @@ def test_agrees_with_xfusers_own_predictor():
         pytest.skip("needs triton and xfuser")
     command = [sys.executable, "-m", "tests.core.sources.predicted.sparge_twin"]
     environment = child_environment() | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = run(command, env=environment)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["kernel equals torch"] == [True] * 8

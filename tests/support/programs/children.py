@@ -1,0 +1,106 @@
+"""Programs that a forked program starts itself: by a fork without `exec`, from that very process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from tests.support.programs.command import Command
+from tests.support.programs.ending import run_to_its_end
+from tests.support.programs.fresh import FOLDER, Beginning, close_files, open_files, place_streams, run_program
+
+_PARAMETERS = 23  # of subprocess._fork_exec, from Python 3.11 on
+
+
+def fork_children(beginning: Beginning) -> None:
+    """From now on `subprocess` forks, and `os.execv` begins anew in the same process, where a program is known."""
+    real_start, real_exec = subprocess._fork_exec, {"execv": os.execv, "execve": os.execve}  # type: ignore[attr-defined]
+
+    def start(*given: Any) -> int:
+        todo = _Start.of(given, beginning)
+        if todo is None:
+            return int(real_start(*given))
+        return todo.fork(beginning)
+
+    def execute(path: Any, line: Sequence[Any], environment: dict[str, str] | None = None) -> NoReturn:
+        variables = dict(os.environ if environment is None else environment)
+        command = Command.of(line, [os.fsencode(path)])
+        if command is None or not beginning.can_be(variables) or len(os.listdir("/proc/self/task")) > 1:
+            given = (path, line) if environment is None else (path, line, environment)
+            real_exec["execv" if environment is None else "execve"](*given)  # type: ignore[operator]
+        _save_coverage()
+        close_files([0, 1, 2, *beginning.files, *_inheritable()])
+        run_to_its_end(lambda: run_program(beginning, command, variables), FOLDER)
+
+    subprocess._fork_exec = start  # type: ignore[attr-defined]
+    os.execv = execute
+    os.execve = execute
+
+
+class _Start:
+    """What `subprocess._fork_exec` is asked, where a fork can do it."""
+
+    def __init__(self, command: Command, environment: dict[str, str], given: Sequence[Any]) -> None:
+        self.command, self.environment = command, environment
+        self.close_fds, self.kept, self.cwd = given[2:5]
+        self.streams = (given[6], given[9], given[11])
+        self.error_pipe = given[13]
+        self.new_session, self.group = given[15:17]
+
+    @classmethod
+    def of(cls, given: Sequence[Any], beginning: Beginning) -> _Start | None:
+        if len(given) != _PARAMETERS:
+            return None
+        arguments, executables, _, _, cwd, variables = given[:6]
+        *identities, umask, preexec = given[17:22]
+        if preexec is not None or umask >= 0 or any(one is not None for one in identities):
+            return None
+        if cwd is not None and not os.path.isdir(cwd):
+            return None
+        if variables is None:
+            environment = dict(os.environ)
+        else:
+            pairs = (os.fsdecode(one).split("=", 1) for one in variables)
+            environment = dict(pairs)
+        command = Command.of(arguments, executables)
+        if command is None or not beginning.can_be(environment):
+            return None
+        return cls(command, environment, given)
+
+    def fork(self, beginning: Beginning) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which this one's child needs
+            process = os.fork()
+        if process:
+            return process
+        run_to_its_end(lambda: self._begin(beginning), FOLDER)
+
+    def _begin(self, beginning: Beginning) -> None:
+        place_streams(self.streams)
+        kept = {number for number in self.kept if number != self.error_pipe}
+        for number in kept:
+            os.set_inheritable(number, True)
+        close_files([0, 1, 2, *beginning.files, *(kept if self.close_fds else _inheritable())])
+        if self.cwd is not None:
+            os.chdir(self.cwd)
+        if self.new_session:
+            os.setsid()
+        if self.group >= 0:
+            os.setpgid(0, self.group)
+        run_program(beginning, self.command, self.environment)
+
+
+def _inheritable() -> list[int]:
+    return [number for number in open_files() if os.get_inheritable(number)]
+
+
+def _save_coverage() -> None:
+    coverage = sys.modules.get("coverage")
+    current = coverage and coverage.Coverage.current()
+    if current:
+        current.stop()
+        current.save()

@@ -1,0 +1,187 @@
+"""Programs that are forked behave as those that an interpreter starts: `tests/support/programs`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.programs import Program, children_forked, run
+from tests.support.programs.program import end_with_descendants
+from tests.support.repository import ROOT, python_path
+
+FORKED = "import torch, sys; sys.exit(0)"
+
+
+def both(*arguments: str, **options) -> list[subprocess.CompletedProcess]:
+    """What a fork makes of it, and an interpreter."""
+    line = [sys.executable, *arguments]
+    real = subprocess.run(line, capture_output=True, text=True, **options)
+    return [run(line, **options), real]
+
+
+def code_of(*arguments: str, **options) -> int:
+    with Program([sys.executable, *arguments], stderr=subprocess.DEVNULL, **options) as program:
+        assert program.forked
+        return program.wait(60)
+
+
+SEEN = """
+import os, signal, sys
+print(sys.argv, sys.orig_argv, sys.path, os.getcwd(), dict(sorted(os.environ.items())), sep="\\n")
+print([(str(one), signal.getsignal(one)) for one in sorted(signal.valid_signals() - {9, 19})])
+print(__name__, sorted(name for name in vars() if name != "__annotations__"), sys.stdin.read(), os.umask(0))
+print(sys.stdout.encoding, sys.stdout.line_buffering, sys.stderr.errors, sys.flags, sys.excepthook)
+print(sys.stdout.write_through, sys.stderr.write_through, sorted(os.listdir("/proc/self/fd")))
+"""
+
+
+@pytest.mark.parametrize("how", ["-c", "-m", "file", "unbuffered"])
+def test_what_a_program_sees_is_what_it_would_from_an_interpreter(tmp_path, how):
+    (tmp_path / "seen.py").write_text(SEEN)
+    program = {
+        "-c": ["-c", SEEN],
+        "-m": ["-m", "seen"],
+        "file": [str(tmp_path / "seen.py")],
+        "unbuffered": ["-u", "-m", "seen"],
+    }[how]
+    environment = os.environ | {"PYTHONPATH": python_path(tmp_path), "MINE": "1"}
+    (tmp_path / "there").mkdir()
+    forked, real = both(*program, "a", "-b", env=environment, cwd=tmp_path / "there", stdin=subprocess.DEVNULL)
+    assert forked.stdout.splitlines() == real.stdout.splitlines()
+    assert (forked.returncode, forked.stderr) == (real.returncode, real.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        "pass",
+        "sys.exit(3)",
+        "sys.exit(-1)",
+        "sys.exit('no video')",
+        "[][1]",
+        "os.kill(os.getpid(), signal.SIGTERM)",
+        "raise KeyboardInterrupt",
+        "os._exit(7)",
+        "no syntax",
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()",
+    ],
+)
+def test_it_ends_as_from_an_interpreter(tmp_path, ends):
+    script = tmp_path / "ends.py"
+    script.write_text(f"import atexit, os, signal, sys, threading, time\natexit.register(print, 'at exit')\n{ends}\n")
+    forked, real = both(str(script))
+    assert (forked.returncode, forked.stdout, forked.stderr) == (real.returncode, real.stdout, real.stderr)
+
+
+def test_a_program_reads_what_it_is_given_and_writes_while_it_runs():
+    program = Program([sys.executable, "-c", "print(input() * 2)"], stdin=-1, stdout=-1, text=True)
+    assert program.poll() is None
+    assert program.communicate("ab\n", timeout=60) == ("abab\n", None)
+    assert (program.forked, program.returncode, program.poll()) == (True, 0, 0)
+
+
+def test_it_can_be_told_to_end_and_is_ended_with_what_it_started():
+    line = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"]
+    with Program(line, stdout=subprocess.PIPE) as program:
+        assert program.stdout.readline() == b"1\n"
+        program.terminate()
+        assert program.wait(60) == -signal.SIGTERM
+    starts = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *line]
+    with Program(starts, stdout=subprocess.PIPE) as program:
+        assert program.stdout.readline() == b"1\n"
+        end_with_descendants(program.pid)
+        assert (program.wait(60), program.stdout.read()) == (-signal.SIGKILL, b""), "the child has closed it too"
+
+
+PARENT = """
+import atexit, builtins, os, signal, subprocess, sys, threading, warnings
+import diffusers, my_module, torch
+atexit.register(print, "the parent's")
+signal.signal(signal.SIGTERM, lambda *_: print("told"))
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+diffusers.WanPipeline = torch.ones = sys.excepthook = None
+my_module.changed = True
+torch.manual_seed(9)
+warnings.simplefilter("error")
+os.environ |= {"NEW": "1", "PARENT": str(os.getpid())}
+threading.Thread(target=lock.acquire).start()
+print("begun", end="", flush=True)
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+print(child.wait(), child.pid == os.getpid())
+"""
+CHILD = """
+import os, signal, sys, warnings
+print(os.getppid() == int(os.environ["PARENT"]), os.getsid(0) == os.getpid(), "my_module" in sys.modules)
+import diffusers, my_module, torch
+print(signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP), hasattr(my_module, "changed"))
+print(diffusers.WanPipeline.__name__, torch.ones(1), torch.rand(1), sys.excepthook, os.environ["NEW"])
+print([one for one in warnings.filters if one[0] == "error"])
+sys.stdout.flush()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_child_of_a_program_is_its_child_and_inherits_nothing_else(tmp_path):
+    (tmp_path / "my_module.py").touch()
+    environment = os.environ | {"PYTHONPATH": python_path(tmp_path)}
+    forked, real = both("-c", PARENT, CHILD, env=environment)
+    assert forked.stderr == real.stderr == ""
+    assert forked.stdout == real.stdout
+    assert forked.stdout.splitlines()[0] == "begunTrue True False"
+
+
+def test_exec_begins_anew_in_the_same_process(tmp_path):
+    (tmp_path / "after.py").write_text("import os, sys\nprint(os.getpid(), sys.orig_argv, os.environ['NEW'], len(X))")
+    execute = (
+        "import atexit, os, sys, torch\natexit.register(print, 'never')\nX = 1\nos.environ['NEW'] = '2'\n"
+        "print(os.getpid(), flush=True)\nos.execvp(sys.executable, [sys.executable, sys.argv[1], 'a'])"
+    )
+    forked, real = both("-c", execute, str(tmp_path / "after.py"))
+    assert forked.returncode == real.returncode == 1
+    assert forked.stderr == real.stderr
+    assert "NameError: name 'X' is not defined" in forked.stderr
+
+
+def test_torchrun_and_its_ranks_are_forked(tmp_path):
+    """Each level takes far less than the imports of an interpreter would."""
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        "import os, sys, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "print(dist.get_world_size(), 'diffusers' in sys.modules, os.getsid(0) == os.getpid(), flush=True)\n"
+    )
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=3"]
+    done = run([sys.executable, *launch, f"--log-dir={tmp_path / 'logs'}", str(rank)])
+    said = [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")]
+    assert (done.returncode, said) == (0, ["2 True True\n"] * 2), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["-I", "-c", "pass"], {}),
+        (["-X", "importtime", "-c", "pass"], {}),
+        (["-W", "ignore", "-c", "pass"], {}),
+        (["-c", "pass"], {"preexec_fn": lambda: None}),
+        (["-c", "pass"], {"env": os.environ | {"PYTHONWARNINGS": "error"}}),
+        (["-c", "pass"], {"pass_fds": (0,)}),
+        (["-"], {"stdin": subprocess.DEVNULL}),
+        ([str(ROOT)], {}),
+    ],
+)
+def test_what_is_not_known_starts_really(arguments, options):
+    with Program([sys.executable, *arguments], stderr=subprocess.DEVNULL, **options) as program:
+        assert not program.forked
+        program.wait(60)
+
+
+def test_other_programs_start_really():
+    with children_forked():
+        assert subprocess.run(["echo", "1"], capture_output=True, text=True).stdout == "1\n"
+        done = subprocess.run([sys.executable, "-c", "print(2)"], capture_output=True, text=True)
+    assert done.stdout == "2\n"
+    with pytest.raises(FileNotFoundError):
+        run(["no-such-program"])
