@@ -132,7 +132,7 @@ def _most_like(signature: ModelSignature) -> ModelSpec:
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON; download the folder again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not the index of a pipeline; download the folder again")
