@@ -276,6 +276,9 @@ def test_local_folders_must_be_known_pipelines(tmp_path):
     index.write_text(json.dumps({"_class_name": "FluxPipeline"}))
     with pytest.raises(ValueError, match="this is FluxPipeline"):
         find_model(str(tmp_path))
+    index.write_text(json.dumps({"_class_name": []}))
+    with pytest.raises(ValueError, match=r"this is \[\]"):
+        find_model(str(tmp_path))
     index.write_text(
         json.dumps({"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]})
     )

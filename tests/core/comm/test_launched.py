@@ -34,7 +34,9 @@ def test_one_process_alone_may_be_asked_for(launched):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("WORLD_SIZE", "1"), ("WORLD_SIZE", "many"), ("WORLD_SIZE", "9" * 5000), ("RANK", None)]
+    ("name", "value"),
+    [("WORLD_SIZE", "1"), ("WORLD_SIZE", "many"), ("WORLD_SIZE", "9" * 5000), ("RANK", None)],
+    ids=lambda value: str(value)[:10],
 )
 def test_variables_that_name_no_ranks_mean_nothing(launched, monkeypatch, name, value):
     monkeypatch.delenv(name)
