@@ -67,7 +67,7 @@ def unknown_words(folder: Path, prompt: str) -> str | None:
     try:
         model = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]
         known = dict.fromkeys(word for word in model["vocab"] if word.isalpha())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     unknown = dict.fromkeys(word for word in re.findall(r"\w+|[^\w\s]+", prompt) if word not in known)
     if model.get("type") != "WordLevel" or not unknown:

@@ -114,7 +114,7 @@ def _require_pipeline(folder: Path) -> None:
             "writes it (dbsp tiny wan DIR makes a small one)"
         )
     pipeline = _read_json(index).get("_class_name")
-    if pipeline not in PIPELINES:
+    if not isinstance(pipeline, str) or pipeline not in PIPELINES:
         kinds = " and ".join(f"{cls} ({pipeline.title})" for cls, pipeline in PIPELINES.items())
         raise UserError(
             f"--model {folder}: db-SP runs {kinds} in xDiT; this is {pipeline}; use --sp-backend usp for it"
@@ -132,7 +132,7 @@ def _most_like(signature: ModelSignature) -> ModelSpec:
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON; download the folder again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is not the index of a pipeline; download the folder again")

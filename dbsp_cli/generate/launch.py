@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["JoinedRank", "Launch", "Rendezvous"]
@@ -53,19 +54,16 @@ class JoinedRank:
         """Returns what the environment says, None where this process is the only one.
 
         Raises:
-            UserError: Nothing says where ranks of several nodes meet.
+            UserError: Nothing says where ranks of several nodes meet, or MASTER_PORT is no port.
         """
-        for rank, world, local, local_world in _STARTERS:
-            if not all(environment.get(name, "").isdecimal() for name in (rank, world, local)):
+        for *placed, local_world in _STARTERS:
+            rank, world, local = (env.number(name, environment) for name in placed)
+            if rank is None or world is None or local is None or world < 2:
                 continue
-            count = int(environment[world])
-            if count < 2:
-                continue
-            here = re.match(r"\d+", environment.get(local_world, ""))
-            on_this_node = int(here[0]) if here else count
-            port = int(environment.get("MASTER_PORT", _PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000))
-            address = environment.get("MASTER_ADDR") or _address(environment, on_this_node == count)
-            return cls(int(environment[rank]), count, int(environment[local]), on_this_node, address, port)
+            here = re.match(r"[1-9]\d{0,8}", environment.get(local_world, ""))  # of Slurm's "2(x3),1"
+            on_this_node = int(here[0]) if here else world
+            address = environment.get("MASTER_ADDR") or _address(environment, on_this_node == world)
+            return cls(rank, world, local, on_this_node, address, _port(environment))
         return None
 
     def variables(self, gpus: int) -> dict[str, str]:
@@ -86,6 +84,17 @@ class JoinedRank:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    """Returns the port where ranks meet, which several jobs on a machine do not share."""
+    given = environment.get("MASTER_PORT")
+    if not given:
+        return _PORT + (env.number("SLURM_JOB_ID", environment) or 0) % 1000
+    port = env.number("MASTER_PORT", environment)
+    if port is None or not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT={given!r} is no port; set a number from 1 to 65535, or none")
+    return port
 
 
 def _address(environment: Mapping[str, str], one_node: bool) -> str:

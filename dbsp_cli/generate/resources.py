@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -10,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.models.lookup import find_model_spec
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.models.video import VideoSettings
+from dbsp_core.utils.errors import UserError
 
 __all__ = ["duration_notice", "memory_complaint"]
 
@@ -67,12 +68,18 @@ def duration_notice(spec: ModelSpec | None, video: VideoSettings, processes: int
 
 
 def _numbers_in(folder: Path) -> Iterator[int]:
-    """How many numbers each file of weights of a pipeline holds, as its header says."""
+    """How many numbers each file of weights of a pipeline holds, as its header says.
+
+    Raises:
+        UserError: For a file that is none of weights: cut short, or Git LFS's stand-in for one.
+    """
     for path in folder.glob("*/*.safetensors"):
         if _WEIGHTS.fullmatch(path.name):
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            yield sum(math.prod(one["shape"]) for name, one in header.items() if name != "__metadata__")
+            try:
+                with safe_open(path, framework="numpy") as file:
+                    yield sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118  no mapping
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path} cannot be read as weights ({error}); download it again") from error
 
 
 def _machine_memory() -> int | None:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from dbsp_core.utils.atomic_io import write_atomically
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, in_short
 
 __all__ = ["FitSummary", "fit_projections", "fit_recording"]
 
@@ -97,6 +97,7 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
                     about = file.metadata() or {}
                     for name in file.keys():  # noqa: SIM118  no mapping
                         count, found = int(about[f"tokens of {name}"]), file.get_tensor(name).double()
+                        _require_moments(name, count, found)
                         if name in sums and sums[name].shape != found.shape:
                             raise UserError(
                                 f"{path} is of another model than the recordings before it; fit them apart"
@@ -113,3 +114,12 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
     if len(known) != 1 or len(shapes) != 1 or sides[0] != sides[1]:
         raise UserError("the recordings are of different models; fit them apart")
     return sums, weights, known.pop()
+
+
+def _require_moments(name: str, count: int, moments: torch.Tensor) -> None:
+    """Raises ValueError for what is no layer's moments of `count` tokens."""
+    int(name.partition(".")[2])
+    if not 0 < count < 2**53:
+        raise ValueError(f"{name} is of {in_short(count)} tokens")
+    if moments.ndim != 3 or 0 in moments.shape or moments.shape[1] != moments.shape[2] or not moments.isfinite().all():
+        raise ValueError(f"{name} holds no finite square matrix of each head")

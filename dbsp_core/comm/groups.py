@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from dbsp_core.comm.auxiliary import auxiliary_group, timeout_of
+from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
@@ -225,8 +226,8 @@ class SequenceGroup:
 
 
 def _require_alone() -> None:
-    world = os.environ.get("WORLD_SIZE", "")
-    if "RANK" in os.environ and world.isdecimal() and int(world) > 1:
+    world = env.number("WORLD_SIZE") or 1
+    if "RANK" in os.environ and world > 1:
         raise UserError(
             f"torchrun started {world} processes, but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() first (or unset WORLD_SIZE, for one process alone)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.utils import env
 from dbsp_core.utils.fingerprint import fingerprint_of
 
 __all__ = ["gather_nodes", "ranks_on_this_node"]
@@ -43,5 +43,5 @@ def ranks_on_this_node() -> int | None:
 
 def _number(variable: str, least: int) -> int:
     """The number in an environment variable; −1 without one, or for one below `least`."""
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() and len(text) < 10 and int(text) >= least else -1
+    found = env.number(variable)
+    return -1 if found is None or found < least else found

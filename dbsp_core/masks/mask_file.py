@@ -249,7 +249,7 @@ def _parse_sequences(text: str, block_q: int, block_k: int) -> BlockGrid:
             )
             for one in json.loads(text)
         ]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(
             f"sequences={in_short(text)} must be a JSON list with tokens, text_tokens and thw (or null) of each "
             f"({error})"

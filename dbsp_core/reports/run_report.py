@@ -230,7 +230,7 @@ class RunReport:
             return cast(RunReport, _built(cls, {**values, **inside}))
         except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise UserError(
-                f"{path} is not a db-SP report ({' '.join(str(error).split())}); a run leaves one in the folder of "
+                f"{path} is not a db-SP report ({error}); a run leaves one in the folder of "
                 "setting `report`, or --sp-report DIR"
             ) from error
 

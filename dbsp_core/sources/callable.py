@@ -64,8 +64,8 @@ class CallableSource(BlockSizes):
             found: Any = importlib.import_module(module)
         except Exception as error:
             raise UserError(
-                f"mask function {self.function}: importing {module} failed ({_in_one_line(error)}); put its folder on "
-                "PYTHONPATH, on every machine, and see that it imports by itself"
+                f"mask function {self.function}: importing {module} failed ({type(error).__name__}: {error}); put its "
+                "folder on PYTHONPATH, on every machine, and see that it imports by itself"
             ) from error
         for part in name.split("."):
             found = getattr(found, part, None)
@@ -96,8 +96,8 @@ class CallableSource(BlockSizes):
             result = self._function(grid, self._seen(request), **self.parameters)
         except Exception as error:
             raise UserError(
-                f"mask function {self.function} raised {_in_one_line(error)} for layer {request.layer}; correct it, "
-                "or its parameters"
+                f"mask function {self.function} raised {type(error).__name__}: {error} for layer {request.layer}; "
+                "correct it, or its parameters"
             ) from error
         return BlockMask(self._bits(result, request.heads, grid), grid)
 
@@ -125,7 +125,3 @@ class CallableSource(BlockSizes):
             )
         bits = torch.from_numpy(np.array(result)) if isinstance(result, np.ndarray) else result.detach().clone()
         return bits.expand(wanted).contiguous()
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

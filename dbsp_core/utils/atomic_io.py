@@ -20,8 +20,12 @@ __all__ = ["ByteTensor", "open_atomically", "write_atomically", "write_byte_tens
 def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a file to write: readers see the old one until the block ends without an error, and then the new one.
 
-    Links are followed. An existing file keeps its mode.
+    Links are followed. An existing file keeps its mode. A device or a pipe is written to as it is.
     """
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        with open(path, "wb") as file:
+            yield file
+        return
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

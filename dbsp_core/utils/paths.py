@@ -15,7 +15,10 @@ def require_file_place(path: Path, what: str) -> None:
     """Raises UserError unless a file can be written there; `what` names the path in the message."""
     if path.is_dir():
         raise UserError(f"{what} {path} is a folder; give the name of a file")
-    require_place(path, what)
+    if not path.exists() or path.is_file():
+        require_place(path, what)
+    elif not os.access(path, os.W_OK):  # a device or a pipe, which is written to as it is
+        raise UserError(f"{what} {path} cannot be written to; give another place")
 
 
 def require_folder_place(path: Path, what: str) -> None:

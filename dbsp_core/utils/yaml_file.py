@@ -18,6 +18,8 @@ __all__ = ["Settings", "find_config", "parse_value", "read_settings", "require_k
 KeyPath = tuple[str, ...]
 
 _MOST_VALUES = 100_000
+_MOST_DIGITS = 1000
+"""Of an integer. Python reads longer ones to the base of 16, and then refuses to print them."""
 _UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """ValueError is raised for text, numbers and dates that Python cannot read."""
 
@@ -84,7 +86,7 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     except UserError:
         raise
     except _UNREADABLE as error:
-        raise UserError(f"{what} {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{what} {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, Mapping):
         raise UserError(f"{what} {path} must be a mapping, not {kind_of(content)}")
     return Settings(content or {}, places.found, str(path))
@@ -97,8 +99,7 @@ def parse_value(text: str, what: str) -> Any:
     except UserError:
         raise
     except _UNREADABLE as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{what}: {in_short(text)} is not YAML ({reason}); close its brackets and quotes") from error
+        raise UserError(f"{what}: {in_short(text)} is not YAML ({error}); close its brackets and quotes") from error
 
 
 def _parsed(text: str, places: _Places) -> Any:
@@ -107,7 +108,14 @@ def _parsed(text: str, places: _Places) -> Any:
     if node is None:
         return None
     places.note(node, (), [])
-    return loader.construct_document(node)
+    try:
+        return loader.construct_document(node)
+    except (
+        LookupError,
+        AttributeError,
+        OverflowError,
+    ) as error:  # of PyYAML, for "!!bool maybe", "!!int ''"
+        raise ValueError("a value is not what its tag says, or too large a number") from error
 
 
 @dataclass
@@ -124,12 +132,15 @@ class _Places:
 
         Raises:
             UserError: For a key that is given twice, and for aliases that make the document endless or too large.
+            ValueError: For an integer that is too long.
         """
         self.values += 1
         if any(node is outer for outer in above):
             raise UserError(f"{self._place(node)}: this is not YAML that ends: it holds itself")
         if self.values > _MOST_VALUES:
             raise UserError(f"{self._place(node)}: more than {_MOST_VALUES:,} values, aliases written out; give fewer")
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MOST_DIGITS:
+            raise ValueError(f"an integer of {len(node.value):,} digits; {_MOST_DIGITS:,} are the most")
         within = [*above, node]
         if isinstance(node, yaml.SequenceNode):
             for value in node.value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ from scripts.checks.campaign.faults.acts import fire
 from scripts.checks.campaign.faults.fault_grid import case_of, grid
 from scripts.checks.campaign.faults.judging import Expected, complaint_about
 from scripts.checks.campaign.faults.nursery import Nursery, Task
-from scripts.checks.campaign.frame import State
+from scripts.checks.campaign.frame import Outcome, Progress, State, run_part
 from scripts.checks.campaign.oracle.attention_case import draw_case
 from scripts.checks.campaign.oracle.oracle_part import BOUNDS
 from scripts.checks.campaign.oracle.oracle_worker import run_cases
@@ -28,29 +29,43 @@ from tests.support.programs import run, run_module
 from tests.support.repository import child_environment
 
 
-def test_a_few_seconds_of_a_part_and_then_some_more(tmp_path):
+def test_a_few_seconds_of_a_part_on_a_new_seed_which_is_said(tmp_path):
     state = tmp_path / "state.json"
-    cases = []
-    for _ in range(2):
-        done = run_module(
-            "scripts.checks.campaign",
-            "--part",
-            "fuzz",
-            "--minutes",
-            "0.05",
-            "--seed",
-            "1",
-            "--state",
-            state,
-            "--json",
-        )
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert found["failures"] == []
-        assert found["parts"]["fuzz"]["failures"] == 0
-        cases.append(found["parts"]["fuzz"]["cases"])
-    assert 0 < cases[0] < cases[1] == State.read(state, None).parts["fuzz"].next
-    assert State.read(state, 2).parts == {}
+    words = ("--part", "fuzz", "--minutes", "0.05", "--seed", "new", "--state", state, "--json")
+    done = run_module("scripts.checks.campaign", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["failures"] == []
+    assert found["parts"]["fuzz"]["failures"] == 0
+    assert 0 < found["parts"]["fuzz"]["cases"] == State.read(state, None).parts["fuzz"].next
+    assert f"scripts/campaign --seed {found['seed']} --part fuzz --minutes 0.05\n" in done.stderr
+
+
+class EverySeventh:
+    """A part whose every seventh case fails."""
+
+    name = "sevens"
+
+    def run(self, seed, first):
+        for number in itertools.count(first):
+            yield Outcome(number, None if number % 7 else "it is a seventh", {"number": number})
+
+    def explain(self, seed, number):
+        return f"case {number} of {seed}"
+
+
+def test_a_campaign_goes_on_where_it_was_and_says_how_to_repeat_a_failure(tmp_path, capsys):
+    path = tmp_path / "state.json"
+    how = "scripts/campaign --case sevens:3:{0}   it is a seventh   case {0} of 3"
+    for seed, done in ((3, 1), (None, 2), (3, 8)):  # new, whatever is there, the same
+        state = State.read(path, seed)
+        while state.parts.get("sevens", Progress()).next < done:
+            run_part(EverySeventh(), state, path, 0.0)
+        kept = State.read(path, None)
+        assert (kept.seed, kept.parts["sevens"].next, kept.parts["sevens"].worst) == (3, done, {"number": done - 1})
+    assert kept.summary()["failures"] == [how.format(0), how.format(7)]
+    assert capsys.readouterr().err.splitlines() == kept.summary()["failures"]
+    assert State.read(path, 2).parts == {}
 
 
 def test_a_wrong_scale_is_found(pool):
@@ -94,10 +109,10 @@ BAD = {
 def test_what_an_input_may_not_do_is_found(tmp_path):
     (tmp_path / "inside").mkdir()
     script = (
-        "from tests.support import interpreter\nimport os, pathlib\nfrom dbsp_core.utils.errors import UserError\n"
+        "from tests.support import interpreter\nimport os, pathlib\n"
         "from scripts.checks.campaign.fuzz import guard\nfrom scripts.checks.campaign.fuzz.inputs import Trial\n"
         "guard.MOST_CPU_S = 0.5\n"
-        "def fail(text): raise UserError(text)\n"
+        "def fail(text): raise OSError(text)\n"
         f"folder = pathlib.Path({str(tmp_path / 'inside')!r})\nos.chdir(folder)\nwatch = guard.Guard(folder)\n"
         f"for call in [{', '.join(BAD)}]: print(watch.try_out(Trial('', call))[0])"
     )

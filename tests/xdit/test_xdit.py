@@ -270,11 +270,15 @@ def test_local_folders_must_be_known_pipelines(tmp_path):
     with pytest.raises(ValueError, match=r"no model_index\.json"):
         find_model(str(tmp_path))
     index = tmp_path / "model_index.json"
-    index.write_text("{")
-    with pytest.raises(ValueError, match="cannot be read as JSON"):
-        find_model(str(tmp_path))
+    for text in ("{", "[" * 100_000):
+        index.write_text(text)
+        with pytest.raises(ValueError, match="cannot be read as JSON"):
+            find_model(str(tmp_path))
     index.write_text(json.dumps({"_class_name": "FluxPipeline"}))
     with pytest.raises(ValueError, match="this is FluxPipeline"):
+        find_model(str(tmp_path))
+    index.write_text(json.dumps({"_class_name": []}))
+    with pytest.raises(ValueError, match=r"this is \[\]"):
         find_model(str(tmp_path))
     index.write_text(
         json.dumps({"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]})

@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import pkgutil
+import secrets
+import sys
 from pathlib import Path
 
 from scripts.checks.campaign.frame import Part, State, run_part
@@ -23,6 +25,10 @@ SHARES = {"oracle": 0.5, "faults": 0.25, "fuzz": 0.15, "soak": 0.1}
 REPO = Path(__file__).resolve().parents[3]
 
 
+def _seed(text: str) -> int:
+    return secrets.randbelow(10**9) if text == "new" else int(text)
+
+
 def part_named(name: str) -> Part:
     part: Part = pkgutil.resolve_name(PARTS[name])()
     return part
@@ -32,7 +38,7 @@ def main() -> int:
     """Returns the exit code, 1 where a case failed."""
     parser = argparse.ArgumentParser(prog="scripts/campaign", description="Tries to break db-SP: see docs/campaign.md")
     parser.add_argument("--minutes", type=float, default=3.0, help="for all parts together")
-    parser.add_argument("--seed", type=int, help="of all cases; default: that of the state file, else 0")
+    parser.add_argument("--seed", type=_seed, help="of all cases, or new; default: that of the state file, else 0")
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--state", type=Path, default=REPO / "out" / "campaign.json", help="says how far it has come")
     parser.add_argument("--case", metavar="PART:SEED:NUMBER", help="repeat one case, and say what it is")
@@ -47,6 +53,8 @@ def main() -> int:
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # xfuser logs to standard output
     state = State.read(options.state, options.seed)
+    called = f"scripts/campaign --seed {state.seed} --part {options.part} --minutes {options.minutes:g}"
+    print(called, file=sys.stderr, flush=True)
     for name, share in SHARES.items() if options.part == "all" else [(options.part, 1.0)]:
         run_part(part_named(name), state, options.state, options.minutes * 60 * share)
     found = state.summary()
@@ -55,7 +63,7 @@ def main() -> int:
     else:
         for name, one in found["parts"].items():
             print(f"{name}: {one['cases']} cases, {one['failures']} failures, worst {one['worst']}", file=told)
-        print("\n".join(found["failures"]), file=told)
+        print("\n".join([*found["failures"], called]), file=told)
     told.close()
     return int(bool(found["failures"]))
 

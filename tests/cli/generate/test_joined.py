@@ -28,6 +28,7 @@ MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
         (TORCHRUN | MEETING, 2, "node0", 1234),
         (SLURM, 2, "gpu07", 29500 + 321),
         (SLURM | MEETING, 2, "node0", 1234),
+        (SLURM | {"SLURM_JOB_ID": "x", "MASTER_PORT": ""}, 2, "gpu07", 29500),
         (OPEN_MPI, 4, "127.0.0.1", 29500),
         (MPICH | {"MASTER_ADDR": "node0"}, 2, "node0", 29500),
     ],
@@ -61,6 +62,8 @@ def test_ranks_of_slurm_meet_on_the_first_node(nodes, first):
         {"RANK": "0", "WORLD_SIZE": "2"},  # of a pod, in which torchrun is yet to be started
         {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"},  # the batch script itself
         TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+        TORCHRUN | {"WORLD_SIZE": "²"},
+        TORCHRUN | {"WORLD_SIZE": "9" * 5000},  # more digits than Python reads
     ],
 )
 def test_a_process_that_is_alone_starts_its_own(environment):
@@ -78,6 +81,12 @@ def test_a_gpu_bound_to_its_rank_is_the_first_one_that_it_sees():
 def test_nowhere_to_meet_is_the_users_to_mend():
     with pytest.raises(UserError, match="set MASTER_ADDR to rank 0's"):
         JoinedRank.of(MPICH)
+
+
+@pytest.mark.parametrize("port", ["http", "0", "65536", "9" * 5000], ids=lambda port: port[:9])
+def test_a_port_that_is_none_is_the_users_to_mend(port):
+    with pytest.raises(UserError, match=f"^MASTER_PORT='{port}' is no port"):
+        JoinedRank.of(TORCHRUN | MEETING | {"MASTER_PORT": port})
 
 
 def test_a_job_joins_unless_it_is_told_how_to_start_ranks(tmp_path, monkeypatch):

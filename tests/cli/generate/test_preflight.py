@@ -95,6 +95,18 @@ def test_weights_of_a_folder_are_counted_from_its_files_once(tmp_path, small_mac
     assert memory_complaint(str(tmp_path), torch.float64, 1) is not None
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x09" + b"\0" * 7 + b'{"a": {}}']
+)
+def test_what_is_no_file_of_weights_is_named(tmp_path, content):
+    """Of Git LFS's stand-in the first eight bytes are no length to read."""
+    file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=rf"^{file} cannot be read as weights .*; download it again$"):
+        memory_complaint(str(tmp_path), torch.float32, 1)
+
+
 def test_a_machine_that_does_not_say_is_not_judged(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(resources, "_machine_memory", lambda: None)

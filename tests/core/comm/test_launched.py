@@ -33,7 +33,11 @@ def test_one_process_alone_may_be_asked_for(launched):
     assert attention(group=ALONE).shape == (1, 1, 4, 8)
 
 
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "1"), ("WORLD_SIZE", "many"), ("RANK", None)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WORLD_SIZE", "1"), ("WORLD_SIZE", "many"), ("WORLD_SIZE", "9" * 5000), ("RANK", None)],
+    ids=lambda value: str(value)[:10],
+)
 def test_variables_that_name_no_ranks_mean_nothing(launched, monkeypatch, name, value):
     monkeypatch.delenv(name)
     if value is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dbsp_core.utils.atomic_io import ByteTensor, write_atomically, write_byte_tensors
+from dbsp_core.utils.paths import require_file_place
 
 
 def mode(path: Path) -> int:
@@ -41,6 +42,19 @@ def test_a_link_stays_one_and_what_it_leads_to_is_replaced(tmp_path):
         assert (tmp_path / "link").is_symlink()
         assert (tmp_path / "disk" / "real").read_text() == content
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real"]
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    """To replace it, as root might /dev/null, would be a surprise to all who use it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    require_file_place(pipe, "--out")
+    write_atomically(pipe, "a report")
+    assert os.read(reader, 100) == b"a report"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):

@@ -21,6 +21,11 @@ def test_lines_go_to_standard_error_once(capsys):
     assert capsys.readouterr() == ("", "dbsp: mask radial 50 %\ndbsp: no report\ndbsp: error: 100 % of it\n")
 
 
+def test_a_mistake_is_said_in_one_line_whatever_is_quoted_in_it():
+    said = UserError("there is no two\nlines\u2028or\r three: of a library:\n   1\n   2\n")
+    assert str(said) == "there is no two lines or three: of a library: 1 2"
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_an_application_s_own_handlers_for_dbsp_replace_ours(own):
     """The root logger's are left out, so that no line is said twice."""

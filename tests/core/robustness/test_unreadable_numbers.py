@@ -38,6 +38,7 @@ LONG = "9" * 5000
         (parse_size, f"{LONG}GiB"),
         (mask_settings, f"sparge:cdf={LONG}"),
         (mask_settings, "sparge:cdf=2026-99-99"),
+        (mask_settings, "sparge:cdf=!!bool maybe"),
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else "",
 )
@@ -47,7 +48,13 @@ def test_it_is_refused_in_one_line(read, text):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("value", [LONG, "2026-99-99"])
+UNREADABLE = (
+    *(LONG, "2026-99-99", "!!bool maybe", "!!int ''", "!!float '-'", "!!timestamp noon", "1:" * 300 + "1.5"),
+    *(f"0x{'F' * 5000}", f"[[0x{'F' * 5000}]]", f"{{? 0x{'F' * 5000} : 1}}"),  # Python reads them, and prints none
+)
+
+
+@pytest.mark.parametrize("value", UNREADABLE, ids=lambda value: value[:12])
 def test_a_file_with_it_is_refused_in_one_line(tmp_path, value):
     file = tmp_path / "my.yaml"
     file.write_text(f"debug: {value}\n")

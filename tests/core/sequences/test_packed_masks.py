@@ -165,6 +165,7 @@ def test_the_mask_file_of_packed_sequences(tmp_path, packed):
     [
         ("sequences", "[]", "at least one sequence"),
         ("sequences", "{", "must be a JSON list"),
+        ("sequences", '[{"tokens": Infinity, "text_tokens": 0, "thw": null}]', "must be a JSON list"),
         ("sequences", '[{"tokens": 239, "text_tokens": 26, "thw": null}]', "two sequences at least"),
         ("tokens", "238", "tokens and text_tokens must say so"),
         ("thw", "1,1,1", "thw belongs to each"),

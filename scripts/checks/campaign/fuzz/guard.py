@@ -93,7 +93,7 @@ def _call(function: Callable[[], object]) -> str | None:
     try:
         function()
     except (UserError, OSError) as error:
-        return "its message has several lines" if "\n" in str(error) else None
+        return "its message has several lines" if len(str(error).splitlines()) > 1 else None
     return None
 
 

@@ -10,12 +10,15 @@ from pathlib import Path
 from dbsp_cli.commands.masks import parse_thw
 from dbsp_core import Strategy
 from dbsp_core.config.config import DbspConfig
+from dbsp_core.config.of_model import default_config, require_same_model
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.step_groups import StepGroups
+from dbsp_core.models.lookup import signature_of_model
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.streams import parse_streams
 from dbsp_core.reports.mask_recorder import parse_layers
+from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.byte_sizes import parse_size
 from scripts.checks.campaign.fuzz.mutations import (
@@ -139,6 +142,38 @@ def _report(rng: random.Random, originals: Originals, folder: Path) -> Trial:
     return Trial(f"{command} with {text[:1500]!r}", ["report", *command.split()])
 
 
+_FIT = "masks fit moments -o fitted --rank 2"
+
+
+def _fitted(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    if rng.random() < 0.5:
+        _write(folder / "fitted", mutated_safetensors(rng, originals.fitted))
+        return Trial("a file of fitted projections", lambda: LowRankProjections.load("fitted"))
+    _write(folder / "moments", mutated_safetensors(rng, originals.moments))
+    return Trial("recorded queries and keys for dbsp masks fit", _FIT.split())
+
+
+def _model(rng: random.Random, originals: Originals, folder: Path) -> Trial:
+    from dbsp_xdit.models import find_model
+
+    index, transformer = rng.choice(originals.models)
+    if rng.random() < 0.5:
+        index = mutated_json(rng, index)
+    else:
+        transformer = mutated_json(rng, transformer)
+    (folder / "model" / "transformer").mkdir(parents=True)
+    _write(folder / "model" / "model_index.json", index)
+    _write(folder / "model" / "transformer" / "config.json", transformer)
+
+    def read() -> None:
+        signature = signature_of_model("model")
+        default_config(signature)
+        find_model("model")
+        require_same_model(DbspConfig.load("tiny-wan"), signature)
+
+    return Trial(f"a model with {index[:700]!r} and {transformer[:700]!r}", read)
+
+
 COMMANDS = (
     "plan masks.safetensors --gpus 4 --strategy U2R2 --planner dbsp --layout striped --keys needed --target-rho 1.01",
     "plan masks.safetensors --gpus 4 --strategy all --planner all --json",
@@ -180,5 +215,7 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, Originals, Path], Trial]]
     "foreign file": (8, _foreign),
     "report": (8, _report),
     "command": (5, _command),
+    "model": (3, _model),
+    "fitted file": (3, _fitted),
 }
 """By name, how often, and how one is drawn."""

@@ -53,6 +53,7 @@ WORDS = (
     ),
     *("!!python/object/apply:os.system ['true']", "&a [*a]", "*b", "<<: *c", "? x", "%TAG", "0x1F", "0o7", "1_0"),
     *("g8n4", "g0n1", "g1n2+", "g4b1i512f85s1", "g1b1i99999999999f1", "g" + "9" * 5000 + "n1", "0-9,10-", "9-0", "5-"),
+    *("\n", "\r", "\x1c1", "\x85", "0x" + "F" * 5000, "1:" * 300 + "1.5", "!!bool maybe", "!!int ''", "!!timestamp x"),
     *("float32", "b'x'", "${HOME}", "~/x", "-", "--", "--help", "=", ",", ",,", "1,2,3", "1x2x3", "0,0,0", "1,-2,3"),
 )
 """What breaks readers: extremes, other types, other alphabets, markup, paths."""
@@ -137,12 +138,18 @@ def mutated_tree(rng: random.Random, tree: Any) -> Any:
 
 
 def mutated_json(rng: random.Random, text: str) -> str:
-    """As a tree, or as text."""
+    """As a tree, as text, or in JSON that is quoted in it."""
     if rng.random() < 0.25:
         return mutated_text(rng, text)
     if rng.random() < 0.02:
         return "[" * 200_000
-    return json.dumps(mutated_tree(rng, json.loads(text)))
+    tree = json.loads(text)
+    about = tree.get("__metadata__", {}) if isinstance(tree, dict) else {}
+    quoted = [key for key, value in about.items() if value.startswith("[")]
+    if quoted and rng.random() < 0.5:
+        about[quoted[0]] = mutated_json(rng, about[quoted[0]])
+        return json.dumps(tree)
+    return json.dumps(mutated_tree(rng, tree))
 
 
 def mutated_safetensors(rng: random.Random, content: bytes) -> bytes:

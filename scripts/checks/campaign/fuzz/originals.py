@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
+from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_core import BlockGrid, BlockMask, save_mask
 from dbsp_core.masks.schedule import DenoisingStep
 from dbsp_core.reports.mask_recorder import MaskRecorder, RecordSettings
@@ -22,7 +25,7 @@ THW = (3, 4, 8)
 @dataclass(frozen=True)
 class Originals:
     """configs, hardware: YAML;  masks: of mask files;  foreign: by suffix, files of other projects;
-    recording: content by name;  report: JSON"""
+    recording: content by name;  report: JSON;  moments, fitted: of `lowrank`;  models: their index and transformer"""
 
     configs: list[str]
     hardware: list[str]
@@ -30,13 +33,18 @@ class Originals:
     foreign: list[tuple[str, bytes]]
     recording: dict[str, bytes]
     report: str
+    moments: bytes
+    fitted: bytes
+    models: list[tuple[str, str]]
 
 
 def make_originals(folder: Path) -> Originals:
     """folder: an empty one to work in"""
     configs = [path.read_text() for path in sorted((REPO / "dbsp_configs").glob("*.yaml"))]
     hardware = [path.read_text() for path in sorted((REPO / "dbsp_configs" / "hardware").glob("*.yaml"))]
-    return Originals(configs, hardware, _mask_files(folder), _foreign(), _recording(folder), _report().to_json())
+    recording, report = _recording(folder), _report().to_json()
+    masks, foreign, (moments, fitted) = _mask_files(folder), _foreign(), _fitted(folder)
+    return Originals(configs, hardware, masks, foreign, recording, report, moments, fitted, _models())
 
 
 def _mask(layer: int, step: int = 0) -> BlockMask:
@@ -47,11 +55,14 @@ def _mask_files(folder: Path) -> list[bytes]:
     ordered = BlockMask(np.ones((2, 6, 6), dtype=bool), BlockGrid(96, 0, 16, 16, THW, ("hwt", "tile:1x2x4")))
     layered = [[_mask(layer, step) for layer in range(3)] for step in (0, 3)]
     found = []
+    sequences = [BlockGrid(24, 8, 16, 16, (2, 2, 4)), BlockGrid(5, 0, 16, 16)]
+    several = BlockMask.packed([BlockMask(np.ones((2, grid.nq, grid.nk), dtype=bool), grid) for grid in sequences])
     for packed in (False, True):
+        save_mask(folder / "several", several, packed=packed)
         save_mask(folder / "one", _mask(0), packed=packed)
         save_mask(folder / "ordered", ordered, packed=packed)
         save_mask(folder / "grouped", layered, groups="5-9,10-", packed=packed)
-        found += [(folder / name).read_bytes() for name in ("one", "ordered", "grouped")]
+        found += [(folder / name).read_bytes() for name in ("one", "ordered", "grouped", "several")]
     return found
 
 
@@ -79,6 +90,26 @@ def _recording(folder: Path) -> dict[str, bytes]:
             recorder.mask_made(layer, layer, _mask(layer, step), False)
             recorder.mask_used(layer, layer)
     return {path.name: path.read_bytes() for path in (folder / "recording").iterdir()}
+
+
+def _fitted(folder: Path) -> tuple[bytes, bytes]:
+    """Second moments of two layers, as `record_qk` leaves them, and what is fitted to them."""
+    names = [f"{side}.{layer}" for side in ("query", "key") for layer in range(2)]
+    about = {f"tokens of {name}": "96" for name in names} | {"layers": "2"}
+    moments = folder / "moments"
+    save_file({name: torch.eye(4).expand(2, 4, 4).contiguous() for name in names}, moments, about)
+    fit_recording([moments], folder / "fitted", 2)
+    return moments.read_bytes(), (folder / "fitted").read_bytes()
+
+
+def _models() -> list[tuple[str, str]]:
+    sizes: dict[str, object] = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 12}
+    wan = {"_class_name": "WanPipeline", "transformer_2": [None, None], "expand_timesteps": False}
+    cog = {"_class_name": "CogVideoXPipeline", "transformer": ["diffusers", "CogVideoXTransformer3DModel"]}
+    return [
+        (json.dumps(wan), json.dumps(sizes | {"patch_size": [1, 2, 2]})),
+        (json.dumps(cog), json.dumps(sizes | {"patch_size": 2, "patch_size_t": None})),
+    ]
 
 
 def _report() -> RunReport:

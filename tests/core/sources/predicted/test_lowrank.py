@@ -92,6 +92,24 @@ class TestFit:
 
 
 @pytest.mark.parametrize(
+    ("name", "count", "moments"),
+    [
+        ("query.0", "96", torch.full((1, 2, 2), torch.nan)),
+        ("query.0", "96", torch.ones(1, 2, 3)),
+        ("query.0", "0", torch.ones(1, 2, 2)),
+        ("query.0", "9" * 400, torch.ones(1, 2, 2)),
+        ("query.x", "96", torch.ones(1, 2, 2)),
+    ],
+    ids=lambda value: value[:8] if isinstance(value, str) else "",
+)
+def test_moments_that_cannot_be_are_refused(tmp_path, name, count, moments):
+    file = tmp_path / "moments.safetensors"
+    save_file({name: moments}, file, {f"tokens of {name}": count})
+    with pytest.raises(UserError, match=rf"^{file} is no recording of queries and keys"):
+        fit_recording([file], tmp_path / "fitted", 1)
+
+
+@pytest.mark.parametrize(
     "settings",
     [{"topk": 0.3}, {"cdf": 0.6, "queries": "all"}, {"cdf": 0.5, "attention_sink": True, "token_order": "tile:2x3x3"}],
 )
