@@ -10,9 +10,9 @@ from itertools import product
 import pytest
 from safetensors.torch import save_file
 
-from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
 from tests.core.comm.matrix_cases import MatrixCase, run_matrix, single_process_latents
+from tests.support.models.shallow import make_shallow
 from tests.xdit.xdit_cases import start_xfuser
 
 TOLERANCE = 1e-5
@@ -29,7 +29,7 @@ FAULTS = ("attends to its own tokens alone", "scales wrongly")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {model: str(make_tiny(model, folder / model)) for model in MODELS}
+    return {model: make_shallow(model, folder / model) for model in MODELS}
 
 
 @pytest.fixture(scope="module")
