@@ -38,8 +38,10 @@ def run_image_to_video(rank: int, world: int, folder: str, config: dict[str, Any
     swapped = {**config, "mask": {**config["mask"], "function": "tests.support.user_masks:band_of_other_branch"}}
 
     def alone(settings: dict[str, Any]) -> torch.Tensor:
-        with attach_single_process(stock, settings):
-            return _image_to_video(pipe)
+        single = attach_single_process(stock, settings)
+        latents = _image_to_video(pipe)
+        single.detach()
+        return latents
 
     results = [kept_from_rank_0(each, functools.partial(alone, each)) for each in (config, swapped)]
     hosted = xFuserWanImageToVideoPipeline(**parts, transformer=wrapped)
