@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import math
 import os
@@ -203,12 +205,22 @@ def _in_token_order(thw: tuple[int, int, int], text_tokens: int, world: int) -> 
 
 
 def load_cogvideox(folder: str) -> Any:
+    """A pipeline with a transformer and a scheduler of its own, which xfuser changes; the other parts are shared."""
     from diffusers import CogVideoXPipeline
 
-    pipe = CogVideoXPipeline.from_pretrained(folder, local_files_only=True)
+    parts = _cogvideox_parts(folder)
+    pipe = CogVideoXPipeline(**parts | {name: copy.deepcopy(parts[name]) for name in ("transformer", "scheduler")})
     pipe.set_progress_bar_config(disable=True)
-    with pipe.transformer.cache_context("cond"):  # which leaves an attribute, as a first generation does
-        return pipe
+    return pipe
+
+
+@functools.cache
+def _cogvideox_parts(folder: str) -> dict[str, Any]:
+    from diffusers import CogVideoXPipeline
+
+    parts: dict[str, Any] = CogVideoXPipeline.from_pretrained(folder, local_files_only=True).components
+    with parts["transformer"].cache_context("cond"):  # which leaves an attribute, as a first generation does
+        return parts
 
 
 def latents_of(pipe: Any, case: PipelineCase, steps: int = 2, **options: Any) -> torch.Tensor:
