@@ -15,8 +15,8 @@ import torch
 import dbsp_para
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.step_caches import StepCaches
-from tests.para.para_cases import fingerprint
-from tests.para.para_pipeline_cases import alone, latents, load, para_mesh
+from tests.para.para_cases import fingerprint, para_mesh
+from tests.para.para_pipeline_cases import alone, latents, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 8}

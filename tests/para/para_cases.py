@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +18,7 @@ from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.support.references import kept_from_rank_0, mask_settings
 
 
 @dataclass(frozen=True)
@@ -32,33 +36,70 @@ class ParaCase:
     def mesh(self) -> Any:
         if self.batch_groups == 1:
             return None
-        from para_attn.context_parallel import init_context_parallel_mesh
+        return para_mesh(torch.distributed.get_world_size(), max_batch_dim_size=self.batch_groups)
 
-        return init_context_parallel_mesh("cpu", max_batch_dim_size=self.batch_groups)
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return Inputs.random(self.model, self.thw, self.batch, self.text_tokens).arguments
+
+    @property
+    def alone(self) -> tuple[Any, ...]:
+        """All that matters in one process."""
+        return self.model, self.thw, self.batch, self.text_tokens, mask_settings(self.config)
+
+
+@functools.cache
+def para_mesh(world: int, **sizes: int) -> Any:
+    """para-attn's mesh of all ranks; one is kept, since the threads of its groups outlive it."""
+    from para_attn.context_parallel import init_context_parallel_mesh
+
+    return init_context_parallel_mesh("cpu", **sizes) if world > 1 else None
 
 
 def run_para_case(rank: int, world: int, case: ParaCase) -> tuple[float, float]:
     """(largest difference from one process with the same mask, from dense attention), both on the whole output."""
-    transformer = make_transformer(case.model)
-    inputs = Inputs.random(case.model, case.thw, case.batch, case.text_tokens)
-    with torch.no_grad():
-        dense = transformer(**inputs.arguments)[0]
-        single = attach_single_process(transformer, case.config)
-        expected = transformer(**inputs.arguments)[0]
-        single.detach()
-
+    dense, expected = kept_from_rank_0(("pass", case.alone), lambda: _pass_alone(case))
+    with _kept_transformer(case.model) as transformer, torch.no_grad():
         before = fingerprint(transformer)
         dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
-        out = transformer(**inputs.arguments)[0]
-        dbsp_para.unparallelize(transformer)
-        dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)  # its first pass again
-        named = transformer(**inputs.arguments | {"return_dict": True})
-        assert type(named).__name__ == "Transformer2DModelOutput"
-        assert torch.equal(named.sample, out)
+        out = transformer(**case.inputs)[0]
         dbsp_para.unparallelize(transformer)
         assert fingerprint(transformer) == before, "unparallelize left something behind"
-        assert torch.equal(transformer(**inputs.arguments)[0], dense)
+        assert torch.equal(transformer(**case.inputs)[0], dense)
     return float((out - expected).abs().max()), float((out - dense).abs().max())
+
+
+def _pass_alone(case: ParaCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """(of dense attention, with the mask)."""
+    transformer = make_transformer(case.model)
+    with torch.no_grad():
+        dense = transformer(**case.inputs)[0]
+        attach_single_process(transformer, case.config)
+        return dense, transformer(**case.inputs)[0]
+
+
+_transformers: dict[str, Any] = {}
+
+
+@contextmanager
+def _kept_transformer(model: str) -> Iterator[Any]:
+    """The transformer of the last case, which must have left it as it was; a new one after a failure."""
+    transformer = _transformers.pop(model, None) or make_transformer(model)
+    yield transformer
+    _transformers[model] = transformer
+
+
+def run_twice(rank: int, world: int, case: ParaCase) -> None:
+    """Parallelized a second time, a transformer's first pass gives the same, by name as well."""
+    transformer = make_transformer(case.model)
+    outs = []
+    for named in (False, True):
+        dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
+        with torch.no_grad():
+            outs.append(transformer(**case.inputs | {"return_dict": named}))
+        dbsp_para.unparallelize(transformer)
+    assert type(outs[1]).__name__ == "Transformer2DModelOutput"
+    assert torch.equal(outs[1].sample, outs[0][0])
 
 
 def run_sparge_case(rank: int, world: int, case: ParaCase, steps: int = 3) -> list[tuple[float, float, float]]:
@@ -66,25 +107,36 @@ def run_sparge_case(rank: int, world: int, case: ParaCase, steps: int = 3) -> li
 
     returns: per pass, (largest difference from one process, from dense attention, mean density over layers)
     """
-    transformer = make_transformer(case.model)
+    expected = kept_from_rank_0(("passes", case.alone, steps), lambda: _passes_alone(case, steps))
     results = []
-    inputs = Inputs.random(case.model, case.thw, case.batch, case.text_tokens).arguments
-    single = {**inputs}
-    for step in range(steps):
-        inputs["timestep"] = single["timestep"] = torch.full((case.batch,), 900 - 100 * step)
-        with torch.no_grad():
-            dense = transformer(**inputs)[0]
-            attachment = attach_single_process(transformer, case.config)
-            expected = transformer(**single)[0]
-            attachment.detach()
-            dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
-            out = transformer(**inputs)[0]
+    with _kept_transformer(case.model) as transformer, torch.no_grad():
+        dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
+        inputs = case.inputs
+        for step, (dense, sparse) in enumerate(expected):
+            inputs["timestep"] = _timestep(case, step)
+            out = inputs["hidden_states"] = transformer(**inputs)[0]
             records = session_of(transformer).records
-            dbsp_para.unparallelize(transformer)
-        density = sum(record.density for record in records.values()) / len(records)
-        results.append((float((out - expected).abs().max()), float((out - dense).abs().max()), density))
-        inputs["hidden_states"], single["hidden_states"] = out, expected
+            density = sum(record.density for record in records.values()) / len(records)
+            results.append((float((out - sparse).abs().max()), float((out - dense).abs().max()), density))
+        dbsp_para.unparallelize(transformer)
     return results
+
+
+def _passes_alone(case: ParaCase, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """By pass, (of dense attention, with the masks); the next one starts from the latter."""
+    transformer, stock = make_transformer(case.model), make_transformer(case.model)
+    attach_single_process(transformer, case.config)
+    inputs, passes = case.inputs, []
+    for step in range(steps):
+        inputs["timestep"] = _timestep(case, step)
+        with torch.no_grad():
+            passes.append((stock(**inputs)[0], transformer(**inputs)[0]))
+        inputs["hidden_states"] = passes[-1][1]
+    return passes
+
+
+def _timestep(case: ParaCase, step: int) -> torch.Tensor:
+    return torch.full((case.batch,), 900 - 100 * step)
 
 
 def session_of(transformer: torch.nn.Module) -> AttentionSession:
@@ -93,53 +145,66 @@ def session_of(transformer: torch.nn.Module) -> AttentionSession:
 
 def run_through_para_attn(rank: int, world: int, ring: int, config: dict[str, Any]) -> float:
     """The same through para-attn's own function and device mesh, which also say the strategy."""
-    from para_attn.context_parallel import init_context_parallel_mesh
     from para_attn.context_parallel.diffusers_adapters import parallelize_transformer
 
+    case = ParaCase("wan", (3, 5, 7), config)
+    _, expected = kept_from_rank_0(("pass", case.alone), lambda: _pass_alone(case))
     transformer = make_transformer("wan")
-    inputs = Inputs.random("wan", (3, 5, 7), 1, 7)
     with torch.no_grad():
-        single = attach_single_process(transformer, config)
-        expected = transformer(**inputs.arguments)[0]
-        single.detach()
-        mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=ring)
+        mesh = para_mesh(world, max_ring_dim_size=ring)
         parallelize_transformer(transformer, mesh=mesh, attn="dbsp", config=config)
         with pytest.raises(ValueError, match="parallelized already"):
             parallelize_transformer(transformer, mesh=mesh, attn="dbsp", config=config)
-        out = transformer(**inputs.arguments)[0]
+        out = transformer(**case.inputs)[0]
     return float((out - expected).abs().max())
 
 
-def run_pipeline_case(rank: int, world: int, model: str, folder: str, config: dict[str, Any]) -> tuple[float, float]:
-    """A whole tiny pipeline: (largest difference of the latents from one process, sum of unseeded latents)."""
+def run_pipeline_case(
+    rank: int, world: int, model: str, folder: str, config: dict[str, Any]
+) -> tuple[float, float, float]:
+    """A whole tiny pipeline: (largest difference of the latents from one process, their sum, sum of unseeded ones)."""
+    pipe = _load(model, folder)
+    cls = type(pipe)
+    expected = kept_from_rank_0(("video", folder, mask_settings(config)), lambda: _video_alone(pipe, config))
+    dbsp_para.parallelize_pipe(pipe, config=config)
+    out = _latents(pipe, generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(rank)  # ranks would draw different noise
+    unseeded = _latents(pipe, num_inference_steps=1)
+    dbsp_para.unparallelize(pipe)
+    assert type(pipe) is cls
+    return float((out - expected).abs().max()), float(out.double().sum()), float(unseeded.double().sum())
+
+
+@functools.cache
+def _load(model: str, folder: str) -> Any:
     import diffusers
 
     cls = {"wan": diffusers.WanPipeline, "cogvideox": diffusers.CogVideoXPipeline}[model]
     pipe = cls.from_pretrained(folder, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
-    # Guidance multiplies rounding by its scale: at 6, latents of 11.5 differ by 1.1e-5 (by nothing in float64).
-    size = {
-        "guidance_scale": 2.0,
+    return pipe
+
+
+def _latents(pipe: Any, **options: Any) -> torch.Tensor:
+    text = {"max_sequence_length": 16} if "Wan" in type(pipe).__name__ else {}  # of 512 tokens, nearly all padding
+    usual = {
+        "prompt": "the sea at dusk",
+        "guidance_scale": 2.0,  # it multiplies rounding: at 6, latents of 11.5 differ by 1.1e-5 (nothing in float64)
         "height": 64,
         "width": 96,
         "num_frames": 9,
         "num_inference_steps": 2,
         "output_type": "latent",
     }
+    latents: torch.Tensor = pipe(**text | usual | options).frames
+    return latents
 
-    def latents(**options: Any) -> torch.Tensor:
-        return pipe(prompt="the sea at dusk", **size, **options).frames
 
+def _video_alone(pipe: Any, config: dict[str, Any]) -> torch.Tensor:
     single = attach_single_process(pipe.transformer, config, lambda: len(pipe.scheduler.timesteps))
-    expected = latents(generator=torch.Generator().manual_seed(3))
+    latents = _latents(pipe, generator=torch.Generator().manual_seed(3))
     single.detach()
-    dbsp_para.parallelize_pipe(pipe, config=config)
-    out = latents(generator=torch.Generator().manual_seed(3))
-    torch.manual_seed(rank)  # ranks would draw different noise
-    unseeded = latents()
-    dbsp_para.unparallelize(pipe)
-    assert type(pipe) is cls
-    return float((out - expected).abs().max()), float(unseeded.double().sum())
+    return latents
 
 
 class _Offloaded:
@@ -192,11 +257,10 @@ def fingerprint(module: torch.nn.Module) -> list[Any]:
 def run_until_error(rank: int, world: int, case: ParaCase) -> str:
     """The message of the ValueError that parallelizing or running the model raises; "" if none does."""
     transformer = make_transformer(case.model)
-    inputs = Inputs.random(case.model, case.thw, case.batch, case.text_tokens)
     try:
         with torch.no_grad():
             dbsp_para.parallelize_transformer(transformer, config=case.config)
-            transformer(**inputs.arguments)
+            transformer(**case.inputs)
     except ValueError as error:
         return str(error)
     return ""

@@ -9,8 +9,9 @@ import torch
 
 import dbsp_para
 from dbsp_diffusers.reference import attach_single_process
-from tests.para.para_cases import fingerprint
+from tests.para.para_cases import fingerprint, para_mesh
 from tests.support import user_masks
+from tests.support.references import kept_from_rank_0, mask_settings
 
 # Guidance multiplies rounding by its scale: at 6, latents of 11.5 differ by 1.1e-5 (by nothing in float64).
 SIZE = {"guidance_scale": 2.0, "height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2}
@@ -29,7 +30,8 @@ def load(model: str, folder: str) -> Any:
 
 def latents(pipe: Any, prompt: str | list[str] = "the sea at dusk", seed: int | None = 3, **options: Any) -> Any:
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return pipe(prompt=prompt, generator=generator, output_type="latent", **SIZE | options).frames
+    text = {"max_sequence_length": 16} if "Wan" in type(pipe).__name__ else {}  # of 512 tokens, nearly all padding
+    return pipe(prompt=prompt, generator=generator, output_type="latent", **text | SIZE | options).frames
 
 
 def alone(pipe: Any, config: dict[str, Any], **options: Any) -> torch.Tensor:
@@ -41,14 +43,21 @@ def alone(pipe: Any, config: dict[str, Any], **options: Any) -> torch.Tensor:
         single.detach()
 
 
-def para_mesh(world: int, **sizes: int) -> Any:
-    from para_attn.context_parallel import init_context_parallel_mesh
-
-    return init_context_parallel_mesh("cpu", **sizes) if world > 1 else None
+def expected_alone(pipe: Any, model: str, config: dict[str, Any], **options: Any) -> torch.Tensor:
+    """What one process makes with a tiny model that all tests make alike, worked out on one rank."""
+    key = ("video of", model, mask_settings(config), options)
+    made: torch.Tensor = kept_from_rank_0(key, lambda: alone(pipe, config, **options))
+    return made
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
+
+
+def used_state(pipe: Any) -> list[Any]:
+    """state_of after a short generation, since a first one leaves attributes of its own."""
+    latents(pipe, num_inference_steps=1)
+    return state_of(pipe)
 
 
 def state_of(pipe: Any) -> list[Any]:
@@ -66,15 +75,16 @@ def run_pipeline(
     from para_attn.context_parallel import diffusers_adapters
 
     pipe = load(model, folder)
-    dense, expected = latents(pipe), alone(pipe, config)
-    before = state_of(pipe)
+    dense = kept_from_rank_0(("dense video of", model), lambda: latents(pipe))
+    expected = expected_alone(pipe, model, config)
+    before = used_state(pipe)
     if through == "para_attn":
         diffusers_adapters.parallelize_pipe(pipe, mesh=para_mesh(world, **mesh), attn="dbsp", config=config)
     else:
         dbsp_para.parallelize_pipe(pipe, mesh=para_mesh(world, **mesh), config=config)
     out = latents(pipe)
     torch.manual_seed(rank)  # ranks would draw different noise
-    unseeded = latents(pipe, seed=None)
+    unseeded = latents(pipe, seed=None, num_inference_steps=1)
     dbsp_para.unparallelize(pipe)
     assert state_of(pipe) == before
     assert torch.equal(latents(pipe), dense)
@@ -89,13 +99,14 @@ def run_two_of_a_class(rank: int, world: int, folder: str, config: dict[str, Any
     second = type(first)(**first.components)
     second.transformer = type(first.transformer).from_pretrained(folder, subfolder="transformer")
     second.set_progress_bar_config(disable=True)
-    expected, before = alone(first, config), state_of(first)
+    expected, before = kept_from_rank_0(("video of", config), lambda: alone(first, config)), used_state(first)
     for pipe in (first, second):
         parallelize_pipe(pipe, mesh=para_mesh(world), attn="dbsp", config=config)
     for pipe in (first, second):
         assert difference(latents(pipe), expected) <= 1e-5
         torch.manual_seed(rank)
-        assert len({float(sum(total)) for total in _everyones(latents(pipe, seed=None), world)}) == 1
+        unseeded = latents(pipe, seed=None, num_inference_steps=1)
+        assert len({float(sum(total)) for total in _everyones(unseeded, world)}) == 1
         dbsp_para.unparallelize(pipe)
     assert state_of(first) == before
 
@@ -135,7 +146,7 @@ def run_after_failures(
     """(how generations failed on this rank, differences of the ones after each from one process)."""
     pipe = load(model, folder)
     user_masks.TOLD_TO_FAIL.clear()
-    expected = alone(pipe, config)
+    expected = expected_alone(pipe, model, config)
     dbsp_para.parallelize_pipe(pipe, mesh=para_mesh(world, **mesh), config=config)
     failures, differences = [], []
 
@@ -182,12 +193,16 @@ def run_cached(
 
     # In float64: after six steps, latents of 11 have been rounded to within 1.5e-5 in float32.
     options = {"num_inference_steps": 6}
-    reference, pipe = (load(model, folder).to(torch.float64) for _ in range(2))
-    uncached = alone(reference, config, **options)
-    apply_cache_on_pipe(reference, **cache)
-    passes = _count_layers(reference.transformer)
-    expected, expected_passes = alone(reference, config, **options), passes()
 
+    def reference() -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        pipe = load(model, folder).to(torch.float64)
+        uncached = alone(pipe, config, **options)
+        apply_cache_on_pipe(pipe, **cache)
+        passes = _count_layers(pipe.transformer)
+        return uncached, alone(pipe, config, **options), passes()
+
+    uncached, expected, expected_passes = kept_from_rank_0(("cached", model, config, cache), reference)
+    pipe = load(model, folder).to(torch.float64)
     if cache_first:
         apply_cache_on_pipe(pipe, **cache)
     dbsp_para.parallelize_pipe(pipe, mesh=para_mesh(world, **mesh), config=config)

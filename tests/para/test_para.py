@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import Strategy
 from dbsp_core.utils.errors import UserError
 from tests.para.para_cases import (
@@ -17,9 +16,11 @@ from tests.para.para_cases import (
     run_pipeline_case,
     run_sparge_case,
     run_through_para_attn,
+    run_twice,
     run_with_grad_enabled,
     unseeded_noise,
 )
+from tests.support.models.shallow import make_shallow
 from tests.support.repository import ROOT, child_environment
 
 TOLERANCE = 1e-5
@@ -65,6 +66,15 @@ def test_more_ranks_layouts_and_batch_groups_equal_one_process(
         assert from_dense > 100 * TOLERANCE, "the mask must matter"
 
 
+@pytest.mark.parametrize(
+    ("model", "strategy"), [("wan", "U2R2"), ("cogvideox", "U2R2"), ("cogvideox1.0", "U1R3"), ("wan", "U2R1")]
+)
+def test_parallelized_again_it_gives_the_same_by_name_as_well(pool, model, strategy):
+    config = {"mask": MASK, "strategy": strategy, "layout": "striped", "debug": True}
+    world = int(strategy[1]) * int(strategy[3])
+    pool(world).run(run_twice, ParaCase(model, thw=(3, 5, 7), config=config, batch=2))
+
+
 @pytest.mark.parametrize("model", ["wan", "cogvideox"])
 def test_masks_of_each_item_are_its_batch_group_s_own(pool, model):
     config = {"mask": SPARGE, "strategy": "U1R2", "debug": True}
@@ -76,10 +86,10 @@ def test_masks_of_each_item_are_its_batch_group_s_own(pool, model):
 
 @pytest.mark.parametrize("model", ["wan", "cogvideox"])
 def test_whole_pipelines_equal_one_process_and_share_their_noise(pool, tmp_path, model):
-    folder = str(make_tiny(model, tmp_path / model))
+    folder = make_shallow(model, tmp_path / model)
     results = pool(3).run(run_pipeline_case, model, folder, {"mask": MASK, "strategy": "U1R3"})
-    assert all(difference <= TOLERANCE for difference, _ in results), results
-    assert len({total for _, total in results}) == 1
+    assert all(difference <= TOLERANCE for difference, *_ in results), results
+    assert len({unseeded for *_, unseeded in results}) == 1
 
 
 @pytest.mark.parametrize(("model", "world"), [("wan", 3), ("wan", 4), ("cogvideox", 2), ("cogvideox", 4)])
@@ -96,14 +106,14 @@ def test_masks_predicted_from_queries_and_keys_equal_one_process(pool, model, wo
 
 @pytest.mark.parametrize("model", ["wan", "cogvideox"])
 def test_whole_pipelines_with_predicted_masks_and_dense_ends(pool, tmp_path, model):
-    folder = str(make_tiny(model, tmp_path / model))
+    folder = make_shallow(model, tmp_path / model)
     mask = {"source": "sparge", "cdf": 0.5, "similarity": -1.0, "block_q": 8, "block_k": 8}
     schedules: tuple[dict, ...] = ({}, {"first_steps": 1}, {"last_steps": 1, "first_layers": 1}, {"first_steps": 9})
     videos = set()
     for dense in schedules:
         config = {"mask": mask, "strategy": "U1R3", "dense_schedule": dense}
         results = pool(3).run(run_pipeline_case, model, folder, config)
-        assert all(difference <= TOLERANCE for difference, _ in results), (dense, results)
+        assert all(difference <= TOLERANCE for difference, *_ in results), (dense, results)
         videos.add(results[0][1])
     assert len(videos) == len(schedules), "every schedule must make a video of its own"
 

@@ -13,6 +13,7 @@ from tests.para.para_pipeline_cases import (
     run_pipeline,
     run_two_of_a_class,
 )
+from tests.support.models.shallow import make_shallow
 
 pytest.importorskip("para_attn")
 
@@ -31,7 +32,13 @@ MODELS = ("wan", "cogvideox")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {model: str(make_tiny(model, tmp_path_factory.mktemp("tiny") / model)) for model in MODELS}
+    return {model: make_shallow(model, tmp_path_factory.mktemp("tiny") / model) for model in MODELS}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """With four layers in Wan, so that a cache may skip most of them."""
+    return {model: str(make_tiny(model, tmp_path_factory.mktemp("deep") / model)) for model in MODELS}
 
 
 @pytest.mark.parametrize(
@@ -93,10 +100,10 @@ def test_a_failed_generation_leaves_the_pipeline_usable(pool, folders, model, wo
         ("cogvideox", 4, {"max_batch_dim_size": 2}, False, 0.5),
     ],
 )
-def test_first_block_cache_skips_what_one_process_skips(pool, folders, model, world, mesh, cache_first, threshold):
+def test_first_block_cache_skips_what_one_process_skips(pool, deep, model, world, mesh, cache_first, threshold):
     config = {"mask": MASK}
     cache = {"residual_diff_threshold": threshold}
-    results = pool(world).run(run_cached, model, folders[model], config, cache, cache_first, mesh)
+    results = pool(world).run(run_cached, model, deep[model], config, cache, cache_first, mesh)
     for from_single, from_uncached, expected, passes in results:
         assert passes == expected
         assert 1 in passes[1:], "some passes must be skipped after the first block"

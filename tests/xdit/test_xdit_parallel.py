@@ -60,7 +60,7 @@ def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask
     workers = pool(2)
     workers.run(start_xfuser)
     graphs = {}
-    for layers in (1, 3):
+    for layers in (1, 2):
         for difference, runs, recompiled in workers.run(
             run_compiled, model, layers, {"mask": mask, "strategy": "U1R2"}
         ):
@@ -68,5 +68,5 @@ def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask
             assert recompiled == 0
             graphs[layers] = runs
     # Before attention and after; in xfuser's Wan also before its processor and after, within each block.
-    assert (graphs[3] - graphs[1]) / 2 <= (4 if model == "wan" else 2)
+    assert graphs[2] - graphs[1] <= (4 if model == "wan" else 2)
     assert graphs[1] <= 12

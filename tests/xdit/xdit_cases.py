@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import math
 import os
@@ -19,6 +21,7 @@ from dbsp_core import SequenceLayout
 from dbsp_diffusers.reference import attach_single_process
 from tests.para.para_cases import fingerprint
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.support.references import kept_from_rank_0, mask_settings
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class XditCase:
     batch: int = 1
     model: str = "wan"
     seed: int = 1
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return Inputs.random(self.model, self.thw, self.batch, text_tokens=7, seed=self.seed).arguments
 
 
 _started: list[tuple[int, int]] = []
@@ -76,24 +83,40 @@ def engine_config(world: int, guidance: int = 1, data: int = 1) -> Any:
 
 def run_xdit_case(rank: int, world: int, case: XditCase) -> tuple[float, float]:
     """(largest difference from one process with the same mask, from dense attention), both on the whole output."""
+    mask = case.model, case.thw, case.batch, case.seed, mask_settings(case.config)
+    return differences_of(case, *kept_from_rank_0(("pass", mask), lambda: pass_alone(case)))
+
+
+def pass_alone(case: XditCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """In one process, (of dense attention, with the mask)."""
+    stock = make_transformer(case.model)
+    with torch.no_grad():
+        dense = stock(**case.inputs)[0]
+        attach_single_process(stock, case.config)
+        return dense, stock(**case.inputs)[0]
+
+
+def differences_of(case: XditCase, dense: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """The largest differences, from `expected` and from `dense`, of a pass of the host's transformer with db-SP."""
     from dbsp_xdit import attach, detach
 
-    inputs = Inputs.random(case.model, case.thw, case.batch, text_tokens=7, seed=case.seed)
-    stock, wrapped = make_transformer(case.model), hosted_transformer(case.model)
+    wrapped = _hosted.pop(case.model, None) or hosted_transformer(case.model)
     pipe = types.SimpleNamespace(transformer=wrapped)
+    before = fingerprint(wrapped)
+    attach(pipe, case.config)
     with torch.no_grad():
-        dense = stock(**inputs.arguments)[0]
-        attach_single_process(stock, case.config)
-        expected = stock(**inputs.arguments)[0]
-        before = fingerprint(wrapped)
+        out = wrapped(**case.inputs)[0]
+    with pytest.raises(ValueError, match="parallelized already"):
         attach(pipe, case.config)
-        out = wrapped(**inputs.arguments)[0]
-        with pytest.raises(ValueError, match="parallelized already"):
-            attach(pipe, case.config)
-        detach(pipe)
-        assert fingerprint(wrapped) == before, "detach left something behind"
-        detach(pipe)  # nothing to do, and no harm
+    detach(pipe)
+    assert fingerprint(wrapped) == before, "detach left something behind"
+    detach(pipe)  # nothing to do, and no harm
+    _hosted[case.model] = wrapped
     return float((out - expected).abs().max()), float((out - dense).abs().max())
+
+
+_hosted: dict[str, Any] = {}
+"""The transformer of the last case of each model, which left it as it was."""
 
 
 def registered_model(rank: int, world: int, name: str) -> dict[str, Any]:
@@ -150,16 +173,14 @@ def run_cogvideox_pipeline(rank: int, world: int, case: PipelineCase) -> tuple[f
     """
     from dbsp_xdit import attach, detach
 
-    stock = load_cogvideox(case.folder)
-    dense = latents_of(stock, case)
-    single = attach_single_process(stock.transformer, case.config, lambda: len(stock.scheduler.timesteps))
-    expected = latents_of(stock, case)
-    single.detach()
-    pipe = stock
+    pipe = load_cogvideox(case.folder)
+    size = case.height, case.width, case.num_frames, case.guidance_scale
+    dense = kept_from_rank_0(("dense video", size), lambda: latents_of(pipe, case))
+    expected = kept_from_rank_0(("video", size, case.config["mask"]), lambda: expected_latents(case))
     if case.own:
         from xfuser import xFuserCogVideoXPipeline
 
-        pipe = xFuserCogVideoXPipeline(stock, engine_config(world, case.guidance))
+        pipe = xFuserCogVideoXPipeline(pipe, engine_config(world, case.guidance))
     before = fingerprint(pipe.transformer)
     attach(pipe, case.config)
     with mock.patch("dbsp_xdit.cogvideox.strips_layout", _in_token_order) if case.strips_ignored else nullcontext():
@@ -184,11 +205,22 @@ def _in_token_order(thw: tuple[int, int, int], text_tokens: int, world: int) -> 
 
 
 def load_cogvideox(folder: str) -> Any:
+    """A pipeline with a transformer and a scheduler of its own, which xfuser changes; the other parts are shared."""
     from diffusers import CogVideoXPipeline
 
-    pipe = CogVideoXPipeline.from_pretrained(folder, local_files_only=True)
+    parts = _cogvideox_parts(folder)
+    pipe = CogVideoXPipeline(**parts | {name: copy.deepcopy(parts[name]) for name in ("transformer", "scheduler")})
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+@functools.cache
+def _cogvideox_parts(folder: str) -> dict[str, Any]:
+    from diffusers import CogVideoXPipeline
+
+    parts: dict[str, Any] = CogVideoXPipeline.from_pretrained(folder, local_files_only=True).components
+    with parts["transformer"].cache_context("cond"):  # which leaves an attribute, as a first generation does
+        return parts
 
 
 def latents_of(pipe: Any, case: PipelineCase, steps: int = 2, **options: Any) -> torch.Tensor:

@@ -10,9 +10,16 @@ from unittest import mock
 import torch
 from torch import nn
 
-from dbsp_diffusers.reference import attach_single_process
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
-from tests.xdit.xdit_cases import PipelineCase, engine_config, hosted_transformer, latents_of, load_cogvideox
+from tests.support.references import kept_from_rank_0
+from tests.xdit.xdit_cases import (
+    PipelineCase,
+    engine_config,
+    expected_latents,
+    hosted_transformer,
+    latents_of,
+    load_cogvideox,
+)
 
 
 def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> str:
@@ -146,9 +153,7 @@ def fail_then_generate(rank: int, world: int, case: PipelineCase, where: str) ->
     from dbsp_xdit import attach
 
     pipe = load_cogvideox(case.folder)
-    single = attach_single_process(pipe.transformer, case.config)
-    expected = latents_of(pipe, case)
-    single.detach()
+    expected = kept_from_rank_0((case.folder, case.config, case.height), lambda: expected_latents(case))
     if case.own:
         from xfuser import xFuserCogVideoXPipeline
 

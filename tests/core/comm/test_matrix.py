@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import save_file
 
 from dbsp_core import Strategy
-from tests.core.comm.matrix_cases import MatrixCase, make_models, run_matrix, single_process_latents
+from tests.core.comm.matrix_cases import MatrixCase, run_matrix, single_process_latents
+from tests.support.models.shallow import make_shallow
 from tests.xdit.xdit_cases import start_xfuser
 
 TOLERANCE = 1e-5
@@ -27,7 +28,8 @@ FAULTS = ("attends to its own tokens alone", "scales wrongly")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return make_models(tmp_path_factory.mktemp("models"), MODELS)
+    folder = tmp_path_factory.mktemp("models")
+    return {model: make_shallow(model, folder / model) for model in MODELS}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,42 @@
+"""What one process makes, worked out on one rank and kept: all ranks and strategies are compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+_kept: dict[str, Any] = {}
+
+
+def kept_from_rank_0(key: object, make: Callable[[], Any]) -> Any:
+    """Returns what make() gives on rank 0, on every rank; worked out once for a key, told apart by its repr.
+
+    All ranks must ask, in the same order, and none may write into the result. What make() raises is raised on all.
+    """
+    name = repr(key)
+    if name not in _kept:
+        _kept[name] = _from_rank_0(make)
+    return _kept[name]
+
+
+def _from_rank_0(make: Callable[[], Any]) -> Any:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [(make(), None)]
+        except Exception as error:
+            answer = [(None, error)]
+    dist.broadcast_object_list(answer, src=0)
+    made, error = answer[0]
+    if error is not None:
+        raise error
+    return made
+
+
+def mask_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What of a configuration is the same whatever the ranks, the strategy and the layout."""
+    return {name: value for name, value in config.items() if name not in ("strategy", "layout")}
