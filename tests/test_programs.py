@@ -98,17 +98,19 @@ def test_it_can_be_told_to_end_and_is_ended_with_what_it_started():
 
 
 PARENT = """
-import atexit, builtins, os, signal, subprocess, sys, threading, warnings
+import atexit, os, signal, subprocess, sys, threading, warnings
 import diffusers, my_module, torch
 atexit.register(print, "the parent's")
 signal.signal(signal.SIGTERM, lambda *_: print("told"))
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-diffusers.WanPipeline = torch.ones = sys.excepthook = None
+diffusers.WanPipeline = torch.ones = None
+sys.excepthook = print
 my_module.changed = True
 torch.manual_seed(9)
 warnings.simplefilter("error")
 os.environ |= {"NEW": "1", "PARENT": str(os.getpid())}
-threading.Thread(target=lock.acquire).start()
+held = threading.Event()
+threading.Thread(target=held.wait, daemon=True).start()
 print("begun", end="", flush=True)
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
 print(child.wait(), child.pid == os.getpid())
@@ -118,7 +120,7 @@ import os, signal, sys, warnings
 print(os.getppid() == int(os.environ["PARENT"]), os.getsid(0) == os.getpid(), "my_module" in sys.modules)
 import diffusers, my_module, torch
 print(signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP), hasattr(my_module, "changed"))
-print(diffusers.WanPipeline.__name__, torch.ones(1), torch.rand(1), sys.excepthook, os.environ["NEW"])
+print(diffusers.WanPipeline.__name__, torch.ones(1), torch.initial_seed() == 9, sys.excepthook, os.environ["NEW"])
 print([one for one in warnings.filters if one[0] == "error"])
 sys.stdout.flush()
 os.kill(os.getpid(), signal.SIGTERM)

@@ -32,7 +32,7 @@ def run_to_its_end(main: Callable[[], object], hidden: str | None = None) -> NoR
             code = _code_of(stopped)
         except BaseException as error:
             error = error.with_traceback(_from_outside(error.__traceback__, hidden))
-            sys.excepthook(type(error), error, error.__traceback__)
+            _show(error)
             interrupted = isinstance(error, KeyboardInterrupt)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -48,6 +48,13 @@ def run_to_its_end(main: Callable[[], object], hidden: str | None = None) -> NoR
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         os._exit(code & 0xFF)
+
+
+def _show(error: BaseException) -> None:
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except BaseException as fault:  # of the program's own hook
+        sys.__excepthook__(type(fault), fault, fault.__traceback__)
 
 
 def _code_of(stopped: SystemExit) -> int:

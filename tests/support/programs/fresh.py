@@ -46,7 +46,6 @@ class Beginning:
         path: Of modules, without PYTHONPATH's folders and the program's own.
         namespaces: Names of each module, for those that are not Python's own.
         packages: Those whose modules stay imported.
-        generator: State of torch's.
         files: Numbers of the files that imported modules have open.
         at_import: See `read_at_import`.
     """
@@ -60,7 +59,6 @@ class Beginning:
     filters: list[Any]
     handlers: list[logging.Handler]
     level: int
-    generator: torch.Tensor
     files: frozenset[int]
     at_import: dict[str, str]
 
@@ -85,7 +83,6 @@ class Beginning:
             filters=list(warnings.filters),
             handlers=list(logging.root.handlers),
             level=logging.root.level,
-            generator=torch.default_generator.get_state(),
             files=frozenset(open_files()) - set(files),
             at_import=read_at_import(os.environ),
         )
@@ -123,7 +120,7 @@ class Beginning:
         tempfile.tempdir = None
         random.seed()
         np.random.seed()
-        torch.default_generator.set_state(self.generator)
+        torch.default_generator.seed()
 
 
 def run_program(beginning: Beginning, command: Command, environment: dict[str, str]) -> None:
