@@ -18,6 +18,7 @@ from dbsp_diffusers.sharding.step_caches import StepCaches
 from tests.para.para_cases import fingerprint, para_mesh
 from tests.para.para_pipeline_cases import alone, latents, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.support.references import by_first_rank
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 8}
 
@@ -41,6 +42,11 @@ class CacheCase:
     batch: int = 2
     steps: int = 6
     left_alone: bool = False
+
+    @property
+    def alone(self) -> CacheCase:
+        """What is denoised, whichever way: equal for cases with one reference."""
+        return CacheCase(self.cache, self.model, self.thresholds, batch=self.batch, steps=self.steps)
 
 
 @dataclass(frozen=True)
@@ -209,12 +215,26 @@ class Outcome:
     ours: list[int]
 
 
+@by_first_rank
+def one_process(case: CacheCase) -> tuple[tuple[torch.Tensor, list[int]], list[tuple[torch.Tensor, list[int]]]]:
+    """(the last sample, blocks computed in each pass) without a cache, and for each threshold."""
+    reference = Denoising(case)
+    attach_single_process(reference.transformer, {"mask": MASK})
+    uncached, cached = reference.run(), []
+    for threshold in case.thresholds:
+        reference.enable(threshold)
+        cached.append(reference.run())
+        reference.disable()
+    return uncached, cached
+
+
 def run_cache_case(rank: int, world: int, case: CacheCase) -> list[Outcome]:
     """By threshold; at last, of a run for which the cache was disabled."""
     if case.left_alone:
         with mock.patch.object(StepCaches, "_cache_dit", return_value=None):
             return run_cache_case(rank, world, replace(case, left_alone=False))
-    reference, ours = Denoising(case), Denoising(case)
+    (uncached, all_computed), references = one_process(case.alone)
+    ours = Denoising(case)
     if case.host == "wrapper":
         from tests.xdit.xdit_cases import hosted_transformer
 
@@ -223,16 +243,11 @@ def run_cache_case(rank: int, world: int, case: CacheCase) -> list[Outcome]:
     ours.disable()  # which leaves a trace of its own: each forward as an attribute
     _forget_registries(ours.transformer)
     before = _state_of(ours.transformer)
-    attach_single_process(reference.transformer, {"mask": MASK})
-    uncached, all_computed = reference.run()
     attach, detach = _host(case, ours.transformer, world)
     if not case.first:
         attach()
     outcomes = []
-    for threshold in case.thresholds:
-        reference.enable(threshold)
-        expected, passes = reference.run()
-        reference.disable()
+    for threshold, (expected, passes) in zip(case.thresholds, references, strict=True):
         ours.enable(threshold)
         if case.first:
             attach()
@@ -344,13 +359,12 @@ def important_tokens(rank: int, world: int) -> str:
 def fail_in_one_batch_group(rank: int, world: int) -> tuple[str, float]:
     """One group's first attention fails, while the other is about to decide. returns: what is raised on this rank, and
     the difference of the next run from one process."""
-    case = CacheCase("first block", "cogvideox", groups=2, strategy="U1R2", steps=3)
-    ours, reference = Denoising(case), Denoising(case)
-    attach_single_process(reference.transformer, {"mask": MASK})
+    case = CacheCase("first block", "cogvideox", (0.3,), groups=2, strategy="U1R2", steps=3)
+    _, ((expected, _),) = one_process(case.alone)
+    ours = Denoising(case)
     attach, detach = _host(case, ours.transformer, world)
     attach()
-    for one in (reference, ours):
-        one.enable(0.3)
+    ours.enable(0.3)
 
     def fail(*_: Any) -> None:
         if rank < 2:
@@ -364,27 +378,36 @@ def fail_in_one_batch_group(rank: int, world: int) -> tuple[str, float]:
         raised = f"{type(error).__name__}: {error}"
     handle.remove()
     ours.transformer._reset_stateful_cache()
-    difference = _apart(ours.run()[0], reference.run()[0])
+    difference = _apart(ours.run()[0], expected)
     detach()
     return raised, difference
+
+
+IN_A_PIPELINE = {"num_inference_steps": 6, "max_sequence_length": 16}
+
+
+@by_first_rank
+def pipeline_alone(folder: str, cache: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one process makes without the cache, and with it."""
+    reference = load("wan", folder).to(torch.float64)
+    uncached = alone(reference, {"mask": MASK}, **IN_A_PIPELINE)
+    _cache_pipeline(reference, cache)
+    return uncached, alone(reference, {"mask": MASK}, **IN_A_PIPELINE)
 
 
 def run_cached_pipeline(rank: int, world: int, folder: str, cache: str, first: bool) -> tuple[list[float], float]:
     """A whole Wan pipeline in float64, twice, and once more without db-SP. returns: each one's difference from one
     process with the cache, and the cache's effect."""
-    config, steps = {"mask": MASK}, {"num_inference_steps": 6}
-    reference, ours = (load("wan", folder).to(torch.float64) for _ in range(2))
-    uncached = alone(reference, config, **steps)
-    _cache_pipeline(reference, cache)
-    expected = alone(reference, config, **steps)
+    uncached, expected = pipeline_alone(folder, cache)
+    config, ours = {"mask": MASK}, load("wan", folder).to(torch.float64)
     if first:
         _cache_pipeline(ours, cache)
     dbsp_para.parallelize_pipe(ours, config=config)
     if not first:
         _cache_pipeline(ours, cache)
-    made = [latents(ours, **steps), latents(ours, **steps)]
+    made = [latents(ours, **IN_A_PIPELINE), latents(ours, **IN_A_PIPELINE)]
     dbsp_para.unparallelize(ours)
-    made.append(alone(ours, config, **steps))
+    made.append(alone(ours, config, **IN_A_PIPELINE))
     return [_apart(one, expected) for one in made], _apart(uncached, expected)
 
 

@@ -12,6 +12,7 @@ from dbsp_diffusers.reference import attach_single_process
 from tests.para.para_cases import fingerprint
 from tests.para.para_pipeline_cases import alone, difference, latents, load, state_of
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.support.references import by_first_rank
 from tests.support.user_masks import MOMENTS
 
 CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
@@ -39,15 +40,27 @@ def run_transformer(rank: int, world: int, strategy: str | None) -> tuple[float,
     return difference(out, expected), difference(out, dense), session.statistics()
 
 
+BRIEF = {"num_inference_steps": 1, "max_sequence_length": 16}
+
+
+@by_first_rank
+def one_process(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents with dense attention, and with CONFIG's."""
+    pipe = load("wan", folder)
+    return latents(pipe), alone(pipe, CONFIG)
+
+
 def run_pipeline(rank: int, world: int, folder: str) -> tuple[float, float, float]:
     """(difference from one process, from dense attention, sum of unseeded latents), undone without a trace."""
+    dense, expected = one_process(folder)
     pipe = load("wan", folder)
-    dense, expected, before = latents(pipe), alone(pipe, CONFIG), state_of(pipe)
+    latents(pipe, **BRIEF)  # a call leaves attributes of its own
+    before = state_of(pipe)
     session = dbsp_diffusers.enable(pipe, CONFIG)
     assert dbsp_diffusers.session_of(pipe) is dbsp_diffusers.session_of(pipe.transformer) is session
     out = latents(pipe)
     torch.manual_seed(rank)  # ranks would draw different noise
-    unseeded = latents(pipe, seed=None)
+    unseeded = latents(pipe, seed=None, **BRIEF)
     dbsp_diffusers.disable(pipe)
     assert dbsp_diffusers.session_of(pipe) is None
     assert state_of(pipe) == before
@@ -97,13 +110,14 @@ def run_repeated_timesteps(
         }
     }
     config["mask"] |= {"block_q": 8, "block_k": 8}
+    options = {"num_inference_steps": steps, "max_sequence_length": 16}
     asked = []
     MOMENTS.clear()
-    expected = alone(pipe, config, num_inference_steps=steps)
+    expected = alone(pipe, config, **options)
     asked.append(list(dict.fromkeys(MOMENTS)))
     MOMENTS.clear()
     dbsp_diffusers.enable(pipe, config)
-    out = latents(pipe, num_inference_steps=steps)
+    out = latents(pipe, **options)
     asked.append(list(dict.fromkeys(MOMENTS)))
     dbsp_diffusers.disable(pipe)
     return difference(out, expected), *asked
@@ -116,7 +130,7 @@ def enabled_pipeline(host: str, folder: str, mask: dict[str, Any]) -> Any:
         dbsp_para.parallelize_pipe(pipe, config={"mask": mask})
     else:
         dbsp_diffusers.enable(pipe, {"mask": mask}, strategy="U1R2")
-    return pipe, latents(pipe, seed=None)
+    return pipe, latents(pipe, seed=None, **BRIEF)
 
 
 def refused() -> Exception:

@@ -15,13 +15,13 @@ MASKS = {
 @pytest.mark.parametrize(("model", "mask"), [("wan", "sparge"), ("cogvideox", "window")])
 def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask):
     graphs = {}
-    for layers in (1, 3):
+    for layers in (1, 2):
         config = {"mask": MASKS[mask], "strategy": "U1R2"}
         for difference, runs, recompiled in pool(2).run(run_compiled, model, layers, config):
             assert difference <= 1e-6
             assert recompiled == 0
             graphs[layers] = runs
-    assert graphs[3] == graphs[1] <= 8, "blocks need none of their own"
+    assert graphs[2] == graphs[1] <= 8, "blocks need none of their own"
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,6 @@ from tests.support.models.transformers_for_tests import make_transformer
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(make_tiny("wan", tmp_path_factory.mktemp("tiny") / "wan"))
-
-
 def on_ranks(pool, world, function, *arguments):
     return pool(world).run(function, *arguments) if world > 1 else [function(0, 1, *arguments)]
 

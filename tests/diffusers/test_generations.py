@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import dbsp_diffusers
-from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.comm.generation import _sketch
 from tests.diffusers.generation_cases import (
     differing_calls,
@@ -17,11 +16,6 @@ from tests.diffusers.generation_cases import (
 )
 
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(make_tiny("wan", tmp_path_factory.mktemp("tiny") / "wan"))
 
 
 @pytest.mark.parametrize("debug", [False, True])

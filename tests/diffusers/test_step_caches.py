@@ -9,7 +9,6 @@ import pkgutil
 import pytest
 import torch
 
-from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import SequenceGroup, SequenceLayout
 from dbsp_diffusers.sharding.step_caches import BY_STEP, DECIDING, WHOLE_BATCH, ForwardRanks
 from dbsp_diffusers.sharding.stream_shards import StreamShards
@@ -63,11 +62,10 @@ def test_on_xdit_s_own_transformer(pool, cache, first):
 
 
 @pytest.mark.parametrize(("cache", "first"), [("first block", False), ("cache-dit", True)])
-def test_whole_pipelines(pool, tmp_path, cache, first):
+def test_whole_pipelines(pool, folder, cache, first):
     """Whose two guidance passes have a cache each."""
     if cache == "cache-dit":
         pytest.importorskip("cache_dit")
-    folder = str(make_tiny("wan", tmp_path / "wan"))
     for differences, effect in pool(2).run(run_cached_pipeline, folder, cache, first):
         assert max(differences) <= 1e-6, "float32 is left in the scheduler"
         assert effect > 1e-4, "the cache must matter"

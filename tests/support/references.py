@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from tests.support.shared import shared
+
+Result = TypeVar("Result")
 _kept: dict[str, Any] = {}
 
 
@@ -19,6 +23,11 @@ def kept_from_rank_0(key: object, make: Callable[[], Any]) -> Any:
     if name not in _kept:
         _kept[name] = _from_rank_0(make)
     return _kept[name]
+
+
+def by_first_rank(function: Callable[..., Result]) -> Callable[..., Result]:
+    """A function that all ranks call together, whose results are rank 0's, kept, and must not be changed."""
+    return shared(lambda *args: _from_rank_0(functools.partial(function, *args)))
 
 
 def _from_rank_0(make: Callable[[], Any]) -> Any:

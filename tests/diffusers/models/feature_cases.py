@@ -11,6 +11,7 @@ import dbsp_diffusers
 from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS, apart, outputs
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.references import by_first_rank
 
 CPU = torch.device("cpu")
 CONFIG = {"mask": MASKS["sparge"], "strategy": "U1R2"}
@@ -93,22 +94,28 @@ FEATURES: dict[str, Callable[[Any], None]] = {
 }
 
 
-def run_feature(rank: int, world: int, name: str, first: bool) -> tuple[float, float, float]:
-    """(difference from one process with the feature in two passes, its own effect, of dense passes at the end)."""
-    put_on = FEATURES[name]
-    inputs = tiny_inputs("wan")
+@by_first_rank
+def one_process(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """(without a feature, dense with it, with it)"""
+    inputs, plain = tiny_inputs("wan"), make_tiny_transformer("wan")
     with torch.no_grad():
-        plain = make_tiny_transformer("wan")
         single = attach_single_process(plain, CONFIG)
         without = outputs(plain, inputs)
         single.detach()
         if name not in ("FSDP2", "another backend"):  # which change no value, and need all ranks
-            put_on(plain)
+            FEATURES[name](plain)
         dense = outputs(plain, inputs)
         single = attach_single_process(plain, CONFIG)
         expected = outputs(plain, inputs)
         single.detach()
+    return without, dense, expected
 
+
+def run_feature(rank: int, world: int, name: str, first: bool) -> tuple[float, float, float]:
+    """(difference from one process with the feature in two passes, its own effect, of dense passes at the end)."""
+    put_on, inputs = FEATURES[name], tiny_inputs("wan")
+    without, dense, expected = one_process(name)
+    with torch.no_grad():
         ours = make_tiny_transformer("wan")
         if first:
             put_on(ours)

@@ -10,6 +10,7 @@ import dbsp_diffusers
 from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS, outputs
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.references import by_first_rank
 
 
 def _in_float64(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -30,12 +31,16 @@ def _loss(transformer: Any, inputs: dict[str, Any]) -> torch.Tensor:
     ).sum()
 
 
-def _gradients(transformer: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    transformer.zero_grad()
-    _loss(transformer, inputs).backward()
-    if dbsp_diffusers.session_of(transformer) is not None:
-        dbsp_diffusers.sum_gradients(transformer)
+def _gradients_of(transformer: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in transformer.named_parameters() if p.grad is not None}
+
+
+@by_first_rank
+def one_process(model: str, mask: str) -> dict[str, torch.Tensor]:
+    transformer = make_tiny_transformer(model).double().train()
+    attach_single_process(transformer, {"mask": MASKS[mask]})
+    _loss(transformer, _in_float64(tiny_inputs(model, batch=2))).backward()
+    return _gradients_of(transformer)
 
 
 def gradients_of_model(
@@ -48,15 +53,13 @@ def gradients_of_model(
         transformer.enable_gradient_checkpointing()
     inputs = _in_float64(tiny_inputs(model, batch=2))
     config = {"mask": MASKS[mask], "strategy": strategy, "layout": "striped", "debug": True}
-    single = attach_single_process(transformer, config)
-    expected = _gradients(transformer, inputs)
-    single.detach()
+    expected = one_process(model, mask)
     session = dbsp_diffusers.enable(transformer, config)
-    found = _gradients(transformer, inputs)
-    counted = session.statistics()["calls"]
-    transformer.zero_grad()
     _loss(transformer, inputs).backward()
-    partial = {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
+    partial = _gradients_of(transformer)
+    dbsp_diffusers.sum_gradients(transformer)
+    found = _gradients_of(transformer)
+    counted = session.statistics()["calls"]
     dbsp_diffusers.disable(transformer)
     assert found.keys() == expected.keys()
     largest = max(float(grad.abs().max()) for grad in expected.values())

@@ -10,6 +10,7 @@ import dbsp_diffusers
 from dbsp_diffusers.reference import attach_single_process
 from tests.para.para_cases import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.shared import shared
 
 MASKS = {
     "synthetic": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},
@@ -27,6 +28,24 @@ def apart(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
     return max(float((one - other).abs().max()) for one, other in zip(a, b, strict=True))
 
 
+@shared
+def one_process(model: str, batch: int) -> dict[str, list[torch.Tensor]]:
+    """By mask source what a transformer gives, and "stock", as it is."""
+    transformer, inputs = make_tiny_transformer(model), tiny_inputs(model, batch=batch)
+    with torch.no_grad():
+        found = {"stock": outputs(transformer, inputs)}
+        for name, mask in _masks_for(model).items():
+            single = attach_single_process(transformer, {"mask": mask})
+            found[name] = outputs(transformer, inputs)
+            single.detach()
+    return found
+
+
+def _masks_for(model: str) -> dict[str, dict[str, Any]]:
+    """The patterns of "synthetic" are those of one grid."""
+    return {name: mask for name, mask in MASKS.items() if (name, model) != ("synthetic", "flux-reference")}
+
+
 def run_model(
     rank: int, world: int, model: str, strategy: str, layout: str
 ) -> dict[tuple[str, int], tuple[float, float]]:
@@ -35,34 +54,21 @@ def run_model(
     "stock" stands for dense masks, compared with the transformer as it is.
     """
     transformer = make_tiny_transformer(model)
-    found = {}
-    for batch in (1, 2):
-        inputs = tiny_inputs(model, batch=batch)
-        with torch.no_grad():
-            stock, before = outputs(transformer, inputs), fingerprint(transformer)
-            for name, mask in MASKS.items():
-                if name == "synthetic" and model == "flux-reference":
-                    continue  # its patterns are those of one grid
-                config = {"mask": mask, "strategy": strategy, "layout": layout, "debug": True}
-                single = attach_single_process(transformer, config)
-                expected = outputs(transformer, inputs)
-                single.detach()
-                found[name, batch] = _run(transformer, inputs, config, expected, stock)
-            found["stock", batch] = _run(transformer, inputs, DENSE | {"strategy": strategy}, stock, stock)
+    expected = {batch: one_process(model, batch) for batch in (1, 2)}
+    found, before = {}, fingerprint(transformer)
+    configs = {
+        name: {"mask": mask, "strategy": strategy, "layout": layout, "debug": True}
+        for name, mask in _masks_for(model).items()
+    }
+    configs["stock"] = DENSE | {"strategy": strategy}
+    with torch.no_grad():
+        for name, config in configs.items():
+            session = dbsp_diffusers.enable(transformer, config)
+            for batch in (2, 1) if name == "sparge" else (1, 2):
+                out = outputs(transformer, tiny_inputs(model, batch=batch))
+                assert session.end() == session.layers
+                found[name, batch] = apart(out, expected[batch][name]), apart(out, expected[batch]["stock"])
+            dbsp_diffusers.disable(transformer)
             assert fingerprint(transformer) == before, "disable left something behind"
-            assert apart(outputs(transformer, inputs), stock) == 0
+        assert apart(outputs(transformer, tiny_inputs(model)), expected[1]["stock"]) == 0
     return found
-
-
-def _run(
-    transformer: Any,
-    inputs: dict[str, Any],
-    config: dict[str, Any],
-    expected: list[torch.Tensor],
-    dense: list[torch.Tensor],
-) -> tuple[float, float]:
-    session = dbsp_diffusers.enable(transformer, config)
-    out = outputs(transformer, inputs)
-    assert session.end() == session.layers
-    dbsp_diffusers.disable(transformer)
-    return apart(out, expected), apart(out, dense)

@@ -18,9 +18,9 @@ from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.references import by_first_rank
 
 BATCH = 2
-STEPS = 50
 
 
 def _item(step: int, item: int) -> tuple[dict[str, Any], torch.Tensor]:
@@ -49,8 +49,8 @@ def _config(mask: str, strategy: str | None = None) -> dict[str, Any]:
     return {"mask": MASKS[mask], "layout": "striped", **({"strategy": strategy} if strategy else {})}
 
 
-def losses_of_training(rank: int, world: int, sequence: int, mask: str, strategy: str) -> list[float]:
-    """50 steps of AdamW over groups of `sequence` ranks, the rest data parallel by DDP. Returns each step's loss."""
+def losses_of_training(rank: int, world: int, steps: int, sequence: int, mask: str, strategy: str) -> list[float]:
+    """Steps of AdamW over groups of `sequence` ranks, the rest data parallel by DDP. Returns each step's loss."""
     mesh = init_device_mesh("cpu", (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
     data, mine = mesh["data"].get_group(), BATCH // (world // sequence)
     transformer = make_tiny_transformer("wan").train()
@@ -63,7 +63,7 @@ def losses_of_training(rank: int, world: int, sequence: int, mask: str, strategy
     model = DistributedDataParallel(transformer, process_group=data) if data.size() > 1 else transformer
     optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-3)
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         loss = _loss(model, step, mesh["data"].get_local_rank() * mine, mine)
         optimizer.zero_grad()
         loss.backward()
@@ -82,6 +82,7 @@ def _gradients(transformer: Any) -> dict[str, torch.Tensor]:
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
 
 
+@by_first_rank
 def _expected(mask: str, lora: bool = False) -> dict[str, torch.Tensor]:
     transformer = _with_lora() if lora else make_tiny_transformer("wan").train()
     attached = attach_single_process(transformer, _config(mask))

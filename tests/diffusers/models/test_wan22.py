@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dbsp_cli.tiny_models import make_tiny
 from tests.diffusers.models.wan22_cases import MASK, run_both, run_kind
 
 TOLERANCE = 1e-5
 LAYERS = 2
 SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 16, "block_k": 16}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(make_tiny("wan", tmp_path_factory.mktemp("tiny") / "wan"))
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ from dbsp_diffusers.attached import transformers_of
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations
 from tests.para.para_pipeline_cases import difference, load
-from tests.support.models.tiny_transformers import make_tiny_transformer
+from tests.support.models.tiny_transformers import LATENTS, make_tiny_transformer
+from tests.support.references import by_first_rank
 
 SIZE = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 4, "guidance_scale": 2.0}
+BRIEF = {"num_inference_steps": 2, "max_sequence_length": 16}
+"""Of Wan2.2's two transformers, each has one of the steps."""
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
-LATENTS = {"in_channels": 16, "out_channels": 16, "text_dim": 32}
 
 
 def _image(seed: int = 0, height: int = 64, width: int = 96) -> Any:
@@ -80,7 +82,7 @@ def latents(pipe: Any, options: dict[str, Any], **more: Any) -> torch.Tensor:
     return pipe(prompt="a red ball", generator=generator, output_type="latent", **SIZE | options | more).frames
 
 
-def alone(pipe: Any, config: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
+def alone(pipe: Any, config: dict[str, Any], options: dict[str, Any], **more: Any) -> torch.Tensor:
     """What one process makes."""
     from dbsp_core.config.config import DbspConfig
 
@@ -92,21 +94,28 @@ def alone(pipe: Any, config: dict[str, Any], options: dict[str, Any]) -> torch.T
         for name, part in transformers.items()
     ]
     try:
-        return latents(pipe, options)
+        return latents(pipe, options, **more)
     finally:
         for single in singles:
             single.detach()
 
 
+@by_first_rank
+def one_process(kind: str, folder: str, config: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents with dense attention, and with a configuration's."""
+    pipe, options = make_pipe(kind, folder)
+    return latents(pipe, options, **BRIEF), alone(pipe, json.loads(config), options, **BRIEF)
+
+
 def run_kind(rank: int, world: int, kind: str, folder: str, config: dict[str, Any]) -> tuple[float, float, float]:
     """(difference of the latents from one process, from dense attention, of dense ones before and after)."""
+    dense, expected = one_process(kind, folder, json.dumps(config))
     pipe, options = make_pipe(kind, folder)
-    dense, expected = latents(pipe, options), alone(pipe, config, options)
     dbsp_diffusers.enable(pipe, config)
-    out = latents(pipe, options)
+    out = latents(pipe, options, **BRIEF)
     dbsp_diffusers.disable(pipe)
     assert dbsp_diffusers.sessions_of(pipe) == {}
-    return difference(out, expected), difference(out, dense), difference(latents(pipe, options), dense)
+    return difference(out, expected), difference(out, dense), difference(latents(pipe, options, **BRIEF), dense)
 
 
 def run_both(rank: int, world: int, folder: str, where: str) -> tuple[float, dict[str, Any], list[str]]:

@@ -11,9 +11,9 @@ from dbsp_diffusers import PackedRequest, denoise_packed
 from tests.diffusers.models.wan22_cases import MASK, make_pipe
 
 REQUESTS: tuple[dict[str, Any], ...] = (
-    {"prompt": "a red ball", "height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 4},
+    {"prompt": "a red ball", "height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 3},
     {"prompt": "a small house by the sea", "height": 48, "width": 64, "num_frames": 1, "num_inference_steps": 2},
-    {"prompt": "rain", "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 3},
+    {"prompt": "rain", "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 1},
 )
 GUIDANCE = (2.0, 1.0, 3.0)
 CONFIG = {"mask": MASK, "dense_schedule": {"first_steps": 1}, "reuse": {"mode": "sync"}}

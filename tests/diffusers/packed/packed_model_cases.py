@@ -17,6 +17,7 @@ from dbsp_diffusers import PackedSample, packed_forward, packed_forward_local
 from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS
 from tests.support.models.tiny_transformers import TEXT, make_tiny_transformer
+from tests.support.references import by_first_rank
 
 CONFIGS: dict[str, dict[str, Any]] = {"dense": {"source": "dense", "block_q": 16, "block_k": 8}, **MASKS}
 SIZES = (((2, 5, 7), TEXT), ((1, 4, 6), 5), ((6, 9, 5), 12), ((1, 3, 3), 1))
@@ -81,6 +82,19 @@ def wide_floats(dtype: torch.dtype) -> Any:
     return patch.object(torch.Tensor, "float", torch.Tensor.double) if wide else nullcontext()
 
 
+@by_first_rank
+def references(model: str, mask: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Predictions and gradients of one process, one by one."""
+    samples = samples_of(model, dtype)
+    with wide_floats(dtype):
+        transformer = make_tiny_transformer(model).to(dtype).train()
+        single = attach_single_process(transformer, {"mask": CONFIGS[mask]})
+        expected = one_by_one(transformer, samples)
+        loss_of(expected, [*range(len(samples))]).backward()
+        single.detach()
+    return [one.detach() for one in expected], gradients_of(transformer)
+
+
 def packed_is_one_by_one(
     rank: int,
     world: int,
@@ -97,14 +111,8 @@ def packed_is_one_by_one(
     not summed over the ranks. local: each rank is given its loader's samples, and has the loss of these alone"""
     config = {"mask": CONFIGS[mask], "strategy": strategy, "layout": layout, "debug": checkpointing}
     samples = samples_of(model, dtype)
+    expected, gradients = references(model, mask, dtype)
     with wide_floats(dtype):
-        transformer = make_tiny_transformer(model).to(dtype).train()
-        single = attach_single_process(transformer, config)
-        expected = one_by_one(transformer, samples)
-        loss_of(expected, [*range(len(samples))]).backward()
-        single.detach()
-        gradients = gradients_of(transformer)
-
         transformer = make_tiny_transformer(model).to(dtype).train()
         if checkpointing:
             transformer.enable_gradient_checkpointing()

@@ -5,15 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers import denoise_packed
 from tests.diffusers.packed.denoising_cases import denoised, own_noise
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(make_tiny("wan", tmp_path_factory.mktemp("tiny") / "wan"))
 
 
 @pytest.mark.parametrize(

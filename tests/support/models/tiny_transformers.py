@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ HEADS = 6
 WIDTH = 24
 TEXT = 9
 """Tokens of text that count."""
+LATENTS = {"in_channels": 16, "out_channels": 16, "text_dim": 32}
+"""Sizes with which Wan's transformers fit the VAE and the text encoder of its tiny pipeline."""
+_DRAWING = threading.Lock()  # torch's generator is one for all threads
 
 _SIZES = {"num_attention_heads": HEADS, "attention_head_dim": WIDTH, "num_layers": 2}
 _WAN = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 64, "rope_max_seq_len": 64}
@@ -275,7 +279,7 @@ def make_tiny_transformer(name: str, seed: int = 0, **options: Any) -> Any:
     """The same weights for the same seed, on every rank."""
     import diffusers
 
-    with torch.random.fork_rng():
+    with _DRAWING, torch.random.fork_rng():
         torch.manual_seed(seed)
         return getattr(diffusers, TINY[name].cls)(**TINY[name].sizes | options).eval()
 
