@@ -1,6 +1,6 @@
 """The distributed oracle: every UxRy on 1 to 8 ranks against dense attention in one process.
 
-Ranks are threads, except in one slice of the cases and where the Triton kernel is interpreted.
+Ranks are threads, except where the Triton kernel is interpreted; see test_oracle_on_processes for the rest.
 """
 
 from __future__ import annotations
@@ -12,54 +12,15 @@ import pytest
 import torch
 
 from dbsp_core import Strategy
+from tests.core.comm.oracle_cases import TOLERANCE, WORLDS, ring_cases
 from tests.support.attention_cases import Case, run_case, run_case_apart
-
-WORLDS = (2, 3, 4, 6, 8)
-TOLERANCE = 1e-5
-
-# Head counts that x does not divide, token counts that nothing divides, text, batches, every mix of block sizes.
-SHAPES = (
-    Case("-", heads=3, tokens=203, block_q=16, block_k=16),
-    Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2),
-    Case("-", heads=12, tokens=419, block_q=16, block_k=32, text_tokens=16, width=24),
-    Case("-", heads=1, tokens=1031, block_q=128, block_k=64, density=0.7),
-    Case("-", heads=7, tokens=1027, block_q=64, block_k=128, text_tokens=3, batch=2, density=0.15),
-)
-SETTINGS = (
-    {"planner": "contiguous"},
-    {"planner": "contiguous", "layout": "striped"},
-    {"planner": "paper"},
-    {"planner": "paper", "reward": 0.0, "equal_heads": True, "padded": True},
-    {"planner": "paper", "layout": "striped", "streams": "first", "padded": True},
-    {"planner": "dbsp", "padded": True},
-    {"planner": "dbsp", "layout": "learned"},
-    {"planner": "random", "layout": "learned", "padded": True},
-)
-
-
-def cases_for(strategy: Strategy) -> list[Case]:
-    cases = []
-    for seed, (shape, settings) in enumerate(itertools.product(SHAPES, SETTINGS)):
-        case = replace(shape, strategy=str(strategy), seed=seed, **settings)
-        if strategy.ring <= -(-case.tokens // case.block_k):
-            cases.append(case)
-    return cases
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
 def test_equals_dense_attention(threads, world, strategy):
-    for case in cases_for(strategy):
+    for case in ring_cases(strategy):
         errors = threads(world).run(run_case, case)
         assert all(error <= TOLERANCE for error in errors), (case, errors)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_processes_equal_dense_attention(pool, world):
-    """Each strategy with other cases, so that every planner is among them."""
-    for row, strategy in enumerate(Strategy.all_for(world)):
-        for case in cases_for(strategy)[row::11]:
-            errors = pool(world).run(run_case_apart, case)
-            assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(4, "U2R2"), (6, "U2R3"), (8, "U1R8")])

@@ -90,6 +90,10 @@ class PackedCase:
     first: tuple[int, int, int] = (4, 5, 8)
 
     @property
+    def tolerance(self) -> float:
+        return 1e-5 if self.dtype == torch.float32 else 1e-12
+
+    @property
     def of_reference(self) -> dict[str, Any]:
         """What one process's attention depends on, beside the seed."""
         return {"one_long": self.one_long, "dtype": self.dtype, "sabotage": self.sabotage, "first": self.first}
@@ -118,6 +122,16 @@ class PackedCase:
         if self.layout == "loaders":
             return self.loaders(world)
         return SequenceLayout.named(self.layout, grid, Strategy.parse(self.strategy))
+
+
+def cases_for(strategy: Strategy) -> list[PackedCase]:
+    """Every layout, one long sequence, both dtypes, dense heads apart."""
+    layouts, cases = ("striped", "contiguous", "loaders"), []
+    for seed in range(4):
+        dtype = torch.float64 if seed % 2 else torch.float32
+        case = PackedCase(str(strategy), 7 * strategy.world + seed, layouts[seed % 3], seed == 3, dtype)
+        cases.append(replace(case, dense_parts=seed == 2))
+    return cases
 
 
 def expected_of(case: PackedCase, mask: BlockMask, tensors: list[torch.Tensor]) -> torch.Tensor:

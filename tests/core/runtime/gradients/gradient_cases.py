@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,12 +11,36 @@ from unittest.mock import patch
 
 import torch
 
+from dbsp_core import Strategy
 from dbsp_core.comm import all_to_all_backward
 from dbsp_core.runtime import backward, forward
 from tests.support.attention_cases import Case, Inputs, attend, whole
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference
 from tests.support.shared import shared
+
+SHAPES = (
+    Case("-", heads=3, tokens=203, block_q=16, block_k=16, width=8),
+    Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2),
+    Case("-", heads=7, tokens=211, block_q=16, block_k=32, text_tokens=3, width=24, density=0.15),
+    Case("-", heads=6, tokens=19 + 5 * 4 * 9, text_tokens=19, thw=(5, 4, 9), block_q=32,
+         orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")),
+)  # fmt: skip
+SETTINGS = (
+    {"planner": "contiguous", "layout": "striped", "streams": "first", "padded": True},
+    {"planner": "paper"},
+    {"planner": "dbsp", "layout": "striped", "padded": True},
+    {"planner": "random", "layout": "learned"},
+)
+
+
+def cases_for(strategy: Strategy) -> list[tuple[Case, float]]:
+    """Each with its tolerance."""
+    cases = []
+    for seed, (shape, settings) in enumerate(itertools.product(SHAPES, SETTINGS)):
+        dtype, tolerance = ((torch.float32, 1e-5), (torch.float64, 1e-12))[(seed + strategy.world) % 2]
+        cases.append((replace(shape, strategy=str(strategy), seed=seed, dtype=dtype, **settings), tolerance))
+    return cases
 
 
 @shared

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,6 +9,7 @@ from dbsp_core import Strategy
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS, KernelRequirements, require_supported
 from tests.core.runtime.gradients.gradient_cases import (
+    cases_for,
     gradcheck,
     inference_tensors,
     not_finite,
@@ -23,43 +21,12 @@ from tests.support.attention_cases import Case
 from tests.support.workers import assert_all_raise
 
 WORLDS = (1, 2, 3, 4, 6, 8)
-SHAPES = (
-    Case("-", heads=3, tokens=203, block_q=16, block_k=16, width=8),
-    Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2),
-    Case("-", heads=7, tokens=211, block_q=16, block_k=32, text_tokens=3, width=24, density=0.15),
-    Case("-", heads=6, tokens=19 + 5 * 4 * 9, text_tokens=19, thw=(5, 4, 9), block_q=32,
-         orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")),
-)  # fmt: skip
-SETTINGS = (
-    {"planner": "contiguous", "layout": "striped", "streams": "first", "padded": True},
-    {"planner": "paper"},
-    {"planner": "dbsp", "layout": "striped", "padded": True},
-    {"planner": "random", "layout": "learned"},
-)
-
-
-def cases_for(strategy: Strategy) -> list[tuple[Case, float]]:
-    """Each with its tolerance."""
-    cases = []
-    for seed, (shape, settings) in enumerate(itertools.product(SHAPES, SETTINGS)):
-        dtype, tolerance = ((torch.float32, 1e-5), (torch.float64, 1e-12))[(seed + strategy.world) % 2]
-        cases.append((replace(shape, strategy=str(strategy), seed=seed, dtype=dtype, **settings), tolerance))
-    return cases
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
 def test_gradients_equal_those_of_dense_attention(threads, world, strategy):
     for case, tolerance in cases_for(strategy):
         errors = threads(world).run(run_gradients, case)
-        assert all(max(error) <= tolerance for error in errors), (case, errors)
-
-
-@pytest.mark.parametrize("world", WORLDS[1:])
-def test_gradients_of_processes(pool, world):
-    """Each strategy with another planner, and another shape."""
-    for row, strategy in enumerate(Strategy.all_for(world)):
-        case, tolerance = cases_for(strategy)[5 * (row + world) % 16]
-        errors = pool(world).run(run_gradients, case)
         assert all(max(error) <= tolerance for error in errors), (case, errors)
 
 
