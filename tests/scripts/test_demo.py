@@ -29,7 +29,7 @@ LAYER_KEYS = {"layer", "density", "rho_before", "rho", "rho_bound", "moved"}
 def test_demo(tmp_path, monkeypatch, capsys):
     ranks, strategy = 4, "U2R2"
     with Progress(disable=True) as progress, children_forked():
-        run_demo(tmp_path, ranks, progress, Settings(steps=2))
+        run_demo(tmp_path, ranks, progress, Settings(num_frames=17, steps=2))
 
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report) == REPORT_KEYS
@@ -51,7 +51,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
     assert report["totals"]["attention_s"] > 0
     assert f"{report['totals']['rho']:.3f}" in (tmp_path / "report.html").read_text()
 
-    assert _frames(tmp_path / "demo.mp4") == 33
+    assert _frames(tmp_path / "demo.mp4") == 17
     assert _png_size(tmp_path / "balance.png") > (600, 400)
     assert _png_size(tmp_path / "frames.png") > (600, 200)
     assert {path.name for path in tmp_path.iterdir()} == {
