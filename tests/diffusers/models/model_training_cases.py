@@ -138,7 +138,7 @@ def _with_lora() -> Any:
 
 def gradients_of_lora(rank: int, world: int, strategy: str, checkpointing: bool) -> tuple[float, int, bool]:
     """(difference, parameters with gradients, whether only adapters have them)"""
-    expected = _expected("sparge", lora=True)
+    expected = _expected("sparge", True)
     transformer = _with_lora()
     if checkpointing:
         transformer.enable_gradient_checkpointing()
