@@ -227,8 +227,13 @@ class RunReport:
                 "calls": _built(CallColumns, values["calls"]),
                 "ranks": _built(RankTotals, values["ranks"]),
             }
-            return cast(RunReport, _built(cls, {**values, **inside}))
-        except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+            report = cast(RunReport, _built(cls, {**values, **inside}))
+            with np.errstate(all="ignore"):
+                totals = asdict(report.totals)
+            if not all(math.isfinite(value) for value in totals.values() if isinstance(value, float)):
+                raise ValueError("its totals are not finite, as of an imbalance of 0")
+            return report
+        except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise UserError(
                 f"{path} is not a db-SP report ({error}); a run leaves one in the folder of "
                 "setting `report`, or --sp-report DIR"

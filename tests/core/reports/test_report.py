@@ -237,6 +237,8 @@ def test_json_round_trip(tmp_path):
         (lambda v: json.dumps(v | {"calls": 3}), "has 3 where CallColumns belongs"),
         (lambda v: "[" * 100_000, "recursion"),
         (lambda v: json.dumps(v | {"seconds": float("nan")}), "NaN is no number"),
+        (lambda v: json.dumps(v | {"seconds": 10**400}), "too large"),
+        (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [0] * 6}}), "totals are not finite"),
     ],
 )
 def test_what_is_no_report_is_refused(tmp_path, change, message):
