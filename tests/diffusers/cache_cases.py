@@ -18,7 +18,7 @@ from dbsp_diffusers.sharding.step_caches import StepCaches
 from tests.para.para_cases import fingerprint, para_mesh
 from tests.para.para_pipeline_cases import alone, latents, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
-from tests.support.references import by_first_rank
+from tests.support.shared import shared
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 8}
 
@@ -215,7 +215,7 @@ class Outcome:
     ours: list[int]
 
 
-@by_first_rank
+@shared  # on every rank: cache-dit's decisions are collective even in one process's run
 def one_process(case: CacheCase) -> tuple[tuple[torch.Tensor, list[int]], list[tuple[torch.Tensor, list[int]]]]:
     """(the last sample, blocks computed in each pass) without a cache, and for each threshold."""
     reference = Denoising(case)
@@ -386,7 +386,7 @@ def fail_in_one_batch_group(rank: int, world: int) -> tuple[str, float]:
 IN_A_PIPELINE = {"num_inference_steps": 6, "max_sequence_length": 16}
 
 
-@by_first_rank
+@shared
 def pipeline_alone(folder: str, cache: str) -> tuple[torch.Tensor, torch.Tensor]:
     """What one process makes without the cache, and with it."""
     reference = load("wan", folder).to(torch.float64)
