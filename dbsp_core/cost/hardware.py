@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -196,6 +197,10 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
         raise UserError(
             f"no hardware {os.fspath(source)!r}; use {', '.join(shipped) or 'the path of a YAML file'}, or {REDO}"
         )
+    return _read_shipped(path) if path in shipped.values() else _read(path)
+
+
+def _read(path: Path) -> Hardware:
     settings = read_settings(path, "hardware file")
     try:
         with settings.located():
@@ -203,6 +208,10 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
     except UserError as error:
         raise UserError(f"{error} (mend the file, or {REDO})") from error
     return hardware
+
+
+_read_shipped = functools.cache(_read)
+"""Each session reads the same file, which takes tens of milliseconds."""
 
 
 def save_hardware(path: str | os.PathLike[str], hardware: Hardware) -> None:
