@@ -284,8 +284,8 @@ LABORATORY = sorted(path for folder in ("tests", "scripts", "docs") for path in 
 PARTS = {name for path in LABORATORY for name in path.relative_to(ROOT).with_suffix("").parts[1:]}
 BARE = PARTS - {"diffusers", "paroattention", "scripts"} - sys.stdlib_module_names
 """Files and folders of tests and scripts, but for names that are others' packages: no module has such a name."""
-FOREIGN = ROOT / "scripts" / "checks" / "upstream"
-"""Runs other projects' code from checkouts, which has to be put on the path."""
+OF_OTHERS = (ROOT / "scripts" / "checks" / "upstream", ROOT / "tests" / "support" / "programs")
+"""Run other projects' code from checkouts, which has to be put on the path, or programs, each with a path of its own."""
 
 
 def bare_names(path: Path) -> set[str]:
@@ -302,7 +302,8 @@ def edits_path(path: Path) -> bool:
 
 def test_tests_and_scripts_are_imported_by_package():
     assert found_in(LABORATORY, bare_names) == {}
-    assert [path for path in LABORATORY if edits_path(path) and not path.is_relative_to(FOREIGN)] == []
+    own = [path for path in LABORATORY if not any(path.is_relative_to(folder) for folder in OF_OTHERS)]
+    assert [path for path in own if edits_path(path)] == []
 
 
 def test_a_bare_name_and_an_edited_path_would_be_found(tmp_path):

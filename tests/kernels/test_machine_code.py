@@ -31,11 +31,14 @@ def variants(*options: str, status: int = 0, **environment: str) -> list[dict]:
     return json.loads(line)["variants"]
 
 
-def test_on_hopper_tiles_come_ahead_products_overlap_and_nothing_spills():
-    found = variants("--arch", "sm90", "--dtype", "bf16", "--width", "128")
+@pytest.mark.parametrize(
+    "blocks", ["64x64", *(pytest.param(blocks, marks=pytest.mark.long) for blocks in ("64x128", "128x64", "128x128"))]
+)
+def test_on_hopper_tiles_come_ahead_products_overlap_and_nothing_spills(blocks):
+    found = variants("--arch", "sm90", "--dtype", "bf16", "--width", "128", "--blocks", blocks)
     assert all(v["local_accesses"] == v["stack"] == 0 for v in found), found
     found = [v for v in found if v["kernel"] != "sum-tokens"]
-    assert {(v["block_q"], v["block_k"]) for v in found} == {(q, k) for q in (64, 128) for k in (64, 128)}
+    assert {f"{v['block_q']}x{v['block_k']}" for v in found} == {blocks}
     for v in found:
         assert v.keys() >= FIELDS
         assert v["tile_distance"] >= 2, f"tiles of keys and values are fetched while others are worked on: {v}"

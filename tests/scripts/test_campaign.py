@@ -68,6 +68,7 @@ def test_a_campaign_goes_on_where_it_was_and_says_how_to_repeat_a_failure(tmp_pa
     assert State.read(path, 2).parts == {}
 
 
+@pytest.mark.long
 def test_a_wrong_scale_is_found(pool):
     cases = [draw_case(0, number) for number in range(4)]
     right, wrong = (
@@ -123,6 +124,7 @@ def test_what_an_input_may_not_do_is_found(tmp_path):
         assert complaint in line
 
 
+@pytest.mark.long
 def test_a_planted_leak_is_found_and_nothing_else(pool):
     block, workers = Block(0, (2, 3, 4), batch=1, text=1, passes=1, seed=1, steps=1), pool(2)
     clean, leaking = (Track(run_block, "12 blocks", 12, enough, pool=workers) for enough in (99, 12))

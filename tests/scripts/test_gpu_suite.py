@@ -21,6 +21,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run([str(SUITE), *args], capture_output=True, text=True, env=environment, timeout=300)
 
 
+@pytest.mark.long
 def test_a_dry_run_checks_measures_and_reports(tmp_path):
     pytest.importorskip("triton")
     done = run("--dry-run", "--out", str(tmp_path))

@@ -45,14 +45,14 @@ class TestGroups:
     def test_groups_beside_a_destroyed_one_leave_no_thread(self):
         used = """
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.groups import barrier, report_group
+from dbsp_core.comm.groups import report_group
 from dbsp_core.runtime.session.async_plan_cache import AsyncPlanCache
 from dbsp_core.runtime.session.replan_rule import ReplanRule
 
 world = SequenceGroup.of()
 world.control().all_gather(torch.zeros(1))
 assert world.control() == world.control() != world
-barrier(report_group(world))
+report_group(world).barrier()
 cache = AsyncPlanCache(ReplanRule(), group=world)
 cache._thread.submit(lambda: world.control().all_gather(torch.zeros(1))).result()
 del cache
