@@ -285,7 +285,7 @@ PARTS = {name for path in LABORATORY for name in path.relative_to(ROOT).with_suf
 BARE = PARTS - {"diffusers", "paroattention", "scripts"} - sys.stdlib_module_names
 """Files and folders of tests and scripts, but for names that are others' packages: no module has such a name."""
 OF_OTHERS = (ROOT / "scripts" / "checks" / "upstream", ROOT / "tests" / "support" / "programs")
-"""Run other projects' code from checkouts, which has to be put on the path, or programs, each with a path of its own."""
+"""Run other projects' code from checkouts, which is put on the path, or programs, each with a path of its own."""
 
 
 def bare_names(path: Path) -> set[str]:
