@@ -48,7 +48,8 @@ def expected(tiny):
     [
         # 5 rows of 7 tokens on 2 ranks
         (["xdit", "--sp-backend", "dbsp"], ["--ring_degree", "2", "--enable_tiling", "--enable_slicing"]),
-        (["dbsp-xdit"], ["--use_cfg_parallel", "--use_torch_compile"]),
+        (["dbsp-xdit"], ["--use_cfg_parallel"]),
+        pytest.param(["dbsp-xdit"], ["--use_cfg_parallel", "--use_torch_compile"], marks=pytest.mark.long),
     ],
 )
 def test_a_video_from_the_command_line(tmp_path, tiny, expected, command, options):
