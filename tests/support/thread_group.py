@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup, explain_broken_connection
+from tests.support.turns import Turns
 
 
 @dataclass
@@ -25,7 +26,10 @@ class Meeting:
 
     size: int
     patience_s: float
-    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
+    turns: Turns = field(default_factory=Turns)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    waiting: dict[threading.Condition, Callable[[], bool]] = field(default_factory=dict)
+    """Of each thread that waits: what wakes it, and whether there is what it waits for."""
     kinds: list[tuple[int, str]] = field(default_factory=list)
     """By number of the call: the first rank that made it, and what it called."""
     made: list[int] = field(init=False)
@@ -45,7 +49,7 @@ class Meeting:
 
     def post(self, rank: int, kind: str, parcels: dict[int, torch.Tensor]) -> int:
         """Makes a rank's next call, with parcels by receiver. Returns its number."""
-        with self.changed:
+        with self.lock:
             self._raise_if_broken()
             number = self.made[rank]
             if number == len(self.kinds):
@@ -55,37 +59,43 @@ class Meeting:
                 self.broken = f"call {number}: rank {rank} makes {kind}, rank {first} makes {expected}"
             self.made[rank] += 1
             self.parcels |= {(rank, to, number): parcel for to, parcel in parcels.items()}
-            self.changed.notify_all()
+            self._wake()
             self._raise_if_broken()
         return number
 
     def read(self, rank: int, number: int, sources: Sequence[int]) -> list[torch.Tensor]:
         """The parcels of a call for `rank`, by source, once all of them are there."""
         wanted = [(source, rank, number) for source in sources]
-        with self.changed:
 
-            def late() -> list[int]:
-                return [source for source in sources if self.made[source] <= number]
+        def late() -> list[int]:
+            return [source for source in sources if self.made[source] <= number]
 
-            def missing() -> bool:
-                return any(key not in self.parcels for key in wanted)
+        def missing() -> bool:
+            return any(key not in self.parcels for key in wanted)
 
-            self.changed.wait_for(
-                lambda: not missing() or self.broken or not late() or any(map(self.gone.get, late())), self.patience_s
-            )
+        def decided() -> bool:
+            return not missing() or bool(self.broken) or not late() or any(map(self.gone.get, late()))
+
+        if not decided():
+            with self.turns.left(), self.lock:
+                woken = threading.Condition(self.lock)
+                self.waiting[woken] = decided
+                woken.wait_for(decided, self.patience_s)
+                del self.waiting[woken]
+        with self.lock:
             if missing():
                 self._raise_if_broken()
                 said = [self.gone.get(source, f"rank {source} has not come") for source in late()]
                 self.broken = "; ".join(said) or f"call {number}: nothing was sent to rank {rank}"
-                self.changed.notify_all()
+                self._wake()
                 self._raise_if_broken()
             return [self.parcels.pop(key) for key in wanted]
 
     def leave(self, rank: int, why: str, *, failed: bool) -> None:
         """Tells the others that a rank makes no more calls; in auxiliary groups, too, if it has `failed`."""
-        with self.changed:
+        with self.lock:
             self.gone[rank] = why
-            self.changed.notify_all()
+            self._wake()
             if failed:
                 self.failed.add(rank)
                 for meeting in self.auxiliary.values():
@@ -93,12 +103,18 @@ class Meeting:
 
     def beside(self, purpose: str) -> Meeting:
         """The meeting of the auxiliary group for a purpose."""
-        with self.changed:
+        with self.lock:
             if purpose not in self.auxiliary:
-                self.auxiliary[purpose] = Meeting(self.size, self.patience_s)
+                self.auxiliary[purpose] = Meeting(self.size, self.patience_s, self.turns)
                 for rank in self.failed:
                     self.auxiliary[purpose].leave(rank, self.gone[rank], failed=True)
             return self.auxiliary[purpose]
+
+    def _wake(self) -> None:
+        """Wakes those whose wait is over, and nobody else: waking all takes longer than what they compute."""
+        for woken, over in self.waiting.items():
+            if over():
+                woken.notify()
 
     def _raise_if_broken(self) -> None:
         if self.broken:
