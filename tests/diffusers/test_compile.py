@@ -12,7 +12,9 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(("model", "mask"), [("wan", "sparge"), ("cogvideox", "window")])
+@pytest.mark.parametrize(
+    ("model", "mask"), [("wan", "sparge"), pytest.param("cogvideox", "window", marks=pytest.mark.long)]
+)
 def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask):
     graphs = {}
     for layers in (1, 2):
@@ -44,7 +46,9 @@ def test_repeated_blocks_are_compiled_without_a_break(pool, model, mask, graphs)
         assert recompiled == 0
 
 
-@pytest.mark.parametrize(("model", "mask"), [("wan", "window"), ("hunyuan1.5", "window")])
+@pytest.mark.parametrize(
+    ("model", "mask"), [("wan", "window"), pytest.param("hunyuan1.5", "window", marks=pytest.mark.long)]
+)
 def test_blocks_may_be_compiled_before_db_sp(pool, model, mask):
     for with_db_sp, without in pool(2).run(
         run_blocks_compiled_before, model, {"mask": MASKS[mask], "strategy": "U1R2"}

@@ -52,6 +52,7 @@ def test_on_hopper_tiles_come_ahead_products_overlap_and_nothing_spills(blocks):
             assert v["programs_per_multiprocessor"] == 2, f"one's softmax hides behind the other's products: {v}"
 
 
+@pytest.mark.long
 def test_on_ampere_it_fits_the_smallest_gpus():
     for v in variants("--arch", "sm80", "--dtype", "fp16", "--width", "64", "--blocks", "128x64"):
         assert v["tile_distance"] >= 1, v

@@ -149,6 +149,7 @@ FOUND = {
 """What is found wrong with processes that end otherwise than they must."""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="watches processes as Linux shows them")
 def test_what_a_fault_may_not_leave_behind_is_found(tmp_path):
     kept = Nursery("gc:collect")

@@ -55,7 +55,11 @@ def test_six_and_eight_ranks(pool, world, strategies):
                 assert from_dense > 100 * TOLERANCE, "the mask must matter"
 
 
-@pytest.mark.parametrize(("model", "mask"), [("wan", CDF), ("cogvideox", MASK)], ids=["wan", "cogvideox"])
+@pytest.mark.parametrize(
+    ("model", "mask"),
+    [("wan", CDF), pytest.param("cogvideox", MASK, marks=pytest.mark.long)],
+    ids=["wan", "cogvideox"],
+)
 def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask):
     workers = pool(2)
     workers.run(start_xfuser)

@@ -74,6 +74,7 @@ def test_the_cases_are_worth_comparing():
     assert (alone(case).bits & ~unvague.bits).any()
 
 
+@pytest.mark.long
 def test_agrees_with_xfusers_own_predictor():
     if not all(map(importlib.util.find_spec, ("triton", "xfuser"))):
         pytest.skip("needs triton and xfuser")
