@@ -152,3 +152,12 @@ def outside(rank: int, world: int) -> str:
         dist.barrier()  # or the group would go while others connect
         dist.destroy_process_group(group)
     return ""
+
+
+def timeouts_of_auxiliary_groups(rank: int, world: int, seconds: float) -> list[float | None]:
+    """Of those beside a group that was given `seconds`, in seconds."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    own = SequenceGroup.of(group)
+    limits = [one.timeout for one in (own, own.control(), report_group(own))]
+    dist.destroy_process_group(group)
+    return [None if limit is None else limit.total_seconds() for limit in limits]

@@ -16,6 +16,7 @@ from tests.core.comm.lifetime_cases import (
     outside,
     rehoming,
     session,
+    timeouts_of_auxiliary_groups,
     unequal_numbers_of_groups,
     use_after_the_end,
 )
@@ -64,3 +65,7 @@ def test_a_rank_outside_the_group_is_told(pool):
     *inside, last = pool(3).run(outside)
     assert set(inside) == {""}
     assert last.startswith("UserError: this rank is outside the process group")
+
+
+def test_auxiliary_groups_have_their_group_s_timeout(pool):
+    assert pool(2).run(timeouts_of_auxiliary_groups, 77.0) == [[77.0] * 3] * 2
