@@ -136,6 +136,16 @@ def test_a_child_of_a_program_is_its_child_and_inherits_nothing_else(tmp_path):
     assert forked.stdout.splitlines()[0] == "begunTrue True False"
 
 
+def test_a_child_finds_in_a_package_the_modules_that_its_parent_imported(tmp_path):
+    (tmp_path / "child.py").write_text("import packaging.pylock\nprint(packaging.pylock.__name__)\n")
+    (tmp_path / "parent.py").write_text(
+        "import subprocess, sys, packaging.pylock\n"
+        "sys.exit(subprocess.run([sys.executable, sys.argv[1]]).returncode)\n"
+    )
+    forked, real = both(str(tmp_path / "parent.py"), str(tmp_path / "child.py"))
+    assert (forked.returncode, forked.stdout) == (real.returncode, real.stdout) == (0, "packaging.pylock\n")
+
+
 def test_exec_begins_anew_in_the_same_process(tmp_path):
     (tmp_path / "after.py").write_text("import os, sys\nprint(os.getpid(), sys.orig_argv, os.environ['NEW'], len(X))")
     execute = (

@@ -102,8 +102,9 @@ class Beginning:
         for name, namespace in self.namespaces.items():
             names = vars(self.modules[name])
             if names.keys() != namespace.keys() or any(names[one] is not namespace[one] for one in namespace):
+                imported = {one: value for one, value in names.items() if _is_module(value, f"{name}.{one}")}
                 names.clear()
-                names.update(namespace)
+                names.update(imported | namespace)
         sys.meta_path[:], sys.path_hooks[:] = self.meta_path, self.path_hooks
         sys.path_importer_cache.clear()
         importlib.invalidate_caches()
@@ -121,6 +122,10 @@ class Beginning:
         random.seed()
         np.random.seed()
         torch.default_generator.seed()
+
+
+def _is_module(value: object, name: str) -> bool:
+    return isinstance(value, types.ModuleType) and sys.modules.get(name) is value
 
 
 def run_program(beginning: Beginning, command: Command, environment: dict[str, str]) -> None:
