@@ -15,8 +15,8 @@ import torch
 import dbsp_para
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.step_caches import StepCaches
-from tests.para.para_cases import fingerprint, para_mesh
-from tests.para.para_pipeline_cases import alone, latents, load
+from tests.para.para_cases import para_mesh
+from tests.support.models.tiny_pipelines import alone, fingerprint, latents, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.shared import shared
 

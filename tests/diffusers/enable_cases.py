@@ -9,8 +9,7 @@ import torch
 import dbsp_diffusers
 import dbsp_para
 from dbsp_diffusers.reference import attach_single_process
-from tests.para.para_cases import fingerprint
-from tests.para.para_pipeline_cases import alone, difference, latents, load, state_of
+from tests.support.models.tiny_pipelines import alone, difference, fingerprint, latents, load, state_of
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 from tests.support.references import by_first_rank
 from tests.support.user_masks import MOMENTS

@@ -9,7 +9,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_diffusers.attached import attached_to
-from tests.para.para_pipeline_cases import difference, load
+from tests.support.models.tiny_pipelines import difference, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 MASK = {"source": "window", "block_q": 16, "block_k": 16}

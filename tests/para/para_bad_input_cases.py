@@ -13,8 +13,8 @@ from torch import nn
 import dbsp_para
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.sources import DenseSource
-from tests.para.para_cases import fingerprint, para_mesh
-from tests.para.para_pipeline_cases import difference
+from tests.para.para_cases import para_mesh
+from tests.support.models.tiny_pipelines import difference, fingerprint
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
 
 MASK = {"source": "dense", "block_q": 16, "block_k": 16}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +15,10 @@ from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations
+from tests.support.models.tiny_pipelines import alone, fingerprint, latents, load
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
-from tests.support.references import kept_from_rank_0, mask_settings
+from tests.support.references import kept_from_rank_0, mask_settings, pass_alone
+from tests.support.shared import reused
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,13 @@ def para_mesh(world: int, **sizes: int) -> Any:
     return init_context_parallel_mesh("cpu", **sizes) if world > 1 else None
 
 
+_transformers = reused(make_transformer)
+
+
 def run_para_case(rank: int, world: int, case: ParaCase) -> tuple[float, float]:
     """(largest difference from one process with the same mask, from dense attention), both on the whole output."""
-    dense, expected = kept_from_rank_0(("pass", case.alone), lambda: _pass_alone(case))
-    with _kept_transformer(case.model) as transformer, torch.no_grad():
+    dense, expected = kept_from_rank_0(("pass", case.alone), lambda: pass_alone(case.model, case.inputs, case.config))
+    with _transformers(case.model) as transformer, torch.no_grad():
         before = fingerprint(transformer)
         dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
         out = transformer(**case.inputs)[0]
@@ -67,26 +70,6 @@ def run_para_case(rank: int, world: int, case: ParaCase) -> tuple[float, float]:
         assert fingerprint(transformer) == before, "unparallelize left something behind"
         assert torch.equal(transformer(**case.inputs)[0], dense)
     return float((out - expected).abs().max()), float((out - dense).abs().max())
-
-
-def _pass_alone(case: ParaCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """(of dense attention, with the mask)."""
-    transformer = make_transformer(case.model)
-    with torch.no_grad():
-        dense = transformer(**case.inputs)[0]
-        attach_single_process(transformer, case.config)
-        return dense, transformer(**case.inputs)[0]
-
-
-_transformers: dict[str, Any] = {}
-
-
-@contextmanager
-def _kept_transformer(model: str) -> Iterator[Any]:
-    """The transformer of the last case, which must have left it as it was; a new one after a failure."""
-    transformer = _transformers.pop(model, None) or make_transformer(model)
-    yield transformer
-    _transformers[model] = transformer
 
 
 def run_twice(rank: int, world: int, case: ParaCase) -> None:
@@ -109,7 +92,7 @@ def run_sparge_case(rank: int, world: int, case: ParaCase, steps: int = 3) -> li
     """
     expected = kept_from_rank_0(("passes", case.alone, steps), lambda: _passes_alone(case, steps))
     results = []
-    with _kept_transformer(case.model) as transformer, torch.no_grad():
+    with _transformers(case.model) as transformer, torch.no_grad():
         dbsp_para.parallelize_transformer(transformer, mesh=case.mesh, config=case.config)
         inputs = case.inputs
         for step, (dense, sparse) in enumerate(expected):
@@ -148,7 +131,7 @@ def run_through_para_attn(rank: int, world: int, ring: int, config: dict[str, An
     from para_attn.context_parallel.diffusers_adapters import parallelize_transformer
 
     case = ParaCase("wan", (3, 5, 7), config)
-    _, expected = kept_from_rank_0(("pass", case.alone), lambda: _pass_alone(case))
+    _, expected = kept_from_rank_0(("pass", case.alone), lambda: pass_alone(case.model, case.inputs, case.config))
     transformer = make_transformer("wan")
     with torch.no_grad():
         mesh = para_mesh(world, max_ring_dim_size=ring)
@@ -159,52 +142,23 @@ def run_through_para_attn(rank: int, world: int, ring: int, config: dict[str, An
     return float((out - expected).abs().max())
 
 
+_pipeline = functools.cache(load)
+
+
 def run_pipeline_case(
     rank: int, world: int, model: str, folder: str, config: dict[str, Any]
 ) -> tuple[float, float, float]:
     """A whole tiny pipeline: (largest difference of the latents from one process, their sum, sum of unseeded ones)."""
-    pipe = _load(model, folder)
+    pipe = _pipeline(model, folder)
     cls = type(pipe)
-    expected = kept_from_rank_0(("video", folder, mask_settings(config)), lambda: _video_alone(pipe, config))
+    expected = kept_from_rank_0(("video", folder, mask_settings(config)), lambda: alone(pipe, config))
     dbsp_para.parallelize_pipe(pipe, config=config)
-    out = _latents(pipe, generator=torch.Generator().manual_seed(3))
+    out = latents(pipe)
     torch.manual_seed(rank)  # ranks would draw different noise
-    unseeded = _latents(pipe, num_inference_steps=1)
+    unseeded = latents(pipe, seed=None, num_inference_steps=1)
     dbsp_para.unparallelize(pipe)
     assert type(pipe) is cls
     return float((out - expected).abs().max()), float(out.double().sum()), float(unseeded.double().sum())
-
-
-@functools.cache
-def _load(model: str, folder: str) -> Any:
-    import diffusers
-
-    cls = {"wan": diffusers.WanPipeline, "cogvideox": diffusers.CogVideoXPipeline}[model]
-    pipe = cls.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def _latents(pipe: Any, **options: Any) -> torch.Tensor:
-    text = {"max_sequence_length": 16} if "Wan" in type(pipe).__name__ else {}  # of 512 tokens, nearly all padding
-    usual = {
-        "prompt": "the sea at dusk",
-        "guidance_scale": 2.0,  # it multiplies rounding: at 6, latents of 11.5 differ by 1.1e-5 (nothing in float64)
-        "height": 64,
-        "width": 96,
-        "num_frames": 9,
-        "num_inference_steps": 2,
-        "output_type": "latent",
-    }
-    latents: torch.Tensor = pipe(**text | usual | options).frames
-    return latents
-
-
-def _video_alone(pipe: Any, config: dict[str, Any]) -> torch.Tensor:
-    single = attach_single_process(pipe.transformer, config, lambda: len(pipe.scheduler.timesteps))
-    latents = _latents(pipe, generator=torch.Generator().manual_seed(3))
-    single.detach()
-    return latents
 
 
 class _Offloaded:
@@ -242,16 +196,6 @@ def run_with_grad_enabled(rank: int, world: int, model: str) -> tuple[float, boo
         expected = transformer(**inputs)[0]
     dbsp_para.unparallelize(transformer)
     return float((out - expected).abs().max()), out.requires_grad
-
-
-def fingerprint(module: torch.nn.Module) -> list[Any]:
-    """Classes, instance attributes and hooks of a module and all in it, to compare before and after."""
-    state = []
-    for name, part in module.named_modules():
-        hooks = [len(part._forward_hooks), len(part._forward_pre_hooks)]
-        processor = getattr(part, "processor", None)
-        state.append((name, type(part), sorted(vars(part)), hooks, sorted(vars(processor)) if processor else None))
-    return state
 
 
 def run_until_error(rank: int, world: int, case: ParaCase) -> str:

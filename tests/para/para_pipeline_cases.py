@@ -8,39 +8,12 @@ import pytest
 import torch
 
 import dbsp_para
-from dbsp_diffusers.reference import attach_single_process
-from tests.para.para_cases import fingerprint, para_mesh
+from tests.para.para_cases import para_mesh
 from tests.support import user_masks
+from tests.support.models.tiny_pipelines import SIZE, alone, difference, latents, load, state_of, used_state
 from tests.support.references import kept_from_rank_0, mask_settings
 
-# Guidance multiplies rounding by its scale: at 6, latents of 11.5 differ by 1.1e-5 (by nothing in float64).
-SIZE = {"guidance_scale": 2.0, "height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 2}
 OTHER_SIZE = SIZE | {"height": 80, "width": 64, "num_inference_steps": 3}
-
-
-def load(model: str, folder: str) -> Any:
-    """A pipeline of a class of its own: para-attn changes classes and does not undo it."""
-    import diffusers
-
-    base = {"wan": diffusers.WanPipeline, "cogvideox": diffusers.CogVideoXPipeline}[model]
-    pipe = type(base.__name__ + "UnderTest", (base,), {}).from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def latents(pipe: Any, prompt: str | list[str] = "the sea at dusk", seed: int | None = 3, **options: Any) -> Any:
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    text = {"max_sequence_length": 16} if "Wan" in type(pipe).__name__ else {}  # of 512 tokens, nearly all padding
-    return pipe(prompt=prompt, generator=generator, output_type="latent", **text | SIZE | options).frames
-
-
-def alone(pipe: Any, config: dict[str, Any], **options: Any) -> torch.Tensor:
-    """What one process makes."""
-    single = attach_single_process(pipe.transformer, config, lambda: len(pipe.scheduler.timesteps))
-    try:
-        return latents(pipe, **options)
-    finally:
-        single.detach()
 
 
 def expected_alone(pipe: Any, model: str, config: dict[str, Any], **options: Any) -> torch.Tensor:
@@ -48,21 +21,6 @@ def expected_alone(pipe: Any, model: str, config: dict[str, Any], **options: Any
     key = ("video of", model, mask_settings(config), options)
     made: torch.Tensor = kept_from_rank_0(key, lambda: alone(pipe, config, **options))
     return made
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max())
-
-
-def used_state(pipe: Any) -> list[Any]:
-    """state_of after a short generation, since a first one leaves attributes of its own."""
-    latents(pipe, num_inference_steps=1)
-    return state_of(pipe)
-
-
-def state_of(pipe: Any) -> list[Any]:
-    """Classes, attributes and hooks of a pipeline, to compare before and after."""
-    return [type(pipe), dict(vars(type(pipe))), sorted(vars(pipe)), *fingerprint(pipe.transformer)]
 
 
 def run_pipeline(

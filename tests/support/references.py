@@ -6,8 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from dbsp_diffusers.reference import attach_single_process
+from tests.support.models.transformers_for_tests import make_transformer
 from tests.support.shared import shared
 
 Result = TypeVar("Result")
@@ -44,6 +47,15 @@ def _from_rank_0(make: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return made
+
+
+def pass_alone(model: str, inputs: dict[str, Any], config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A forward pass of a tiny transformer: (of dense attention, with the masks of a configuration)."""
+    transformer = make_transformer(model)
+    with torch.no_grad():
+        dense = transformer(**inputs)[0]
+        attach_single_process(transformer, config)
+        return dense, transformer(**inputs)[0]
 
 
 def mask_settings(config: dict[str, Any]) -> dict[str, Any]:

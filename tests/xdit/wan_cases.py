@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.diffusers.models.wan22_cases import SIZE, _image, alone, latents
-from tests.para.para_pipeline_cases import difference
+from tests.support.models.tiny_pipelines import difference
 from tests.support.references import kept_from_rank_0
 
 

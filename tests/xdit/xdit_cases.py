@@ -19,9 +19,10 @@ import torch
 
 from dbsp_core import SequenceLayout
 from dbsp_diffusers.reference import attach_single_process
-from tests.para.para_cases import fingerprint
+from tests.support.models.tiny_pipelines import fingerprint, latents
 from tests.support.models.transformers_for_tests import Inputs, make_transformer
-from tests.support.references import kept_from_rank_0, mask_settings
+from tests.support.references import kept_from_rank_0, mask_settings, pass_alone
+from tests.support.shared import reused
 
 
 @dataclass(frozen=True)
@@ -84,39 +85,27 @@ def engine_config(world: int, guidance: int = 1, data: int = 1) -> Any:
 def run_xdit_case(rank: int, world: int, case: XditCase) -> tuple[float, float]:
     """(largest difference from one process with the same mask, from dense attention), both on the whole output."""
     mask = case.model, case.thw, case.batch, case.seed, mask_settings(case.config)
-    return differences_of(case, *kept_from_rank_0(("pass", mask), lambda: pass_alone(case)))
-
-
-def pass_alone(case: XditCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """In one process, (of dense attention, with the mask)."""
-    stock = make_transformer(case.model)
-    with torch.no_grad():
-        dense = stock(**case.inputs)[0]
-        attach_single_process(stock, case.config)
-        return dense, stock(**case.inputs)[0]
+    return differences_of(
+        case, *kept_from_rank_0(("pass", mask), lambda: pass_alone(case.model, case.inputs, case.config))
+    )
 
 
 def differences_of(case: XditCase, dense: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
     """The largest differences, from `expected` and from `dense`, of a pass of the host's transformer with db-SP."""
     from dbsp_xdit import attach, detach
 
-    wrapped = _hosted.pop(case.model, None) or hosted_transformer(case.model)
-    pipe = types.SimpleNamespace(transformer=wrapped)
-    before = fingerprint(wrapped)
-    attach(pipe, case.config)
-    with torch.no_grad():
-        out = wrapped(**case.inputs)[0]
-    with pytest.raises(ValueError, match="parallelized already"):
+    with _hosted_transformers(case.model) as wrapped:
+        pipe = types.SimpleNamespace(transformer=wrapped)
+        before = fingerprint(wrapped)
         attach(pipe, case.config)
-    detach(pipe)
-    assert fingerprint(wrapped) == before, "detach left something behind"
-    detach(pipe)  # nothing to do, and no harm
-    _hosted[case.model] = wrapped
+        with torch.no_grad():
+            out = wrapped(**case.inputs)[0]
+        with pytest.raises(ValueError, match="parallelized already"):
+            attach(pipe, case.config)
+        detach(pipe)
+        assert fingerprint(wrapped) == before, "detach left something behind"
+        detach(pipe)  # nothing to do, and no harm
     return float((out - expected).abs().max()), float((out - dense).abs().max())
-
-
-_hosted: dict[str, Any] = {}
-"""The transformer of the last case of each model, which left it as it was."""
 
 
 def registered_model(rank: int, world: int, name: str) -> dict[str, Any]:
@@ -149,6 +138,9 @@ def hosted_transformer(model: str, **options: Any) -> Any:
     wrapped = make_transformer(model, cls=xFuserWanTransformer3DWrapper, attention_kwargs={"thw": None}, **options)
     wrapped.load_state_dict(make_transformer(model, **options).state_dict())
     return wrapped
+
+
+_hosted_transformers = reused(hosted_transformer)
 
 
 @dataclass(frozen=True)
@@ -224,16 +216,6 @@ def _cogvideox_parts(folder: str) -> dict[str, Any]:
 
 
 def latents_of(pipe: Any, case: PipelineCase, steps: int = 2, **options: Any) -> torch.Tensor:
-    output = pipe(
-        prompt="the sea at dusk",
-        height=case.height,
-        width=case.width,
-        num_frames=case.num_frames,
-        num_inference_steps=steps,
-        guidance_scale=case.guidance_scale,
-        generator=torch.Generator().manual_seed(3),
-        output_type="latent",
-        **options,
-    )
-    latents: torch.Tensor = output.frames
-    return latents
+    size = {name: getattr(case, name) for name in ("height", "width", "num_frames", "guidance_scale")}
+    made: torch.Tensor = latents(pipe, num_inference_steps=steps, **size | options)
+    return made

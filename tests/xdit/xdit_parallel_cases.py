@@ -12,8 +12,8 @@ import torch._dynamo
 
 from dbsp_diffusers.reference import attach_single_process
 from tests.support.models.transformers_for_tests import GraphCounter, Inputs
-from tests.support.references import kept_from_rank_0
-from tests.xdit.xdit_cases import XditCase, differences_of, hosted_transformer, pass_alone
+from tests.support.references import kept_from_rank_0, pass_alone
+from tests.xdit.xdit_cases import XditCase, differences_of, hosted_transformer
 
 
 def run_image_to_video(rank: int, world: int, folder: str, config: dict[str, Any]) -> tuple[float, float]:
@@ -83,7 +83,7 @@ def run_data_parallel(rank: int, world: int, case: XditCase, data: int) -> list[
     """Each group of ranks generates something else, and another number of times."""
     group = rank * data // world
     case = replace(case, seed=1 + group)
-    return [differences_of(case, *pass_alone(case)) for _ in range(1 + group)]
+    return [differences_of(case, *pass_alone(case.model, case.inputs, case.config)) for _ in range(1 + group)]
 
 
 def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[str, Any]) -> tuple[float, int, int]:

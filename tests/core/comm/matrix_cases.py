@@ -13,18 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from dbsp_core.runtime.session.session import AttentionSession
-from dbsp_diffusers.reference import attach_single_process
-
-CALL = {
-    "prompt": "the sea at dusk",
-    "height": 64,
-    "width": 96,
-    "num_frames": 9,
-    "num_inference_steps": 2,
-    "guidance_scale": 2.0,  # guidance multiplies rounding by its scale
-    "output_type": "latent",
-}
-"""Wan: 3·4·6 = 72 tokens, which 4 ranks divide and 5 don't; CogVideoX1.5: 226 of text and 2·4·6 of video."""
+from tests.support.models.tiny_pipelines import alone, latents, load
 
 
 @dataclass(frozen=True)
@@ -40,11 +29,7 @@ class MatrixCase:
 
 def single_process_latents(folder: str, model: str, config: dict[str, Any]) -> torch.Tensor:
     """Final latents of stock diffusers in this process alone, under the same masks."""
-    pipe = _stock_pipe(folder, model)
-    single = attach_single_process(pipe.transformer, config, lambda: len(pipe.scheduler.timesteps))
-    latents = _generate(pipe)
-    single.detach()
-    return latents
+    return alone(_stock_pipe(model, folder), config)
 
 
 def run_matrix(
@@ -55,8 +40,8 @@ def run_matrix(
     differences = []
     for case in cases:
         with _broken(case.break_with):
-            latents = _parallel_latents(folders[case.model], case)
-        differences.append(float((latents - expected[case.reference]).abs().max()))
+            out = _parallel_latents(folders[case.model], case)
+        differences.append(float((out - expected[case.reference]).abs().max()))
     return differences
 
 
@@ -64,41 +49,28 @@ def _parallel_latents(folder: str, case: MatrixCase) -> torch.Tensor:
     if case.host == "para":
         import dbsp_para
 
-        pipe = _stock_pipe(folder, case.model)
+        pipe = _stock_pipe(case.model, folder)
         dbsp_para.parallelize_pipe(pipe, config=case.config)
-        latents = _generate(pipe)
+        out = latents(pipe)
         dbsp_para.unparallelize(pipe)
-        return latents
+        return out
     import dbsp_xdit
 
     pipe = _xdit_pipe(folder, case.model)
     dbsp_xdit.attach(pipe, case.config)
-    latents = _generate(pipe)
+    out = latents(pipe)
     dbsp_xdit.detach(pipe)
-    return latents
+    return out
 
 
-def _generate(pipe: Any) -> torch.Tensor:
-    text = {"max_sequence_length": 16} if "Wan" in type(pipe).__name__ else {}  # of 512 tokens, nearly all padding
-    latents: torch.Tensor = pipe(**CALL, **text, generator=torch.Generator().manual_seed(3)).frames
-    return latents
-
-
-@functools.cache
-def _stock_pipe(folder: str, model: str) -> Any:
-    import diffusers
-
-    cls = {"wan": diffusers.WanPipeline, "cogvideox": diffusers.CogVideoXPipeline}[model]
-    pipe = cls.from_pretrained(folder, local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+_stock_pipe = functools.cache(load)
 
 
 @functools.cache
 def _xdit_pipe(folder: str, model: str) -> Any:
     """As xDiT's runner builds it: Wan with xfuser's wrapper, CogVideoX as diffusers has it."""
     if model != "wan":
-        return _stock_pipe(folder, model)
+        return _stock_pipe(model, folder)
     from diffusers import WanPipeline
     from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
 

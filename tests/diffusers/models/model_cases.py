@@ -8,7 +8,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_diffusers.reference import attach_single_process
-from tests.para.para_cases import fingerprint
+from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.shared import shared
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import dbsp_diffusers
 from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS, apart, outputs
-from tests.para.para_cases import fingerprint
+from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 
 EVEN = (3, 4, 8)

@@ -16,7 +16,7 @@ from dbsp_core.masks.schedule import StepClock
 from dbsp_diffusers.attached import transformers_of
 from dbsp_diffusers.reference import attach_single_process
 from dbsp_diffusers.sharding.generations import Generations
-from tests.para.para_pipeline_cases import difference, load
+from tests.support.models.tiny_pipelines import difference, load
 from tests.support.models.tiny_transformers import LATENTS, make_tiny_transformer
 from tests.support.references import by_first_rank
 
