@@ -64,7 +64,7 @@ def test_a_wrong_order_of_strips_would_be_seen(pool, tiny):
     assert any(result and result[0] > 100 * TOLERANCE for result in workers.run(run_cogvideox_pipeline, case))
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_the_stock_pipeline_equals_one_process(pool, tiny, world):
     """5 rows of 7 tokens, which no number of ranks divides, and 4 or 6 heads over 3 or 4 ranks."""
     workers = pool(world)

@@ -57,9 +57,10 @@ def test_six_and_eight_ranks(pool, world, strategies):
 
 @pytest.mark.parametrize(
     ("model", "mask"),
-    [("wan", CDF), pytest.param("cogvideox", MASK, marks=pytest.mark.long)],
+    [("wan", CDF), ("cogvideox", MASK)],
     ids=["wan", "cogvideox"],
 )
+@pytest.mark.long
 def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask):
     workers = pool(2)
     workers.run(start_xfuser)

@@ -43,24 +43,28 @@ def expected(tiny):
     return pipe(prompt="the sea at dusk", generator=generator, output_type="latent", **SIZE).frames
 
 
+# 5 rows of 7 tokens on 2 ranks
+ON_A_RING = ["xdit", "--sp-backend", "dbsp"], ["--ring_degree", "2", "--enable_tiling", "--enable_slicing"]
+
+
 @pytest.mark.parametrize(
-    ("command", "options"),
+    ("start", "command", "options"),
     [
-        # 5 rows of 7 tokens on 2 ranks
-        (["xdit", "--sp-backend", "dbsp"], ["--ring_degree", "2", "--enable_tiling", "--enable_slicing"]),
-        (["dbsp-xdit"], ["--use_cfg_parallel"]),
-        pytest.param(["dbsp-xdit"], ["--use_cfg_parallel", "--use_torch_compile"], marks=pytest.mark.long),
+        (run, *ON_A_RING),
+        (run, ["dbsp-xdit"], ["--use_cfg_parallel"]),
+        pytest.param(run, ["dbsp-xdit"], ["--use_cfg_parallel", "--use_torch_compile"], marks=pytest.mark.long),
+        # torch must teach `xdit`, its torchrun, and its ranks when they import it
+        pytest.param(subprocess.run, *ON_A_RING, marks=pytest.mark.long),
     ],
+    ids=["xdit", "dbsp-xdit", "compiled", "really started"],
 )
-def test_a_video_from_the_command_line(tmp_path, tiny, expected, command, options):
-    """`xdit` starts really: torch must teach it, its torchrun, and its ranks when they import it."""
+def test_a_video_from_the_command_line(tmp_path, tiny, expected, start, command, options):
     size = [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
     mask = "synthetic:" + ",".join(f"{key}={value}" for key, value in MASK.items() if key != "source")
     out = ["--output_directory", str(tmp_path), "--sp-report", str(tmp_path / "report"), "--sp-mask", mask]
     port = ["--master_port", str(_free_port())]
     line = [*command, "--model", tiny, "--prompt", "the sea at dusk", *size, *options, *out, *port]
     program = os.path.join(os.path.dirname(sys.executable), line[0])
-    start = subprocess.run if line[0] == "xdit" else run
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     done = start([program, *line[1:]], env={**os.environ, **ENVIRONMENT}, **pipes)
     assert done.returncode == 0, done.stderr[-3000:]
