@@ -76,7 +76,10 @@ def _torchao(transformer: Any) -> None:
 
 def _cross_backend(transformer: Any) -> None:
     """As a user's "flash" or "sage" would be: one that this machine has."""
-    transformer.set_attention_backend("_native_math")
+    from diffusers.models.attention_dispatch import attention_backend
+
+    with attention_backend():  # else it would be that of all models of this process from now on
+        transformer.set_attention_backend("_native_math")
 
 
 FEATURES: dict[str, Callable[[Any], None]] = {
