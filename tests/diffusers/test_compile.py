@@ -30,10 +30,11 @@ def test_a_compiled_transformer_gives_the_same_with_few_graphs(pool, model, mask
     ("model", "mask", "graphs"),
     [
         ("wan", "sparge", 1),
-        ("vace", "window", 3),  # as stock: two kinds of block, one of them with and without a projection
-        ("flux", "window", 3),
+        # as stock: two kinds of block, one of them with and without a projection
+        pytest.param("vace", "window", 3, marks=pytest.mark.long),
+        pytest.param("flux", "window", 3, marks=pytest.mark.long),
         ("qwen", "window", 3),  # and what is cut at the first block, and at each
-        ("hunyuan1.5", "window", 5),
+        pytest.param("hunyuan1.5", "window", 5, marks=pytest.mark.long),
     ],
 )
 def test_repeated_blocks_are_compiled_without_a_break(pool, model, mask, graphs):

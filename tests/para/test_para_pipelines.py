@@ -93,10 +93,10 @@ def test_a_failed_generation_leaves_the_pipeline_usable(pool, folders, model, wo
 @pytest.mark.parametrize(
     ("model", "world", "mesh", "cache_first", "threshold"),
     [
-        ("wan", 2, {}, True, 0.25),
+        pytest.param("wan", 2, {}, True, 0.25, marks=pytest.mark.long),
         ("wan", 3, {"max_ring_dim_size": 3}, False, 0.25),
         ("cogvideox", 3, {}, True, 0.5),
-        ("cogvideox", 2, {"max_ring_dim_size": 2}, False, 0.5),
+        pytest.param("cogvideox", 2, {"max_ring_dim_size": 2}, False, 0.5, marks=pytest.mark.long),
         ("cogvideox", 4, {"max_batch_dim_size": 2}, False, 0.5),
     ],
 )

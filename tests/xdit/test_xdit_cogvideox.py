@@ -31,7 +31,7 @@ def assert_equal(workers, case, some=False):
         assert from_dense > 100 * TOLERANCE, "the mask must matter"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_xfusers_own_pipeline_equals_one_process(pool, tiny, world):
     """Text of 226 tokens is split over 2 ranks, and all of it on each of 3 and 4."""
     workers = pool(world)

@@ -42,7 +42,7 @@ def test_data_parallel_groups_do_not_wait_for_each_other(pool):
     workers.run(start_xfuser)
 
 
-@pytest.mark.parametrize(("world", "strategies"), [(6, ("U3R2",)), (8, ("U8R1",))])
+@pytest.mark.parametrize(("world", "strategies"), [(6, ("U3R2",)), pytest.param(8, ("U8R1",), marks=pytest.mark.long)])
 def test_six_and_eight_ranks(pool, world, strategies):
     """6 heads don't divide by 8, 105 tokens by neither."""
     workers = pool(world)

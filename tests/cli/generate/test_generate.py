@@ -187,6 +187,7 @@ def test_images_that_do_not_fit_are_refused_before_a_process_is_launched(tmp_pat
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_property, capsys):
     with two_nodes() as (nodes, what):
         record_property("nodes", what)
@@ -277,6 +278,7 @@ def test_the_rank_that_others_missed_is_named_whichever_torchrun_saw_first(first
     assert _root_cause("", words) is None
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_all_ranks_and_leaves_nothing_half_written(tmp_path):
     """A real start, whose processes are found by their command lines."""
     log = tmp_path / "ball.log"

@@ -40,7 +40,9 @@ ORDERED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(world, marks=pytest.mark.long) if world == 8 else world for world in WORLDS]
+)
 def test_token_orders_equal_dense_attention(threads, world):
     ways = itertools.product(Strategy.all_for(world), ORDERED, ("contiguous", "paper", "dbsp", "random"))
     for seed, (strategy, shape, planner) in enumerate(ways):

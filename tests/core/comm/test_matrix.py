@@ -58,7 +58,9 @@ def cases(host: str, model: str, world: int) -> list[MatrixCase]:
     ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("host", ["para", "xdit"])
 def test_pipelines_equal_one_process(pool, folders, references, host, model, world):

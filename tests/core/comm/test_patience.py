@@ -51,7 +51,10 @@ host.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize(("host", "script", "needs"), [("para", PARA, "diffusers"), ("xdit", XDIT, "xfuser")])
+@pytest.mark.parametrize(
+    ("host", "script", "needs"),
+    [("para", PARA, "diffusers"), pytest.param("xdit", XDIT, "xfuser", marks=pytest.mark.long)],
+)
 def test_every_group_of_a_rank_has_the_timeout(tmp_path, host, script, needs):
     if importlib.util.find_spec(needs) is None:  # xfuser cannot be imported without a GPU
         pytest.skip(f"{needs} is not installed")

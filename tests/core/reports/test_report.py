@@ -28,7 +28,7 @@ SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "bl
 DRIFTING = {"source": "synthetic", "density": 0.4, "drift": 0.2, "block_q": 16, "block_k": 8}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.long), 4])
 def test_numbers_are_those_of_each_attention(pool, world):
     cases = [({"mask": SPARGE, "reuse": {"threshold": 1.02}}, str(s), 1) for s in Strategy.all_for(world)]
     hybrid = str(Strategy.all_for(world)[len(Strategy.all_for(world)) // 2])
