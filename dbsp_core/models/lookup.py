@@ -64,7 +64,7 @@ def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
         config = json.loads((Path(text) / "transformer" / "config.json").read_text())
         variant = variant_of((index.get("transformer_2") or [None])[0] is not None, index)
         return model_signature(str(index["_class_name"]), config, variant)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

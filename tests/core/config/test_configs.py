@@ -191,3 +191,11 @@ def test_models_agree_with_the_pipelines_defaults():
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_mask_source_has_a_key_of_the_configuration_itself(source):
     assert not set(setting_names(SOURCES[source])) & {*setting_names(DbspConfig), *setting_names(GenerateSettings)}
+
+
+@pytest.mark.parametrize("config", ['{"patch_size": []}', '{"num_layers": "x"}', '{"num_layers": 1e999}', "[]", "{"])
+def test_a_folder_whose_transformer_says_nonsense_is_no_known_model(tmp_path, config):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    (tmp_path / "transformer" / "config.json").write_text(config)
+    assert signature_of_model(tmp_path) is None
