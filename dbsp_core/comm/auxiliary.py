@@ -1,8 +1,12 @@
-"""Auxiliary groups of a process group: its ranks over gloo, for collectives that must not be mixed with others."""
+"""Groups made from a process group: its ranks over gloo, for collectives that must not be mixed with others; parts.
+
+They are destroyed when the group or all of torch's groups are.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -11,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["auxiliary_group", "timeout_of"]
+__all__ = ["auxiliary_group", "part_of", "timeout_of"]
 
 _Groups = dict[str, weakref.ref[dist.ProcessGroup]]
 _AUXILIARY: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
@@ -20,15 +24,29 @@ _AUXILIARY: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.Weak
 def auxiliary_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     """Returns a gloo group of the ranks of `group`, one for each purpose, with the same timeout.
 
-    Collective at the first call. It is destroyed when `group` or all of torch's groups are.
+    Collective at the first call.
     """
+    return _known(group, purpose, lambda: _made(group, purpose, range(group.size()), "gloo"))
+
+
+def part_of(group: dist.ProcessGroup, ranks: range) -> dist.ProcessGroup:
+    """Returns a group of some of the ranks of `group`, this one among them, on its backend and with its timeout.
+
+    Collective for these ranks at the first call; no others take part.
+    """
+    purpose = f"ranks {ranks.start} to {ranks.stop - 1}"
+    backend = dist.get_backend(group)
+    return _known(group, purpose, lambda: _made(group, purpose, ranks, backend))
+
+
+def _known(group: dist.ProcessGroup, purpose: str, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
     groups = _AUXILIARY.get(group)
     if groups is None:
         groups = _AUXILIARY[group] = {}
         weakref.finalize(group, _destroy, groups).atexit = False
     known = groups[purpose]() if purpose in groups else None
     if known is None:
-        known = _made(group, purpose)
+        known = make()
         groups[purpose] = weakref.ref(known)  # torch itself holds it
     return known
 
@@ -43,24 +61,26 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def _made(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """Makes a group as `dist.new_group(use_local_synchronization=True)` does, but under a name that is not reused.
+def _made(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) -> dist.ProcessGroup:
+    """Makes a group of some ranks of `group`, under a name that is not reused.
 
-    torch names a group after its ranks and the number of groups that this rank has. That number differs between ranks,
-    and it repeats once a group was destroyed, whose addresses in the store nobody answers any more.
+    Otherwise as `dist.new_group(use_local_synchronization=True)` does. torch names a group after its ranks and the
+    number of groups that this rank has. That number differs between ranks, and it repeats once a group was destroyed,
+    whose addresses in the store nobody answers any more.
     """
     make: Any = distributed_c10d._new_process_group_helper
+    numbers = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup
     made, _ = make(
-        group.size(),
-        group.rank(),
-        dist.get_process_group_ranks(group),
-        "gloo",
+        len(ranks),
+        ranks.index(group.rank()),
+        [numbers[rank] for rank in ranks],
+        backend,
         distributed_c10d._get_default_store(),
         group_name=f"{group.group_name}/dbsp-{purpose}",
         timeout=timeout_of(group) or default_pg_timeout,
     )
-    distributed_c10d._world.pg_group_ranks[made] = dict(distributed_c10d._world.pg_group_ranks[group])
+    distributed_c10d._world.pg_group_ranks[made] = {numbers[rank]: place for place, rank in enumerate(ranks)}
     dist.barrier(made)  # a rank that destroyed it at once would cut off others that are still connecting
     return made
 

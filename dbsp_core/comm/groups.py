@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.auxiliary import auxiliary_group, timeout_of
+from dbsp_core.comm.auxiliary import auxiliary_group, part_of, timeout_of
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
 
@@ -149,6 +149,20 @@ class SequenceGroup:
             return self
         with explain_broken_connection():
             return SequenceGroup(self.rank, self.size, auxiliary_group(group, purpose))
+
+    def part(self, first: int, size: int) -> SequenceGroup:
+        """The ranks from `first` on, this one among them, in a group of their own on the same backend.
+
+        It has this group's timeout and is destroyed with it. Collective for its ranks at the first call. One rank
+        alone needs no group, and all have this one.
+        """
+        group = self.group
+        if size == self.size:
+            return self
+        if group is None or size == 1:
+            return SequenceGroup(0, 1)
+        with explain_broken_connection():
+            return SequenceGroup(self.rank - first, size, part_of(group, range(first, first + size)))
 
     def all_to_all(
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]

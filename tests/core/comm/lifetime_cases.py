@@ -24,6 +24,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.utils.errors import UserError
 from tests.core.comm.lifetimes import count
 
 TOKENS, HEADS, WIDTH = 64, 2, 8
@@ -158,6 +159,24 @@ def timeouts_of_auxiliary_groups(rank: int, world: int, seconds: float) -> list[
     """Of those beside a group that was given `seconds`, in seconds."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     own = SequenceGroup.of(group)
-    limits = [one.timeout for one in (own, own.control(), report_group(own))]
+    limits = [one.timeout for one in (own, own.control(), report_group(own), own.part(rank // 2 * 2, 2))]
     dist.destroy_process_group(group)
     return [None if limit is None else limit.total_seconds() for limit in limits]
+
+
+def parts(rank: int, world: int, first: int, size: int) -> tuple[list[int], list[int], bool]:
+    """Ranks of a part by what it gathers, those of its control group, and whether it has ended with its group."""
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    whole = SequenceGroup.of(group)
+    part = whole.part(first, size) if first <= rank < first + size else whole.part(rank, 1)
+    gathered = [rank for (rank,) in part.gather_integers([rank], torch.device("cpu"))]
+    inner = part.control().gather_integers([rank], torch.device("cpu"))
+    assert whole.part(0, world) is whole
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    try:
+        ended = part.size > 1 and part.group is None
+    except UserError:
+        ended = True
+    return gathered, [rank for (rank,) in inner], ended

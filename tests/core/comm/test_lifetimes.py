@@ -14,6 +14,7 @@ from tests.core.comm.lifetime_cases import (
     loss_after_backward,
     loss_before_backward,
     outside,
+    parts,
     rehoming,
     session,
     timeouts_of_auxiliary_groups,
@@ -68,4 +69,10 @@ def test_a_rank_outside_the_group_is_told(pool):
 
 
 def test_auxiliary_groups_have_their_group_s_timeout(pool):
-    assert pool(2).run(timeouts_of_auxiliary_groups, 77.0) == [[77.0] * 3] * 2
+    assert pool(4).run(timeouts_of_auxiliary_groups, 77.0) == [[77.0] * 4] * 4
+
+
+def test_a_part_of_a_group_is_a_group_of_its_own_and_goes_with_it(pool):
+    alone, *inside = pool(4).run(parts, 1, 3)
+    assert inside == [([1, 2, 3], [1, 2, 3], True)] * 3
+    assert alone[:2] == ([0], [0])
