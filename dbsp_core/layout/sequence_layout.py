@@ -170,6 +170,20 @@ class SequenceLayout:
         layout = cls.from_streams(parts[streams], strategy.world)
         return layout if name != "local" else replace(layout, position=_by_token(np.arange(grid.tokens), grid))
 
+    def with_streams(self, text: np.ndarray, streams: Streams) -> SequenceLayout:
+        """The same tokens on each rank, those of text at its first or last places; as it is for None.
+
+        Args:
+            text: bool[tokens], which tokens are text.
+            streams: Which come first.
+        """
+        if streams is None:
+            return self
+        order = np.lexsort((self.local, text if streams == "last" else ~text, self.rank))
+        local = np.empty_like(self.local)
+        local[order] = np.arange(self.tokens) - np.searchsorted(self.rank[order], self.rank[order])
+        return replace(self, local=local)
+
     @property
     def tokens(self) -> int:
         return len(self.rank)

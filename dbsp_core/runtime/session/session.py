@@ -72,8 +72,8 @@ class AttentionSession:
     _machine: Machine | None = None
     """What ranks have agreed on at the first size."""
     _counters: ReuseCounters = field(default_factory=ReuseCounters)
-    _sizes: OrderedDict[tuple[Video, ...], SizeContext] = field(default_factory=OrderedDict)
-    """What is kept for each size of video, the one used last at the end."""
+    _sizes: OrderedDict[tuple[tuple[Video, ...], int], SizeContext] = field(default_factory=OrderedDict)
+    """What is kept for each size of video, and for the layout where one was given; the one used last at the end."""
     _reached: set[int] = field(default_factory=set)
     _recomputation: Recomputation = field(default_factory=Recomputation)
     _one_thread: OneThread = field(init=False)
@@ -116,7 +116,7 @@ class AttentionSession:
         timestep: torch.Tensor | float | None = None,
         device: torch.device | str = "cpu",
         cfg_branch: int | None = None,
-        streams: Streams | HostLayout = "first",
+        streams: Streams | HostLayout | SequenceLayout = "first",
     ) -> SequenceLayout:
         """Starts a forward pass over a video, or over several that are packed: then none attends to another.
 
@@ -126,7 +126,7 @@ class AttentionSession:
             device: Where the group's collectives run.
             cfg_branch: Of the step's guidance passes, where the host says which one this is. None: told by timesteps.
             streams: How a rank's text and video follow one another, in the layout that db-SP chooses; or what gives
-                the layout in which the host itself shards this size.
+                the layout in which the host itself shards this size; or this pass's layout.
 
         Returns:
             The layout in which the sequence must be sharded. What was made for the last `MOST_SIZES` sizes is kept.
@@ -142,21 +142,36 @@ class AttentionSession:
                 observer.begin(self._mask_provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
             place = torch.device(device)
             if self.config.debug:
-                size, step = (videos, None if callable(streams) else streams), (self._mask_provider.moment, cfg_branch)
+                of_streams = streams if isinstance(streams, (str, type(None))) else None
+                size, step = (videos, of_streams), (self._mask_provider.moment, cfg_branch)
                 agree_on_pass(self.group, size, step, place)
-            if videos not in self._sizes:
+            size_key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
+            if size_key not in self._sizes:
                 if self._machine is None:
                     self._machine = Machine.agreed(self.config, self.group, self.strategy, place)
-                self._sizes[videos] = new_size(self._parts, self._machine, videos, place, streams)
+                self._sizes[size_key] = new_size(self._parts, self._machine, videos, place, streams)
                 if len(self._sizes) > MOST_SIZES:
                     self._drop_oldest_size()
-            self._sizes.move_to_end(videos)
+            self._sizes.move_to_end(size_key)
             self._mask_provider.name_masks(place)
             return self.layout
+
+    def within(self, group: SequenceGroup, strategy: Strategy | None) -> AttentionSession:
+        """A session of other ranks, which counts its calls and denoising steps with this one's. Collective for them.
+
+        It is observed by none.
+        """
+        parts = self.config, group, strategy, self.heads, self.layers, self.steps, self.clock
+        return AttentionSession(*parts, _counters=self._counters)
 
     def end(self) -> int:
         """Ends a forward pass. Returns how many layers' attentions it reached."""
         return len(self._reached)
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes of the group's ranks."""
+        return self._parts.topology
 
     @property
     def layout(self) -> SequenceLayout:
@@ -279,9 +294,10 @@ class AttentionSession:
 
     def _drop_oldest_size(self) -> None:
         """Drops a size once what is being planned for it is done: on all ranks alike."""
-        size, oldest = self._sizes.popitem(last=False)
+        (videos, _), oldest = self._sizes.popitem(last=False)
         oldest.flush(self.observers)
-        self._mask_provider.forget(size)
+        if all(videos != others for others, _ in self._sizes):
+            self._mask_provider.forget(videos)
 
 
 def _counted(number: int, what: str) -> str:

@@ -210,7 +210,7 @@ def new_size(
     machine: Machine,
     size: tuple[Video, ...],
     device: torch.device,
-    streams: Streams | HostLayout,
+    streams: Streams | HostLayout | SequenceLayout,
 ) -> SizeContext:
     """The context of a size for which nothing was made yet. Collective: all ranks must plan by the same.
 
@@ -220,7 +220,7 @@ def new_size(
         size: The videos of a forward pass.
         device: Where the group's collectives run.
         streams: How a rank's text and video follow one another in the layout that is chosen here, or what gives the
-            host's own.
+            host's own, or a layout.
 
     Returns:
         A context without plans.
@@ -232,7 +232,10 @@ def new_size(
     grid = session.masks.grid(device)  # which all ranks have alike
     if strategy is not None:
         require_slots(strategy, grid)
-    layout = streams() if callable(streams) else _layout(session, machine, grid, streams, device)
+    if isinstance(streams, SequenceLayout):
+        layout = streams
+    else:
+        layout = streams() if callable(streams) else _layout(session, machine, grid, streams, device)
     settings = PlanSettings.of(
         config, group, session.topology, strategy, layout, machine, grid, device, session.compare
     )
