@@ -6,9 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
-
-import numpy as np
+from typing import Any
 
 from dbsp_cli.output import TextTable, print_json, print_tables
 from dbsp_core.config.config import DbspConfig
@@ -22,8 +20,6 @@ from dbsp_core.cost.sequences import (
     gamma_of,
     sequence_cost,
 )
-from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.models.lookup import require_model
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.sequence_plan import BALANCERS, SequencePlan, plan_sequences
@@ -33,7 +29,7 @@ from dbsp_core.planning.sequences.streams import (
     draw,
     parse_streams,
 )
-from dbsp_core.sources import MaskRequest, StaticMaskSource
+from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.byte_sizes import in_bytes
 from dbsp_core.utils.errors import UserError
 
@@ -107,22 +103,9 @@ def _work(drawn: DrawnSequences, layer: LayerSize, mask: str) -> SequenceWork:
         raise UserError(
             f"mask {mask!r} is predicted from queries and keys, which do not exist here; use another source"
         )
-    static = cast(StaticMaskSource, source)
-    made: dict[tuple[int, ...], tuple[BlockGrid, np.ndarray]] = {}
-    for text, (frames, height, width) in zip(drawn.text.tolist(), drawn.thw.tolist(), strict=True):
-        size = (text, frames, height, width)
-        if size in made:
-            continue
-        request = MaskRequest(0, layer.heads, (frames, height, width), text)
-        if mask == "dense":
-            grid = static.grid(request)
-            made[size] = grid, SequenceWork.dense([grid], layer.heads).row_work[0]
-        else:
-            found: BlockMask = static.mask(request)
-            made[size] = found.grid, found.counts.rows
-    sizes = zip(drawn.text.tolist(), *drawn.thw.T.tolist(), strict=True)
-    grids, rows = zip(*(made[size] for size in sizes), strict=True)
-    return SequenceWork(grids, rows)
+    sizes = zip(drawn.text.tolist(), drawn.thw.tolist(), strict=True)
+    requests = [MaskRequest(0, layer.heads, (thw[0], thw[1], thw[2]), text) for text, thw in sizes]
+    return SequenceWork.under(source, requests, {})
 
 
 def _candidates(

@@ -16,6 +16,7 @@ from dbsp_core.models.lookup import signature_of_name
 from dbsp_core.models.video import GenerateSettings
 from dbsp_core.planning.key_travel import KEYS, KeyTravel
 from dbsp_core.planning.planners import PlannerConfig, require_planner
+from dbsp_core.planning.sequences.sequence_plan import BagConfig
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.sources.spec import mask_settings, names_mask
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean, in_short
@@ -70,6 +71,10 @@ def _read_planner(value: Any, name: str) -> Any:
     return PlannerConfig(value) if isinstance(value, str) else convert(value, PlannerConfig | str, name, "planner")
 
 
+def _read_bags(value: Any, name: str) -> Any:
+    return BagConfig(value) if isinstance(value, str) else convert(value, BagConfig | str | None, name, "bags")
+
+
 def _read_mask(value: Any, name: str) -> Any:
     if hasattr(value, "mask"):
         return value
@@ -101,6 +106,8 @@ class DbspConfig:
         cost_model: Whose constants predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`; None:
             shipped ones that come nearest.
         kernel: "auto", or a kernel's name.
+        bags: How several sequences of one call are shared out: a `BagConfig`, a mapping for one, or only its topology,
+            such as "g8n4" or "auto"; None: every rank shares in each sequence (see docs/bags.md).
         report: Folder for the report (see docs/report.md), or None: nothing is observed.
         record: Folder for the masks of the run (see docs/mask-files.md), or None: $DBSP_RECORD if set.
         debug: All ranks check before each attention that inputs are finite, and that inputs, masks, plans and kernels
@@ -120,6 +127,7 @@ class DbspConfig:
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     cost_model: str | None = None
     kernel: str = "auto"
+    bags: BagConfig | None = field(default=None, metadata={"read": _read_bags})
     report: str | None = None
     record: str | None = None
     debug: bool = False
@@ -144,6 +152,12 @@ class DbspConfig:
                 "and keys of each call, too late to choose what is sent; use keys: ring, or auto",
                 ("keys",),
             )
+        if self.bags is not None:
+            for name in ("report", "record"):
+                if getattr(self, name) is not None:
+                    raise SettingError(
+                        f"a {name} is of ranks that share all sequences; leave out {name}, or bags", (name,)
+                    )
         if isinstance(self.strategy, Strategy):
             with blame_setting("kernel"):
                 require_supported(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))

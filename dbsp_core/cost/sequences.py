@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from dbsp_core.planning.key_travel import RingKeys
 from dbsp_core.planning.planner_input import PlannerInput
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan
+from dbsp_core.sources import DenseSource, MaskRequest, MaskSource, StaticMaskSource
 from dbsp_core.utils.errors import UserError
 
 __all__ = [
@@ -33,10 +35,12 @@ __all__ = [
     "LayerSize",
     "SequencePlanMetrics",
     "SequenceWork",
+    "WorkOfSizes",
     "bag_layout",
     "evaluate",
     "gamma_of",
     "sequence_cost",
+    "whole_layout",
 ]
 
 
@@ -84,6 +88,10 @@ def gamma_of(layer: LayerSize, hardware: Hardware) -> float:
     return block_s(1, 1, layer.head_dim, known) / (4 * layer.head_dim) * known.linear_flops_per_s
 
 
+WorkOfSizes = dict[MaskRequest, tuple[BlockGrid, np.ndarray]]
+"""By what masks were asked for: their grid, and int64[H, nq], dense blocks of each row."""
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceWork:
     """What each sequence's attention computes. No bits: numbers of a mask's rows are all that is kept.
@@ -101,8 +109,42 @@ class SequenceWork:
         return cls(tuple(mask.grid for mask in masks), tuple(mask.counts.rows for mask in masks))
 
     @classmethod
-    def dense(cls, grids: Sequence[BlockGrid], heads: int) -> SequenceWork:
-        return cls(tuple(grids), tuple(np.full((heads, grid.nq), grid.nk, dtype=np.int64) for grid in grids))
+    def dense(cls, grids: Sequence[BlockGrid], heads: int, density: float = 1.0) -> SequenceWork:
+        """All blocks of every row, or as many of each as a density comes to, at least one."""
+        rows = (np.full((heads, grid.nq), max(1, round(grid.nk * density)), dtype=np.int64) for grid in grids)
+        return cls(tuple(grids), tuple(rows))
+
+    @classmethod
+    def under(
+        cls, source: MaskSource, requests: Sequence[MaskRequest], known: WorkOfSizes, density: float = 1.0
+    ) -> SequenceWork:
+        """What sequences compute under a source's masks.
+
+        Args:
+            requests: One for each sequence.
+            known: Of requests that came before; those that are new are added. Of one source.
+            density: Assumed of masks that are predicted from queries and keys.
+
+        Raises:
+            UserError: For a size that the source refuses.
+        """
+        found = []
+        for request in requests:
+            if request not in known and (isinstance(source, DenseSource) or source.changes == "per_call"):
+                dense = cls.dense([source.grid(request)], request.heads, density)
+                found.append((dense.grids[0], dense.row_work[0]))
+                continue
+            if request not in known:
+                mask = cast(StaticMaskSource, source).mask(request)
+                known[request] = mask.grid, mask.counts.rows
+            found.append(known[request])
+        grids, rows = zip(*found, strict=True)
+        return cls(grids, rows)
+
+    def within(self, sequences: np.ndarray) -> SequenceWork:
+        """That of some sequences, int64[s]."""
+        each = sequences.tolist()
+        return SequenceWork(tuple(self.grids[one] for one in each), tuple(self.row_work[one] for one in each))
 
     @property
     def tokens(self) -> np.ndarray:
@@ -186,6 +228,15 @@ def evaluate(
     return SequencePlanMetrics(
         tokens, blocks, picoseconds, max(rhos), moved * hidden, apart * hidden, sent_bytes, float(slowest.max())
     )
+
+
+def whole_layout(plan: SequencePlan, tokens: np.ndarray) -> SequenceLayout:
+    """Which of all ranks holds which token of all sequences, packed one after another.
+
+    A rank has its tokens at the places that `bag_layout` gives them.
+    """
+    rank, local = plan.runs.token_homes(tokens)
+    return SequenceLayout(rank, local, plan.topology.world, int(local.max()) + 1)
 
 
 def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayout:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["BagTopology"]
+__all__ = ["BagTopology", "parse_terms"]
 
 _TERM = re.compile(r"g(\d{1,9})n(\d{1,9})", re.IGNORECASE)
 
@@ -47,13 +47,7 @@ class BagTopology:
         Raises:
             UserError: When the text is not of that form, or its unit does not divide the ranks; says what would fit.
         """
-        terms = [_TERM.fullmatch(term.strip()) for term in text.split("+")]
-        counts = [(int(term[1]), int(term[2])) for term in terms if term is not None]
-        if len(counts) < len(terms) or any(min(pair) < 1 for pair in counts):
-            raise UserError(
-                f"bags {text!r} are not of the form gGnN, N bags of G ranks, joined by +: for example g8n4 or "
-                "g1n2+g2n1+g4n1"
-            )
+        counts = parse_terms(text)
         unit = sum(size * number for size, number in counts)
         if unit > world or world % unit:
             fits = ", ".join(f"g{size}n{world // size}" for size in range(1, world + 1) if world % size == 0)
@@ -114,6 +108,18 @@ class BagTopology:
     def multiple(self) -> int:
         """The least common multiple of the bags' sizes: loads times `multiple` over size are whole numbers."""
         return math.lcm(*self.sizes)
+
+
+def parse_terms(text: str) -> list[tuple[int, int]]:
+    """(ranks of a bag, number of such bags) of each term. Raises UserError for text that is not of the form."""
+    terms = [_TERM.fullmatch(term.strip()) for term in text.split("+")]
+    counts = [(int(term[1]), int(term[2])) for term in terms if term is not None]
+    if len(counts) < len(terms) or any(min(pair) < 1 for pair in counts):
+        raise UserError(
+            f"bags {text!r} are not of the form gGnN, N bags of G ranks, joined by +: for example g8n4 or "
+            "g1n2+g2n1+g4n1"
+        )
+    return counts
 
 
 def _partitions(total: int, sizes: list[int]) -> Iterator[tuple[int, ...]]:

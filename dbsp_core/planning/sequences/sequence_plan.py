@@ -6,18 +6,48 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.planning.sequences.bags import BagTopology
+from dbsp_core.planning.sequences.bags import BagTopology, parse_terms
 from dbsp_core.planning.sequences.balancing import even_bags
 from dbsp_core.planning.sequences.knapsack import greedy_bags
 from dbsp_core.planning.sequences.shards import TokenRuns, chunks, staying
-from dbsp_core.utils.errors import UserError, did_you_mean
+from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean
 
-__all__ = ["BALANCERS", "SequencePlan", "plan_sequences"]
+__all__ = ["AUTO", "BALANCERS", "BagConfig", "SequencePlan", "plan_sequences"]
 
 BALANCERS = ("dbsp", "knapsack")
 """Ours, and KnapFormer's (§3.3)."""
+AUTO = "auto"
 _UNLIMITED = 1 << 61
 _BITS = 62
+
+
+@dataclass(frozen=True)
+class BagConfig:
+    """How several sequences are shared out over the ranks. Raises SettingError for values out of range.
+
+    Attributes:
+        topology: As KnapFormer writes it, such as "g8n4"; "auto": the one with the least modelled forward time of the
+            first sequences, or whenever those that follow do not fit.
+        balancer: See `plan_sequences`.
+        max_tokens: What a rank can hold; None: any number.
+    """
+
+    topology: str = AUTO
+    balancer: str = "dbsp"
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        with blame_setting("topology"):
+            if self.topology != AUTO:
+                parse_terms(self.topology)
+        _require_balancer(self.balancer)
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise bad_value(self, "max_tokens", "must be at least 1; leave it out for no limit", "bags.")
+
+    def require_ranks(self, world: int) -> None:
+        """Raises UserError for a topology that does not fit the ranks."""
+        if self.topology != AUTO:
+            BagTopology.parse(self.topology, world)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,10 +95,7 @@ def plan_sequences(
         UserError: For no sequences, lists of different lengths, ranks that there are not, an unknown balancer, or a
             sequence that no bag can hold.
     """
-    if balancer not in BALANCERS:
-        raise UserError(
-            f"unknown balancer {balancer!r}; use {' or '.join(BALANCERS)}{did_you_mean(balancer, BALANCERS)}"
-        )
+    _require_balancer(balancer)
     cost, tokens, loader = (np.asarray(values, dtype=np.int64) for values in (cost, tokens, loader))
     _check(cost, tokens, loader, topology)
     _require_room(tokens, topology, max_tokens)
@@ -84,6 +111,12 @@ def plan_sequences(
     knapsack = balancer == "knapsack"
     runs = chunks(tokens, bag, topology) if knapsack else staying(tokens, bag, loader, topology)
     return SequencePlan(topology, balancer, bag, runs)
+
+
+def _require_balancer(name: str) -> None:
+    if name not in BALANCERS:
+        known = f"{' or '.join(BALANCERS)}{did_you_mean(name, BALANCERS)}"
+        raise SettingError(f"unknown balancer {name!r}; use {known}", ("balancer",))
 
 
 def _check(cost: np.ndarray, tokens: np.ndarray, loader: np.ndarray, topology: BagTopology) -> None:

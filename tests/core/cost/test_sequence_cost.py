@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
+from dbsp_core.cost.bag_choice import fastest_bags
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import block_s
@@ -17,13 +18,14 @@ from dbsp_core.cost.sequences import (
     evaluate,
     gamma_of,
     sequence_cost,
+    whole_layout,
 )
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import BALANCERS, plan_sequences
 from dbsp_core.planning.sequences.streams import StreamAssumptions, draw, parse_streams
-from dbsp_core.sources import MaskRequest, SyntheticSource
+from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
 from tests.core.cost.latency_cases import machine
 from tests.support.generators import random_bits
@@ -163,3 +165,66 @@ def test_the_layout_of_a_bag_holds_its_sequences_one_after_another():
     assert isinstance(layout, SequenceLayout)
     assert layout.rank.tolist() == [1] * 5 + [0] * 9 + [1] * 3
     assert layout.tokens_at(1)[0].tolist() == [0, 1, 2, 3, 4, 14, 15, 16]
+
+
+@pytest.mark.parametrize("streams", ["first", "last", None])
+def test_whole_and_bags_have_tokens_at_the_same_places(streams):
+    tokens, loader = np.array([5, 9, 3, 8, 2]), np.array([1, 0, 1, 2, 3])
+    plan = plan_sequences(tokens, tokens, loader, BagTopology.parse("g2n2", 4))
+    text = np.random.default_rng(0).random(tokens.sum()) < 0.4
+    whole = whole_layout(plan, tokens).with_streams(text, streams)
+    sequence = np.repeat(np.arange(len(tokens)), tokens)
+    for bag in range(2):
+        own = np.isin(sequence, np.flatnonzero(plan.bag == bag))
+        layout = bag_layout(plan, tokens, bag).with_streams(text[own], streams)
+        assert (layout.rank + 2 * bag).tolist() == whole.rank[own].tolist()
+        assert layout.local.tolist() == whole.local[own].tolist()
+    for rank in range(4):
+        kinds = text[whole.tokens_at(rank)[0]].tolist()
+        if streams is not None:
+            assert kinds == sorted(kinds, reverse=streams == "first")
+
+
+def test_the_fastest_bags_are_those_that_evaluate_finds_and_that_hold_everything():
+    drawn = draw(parse_streams("g4b3i256,g4b1i1024"), 8, 0, StreamAssumptions())
+    requests = [
+        MaskRequest(0, HEADS, tuple(thw), text)
+        for text, thw in zip(drawn.text.tolist(), drawn.thw.tolist(), strict=True)
+    ]
+    work = SequenceWork.under(WindowSource(window=(1, 5, 5), block_q=64, block_k=64), requests, {})
+    layer, hardware = LayerSize(2, HEADS, 64, 1e7), load_hardware("h200")
+    cost = sequence_cost(layer, hardware)
+    picoseconds = cost.picoseconds(work.tokens, work.blocks)
+
+    def planned(topology, most=None):
+        return plan_sequences(picoseconds, work.tokens, drawn.loader, topology, "dbsp", most)
+
+    def seconds(plan):
+        return evaluate(plan, work, drawn.loader, cost, layer, hardware, 4).seconds
+
+    parts = work, drawn.loader, cost, layer, hardware, 8, 4
+    best = fastest_bags(planned, *parts)
+    assert seconds(best) == min(seconds(planned(each)) for each in BagTopology.candidates(8, 4))
+    most = int(work.tokens.max()) * 2 // 3
+    assert min(fastest_bags(lambda each: planned(each, most), *parts).topology.sizes) < 8
+    assert max(fastest_bags(lambda each: planned(each, most), *parts).topology.sizes) >= 2
+    with pytest.raises(UserError, match="exceeds every bag"):
+        fastest_bags(lambda each: planned(each, 1), *parts)
+
+
+def test_masks_that_are_known_are_made_once_a_size():
+    made = []
+
+    class Counted(WindowSource):
+        def mask(self, request):
+            made.append(request)
+            return super().mask(request)
+
+    source, known = Counted(window=(1, 5, 5), block_q=16, block_k=16), {}
+    requests = [MaskRequest(0, HEADS, thw) for thw in ((1, 8, 8), (2, 8, 8), (1, 8, 8))]
+    work = SequenceWork.under(source, requests, known)
+    again = SequenceWork.under(source, requests[:1], known)
+    assert made == requests[:2]
+    assert again.blocks.tolist() == work.blocks.tolist()[:1] == work.blocks.tolist()[2:]
+    sparge = SequenceWork.under(SpargeSource(cdf=0.9, block_q=16, block_k=16), requests, {}, density=0.25)
+    assert sparge.blocks.tolist() == [HEADS * 4 * 1, HEADS * 8 * 2, HEADS * 4 * 1]
