@@ -76,7 +76,7 @@ def attach_host(
     sessions: list[tuple[nn.Module, AttentionSession]] = []
     for name, transformer in transformers.items():
         own = _own_config(config, name, transformer, host, pipe, several=len(transformers) > 1)
-        choose = functools.partial(host.choose_strategy, own)
+        choose = functools.partial(_choose_strategy, host, own)
         strategy = run_consistently(host.everyone.control(), choose, _CPU)
         session = observed_session(
             own,
@@ -99,7 +99,7 @@ def attach_host(
             generations.hook(transformer, changes, whole_inputs=host.full_latents is None, always=debug)
             ranks, packing = host.shard(transformer, session, changes), packing_of(transformer)
             if packing is not None and isinstance(ranks, ForwardRanks):
-                packing.attach(transformer, session, changes)
+                packing.attach(transformer, changes)
             changes.set_attribute(transformer, "_is_parallelized", ranks)
         generations.attach(changes, shares_seeds=host.shares_seeds)
         if pipe is not None:
@@ -112,6 +112,14 @@ def attach_host(
     with changes:
         run_consistently(host.everyone.control(), change, _CPU)
     return sessions[0][1]
+
+
+def _choose_strategy(host: Host, config: DbspConfig) -> Strategy | None:
+    """That of all ranks. A strategy beside bags is of these. Raises UserError for bags that do not fit the ranks."""
+    if config.bags is None:
+        return host.choose_strategy(config)
+    config.bags.require_ranks(host.sequence.size)
+    return host.choose_strategy(replace(config, strategy=None))
 
 
 def _require_attachable(model: Any, host: Host) -> dict[str, Any]:

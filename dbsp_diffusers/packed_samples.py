@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from dbsp_core.cost.sequences import LayerSize
+from dbsp_core.masks.video import Video
+from dbsp_core.planning.sequences.sequence_plan import BagConfig
 from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.bags import Sharing
 
-__all__ = ["Condition", "PackedBatch", "PackedSample", "Size", "check_samples"]
+__all__ = ["Condition", "PackedBatch", "PackedSample", "SampleSpec", "Size", "check_samples"]
 
 Size = tuple[int, int, int]
 """Frames, rows and columns."""
@@ -25,11 +28,40 @@ class Condition:
         timesteps: [1], or [tokens].
         text: float[n, d].
         image: float[m, e], where the model has it.
+        pooled: float[p], where the model has it.
+        guidance: float[1], where the model has it.
     """
 
     timesteps: torch.Tensor
     text: torch.Tensor
-    image: torch.Tensor | None
+    image: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
+    guidance: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """What a transformer of one configuration takes as a sample.
+
+    Attributes:
+        channels: Of the latents.
+        patch: Latents' frames, rows and columns of one token.
+        text: Width of the prompt's embeddings.
+        image: Width of an image encoder's embeddings; None: it takes none.
+        pooled: Width of the pooled text embedding; None: it takes none.
+        guidance: Whether it is told the guidance scale, which it has learned.
+        token_timesteps: Whether each token may have a timestep of its own.
+        images_only: Whether latents have one frame.
+    """
+
+    channels: int
+    patch: Size
+    text: int
+    image: int | None = None
+    pooled: int | None = None
+    guidance: bool = False
+    token_timesteps: bool = False
+    images_only: bool = False
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,16 +71,23 @@ class PackedSample:
     Attributes:
         latents: float[C, F, H, W]; an image has one frame. What is given of the video (image conditioning) is among
             the channels, as the model's pipeline puts it there.
-        timestep: A number, or a tensor of one element; or a tensor [tokens], one for each token of the latents, as
-            models that are given a first frame have them (Wan2.2 TI2V).
-        text: float[n, d], the prompt's embeddings, with padding where the model is used to it, or without.
+        timestep: A number, or a tensor of one element, as the transformer itself is given it (Flux: 0 to 1); or a
+            tensor [tokens], one for each token of the latents, as models that are given a first frame have them
+            (Wan2.2 TI2V).
+        text: float[n, d], the prompt's embeddings; with padding where the model is used to it (Wan, Flux), or without
+            (HunyuanVideo).
         image: float[m, e], the image encoder's embeddings, where the model has them (Wan2.1 I2V).
+        pooled: float[p], the pooled embedding of the prompt, where the model has it (Flux, HunyuanVideo).
+        guidance: The guidance scale that a distilled model is told, as the transformer itself is given it (FLUX.1-dev:
+            the scale; HunyuanVideo: 1000 times the scale).
     """
 
     latents: torch.Tensor
     timestep: torch.Tensor | float
     text: torch.Tensor
     image: torch.Tensor | None = None
+    pooled: torch.Tensor | None = None
+    guidance: float | None = None
 
     def __repr__(self) -> str:
         image = "" if self.image is None else f", {len(self.image)} of an image"
@@ -63,7 +102,10 @@ class PackedSample:
     @property
     def condition(self) -> Condition:
         timesteps = torch.as_tensor(self.timestep, device=self.latents.device).reshape(-1)
-        return Condition(timesteps, self.text, self.image)
+        guidance = None
+        if self.guidance is not None:
+            guidance = torch.as_tensor(self.guidance, device=self.latents.device).reshape(1)
+        return Condition(timesteps, self.text, self.image, self.pooled, guidance)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -77,7 +119,12 @@ class PackedBatch:
         timestep: The largest of all, or another number that falls from step to step of a denoising.
         loaders: By sequence, the rank that is given it; None: every rank is given all.
         lengths: By sequence, tokens of text and of image, and number of timesteps, where loaders differ.
-        text_type: Of text and image, where loaders differ.
+        text_type: Of text, image and pooled embeddings, where loaders differ.
+        debug: Whether all ranks compare what they exchange before every exchange.
+        videos: Each sequence as attention sees it.
+        bags: Into which sequences are shared out; None: all ranks share in each.
+        layer: Sizes of the transformer's layers, which bags are planned by.
+        sharing: Where tokens are; None: not known yet.
     """
 
     samples: tuple[PackedSample, ...]
@@ -87,6 +134,18 @@ class PackedBatch:
     loaders: tuple[int, ...] | None = None
     lengths: tuple[Size, ...] = ()
     text_type: torch.dtype = torch.float32
+    debug: bool = False
+    videos: tuple[Video, ...] = ()
+    bags: BagConfig | None = None
+    layer: LayerSize | None = None
+    sharing: Sharing | None = None
+
+    @property
+    def texts(self) -> list[int]:
+        """Each sequence's tokens of text."""
+        if self.loaders is None:
+            return [len(sample.text) for sample in self.samples]
+        return [text for text, _, _ in self.lengths]
 
     def grids(self, patch: Sequence[int]) -> list[Size]:
         """Each sequence's token grid (t, h, w)."""
@@ -94,27 +153,39 @@ class PackedBatch:
         return [(frames // t, height // h, width // w) for frames, height, width in self.sizes]
 
 
-def check_samples(samples: Sequence[PackedSample], config: Any) -> None:
-    """Raises UserError for samples that a transformer of this configuration cannot be given."""
-    channels, patch, text_width, image_width = (
-        getattr(config, name) for name in ("in_channels", "patch_size", "text_dim", "image_dim")
-    )
+def check_samples(samples: Sequence[PackedSample], spec: SampleSpec) -> None:
+    """Raises UserError for samples that are not what a transformer takes."""
     for number, sample in enumerate(samples):
-        latents, text, image = sample.latents, sample.text, sample.image
-        complaint = None
-        if latents.ndim != 4 or latents.shape[0] != channels or not latents.numel():
-            complaint = f"latents must be [{channels}, frames, height, width], got {list(latents.shape)}"
-        elif any(side % part for side, part in zip(sample.size, patch, strict=True)):
-            complaint = f"latents of {list(sample.size)} do not divide into patches of {list(patch)}"
-        elif text.ndim != 2 or text.shape[1] != text_width or not len(text):
-            complaint = f"text must be [tokens, {text_width}], got {list(text.shape)}"
-        elif (image is None) != (image_width is None):
-            complaint = f"image embeddings are {'not for this model' if image_width is None else 'missing'}"
-        elif image is not None and (image.ndim != 2 or image.shape[1] != image_width or image.dtype != text.dtype):
-            complaint = f"image must be [tokens, {image_width}], of the dtype of text; got {list(image.shape)}"
-        else:
-            tokens, times = math.prod(sample.size) // math.prod(patch), len(sample.condition.timesteps)
-            if times not in (1, tokens):
-                complaint = f"timestep must be one number, or {tokens}, one a token; got {times}"
+        complaint = _complaint(sample, spec)
         if complaint:
             raise UserError(f"sample {number}: {complaint}")
+
+
+def _complaint(sample: PackedSample, spec: SampleSpec) -> str | None:
+    """What is wrong with a sample, in one line."""
+    latents, text = sample.latents, sample.text
+    if latents.ndim != 4 or latents.shape[0] != spec.channels or not latents.numel():
+        return f"latents must be [{spec.channels}, frames, height, width], got {list(latents.shape)}"
+    if spec.images_only and latents.shape[1] != 1:
+        return f"latents must have one frame, as this model makes images; got {latents.shape[1]}"
+    if any(side % part for side, part in zip(sample.size, spec.patch, strict=True)):
+        return f"latents of {list(sample.size)} do not divide into patches of {list(spec.patch)}"
+    if text.ndim != 2 or text.shape[1] != spec.text or not len(text):
+        return f"text must be [tokens, {spec.text}], got {list(text.shape)}"
+    for what, field, given, taken in (
+        ("image embeddings are", "image", sample.image, spec.image is not None),
+        ("the pooled text embedding is", "pooled", sample.pooled, spec.pooled is not None),
+        ("the guidance scale is", "guidance", sample.guidance, spec.guidance),
+    ):
+        if (given is not None) != taken:
+            return f"{what} {f'missing; give it as {field}' if taken else f'not for this model; leave {field} out'}"
+    image, pooled = sample.image, sample.pooled
+    if image is not None and (image.ndim != 2 or image.shape[1] != spec.image or image.dtype != text.dtype):
+        return f"image must be [tokens, {spec.image}], of the dtype of text; got {list(image.shape)}"
+    if pooled is not None and (list(pooled.shape) != [spec.pooled] or pooled.dtype != text.dtype):
+        return f"pooled must be [{spec.pooled}], of the dtype of text; got {list(pooled.shape)}"
+    tokens, times = math.prod(sample.size) // math.prod(spec.patch), len(sample.condition.timesteps)
+    if times not in ((1, tokens) if spec.token_timesteps else (1,)):
+        each = f", or {tokens}, one a token" if spec.token_timesteps else ""
+        return f"timestep must be one number{each}; got {times}"
+    return None

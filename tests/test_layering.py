@@ -190,7 +190,17 @@ ORDER = {
         *("utils", "models", "masks", "layout", "planning", "comm", "sources", "cost", "config", "runtime", "reports"),
     ),
     "dbsp_diffusers": (
-        *("patching", "group_timeouts", "preflight", "packed_samples", "models", "resolve", "sharding", "attached"),
+        *(
+            "patching",
+            "group_timeouts",
+            "preflight",
+            "bags",
+            "packed_samples",
+            "models",
+            "resolve",
+            "sharding",
+            "attached",
+        ),
         *("packed", "report_hook", "reference", "attach", "sum_gradients", "api"),
     ),
 }

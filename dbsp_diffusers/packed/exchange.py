@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_diffusers.packed_samples import Condition, PackedBatch, Size
-from dbsp_diffusers.sharding.stream_shards import StreamShards
+from dbsp_diffusers.bags import Sharing
+from dbsp_diffusers.packed.placement import Placement
+from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
 
 __all__ = ["Exchange", "exchange_of"]
 
@@ -27,11 +27,13 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 class Exchange:
     """Moves between this rank's samples and the tokens that it computes on.
 
+    Text is not moved: every rank that has tokens of a sequence embeds its prompt.
+
     Attributes:
         own: The sequences of this rank's samples, in their order.
-        given: Timesteps and prompt of each sequence that has tokens here.
-        take: Moves this rank's samples to the layout.
-        gather: Moves tokens back to the samples.
+        given: What each sequence that has tokens here is denoised by.
+        take: Moves this rank's samples, text apart, to its places of video.
+        gather: Moves tokens of video back to the samples.
     """
 
     own: Sequence[int]
@@ -41,47 +43,71 @@ class Exchange:
 
 
 def exchange_of(
-    batch: PackedBatch,
-    grids: Sequence[Size],
-    layout: SequenceLayout,
-    group: SequenceGroup,
-    present: np.ndarray,
-    config: Any,
-    debug: bool,
+    batch: PackedBatch, texts: Sequence[int], grids: Sequence[int], sharing: Sharing, here: Placement, spec: SampleSpec
 ) -> Exchange:
     """The exchange of one packed pass. Collective where ranks are given samples of their own.
 
     Args:
-        present: bool[ranks, sequences], which rank has tokens of which sequence.
-        config: The configuration of the transformer.
-        debug: Whether all ranks compare what they exchange before every exchange.
+        texts: Each sequence's tokens of text that are in the layout, before those of its grid.
+        grids: Each sequence's tokens without text.
+        here: This rank's tokens.
+        spec: What the transformer takes.
     """
+    layout, group = _layout_of_grids(sharing.layout, texts, grids), sharing.group
+    places = here.video.stop - here.video.start
     if batch.loaders is None:
-        shards = StreamShards(layout, group, 0, layout.tokens, batch.device)
-        given = {int(each): batch.samples[each].condition for each in np.flatnonzero(present[group.rank])}
-        return Exchange(range(len(grids)), given, partial(shards.take, dim=1), partial(shards.gather, dim=1))
-    tokens = [math.prod(grid) for grid in grids]
-    source = SequenceLayout.whole_sequences(tokens, batch.loaders, group.size)
+        given = {int(each): batch.samples[each].condition for each in np.flatnonzero(here.everyone[group.rank])}
+        take, gather = _of_all(layout, group, places, batch.device)
+        return Exchange(range(len(grids)), given, take, gather)
+    source = SequenceLayout.whole_sequences(grids, batch.loaders, group.size)
     own = [sequence for sequence, loader in enumerate(batch.loaders) if loader == group.rank]
-    held = sum(tokens[sequence] for sequence in own)
-    rehoming = Rehoming.of(source, layout, group, source_places=held, debug=debug)
-    given = _exchanged_conditions(batch, own, group, present, config)
+    held = sum(grids[sequence] for sequence in own)
+    rehoming = Rehoming.of(source, layout, group, source_places=held, target_places=places, debug=batch.debug)
+    given = _exchanged_conditions(batch, own, group, here.everyone, spec)
     return Exchange(own, given, partial(rehoming.there, dim=1), partial(rehoming.back, dim=1))
 
 
-def _exchanged_conditions(
-    batch: PackedBatch, own: Sequence[int], group: SequenceGroup, present: np.ndarray, config: Any
-) -> dict[int, Condition]:
-    """Timesteps and prompts, sent by the ranks that are given them to those that have tokens of the sequence.
+def _layout_of_grids(layout: SequenceLayout, texts: Sequence[int], grids: Sequence[int]) -> SequenceLayout:
+    """The layout without tokens of text: places count from each rank's first one that is of video."""
+    if not any(texts):
+        return layout
+    is_text = np.tile([True, False], len(grids)).repeat(np.stack([texts, grids], 1).ravel())
+    rank, local = layout.rank[~is_text], layout.local[~is_text]
+    first = np.full(layout.world, layout.shard)
+    np.minimum.at(first, rank, local)
+    return replace(layout, rank=rank, local=local - first[rank], position=None)
 
-    One all-to-all of bytes: text, image, timesteps in float64. Nothing in it has gradients.
+
+def _of_all(layout: SequenceLayout, group: SequenceGroup, places: int, device: torch.device) -> tuple[Move, Move]:
+    """Moves between all tokens, which every rank has, and this rank's; the latter is collective."""
+    held, at = (torch.from_numpy(each).to(device) for each in layout.tokens_at(group.rank))
+    most = int(layout.local.max()) + 1
+    place = torch.from_numpy(layout.rank * most + layout.local).to(device)
+
+    def take(x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(x.shape[0], places, x.shape[2]).index_copy(1, at, x.index_select(1, held))
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        tokens = x[:, :most]  # what is beyond is padding
+        whole = F.pad(tokens, (0, 0, 0, most - tokens.shape[1]))
+        return gather_shards(whole, 1, group).index_select(1, place)
+
+    return take, gather
+
+
+def _exchanged_conditions(
+    batch: PackedBatch, own: Sequence[int], group: SequenceGroup, present: np.ndarray, spec: SampleSpec
+) -> dict[int, Condition]:
+    """What sequences are denoised by, sent by the ranks that are given it to those that have tokens of the sequence.
+
+    One all-to-all of bytes. Nothing in it has gradients.
+
+    Args:
+        own: The sequences of this rank's samples.
+        present: bool[ranks, sequences], which rank has tokens of which sequence.
     """
-    widths = config.text_dim, config.image_dim or 0
-    types = batch.text_type, batch.text_type, torch.float64
-    sizes = [
-        [length * width * kind.itemsize for length, width, kind in zip(lengths, (*widths, 1), types, strict=True)]
-        for lengths in batch.lengths
-    ]
+    parts = [_parts(lengths, spec, batch.text_type) for lengths in batch.lengths]
+    sizes = [[numbers * kind.itemsize for numbers, kind in each] for each in parts]
     of_own = dict(zip(own, batch.samples, strict=True))
     sent = [[each for each in own if present[rank, each]] for rank in range(group.size)]
     received = [
@@ -97,14 +123,33 @@ def _exchanged_conditions(
     sequences = [each for those in received for each in those]
     found = {}
     for sequence, own_bytes in zip(sequences, came.split([sum(sizes[each]) for each in sequences]), strict=True):
-        text, image, times = (
-            part.clone().view(kind) for part, kind in zip(own_bytes.split(sizes[sequence]), types, strict=True)
+        text, image, pooled, times, guidance = (
+            part.clone().view(kind)
+            for part, (_, kind) in zip(own_bytes.split(sizes[sequence]), parts[sequence], strict=True)
         )
-        embedded = image.view(-1, widths[1]) if widths[1] else None
-        found[sequence] = Condition(times, text.view(-1, widths[0]), embedded)
+        found[sequence] = Condition(
+            times,
+            text.view(-1, spec.text),
+            None if spec.image is None else image.view(-1, spec.image),
+            None if spec.pooled is None else pooled,
+            guidance if spec.guidance else None,
+        )
     return found
 
 
+def _parts(lengths: Size, spec: SampleSpec, text_type: torch.dtype) -> list[tuple[int, torch.dtype]]:
+    """(numbers, dtype) of a condition's text, image, pooled text, timesteps and guidance, in the order of bytes."""
+    text, image, times = lengths
+    return [
+        (text * spec.text, text_type),
+        (image * (spec.image or 0), text_type),
+        (spec.pooled or 0, text_type),
+        (times, torch.float64),
+        (int(spec.guidance), torch.float64),
+    ]
+
+
 def _as_bytes(condition: Condition) -> torch.Tensor:
-    parts = [condition.text, *([] if condition.image is None else [condition.image]), condition.timesteps.double()]
-    return torch.cat([part.detach().contiguous().view(torch.uint8).flatten() for part in parts])
+    parts = [condition.text, condition.image, condition.pooled, condition.timesteps.double()]
+    parts.append(None if condition.guidance is None else condition.guidance.double())
+    return torch.cat([part.detach().contiguous().view(torch.uint8).flatten() for part in parts if part is not None])

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dbsp_core.comm.consistency import check_consistent
-from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.sequences import LayerSize
+from dbsp_core.planning.sequences.sequence_plan import BagConfig, SequencePlan
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.packed.packing import Packing, packing_of
-from dbsp_diffusers.packed_samples import PackedBatch, PackedSample, check_samples
+from dbsp_diffusers.packed.packing import PACKINGS, packing_of
+from dbsp_diffusers.packed.tokens import Packing
+from dbsp_diffusers.packed_samples import PackedBatch, PackedSample, SampleSpec, check_samples
 from dbsp_diffusers.sharding.step_caches import ForwardRanks
 
 __all__ = ["LocalPredictions", "packed_forward", "packed_forward_local"]
 
 _CPU = torch.device("cpu")
+_BAGS_DIFFER = "bags differ on rank(s) {}; give all ranks the same"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -33,11 +38,12 @@ def packed_forward(
 
     No sample attends to another, and each has a prompt and a timestep of its own. With db-SP enabled on the
     transformer (`enable`) their tokens are shared by all ranks, as even as one sequence's; every rank is given all
-    samples and returns all predictions. Without, one process runs the model's own attention, sequence by sequence.
+    samples and returns all predictions; with setting `bags` each bag computes some. Without db-SP, one process runs
+    the model's own attention, sequence by sequence.
 
     Args:
-        model: A transformer of diffusers that takes several sizes (`WanTransformer3DModel`), or a
-            DistributedDataParallel around it.
+        model: A transformer of diffusers that takes several sizes (`WanTransformer3DModel`, `FluxTransformer2DModel`,
+            `HunyuanVideoTransformer3DModel`), or a DistributedDataParallel around it.
         samples: At least one.
         timestep: A number that falls from step to step of a denoising, for masks that depend on the step. Default:
             the largest of the samples' timesteps.
@@ -49,14 +55,17 @@ def packed_forward(
         UserError: For samples that the model cannot be given, or a model that takes one size at a time.
     """
     transformer, packing = _transformer_of(model)
-    check_samples(samples, transformer.config)
+    check_samples(samples, packing.spec(transformer.config))
     if not samples:
         raise UserError("packed_forward was given no samples; give it at least one")
     times = torch.stack([sample.condition.timesteps.amax() for sample in samples])
     sizes, step = tuple(sample.size for sample in samples), times.amax() if timestep is None else timestep
-    batch = PackedBatch(tuple(samples), sizes, samples[0].latents.device, step)
-    predictions = packing.alone(transformer, batch) if _session_of(transformer) is None else model(batch)
-    return list(predictions[:-1])
+    session = _session_of(transformer)
+    bags = None if session is None else session.config.bags
+    batch = PackedBatch(tuple(samples), sizes, samples[0].latents.device, step, bags=bags)
+    if session is None:
+        return list(packing.alone(transformer, batch)[:-2])
+    return list(model(_for_attention(batch, transformer, packing, session))[:-2])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,17 +76,25 @@ class LocalPredictions:
         samples: The model's prediction for each, [C, F, H, W]; empty on a rank that was given none.
         zero: The number 0, which depends on the whole pass. Added to the loss it lets every rank take part in
             backward, one without samples too.
+        session: The session that computed this rank's attention: its plans and numbers. None: its bag had nothing.
+        plan: The bag of each sequence of all ranks, in the order of ranks; None: all ranks shared in each.
     """
 
     samples: list[torch.Tensor]
     zero: torch.Tensor
+    session: AttentionSession | None
+    plan: SequencePlan | None
 
     def __repr__(self) -> str:
         return f"<LocalPredictions of {len(self.samples)} samples>"
 
 
 def packed_forward_local(
-    model: Any, samples: Sequence[PackedSample], *, timestep: float | None = None
+    model: Any,
+    samples: Sequence[PackedSample],
+    *,
+    timestep: float | None = None,
+    bags: BagConfig | Mapping[str, Any] | str | None = None,
 ) -> LocalPredictions:
     """Computes `packed_forward` of samples that each rank has of its own, as from its data loader, maybe none.
 
@@ -90,34 +107,46 @@ def packed_forward_local(
         model: A transformer on which db-SP is enabled, or a DistributedDataParallel around it.
         samples: This rank's. At least one rank must have one. Nothing flows back into text and image embeddings.
         timestep: As for `packed_forward`; equal on all ranks.
+        bags: Groups of neighbouring ranks, each of which shares some of the sequences, "g8n4" for 4 of 8; "auto" for
+            those with the least modelled forward time; or as setting `bags` has it. Equal on all ranks. Default: that
+            setting; without it all ranks share every sequence.
 
     Returns:
-        The predictions for this rank's samples.
+        The predictions for this rank's samples, and how they were shared out.
 
     Raises:
         UserError: On all ranks together, as `packed_forward` does, and where db-SP is not enabled.
     """
-    transformer, _ = _transformer_of(model)
+    transformer, packing = _transformer_of(model)
     session = _session_of(transformer)
     if session is None:
         raise UserError("samples are local to ranks where db-SP is enabled; call dbsp_diffusers.enable first")
-    batch = _gathered(transformer, samples, session.group, timestep)
-    *predictions, zero = model(batch)
-    return LocalPredictions(predictions, zero)
+    batch = _gathered(transformer, packing.spec(transformer.config), samples, session, timestep, bags)
+    *predictions, zero, sharing = model(_for_attention(batch, transformer, packing, session))
+    return LocalPredictions(predictions, zero, sharing.session, sharing.plan)
 
 
 def _gathered(
-    transformer: Any, samples: Sequence[PackedSample], group: SequenceGroup, timestep: float | None
+    transformer: Any,
+    spec: SampleSpec,
+    samples: Sequence[PackedSample],
+    session: AttentionSession,
+    timestep: float | None,
+    bags: BagConfig | Mapping[str, Any] | str | None,
 ) -> PackedBatch:
     """The batch of this rank's samples, with the sizes of all ranks'. Collective."""
-    control, problem = group.control(), None
+    control, problem = session.group.control(), None
     rows: list[list[int]] = []
+    shared_by: BagConfig | None = None
     try:
-        check_samples(samples, transformer.config)
+        check_samples(samples, spec)
         rows = [_described(sample) for sample in samples]
+        shared_by = session.config.bags if bags is None else DbspConfig.load({"bags": bags}).bags
+        if shared_by is not None:
+            shared_by.require_ranks(session.group.size)
     except UserError as error:
         problem = error
-    check_consistent(control, problem, {}, _CPU)
+    check_consistent(control, problem, {_BAGS_DIFFER: fingerprint_of(shared_by)}, _CPU)
     counts = [count for (count,) in control.gather_integers([len(samples)], _CPU)]
     if not sum(counts):
         raise UserError("no rank was given a sample; give at least one rank at least one")
@@ -138,7 +167,17 @@ def _gathered(
         tuple(rank for rank, count in enumerate(counts) for _ in range(count)),
         tuple((row[3], row[4], row[5]) for row in everyone),
         _TYPES[types.pop()],
+        debug=session.config.debug,
+        bags=shared_by,
     )
+
+
+def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, session: AttentionSession) -> PackedBatch:
+    """The batch, with what its sequences are to attention."""
+    element_bytes = next(transformer.parameters()).element_size()
+    sizes = session.layers, session.heads, transformer.config.attention_head_dim, packing.token_flops(transformer)
+    layer = LayerSize(*sizes, element_bytes=element_bytes)
+    return replace(batch, videos=tuple(packing.videos(transformer, batch)), layer=layer)
 
 
 def _described(sample: PackedSample) -> list[int]:
@@ -158,7 +197,7 @@ def _transformer_of(model: Any) -> tuple[Any, Packing]:
     architecture_of(transformer)  # raises for one that db-SP does not know
     packing = packing_of(transformer)
     if packing is None:
-        raise UserError(f"{type(transformer).__name__} takes one size at a time; WanTransformer3DModel takes several")
+        raise UserError(f"{type(transformer).__name__} takes one size at a time; several take {', '.join(PACKINGS)}")
     if getattr(transformer, "is_cache_enabled", False):
         raise UserError("a step cache compares one sequence with itself; call disable_cache before several are packed")
     return transformer, packing

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-__all__ = ["scaled"]
+__all__ = ["modulated", "scaled"]
 
 
 def scaled(x: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -22,6 +22,11 @@ def scaled(x: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tens
     """
     product: torch.Tensor = _Scaled.apply(x, rows, ids)
     return product
+
+
+def modulated(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """x · (1 + scale) + shift of each token's row; scale and shift are float[R, C], else as `scaled`."""
+    return scaled(x, 1 + scale, ids) + shift.index_select(0, ids)
 
 
 class _Scaled(torch.autograd.Function):

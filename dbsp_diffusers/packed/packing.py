@@ -1,36 +1,21 @@
-"""Which transformers take samples of several sizes in one call, and how."""
+"""Which transformers take samples of several sizes in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 from torch import nn
 
-from dbsp_core.runtime.session.session import AttentionSession
-from dbsp_diffusers.packed.wan import attach_packed_wan, wan_alone
-from dbsp_diffusers.packed_samples import PackedBatch
-from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.packed.flux import FLUX
+from dbsp_diffusers.packed.hunyuan import HUNYUAN
+from dbsp_diffusers.packed.tokens import Packing
+from dbsp_diffusers.packed.wan import WAN
 
-__all__ = ["Packing", "packing_of"]
+__all__ = ["PACKINGS", "packing_of"]
 
-
-@dataclass(frozen=True)
-class Packing:
-    """How a transformer is called with samples of several sizes at once.
-
-    Attributes:
-        alone: (transformer, batch) -> predictions, one a sample, on one process without db-SP.
-        attach: (transformer, session, patches) lets calls of the transformer itself take a `PackedBatch`, with db-SP.
-    """
-
-    alone: Callable[[Any, PackedBatch], list[torch.Tensor]]
-    attach: Callable[[Any, AttentionSession, PatchSet], None]
-
-
-PACKINGS = {"WanTransformer3DModel": Packing(wan_alone, attach_packed_wan)}
+PACKINGS = {
+    "WanTransformer3DModel": WAN,
+    "FluxTransformer2DModel": FLUX,
+    "HunyuanVideoTransformer3DModel": HUNYUAN,
+}
 """Packings by class name."""
 
 

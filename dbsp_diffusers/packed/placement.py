@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +9,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_diffusers.packed_samples import Size
+from dbsp_core.layout.sequence_layout import Streams
+from dbsp_diffusers.bags import Sharing
 
 __all__ = ["Placement"]
 
@@ -25,58 +24,74 @@ class Placement:
 
     Attributes:
         sequence: int64[n], by place, which sequence the token there is of.
-        position: int64[n], by place, which token of its sequence; 0 at padding.
+        position: int64[n], by place, which token of its sequence, text first; 0 at padding.
         everyone: bool[ranks, sequences], which rank has tokens of which sequence.
+        text, video: The places of each stream; without text in the sequence all are of video.
     """
 
     sequence: np.ndarray
     position: np.ndarray
     everyone: np.ndarray
+    text: slice
+    video: slice
 
     @classmethod
-    def of(cls, layout: SequenceLayout, grids: Sequence[Size], rank: int) -> Placement:
-        """Makes the placement of sequences with these token grids."""
-        tokens = [math.prod(grid) for grid in grids]
-        sequences, firsts = np.repeat(np.arange(len(grids)), tokens), np.cumsum([0, *tokens])
-        cells = np.bincount(layout.rank * len(grids) + sequences, minlength=layout.world * len(grids))
+    def of(cls, sharing: Sharing, tokens: Sequence[int], streams: Streams = None) -> Placement:
+        """Makes this rank's placement of sequences of so many tokens, text included; streams: place of the text."""
+        layout, rank, count = sharing.layout, sharing.group.rank, len(tokens)
+        sequences, firsts = np.repeat(np.arange(count), tokens), np.cumsum([0, *tokens])
+        cells = np.bincount(layout.rank * count + sequences, minlength=layout.world * count)
         everyone = cells.reshape(layout.world, -1) > 0
         everyone[~everyone.any(axis=1), 0] = True
         held, places = layout.tokens_at(rank)
-        sequence = np.full(layout.shard, int(everyone[rank].argmax()))
-        position = np.zeros(layout.shard, dtype=np.int64)
+        sequence = np.full(sharing.places, int(everyone[rank].argmax()))
+        position = np.zeros(sharing.places, dtype=np.int64)
         sequence[places] = sequences[held]
         position[places] = held - firsts[sequences[held]]
-        return cls(sequence, position, everyone)
+        first, other = slice(0, sharing.first_stream), slice(sharing.first_stream, sharing.places)
+        text, video = (other, first) if streams == "last" else (first, other)
+        return cls(sequence, position, everyone, text, video)
 
     @cached_property
     def present(self) -> list[int]:
         """The sequences that the rank has tokens of, ascending."""
         return [int(each) for each in np.unique(self.sequence)]
 
-    @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """(index in `present`, first place, one past the last) of each run of one sequence's tokens, by place."""
-        ids = np.searchsorted(self.present, self.sequence)
+    def runs(self, places: slice = slice(None)) -> list[tuple[int, int, int]]:
+        """(index in `present`, first place, one past the last) of each run of one sequence's tokens, by place.
+
+        Args:
+            places: Counted from the first of these.
+        """
+        ids = np.searchsorted(self.present, self.sequence[places])
         starts = np.flatnonzero(np.diff(ids, prepend=-1))
         return [
             (int(ids[first]), int(first), int(last))
             for first, last in zip(starts, [*starts[1:], len(ids)], strict=True)
         ]
 
-    def by_token(self, table: Callable[[int], torch.Tensor], dim: int) -> torch.Tensor:
+    def joined(self, text: torch.Tensor, video: torch.Tensor, dim: int) -> torch.Tensor:
+        """The two streams' tensors in the order of their places."""
+        return torch.cat([text, video] if self.text.stop == self.video.start else [video, text], dim)
+
+    def by_token(self, table: Callable[[int], torch.Tensor], dim: int, places: slice = slice(None)) -> torch.Tensor:
         """One row a place, gathered from each present sequence's table, of which one is held at a time.
+
+        Without places too the result depends on every table.
 
         Args:
             table: Gives sequence s's tensor, which has its tokens along `dim`.
+            places: Those that are wanted.
         """
-        parts, places = [], []
-        for sequence in self.present:
-            here = np.flatnonzero(self.sequence == sequence)
-            whole = table(sequence)
-            parts.append(whole.index_select(dim, torch.from_numpy(self.position[here]).to(whole.device)))
-            places.append(here)
-        order = np.argsort(np.concatenate(places))
+        sequence, position = self.sequence[places], self.position[places]
+        parts, order = [], []
+        for one in self.present:
+            here = np.flatnonzero(sequence == one)
+            whole = table(one)
+            parts.append(whole.index_select(dim, torch.from_numpy(position[here]).to(whole.device)))
+            order.append(here)
+        places_of_rows = np.concatenate(order)
         gathered = torch.cat(parts, dim)
-        if (np.diff(order) == 1).all():
+        if (np.diff(places_of_rows) == 1).all():
             return gathered
-        return gathered.index_select(dim, torch.from_numpy(order).to(gathered.device))
+        return gathered.index_select(dim, torch.from_numpy(np.argsort(places_of_rows)).to(gathered.device))

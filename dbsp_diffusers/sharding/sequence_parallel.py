@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,9 +13,9 @@ from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.masks.video import Video
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.bags import BagSessions, Sharing
 from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
 from dbsp_diffusers.models.cuts import modules_at
 from dbsp_diffusers.packed_samples import PackedBatch
@@ -117,6 +118,8 @@ class _SequenceSharding:
         self._architecture = architecture_of(transformer)
         self._cuts = self._architecture.cuts.of(transformer)
         self._session = session
+        self._attention: AttentionSession | Sharing = session
+        self._bags = BagSessions(session)
         self._pass: _VideoPass | _PackedPass = _VideoPass({})
         self._made: WeakKeyDictionary[SequenceLayout, Shards] = WeakKeyDictionary()
         blocks = self._architecture.blocks_of(transformer)
@@ -141,7 +144,7 @@ class _SequenceSharding:
             for module in modules_at(self._transformer, path):
                 patches.hook(module.register_forward_hook, functools.partial(self._gather, cut))
         for layer, attention in enumerate(self._architecture.attentions_of(self._transformer)):
-            attend = functools.partial(self._session.attend, layer)
+            attend = functools.partial(self._attend, layer)
             intercept_self_attention(attention, attend, patches, any_mask=self._architecture.padded_text)
 
     @property
@@ -158,13 +161,8 @@ class _SequenceSharding:
                 "enable_parallelism was called after db-SP was enabled, and both would shard; call it before"
             )
         if args and isinstance(args[0], PackedBatch):
-            transformer: Any = module
-            videos = [Video(grid) for grid in args[0].grids(transformer.config.patch_size)]
-            timestep = self._step_of(module, args[0].timestep)
-            device, branch = args[0].device, self._branch()
-            self._session.begin(*videos, timestep=timestep, device=device, cfg_branch=branch, streams=None)
             self._pass = _PackedPass()
-            return args, kwargs
+            return (self._begin_packed(module, args[0]),), kwargs
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
         sequence.require_grid(self._session.config.mask)
@@ -176,8 +174,30 @@ class _SequenceSharding:
             cfg_branch=self._branch(),
             streams=self._architecture.text,
         )
-        self._pass = _VideoPass(self._shards_of(layout, sequence, device))
+        self._pass, self._attention = _VideoPass(self._shards_of(layout, sequence, device)), self._session
         return self._cut_own(args, kwargs)
+
+    def _begin_packed(self, module: nn.Module, batch: PackedBatch) -> PackedBatch:
+        """Begins a packed pass: in this rank's bag, or in all ranks' where no bags are asked for."""
+        session, videos = self._session, batch.videos
+        step: dict[str, Any] = {"timestep": self._step_of(module, batch.timestep), "cfg_branch": self._branch()}
+        streams = self._architecture.text
+        if batch.bags is not None and batch.layer is not None:
+            sharing = self._bags.begin(batch.bags, batch.layer, videos, batch.loaders, batch.device, streams, **step)
+        else:
+            layout = session.begin(*videos, device=batch.device, streams=streams, **step)
+            text, grids = sum(one.text for one in videos), sum(one.grid_tokens for one in videos)
+            first = {None: 0, "first": text, "last": grids}[streams]
+            first = -(-first // session.group.size)  # each stream is cut into equal shards
+            sharing = Sharing(session.group, layout, layout.shard, first, session)
+        self._attention = sharing
+        return replace(batch, sharing=sharing)
+
+    @torch.compiler.disable
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+    ) -> torch.Tensor:
+        return self._attention.attend(layer, q, k, v, scale=scale)
 
     def _step_of(self, module: nn.Module, timestep: torch.Tensor | float | None) -> torch.Tensor | float | None:
         """The timestep that distinguishes denoising steps; None in training, which draws one for each sample."""

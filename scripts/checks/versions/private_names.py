@@ -10,6 +10,12 @@ __all__ = ["PRIVATE_NAMES"]
 
 _HOOKS = "diffusers.hooks"
 _WAN = ("patch_embedding", "rope", "condition_embedder", "scale_shift_table", "norm_out", "proj_out", "blocks")
+_JOINT = (
+    *("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out"),
+    *("transformer_blocks", "single_transformer_blocks"),
+)
+_DOUBLE = ("norm1", "norm1_context", "attn", "norm2", "ff", "norm2_context", "ff_context")
+_SINGLE = ("norm", "proj_mlp", "act_mlp", "proj_out", "attn")
 _CLASSES = {
     "WanTransformer3DModel": ("hidden_states", "timestep", "encoder_hidden_states"),
     "WanVACETransformer3DModel": ("hidden_states", "timestep", "control_hidden_states"),
@@ -71,9 +77,37 @@ _DIFFUSERS = (
         "dbsp_diffusers.packed.wan",
         says=tuple(f"self.{name} =" for name in _WAN),
     ),
+    *(
+        PrivateName(
+            f"diffusers:{cls}.__init__",
+            f"dbsp_diffusers.packed.{file}",
+            says=tuple(f"self.{name} =" for name in (*_JOINT, rotary)),
+        )
+        for cls, file, rotary in (
+            ("FluxTransformer2DModel", "flux", "pos_embed"),
+            ("HunyuanVideoTransformer3DModel", "hunyuan", "rope"),
+        )
+    ),
+    *(
+        PrivateName(
+            f"diffusers.models.transformers.{file}:{cls}TransformerBlock.__init__",
+            "dbsp_diffusers.packed.joint",
+            says=tuple(f"self.{name} =" for name in names),
+        )
+        for file, name in (("transformer_flux", "Flux"), ("transformer_hunyuan_video", "HunyuanVideo"))
+        for cls, names in ((name, _DOUBLE), (f"{name}Single", _SINGLE))
+    ),
+    *(
+        PrivateName(
+            f"diffusers.models.normalization:{cls}.__init__",
+            "dbsp_diffusers.packed.joint",
+            says=("self.silu =", "self.linear =", "self.norm ="),
+        )
+        for cls in ("AdaLayerNormZero", "AdaLayerNormZeroSingle", "AdaLayerNormContinuous")
+    ),
     PrivateName("diffusers:WanTransformer3DModel.cache_context", "dbsp_diffusers.patching", ("name",)),
     PrivateName(
-        "diffusers:ModelMixin.__init__", "dbsp_diffusers.packed.wan", says=("self._gradient_checkpointing_func =",)
+        "diffusers:ModelMixin.__init__", "dbsp_diffusers.packed.tokens", says=("self._gradient_checkpointing_func =",)
     ),
     PrivateName("diffusers:ModelMixin._parallel_config", "dbsp_diffusers.sharding.takeover"),
     PrivateName("diffusers:ContextParallelConfig._mesh", "dbsp_diffusers.sharding.takeover"),

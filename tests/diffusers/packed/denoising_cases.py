@@ -31,12 +31,14 @@ def _difference(found: list[Any], expected: list[Any]) -> float:
     return max(float((torch.as_tensor(a) - torch.as_tensor(b)).abs().max()) for a, b in pairs)
 
 
-def denoised(rank: int, world: int, kind: str, folder: str, enabled: bool, output_type: str) -> float:
+def denoised(
+    rank: int, world: int, kind: str, folder: str, enabled: bool, output_type: str, bags: str | None = None
+) -> float:
     """The largest difference of all values from what the pipeline makes of each request, under the same masks."""
     pipe, _ = make_pipe(kind, folder)
     pipe.set_progress_bar_config(disable=True)
     if enabled:
-        dbsp_diffusers.enable(pipe, CONFIG)
+        dbsp_diffusers.enable(pipe, CONFIG | {"bags": bags})
     expected = [pipe(output_type=output_type, **options).frames[0] for options in _options()]
     found = denoise_packed(pipe, [PackedRequest(**options) for options in _options()], output_type=output_type)
     dbsp_diffusers.disable(pipe)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dbsp_diffusers
 from dbsp_diffusers import PackedSample, packed_forward, packed_forward_local
+from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.reference import attach_single_process
 from tests.diffusers.models.model_cases import MASKS
-from tests.support.models.tiny_transformers import TEXT, make_tiny_transformer
+from tests.support.models.tiny_transformers import TEXT, Thw, make_tiny_transformer
 from tests.support.references import by_first_rank
 
 CONFIGS: dict[str, dict[str, Any]] = {"dense": {"source": "dense", "block_q": 16, "block_k": 8}, **MASKS}
@@ -26,33 +30,96 @@ LOADERS = {2: (0, 0, 0, 0), 3: (2, 0, 0, 2), 4: (3, 1, 1, 0)}
 """By number of ranks, the rank that is given each sample; one has none."""
 
 
-def samples_of(model: str, dtype: torch.dtype) -> list[PackedSample]:
-    draws = torch.Generator().manual_seed(0)
+def make_model(model: str, dtype: torch.dtype) -> Any:
+    """A tiny transformer to be trained. "-dev": one that is told the guidance scale; "-lora": adapters alone"""
+    options = {"guidance_embeds": True} if model == "flux-dev" else {}
+    transformer = make_tiny_transformer(re.sub("-dev|-lora", "", model), **options)
+    if model.endswith("-lora"):
+        from peft import LoraConfig
+
+        parts = ["to_q", "to_v", "to_out.0", "add_k_proj", "proj_out", "norm.linear", "norm1_context.linear"]
+        transformer.requires_grad_(False)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            transformer.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=parts))
+    return transformer.to(dtype).train()
+
+
+def drawn_sample(
+    model: str, draws: torch.Generator, thw: Thw, text: int, timestep: Any, dtype: torch.dtype
+) -> PackedSample:
+    """One over a token grid; with Flux, which makes images, frames are below one another."""
+    t, h, w = thw
 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draws).to(dtype)
 
-    made = []
+    if model.startswith("flux"):
+        latents, prompt, pooled = noise(1, 1, 2 * t * h, 2 * w), noise(text, 32), noise(32)
+        guidance = 3.5 if model == "flux-dev" else None
+        return PackedSample(latents, timestep / 1000, prompt, pooled=pooled, guidance=guidance)
+    if model.startswith("hunyuan"):
+        latents, prompt = noise(4, t, h, w), noise(text, 16)
+        return PackedSample(latents, timestep, prompt, pooled=noise(8), guidance=1000.0 * (2 + text))
+    image = noise(17, 20) if model == "wan-i2v" else None
+    prompt = noise(text if image is None else 512, 16)
+    return PackedSample(noise(4, t, 2 * h, 2 * w), timestep, prompt, image)
+
+
+def samples_of(model: str, dtype: torch.dtype) -> list[PackedSample]:
+    draws, made = torch.Generator().manual_seed(0), []
     for index, ((t, h, w), text) in enumerate(SIZES):
-        image = noise(17, 20) if model == "wan-i2v" else None
         timestep: Any = torch.tensor(100 + 200 * index)
         if model == "wan-ti2v":
             timestep = torch.full((t * h * w,), 300.0 + index)
             timestep[: h * w] = 0  # of a given first frame
-        prompt = noise(text if image is None else 512, 16)
-        made.append(PackedSample(noise(4, t, 2 * h, 2 * w), timestep, prompt, image))
+        made.append(drawn_sample(model, draws, (t, h, w), text, timestep, dtype))
     return made
 
 
 def one_by_one(transformer: Any, samples: list[PackedSample]) -> list[torch.Tensor]:
     """Stock diffusers."""
-    predictions = []
-    for sample in samples:
-        times, image = sample.condition.timesteps, sample.image
-        times = times[None] if len(times) > 1 else times
-        inputs = sample.latents[None], times, sample.text[None], None if image is None else image[None]
-        predictions.append(transformer(*inputs, return_dict=False)[0][0])
-    return predictions
+    by_class = {"FluxTransformer2DModel": _one_of_flux, "HunyuanVideoTransformer3DModel": _one_of_hunyuan}
+    predict = by_class.get(type(transformer).__name__, _one_of_wan)
+    return [predict(transformer, sample) for sample in samples]
+
+
+def _one_of_wan(transformer: Any, sample: PackedSample) -> torch.Tensor:
+    times, image = sample.condition.timesteps, sample.image
+    times = times[None] if len(times) > 1 else times
+    inputs = sample.latents[None], times, sample.text[None], None if image is None else image[None]
+    return transformer(*inputs, return_dict=False)[0][0]
+
+
+def _one_of_flux(transformer: Any, sample: PackedSample) -> torch.Tensor:
+    """With tokens and places as the pipeline makes them."""
+    assert sample.pooled is not None
+    apart = F.pixel_unshuffle(sample.latents[:, 0], 2)
+    rows, columns = apart.shape[1:]
+    tokens = transformer(
+        hidden_states=apart.flatten(1).T[None],
+        encoder_hidden_states=sample.text[None],
+        pooled_projections=sample.pooled[None],
+        timestep=sample.condition.timesteps,
+        img_ids=torch.cartesian_prod(torch.zeros(1), torch.arange(float(rows)), torch.arange(float(columns))),
+        txt_ids=torch.zeros(len(sample.text), 3),
+        guidance=sample.condition.guidance,
+        return_dict=False,
+    )[0]
+    return F.pixel_shuffle(tokens[0].T.unflatten(1, (rows, columns)), 2)[:, None]
+
+
+def _one_of_hunyuan(transformer: Any, sample: PackedSample) -> torch.Tensor:
+    assert sample.pooled is not None
+    return transformer(
+        hidden_states=sample.latents[None],
+        timestep=sample.condition.timesteps,
+        encoder_hidden_states=sample.text[None],
+        encoder_attention_mask=torch.ones(1, len(sample.text), dtype=torch.long),
+        pooled_projections=sample.pooled[None],
+        guidance=sample.condition.guidance,
+        return_dict=False,
+    )[0][0]
 
 
 def loss_of(predictions: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
@@ -87,7 +154,7 @@ def references(model: str, mask: str, dtype: torch.dtype) -> tuple[list[torch.Te
     """Predictions and gradients of one process, one by one."""
     samples = samples_of(model, dtype)
     with wide_floats(dtype):
-        transformer = make_tiny_transformer(model).to(dtype).train()
+        transformer = make_model(model, dtype)
         single = attach_single_process(transformer, {"mask": CONFIGS[mask]})
         expected = one_by_one(transformer, samples)
         loss_of(expected, [*range(len(samples))]).backward()
@@ -113,12 +180,12 @@ def packed_is_one_by_one(
     samples = samples_of(model, dtype)
     expected, gradients = references(model, mask, dtype)
     with wide_floats(dtype):
-        transformer = make_tiny_transformer(model).to(dtype).train()
+        transformer = make_model(model, dtype)
         if checkpointing:
             transformer.enable_gradient_checkpointing()
         if fsdp:
             mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("everyone",))
-            for part in (*transformer.blocks, transformer):
+            for part in (*architecture_of(transformer).blocks_of(transformer), transformer):
                 fully_shard(part, mesh=mesh)
         session = dbsp_diffusers.enable(transformer, config)
         if local:
@@ -163,7 +230,7 @@ def alone_is_one_by_one(rank: int, world: int, model: str, checkpointing: bool) 
     found = []
     with wide_floats(torch.float64):
         for call in (one_by_one, packed_forward):
-            transformer = make_tiny_transformer(model).double().train()
+            transformer = make_model(model, torch.float64)
             if checkpointing:
                 transformer.enable_gradient_checkpointing()
             predictions = call(transformer, samples)
@@ -187,8 +254,9 @@ def kept_by_modulation(rank: int, world: int) -> tuple[int, int]:
 
 def bad_input(rank: int, world: int, kind: str) -> None:
     """Each of these raises on all ranks, and leaves them together."""
-    samples = samples_of("wan", torch.float32)
-    transformer = make_tiny_transformer("cogvideox" if kind == "model" else "wan")
+    model = {"model": "hunyuan1.5", "pooled": "hunyuan", "guidance": "hunyuan", "frames": "flux"}.get(kind, "wan")
+    transformer = make_tiny_transformer(model)
+    samples = samples_of("wan" if kind == "model" else model, torch.float32)
     if kind != "not enabled":
         dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
     one = samples[0]
@@ -198,6 +266,9 @@ def bad_input(rank: int, world: int, kind: str) -> None:
         "text": PackedSample(one.latents, 1.0, one.text[:, :3]),
         "timestep": PackedSample(one.latents, torch.arange(7), one.text),
         "image": PackedSample(one.latents, 1.0, one.text, torch.ones(2, 2)),
+        "pooled": replace(one, pooled=None),
+        "guidance": replace(one, guidance=None),
+        "frames": replace(one, latents=one.latents.expand(-1, 2, -1, -1)),
         "dtype": PackedSample(one.latents, 1.0, one.text.bfloat16()),
     }
     try:

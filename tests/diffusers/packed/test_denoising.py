@@ -11,17 +11,19 @@ from tests.diffusers.packed.denoising_cases import denoised, own_noise
 
 
 @pytest.mark.parametrize(
-    ("world", "kind", "enabled", "output_type"),
+    ("world", "kind", "enabled", "output_type", "bags"),
     [
-        (1, "a14b", False, "np"),
-        (1, "ti2v", False, "latent"),
-        (2, "a14b", True, "latent"),
-        (2, "ti2v", True, "latent"),
-        (4, "ti2v", True, "latent"),
+        (1, "a14b", False, "np", None),
+        (1, "ti2v", False, "latent", None),
+        (2, "a14b", True, "latent", "g1n2"),
+        (2, "ti2v", True, "latent", None),
+        (4, "ti2v", True, "latent", "g1n2+g2n1"),
     ],
 )
-def test_requests_together_give_what_the_pipeline_gives_for_each(pool, folder, world, kind, enabled, output_type):
-    for difference in pool(world).run(denoised, kind, folder, enabled, output_type):
+def test_requests_together_give_what_the_pipeline_gives_for_each(
+    pool, folder, world, kind, enabled, output_type, bags
+):
+    for difference in pool(world).run(denoised, kind, folder, enabled, output_type, bags):
         assert difference <= 1e-5
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dbsp_diffusers.packed.packing import PACKINGS
 from tests.diffusers.packed.packed_model_cases import (
     alone_is_one_by_one,
     bad_input,
     kept_by_modulation,
+    make_model,
     packed_is_one_by_one,
     stock_calls_still_work,
 )
@@ -26,6 +28,12 @@ CASES = [
     ("wan", 4, "sparge", "U4R1", "contiguous", True, False, False),
     ("wan", 4, "dense", "U1R4", "striped", False, False, False),
     ("wan", 4, "synthetic", "U4R1", "contiguous", True, True, True),
+    ("flux", 2, "sparge", "U1R2", "striped", True, True, False),
+    ("flux", 3, "synthetic", "U3R1", "contiguous", False, False, False),
+    ("flux-dev", 4, "dense", "U2R2", "striped", True, True, True),
+    ("hunyuan", 2, "synthetic", "U2R1", "contiguous", False, False, False),
+    ("hunyuan-lora", 3, "dense", "U1R3", "striped", True, False, False),
+    ("hunyuan", 4, "sparge", "U4R1", "striped", True, True, True),
 ]
 
 
@@ -43,7 +51,10 @@ def test_in_float32(pool):
         assert max(predictions, gradients) <= 1e-5
 
 
-@pytest.mark.parametrize(("model", "checkpointing"), [("wan", True), ("wan-i2v", False), ("wan-ti2v", False)])
+@pytest.mark.parametrize(
+    ("model", "checkpointing"),
+    [("wan", True), ("wan-i2v", False), ("wan-ti2v", False), ("flux", True), ("hunyuan", False)],
+)
 def test_without_db_sp_a_stock_transformer_packs_on_one_process(pool, model, checkpointing):
     (found,) = pool(1).run(alone_is_one_by_one, model, checkpointing)
     assert max(found) <= 1e-12
@@ -53,6 +64,13 @@ def test_packed_and_stock_calls_take_turns(pool):
     for enabled, disabled, undone in pool(2).run(stock_calls_still_work):
         assert max(enabled, disabled) <= 1e-5
         assert undone
+
+
+@pytest.mark.parametrize("model", ["flux", "hunyuan"])
+def test_a_token_is_charged_the_weights_of_its_own_stream(model):
+    """Both kinds of blocks: 4·d² of projections and 8·d² of a feed-forward, two FLOP each (KnapFormer, Eq. 1)."""
+    transformer = make_model(model, torch.float32)
+    assert PACKINGS[type(transformer).__name__].token_flops(transformer) == 24 * (6 * 24) ** 2
 
 
 def test_modulation_keeps_no_row_for_every_token(pool):
@@ -68,10 +86,16 @@ def test_modulation_keeps_no_row_for_every_token(pool):
         ("text", "text must be [tokens, 16]"),
         ("timestep", "one a token"),
         ("image", "image embeddings are not for this model"),
+        ("pooled", "sample 0: the pooled text embedding is missing"),
+        ("guidance", "sample 0: the guidance scale is missing"),
+        ("frames", "sample 0: latents must have one frame"),
         ("dtype", "text embeddings are of dtypes"),
         ("none", "no rank was given a sample"),
         ("empty", "given no samples"),
-        ("model", "takes one size at a time"),
+        (
+            "model",
+            "HunyuanVideo15Transformer3DModel takes one size at a time; several take WanTransformer3DModel, Flux",
+        ),
         ("not enabled", "call dbsp_diffusers.enable first"),
     ],
 )

@@ -1,0 +1,246 @@
+"""Bags carried out: which sequences of a packed call go to which ranks, and the sessions in which these attend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from dbsp_core.comm.consistency import run_consistently
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.cost.bag_choice import fastest_bags
+from dbsp_core.cost.hardware import NEAREST, load_hardware
+from dbsp_core.cost.sequences import (
+    LayerSize,
+    SequenceWork,
+    WorkOfSizes,
+    bag_layout,
+    sequence_cost,
+    whole_layout,
+)
+from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
+from dbsp_core.planning.sequences.bags import BagTopology
+from dbsp_core.planning.sequences.sequence_plan import AUTO, BagConfig, SequencePlan, plan_sequences
+from dbsp_core.runtime.session.session import AttentionSession
+from dbsp_core.sources import MaskRequest
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.fingerprint import fingerprint_of
+from dbsp_core.utils.log import log
+
+__all__ = ["BagSessions", "Sharing"]
+
+_CPU = torch.device("cpu")
+MOST_KNOWN = 256
+"""Sizes of sequences whose masks' rows are kept."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sharing:
+    """Where the tokens of a packed call are, as one rank sees it.
+
+    Attributes:
+        group: The ranks that share out the sequences.
+        layout: Which of them has which token.
+        places: This rank's, padding included.
+        first_stream: How many of them are of the stream that comes first, where text is in the sequence; else 0.
+        session: That of this rank's bag; None: it has no sequences, or db-SP is not enabled.
+        plan: The bag of each sequence; None: all ranks share in each.
+    """
+
+    group: SequenceGroup
+    layout: SequenceLayout
+    places: int
+    first_stream: int = 0
+    session: AttentionSession | None = None
+    plan: SequencePlan | None = None
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+    ) -> torch.Tensor:
+        """As the session's; without sequences that of padding, as every rank computes with every parameter."""
+        if self.session is None:
+            return F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return self.session.attend(layer, q, k, v, scale=scale)
+
+
+@dataclass(eq=False, repr=False)
+class BagSessions:
+    """A transformer's sessions in bags, made once for each topology, and what it takes to plan them.
+
+    Attributes:
+        whole: The session of all ranks.
+    """
+
+    whole: AttentionSession
+    _sessions: dict[tuple[int, ...], AttentionSession] = field(default_factory=dict)
+    """By the ranks of each bag."""
+    _proposed: BagTopology | None = None
+    """What "auto" chose last."""
+    _known: WorkOfSizes = field(default_factory=dict)
+    _last: tuple[AttentionSession, int] | None = None
+    """The session of this rank's last pass, and how many blocks its masks had, dense ones and others."""
+
+    def begin(
+        self,
+        bags: BagConfig,
+        layer: LayerSize,
+        videos: Sequence[Video],
+        loaders: Sequence[int] | None,
+        device: torch.device,
+        streams: Streams,
+        **step: Any,
+    ) -> Sharing:
+        """Plans the bags of a pass, and begins it in this rank's. Collective.
+
+        Args:
+            bags: Equal on all ranks.
+            layer: The transformer's.
+            videos: All sequences of the pass.
+            loaders: The rank that is given each; None: all ranks are given all.
+            device: Where hidden states are.
+            streams: Whether each rank has its tokens of text before or after its others.
+            step: What `AttentionSession.begin` is told of the denoising step.
+
+        Raises:
+            UserError: On all ranks, where bags or sequences don't fit, or ranks would share them out otherwise.
+        """
+        group = self.whole.group
+        control = group.control()
+        density = self._density(control)
+        # 1. The bag of each sequence: the same on all ranks, or an error on all.
+        plan, work = run_consistently(
+            control,
+            lambda: self._planned(bags, layer, videos, loaders, density, device),
+            _CPU,
+            lambda found: fingerprint_of((found[0].topology.ranks.tolist(), found[0].bag.tolist())),
+            "the bag of a sequence",
+        )
+        topology, ranks = plan.topology, tuple(plan.topology.ranks.tolist())
+        self._proposed = topology if bags.topology == AUTO else self._proposed
+        bag = int(topology.bag_of_rank[group.rank])
+        own = np.flatnonzero(plan.bag == bag)
+        # 2. This rank's session, and its pass. Bags raise together, as each of them would wait for the others later.
+        if ranks not in self._sessions:
+            self._sessions[ranks] = run_consistently(control, lambda: self._made(topology, bag), _CPU)
+        session = self._sessions[ranks]
+
+        def begun() -> SequenceLayout | None:
+            if not len(own):
+                return None
+            layout = _with_streams(bag_layout(plan, work.tokens, bag), _is_text(videos, own), streams)
+            return session.begin(*(videos[one] for one in own.tolist()), device=device, streams=layout, **step)
+
+        layout = run_consistently(control, begun, _CPU)
+        blocks = self.whole.heads * sum(work.grids[one].nq * work.grids[one].nk for one in own.tolist())
+        self._last = session, blocks
+        text = _is_text(videos, np.arange(len(videos)))
+        whole = _with_streams(whole_layout(plan, work.tokens), text, streams)
+        first_here = 0 if streams is None else max(1, int(_first(text, streams)[whole.rank == group.rank].sum()))
+        if layout is None:
+            return Sharing(group, whole, 1 + first_here, first_here, None, plan)
+        return Sharing(group, whole, layout.shard, first_here, session, plan)
+
+    def _made(self, topology: BagTopology, bag: int) -> AttentionSession:
+        """This rank's session for a topology. Collective within its bag."""
+        whole = self.whole
+        strategies = {ranks: _strategy_within(whole.config, ranks, topology) for ranks in topology.sizes}
+        ranks = int(topology.ranks[bag])
+        return whole.within(whole.group.part(int(topology.first_rank[bag]), ranks), strategies[ranks])
+
+    def _density(self, control: SequenceGroup) -> float:
+        """Of the last pass's masks on all ranks, where they are predicted; 1 before there was one. Collective then."""
+        if self.whole.config.mask.changes != "per_call":
+            return 1.0
+        mine = [0, 0]
+        if self._last is not None and self._last[1] and self._last[0].group.rank == 0:
+            session, blocks = self._last
+            plans = session.records.values()
+            mine = [sum(int(plan.metrics.work.sum()) for plan in plans), blocks * len(plans)]
+        dense, every = (sum(of_ranks) for of_ranks in zip(*control.gather_integers(mine, _CPU), strict=True))
+        return dense / every if every else 1.0
+
+    def _planned(
+        self,
+        bags: BagConfig,
+        layer: LayerSize,
+        videos: Sequence[Video],
+        loaders: Sequence[int] | None,
+        density: float,
+        device: torch.device,
+    ) -> tuple[SequencePlan, SequenceWork]:
+        """The bag of each sequence, and what all of them compute."""
+        whole, config, world = self.whole, self.whole.config, self.whole.group.size
+        # 1. What each costs, as whole numbers. Of all layers' masks that of the middle one stands for the others.
+        middle = whole.layers // 2
+        requests = [MaskRequest(middle, whole.heads, *video, layers=whole.layers) for video in videos]
+        work = SequenceWork.under(config.mask, requests, self._known, density)
+        for oldest in list(self._known)[: max(0, len(self._known) - MOST_KNOWN)]:
+            del self._known[oldest]
+        hardware = load_hardware(config.cost_model or NEAREST[device.type == "cuda"])
+        cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)
+        picoseconds = cost.picoseconds(work.tokens, work.blocks)
+        loader = np.zeros(len(videos), dtype=np.int64) if loaders is None else np.array(loaders)
+
+        def planned(topology: BagTopology) -> SequencePlan:
+            if loaders is None:  # where all ranks have all sequences, these are not bound to a unit
+                topology = BagTopology(tuple(topology.ranks.tolist()))
+            return plan_sequences(picoseconds, work.tokens, loader, topology, bags.balancer, bags.max_tokens)
+
+        # 2. The topology: as configured, or as chosen before where sequences fit, or the fastest.
+        if bags.topology != AUTO:
+            return planned(BagTopology.parse(bags.topology, world)), work
+        if self._proposed is not None:
+            try:
+                return planned(self._proposed), work
+            except UserError:
+                pass
+        node_size = whole.topology.node_size
+        plan = fastest_bags(planned, work, loader, cost, layer, hardware, world, node_size)
+        if whole.group.rank == 0:
+            log.info("bags %s, the fastest by the constants of %s", plan.topology, hardware.name)
+        return plan, work
+
+
+def _is_text(videos: Sequence[Video], sequences: np.ndarray) -> np.ndarray:
+    """bool[tokens], of some of the sequences, packed one after another."""
+    each = [videos[one] for one in sequences.tolist()]
+    return np.concatenate([np.zeros(0, dtype=bool), *(np.arange(one.tokens) < one.text for one in each)])
+
+
+def _first(text: np.ndarray, streams: Streams) -> np.ndarray:
+    """bool[tokens], which tokens are of the stream that comes first."""
+    return text if streams == "first" else ~text
+
+
+def _with_streams(layout: SequenceLayout, text: np.ndarray, streams: Streams) -> SequenceLayout:
+    """The layout with text and video apart, and at least one place for each on every rank, be it for padding.
+
+    Attention modules of two streams are given some of both.
+    """
+    if streams is None:
+        return layout
+    layout = layout.with_streams(text, streams)
+    first = np.bincount(layout.rank[_first(text, streams)], minlength=layout.world)
+    local = layout.local + (first[layout.rank] == 0)
+    places = max(layout.shard, int(local.max()) + 1, int(first.max()) + 1)
+    return replace(layout, local=local, shard=places)
+
+
+def _strategy_within(config: DbspConfig, ranks: int, topology: BagTopology) -> Strategy | None:
+    """How a bag of so many ranks uses them. Raises UserError for a configured strategy that is for other bags."""
+    strategy = config.strategy
+    if strategy is None or ranks == 1:
+        return Strategy(ranks, 1)
+    if isinstance(strategy, Strategy) and strategy.world != ranks:
+        raise UserError(
+            f"strategy {strategy} is for {strategy.world} ranks, and bags {topology} have {ranks}; leave strategy "
+            "out, or set it to auto"
+        )
+    return strategy if isinstance(strategy, Strategy) else None

@@ -1,0 +1,156 @@
+"""A packed pass of a transformer: what its models have in common, and what each of them says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.masks.video import Video
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.bags import Sharing
+from dbsp_diffusers.models import architecture_of
+from dbsp_diffusers.packed.exchange import exchange_of
+from dbsp_diffusers.packed.placement import Placement
+from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
+from dbsp_diffusers.patching import PatchSet
+
+__all__ = ["BlockForward", "BlockPass", "PackedCall", "Packing"]
+
+
+class BlockPass:
+    """What every block of one packed pass is given beside this rank's tokens; each model has its own."""
+
+
+BlockForward = Callable[[Any, torch.Tensor, Any], torch.Tensor]
+"""(block, tokens [1, n, C], `BlockPass`) -> tokens [1, n, C]"""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedCall:
+    """What a model makes its `BlockPass` of.
+
+    Attributes:
+        sizes: Latents' frames, rows and columns of each sequence.
+        grids: Each sequence's token grid.
+        texts: Each sequence's tokens of text within self-attention's sequence.
+        given: What each sequence that has tokens here is denoised by.
+        here: This rank's tokens.
+        joint: Whether db-SP computes self-attention, over all ranks' tokens; else sequence by sequence.
+    """
+
+    sizes: Sequence[Size]
+    grids: Sequence[Size]
+    texts: Sequence[int]
+    given: Mapping[int, Condition]
+    here: Placement
+    joint: bool
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a transformer is called with samples of several sizes at once.
+
+    Attributes:
+        spec: (configuration) -> what it takes as a sample.
+        blocks: (transformer) -> its blocks in order, each with its forward over packed tokens.
+        embedder: The module that makes tokens of latents.
+        embed: (transformer, latents [C, F, H, W]) -> tokens [1, n, C].
+        begin: (transformer, this rank's tokens of video, the call) -> (all its tokens, what blocks are given).
+        output: (transformer, all its tokens, what blocks are given) -> values of its tokens of video [1, n, V].
+        unpatchified: (values of a sequence [n, V], token grid, patch) -> prediction [C, F, H, W].
+        token_flops: (transformer) -> FLOP of a token in a layer, of everything but self-attention's scores and values.
+    """
+
+    spec: Callable[[Any], SampleSpec]
+    blocks: Callable[[Any], list[tuple[nn.Module, BlockForward]]]
+    embedder: str
+    embed: Callable[[Any, torch.Tensor], torch.Tensor]
+    begin: Callable[[Any, torch.Tensor, PackedCall], tuple[torch.Tensor, BlockPass]]
+    output: Callable[[Any, torch.Tensor, Any], torch.Tensor]
+    unpatchified: Callable[[torch.Tensor, Size, Size], torch.Tensor]
+    token_flops: Callable[[Any], float]
+
+    def alone(self, transformer: Any, batch: PackedBatch) -> list[Any]:
+        """Predicts on one process, without db-SP, by the model's own attention, sequence by sequence."""
+        streams = architecture_of(transformer).text
+        videos = tuple(self.videos(transformer, batch))
+        text = np.concatenate([np.arange(one.tokens) < one.text for one in videos])
+        layout = SequenceLayout.contiguous(len(text), 1).with_streams(text, streams)
+        first = {None: 0, "first": int(text.sum()), "last": int((~text).sum())}[streams]
+        sharing = Sharing(SequenceGroup(0, 1), layout, len(text), first)
+        return self._predictions(transformer, replace(batch, videos=videos), sharing, joint=False)
+
+    def attach(self, transformer: Any, patches: PatchSet) -> None:
+        """Lets a transformer and its blocks be called with packed input too.
+
+        The blocks themselves are called, so that what hangs on them (FSDP, activation checkpointing) keeps working.
+        """
+
+        def forward(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], PackedBatch) and args[0].sharing is not None:
+                return self._predictions(transformer, args[0], args[0].sharing, joint=True)
+            return own(*args, **kwargs)
+
+        patches.replace_forward(transformer, forward)
+        for block, packed in self.blocks(transformer):
+            patches.replace_forward(block, partial(_block_of_either, packed))
+
+    def videos(self, transformer: Any, batch: PackedBatch) -> list[Video]:
+        """Each sequence as attention sees it."""
+        grids = batch.grids(self.spec(transformer.config).patch)
+        if architecture_of(transformer).text is None:
+            return [Video(grid) for grid in grids]
+        return [Video(grid, text) for grid, text in zip(grids, batch.texts, strict=True)]
+
+    def _predictions(self, transformer: Any, batch: PackedBatch, sharing: Sharing, joint: bool) -> list[Any]:
+        """Those for this rank's samples, [C, F, H, W] each, a 0 that depends on all of it, and `sharing`. Collective.
+
+        Args:
+            sharing: Which rank has which of the packed tokens within the blocks.
+            joint: Whether db-SP is enabled.
+        """
+        spec, videos = self.spec(transformer.config), batch.videos
+        grids, texts = [one.thw for one in videos], [one.text for one in videos]
+        tokens = [one.grid_tokens for one in videos]
+        here = Placement.of(sharing, [one.tokens for one in videos], architecture_of(transformer).text)
+        # 1. This rank's samples as tokens, and the exchange to the layout.
+        exchange = exchange_of(batch, texts, tokens, sharing, here, spec)
+        x = exchange.take(self._embedded(transformer, batch, spec))
+        # 2. Text, timesteps and prompts of the sequences that have tokens here.
+        call = PackedCall(batch.sizes, grids, texts, exchange.given, here, joint)
+        x, given = self.begin(transformer, x, call)
+        # 3. Blocks.
+        checkpointed = torch.is_grad_enabled() and transformer.gradient_checkpointing
+        for block, packed in self.blocks(transformer):
+            run = block if joint else partial(packed, block)
+            x = transformer._gradient_checkpointing_func(run, x, given) if checkpointed else run(x, given)
+        # 4. Output, back with the ranks that gave the samples.
+        values = exchange.gather(self.output(transformer, x, given))[0]
+        parts = zip(values.split([tokens[sequence] for sequence in exchange.own]), exchange.own, strict=True)
+        predictions = [self.unpatchified(part, grids[sequence], spec.patch) for part, sequence in parts]
+        return [*predictions, values[:0].sum(), sharing]
+
+    def _embedded(self, transformer: Any, batch: PackedBatch, spec: SampleSpec) -> torch.Tensor:
+        """[1, tokens of all samples, C]. Without samples it still depends on parameters: their gradients are zeros."""
+        if batch.samples:
+            return torch.cat([self.embed(transformer, sample.latents) for sample in batch.samples], 1)
+        weight = next(transformer.get_submodule(self.embedder).parameters())
+        return self.embed(transformer, weight.new_zeros(spec.channels, *spec.patch))[:, :0]
+
+
+def _block_of_either(packed: BlockForward, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Forward of a block: over packed tokens if it is given a packed pass, else its own."""
+    if len(args) != 2 or not isinstance(args[1], BlockPass):
+        return own(*args, **kwargs)
+    block = getattr(own, "__self__", None)
+    if block is None:
+        raise UserError("accelerate's CPU offload has replaced the blocks' forward; several sizes at once need it off")
+    return packed(block, *args)

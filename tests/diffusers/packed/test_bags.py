@@ -1,0 +1,91 @@
+"""Sequences shared out over bags of ranks: exactly as one by one, forward and backward, whatever the bags."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.diffusers.packed.bag_cases import BagCase, bad_bags, groups_of_attention, in_bags, tokens_held
+from tests.support.workers import assert_all_raise
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        (4, BagCase("g1n4")),
+        (4, BagCase("g2n2", "dense", seed=1)),
+        (4, BagCase("g4n1", "sparge", seed=2)),
+        (4, BagCase("g1n2+g2n1", seed=3, checkpointing=True)),
+        (4, BagCase("g2n2", "sparge", samples=(1, 9, 1), seed=4, checkpointing=True)),
+        (4, BagCase("g2n2", seed=5, local=False)),
+        (4, BagCase("g2n2", seed=6, balancer="knapsack")),
+        (4, BagCase("auto", seed=7, dtype=torch.float32)),
+        (4, BagCase("g1n2+g2n1", samples=(2, 1), seed=8, fsdp=True, checkpointing=True)),
+        (4, BagCase("g2n2", "sparge", seed=13, model="flux", checkpointing=True)),
+        (4, BagCase("g1n2+g2n1", samples=(2, 1), seed=8, model="flux", fsdp=True)),
+        (4, BagCase("g2n2", seed=14, model="hunyuan", local=False)),
+        (4, BagCase("g1n2+g2n1", samples=(2, 1), seed=8, model="hunyuan", fsdp=True, checkpointing=True)),
+        (4, BagCase("g2n2", seed=13, model="wan-lora", checkpointing=True)),
+        (4, BagCase("g4n1", samples=(4, 4, 4), seed=14, moved=True)),  # the same sizes in another layout
+        (6, BagCase("g2n3", samples=(2, 12), seed=9)),
+        (6, BagCase("g1n2+g4n1", seed=10, dtype=torch.float32)),
+        (8, BagCase("g4n2", "sparge", seed=11)),
+        (8, BagCase("g1n2+g2n1", samples=(3, 20), seed=12)),
+    ],
+    ids=lambda value: f"{value.model} {value.bags}" if isinstance(value, BagCase) else str(value),
+)
+def test_predictions_and_gradients_are_those_of_one_by_one(pool, world, case):
+    for steps in pool(world).run(in_bags, case):
+        for of_predictions, of_gradients, _ in steps:
+            assert of_predictions <= TOLERANCE[case.dtype], steps
+            assert of_gradients <= TOLERANCE[case.dtype], steps
+
+
+def test_a_bag_without_sequences_computes_nothing_and_another_all(pool):
+    """Two samples and three bags, then one: every rank takes part in what all do."""
+    case = BagCase("g1n2+g2n1", samples=(2, 1), seed=8)
+    steps = list(zip(*pool(4).run(in_bags, case), strict=True))
+    for of_ranks in steps:
+        calls = [calls for _, _, calls in of_ranks]
+        assert 0 in calls
+        assert max(calls) > 0
+
+
+@pytest.mark.parametrize("model", ["wan", "hunyuan"])
+def test_a_layout_that_the_bag_has_otherwise_is_found(pool, model):
+    ranks = pool(4).run(in_bags, BagCase("g2n2", seed=1, model=model, broken=True))
+    found = [step for steps in ranks for step in steps]
+    assert max(of_predictions for of_predictions, _, _ in found) > 1e-3
+    assert min(of_gradients for _, of_gradients, _ in found) > 1e-3
+
+
+def test_attention_stays_within_the_bag(pool):
+    for rank, (members, whole) in enumerate(pool(4).run(groups_of_attention, "g2n2")):
+        assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert whole == [0, 1, 2, 3]
+
+
+def test_what_a_rank_can_hold_is_kept_to(pool):
+    """Sequences of 24, 24 and 96 tokens: bags of two hold the last, and then none of the others, at 48 a rank."""
+    for held in pool(4).run(tokens_held, {"topology": "g2n2", "max_tokens": 48}):
+        assert held <= 48
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("ranks", "make units of 3 ranks, which do not divide 2; 2 fit g1n2, g2n1"),
+        ("text", "bags 'two' are not of the form gGnN"),
+        ("differ", "bags differ on rank"),
+        ("too long", "exceeds every bag of g1n2"),
+        ("enable", "make units of 3 ranks"),
+    ],
+)
+def test_bad_bags_are_refused_on_all_ranks(pool, kind, message):
+    assert_all_raise(pool, 2, message, bad_bags, kind)
+
+
+def test_a_strategy_of_other_bags_is_refused_on_all_ranks(pool):
+    assert_all_raise(pool, 4, "strategy U4R1 is for 4 ranks, and bags g2n2 have 2", bad_bags, "strategy")
