@@ -124,16 +124,22 @@ def publish(name: str, title: str, rows: list[Any], figure: Figure, out: Path) -
 
     rows: dataclasses of one class, with a field `label` that says what is measured, modelled or fitted
     """
+    records = write_csv(name, rows, out)
+    figure.savefig(out / f"{name}.png", dpi=130)
+    pyplot.close(figure)
+    Console(width=None if sys.stdout.isatty() else 120).print(_table(title, records))
+    Console(stderr=True).print(f"wrote {out / name}.csv and {out / name}.png")
+
+
+def write_csv(name: str, rows: list[Any], out: Path) -> list[dict[str, Any]]:
+    """Writes NAME.csv into `out`, and returns what it has. rows: dataclasses of one class"""
     out.mkdir(parents=True, exist_ok=True)
     records = [{key: _short(value) for key, value in asdict(row).items()} for row in rows]
     with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, records[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(records)
-    figure.savefig(out / f"{name}.png", dpi=130)
-    pyplot.close(figure)
-    Console(width=None if sys.stdout.isatty() else 120).print(_table(title, records))
-    Console(stderr=True).print(f"wrote {out / name}.csv and {out / name}.png")
+    return records
 
 
 def _table(title: str, records: list[dict[str, Any]]) -> Table:

@@ -12,15 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +25,9 @@ from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
 from dbsp_core.sources import MaskRequest, WindowSource
+from scripts.bench.nodes import NODES, add_rank_options, run_on_two_nodes, sent_bytes
 
-NODES, HEADS, WIDTH, CALLS = 2, 8, 64, 3
+HEADS, WIDTH, CALLS = 8, 64, 3
 REQUEST = MaskRequest(0, HEADS, (12, 16, 24))
 SOURCE = WindowSource(window=(3, 7, 9), block_q=64, block_k=64)
 
@@ -44,13 +38,10 @@ def main() -> None:
     parser.add_argument("--rate", default="400mbit", help="of the link, as tc writes it")
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--link", help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
+    add_rank_options(parser)
     args = parser.parse_args()
     if args.rank is not None:
         return run_rank(args.rank, args.ranks_per_node, args.link, args.store)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the namespaces go
     found = measure(args.rate, args.ranks_per_node)
     if args.json:
         print(json.dumps({"rate": args.rate, "ways": found}))
@@ -66,76 +57,8 @@ def main() -> None:
 
 def measure(rate: str, ranks_per_node: int) -> list[dict[str, Any]]:
     """By way, what all ranks found; raises RuntimeError where a rank failed."""
-    with two_nodes(rate) as links, tempfile.TemporaryDirectory() as folder:
-        ranks = []
-        for rank in range(NODES * ranks_per_node):
-            name, link = links[rank // ranks_per_node]
-            command = [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                sys.executable,
-                "-m",
-                __spec__.name,
-                "--rank",
-                str(rank),
-                "--link",
-                link,
-            ]
-            command += ["--ranks-per-node", str(ranks_per_node), "--store", f"{folder}/store"]
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1"}
-            ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-        try:
-            answers = [rank.communicate(timeout=300)[0] for rank in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError("a rank failed; its error is above")
-    found: list[dict[str, Any]] = json.loads(answers[0])
+    found: list[dict[str, Any]] = json.loads(run_on_two_nodes(__spec__.name, rate, ranks_per_node))
     return found
-
-
-@contextmanager
-def two_nodes(rate: str) -> Iterator[list[tuple[str, str]]]:
-    """(namespace, its end of the link) of both, gone afterwards."""
-    names = [f"dbsp{os.getpid()}n{node}" for node in range(NODES)]
-    links = [f"dbv{os.getpid() % 100000}n{node}" for node in range(NODES)]
-    try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-        _run(
-            "ip",
-            "link",
-            "add",
-            links[0],
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            links[1],
-            "netns",
-            names[1],
-        )
-        for node, (name, link) in enumerate(zip(names, links, strict=True)):
-            _run("ip", "-n", name, "addr", "add", f"10.213.78.{node + 1}/24", "dev", link)
-            _run("ip", "-n", name, "link", "set", link, "mtu", "65000", "up")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            shape = ("rate", rate, "burst", "256kb", "latency", "400ms")
-            _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", link, "root", "tbf", *shape)
-        yield list(zip(names, links, strict=True))
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"this machine allows no two nodes: {' '.join(command)}: {done.stderr.strip()}")
 
 
 def run_rank(rank: int, ranks_per_node: int, link: str, store: str) -> None:
@@ -182,12 +105,12 @@ def _one_way(
     attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.of())
     out = attend(*local)  # what ranks compare at their first call is over
     dist.barrier()
-    before, start = _sent(link), time.perf_counter()
+    before, start = sent_bytes(link), time.perf_counter()
     for _ in range(CALLS):
         attend(*local)
     seconds = time.perf_counter() - start
     dist.barrier()
-    wire = torch.tensor([_sent(link) - before if rank % ranks_per_node == 0 else 0.0, 0.0], dtype=torch.float64)
+    wire = torch.tensor([sent_bytes(link) - before if rank % ranks_per_node == 0 else 0.0, 0.0], dtype=torch.float64)
     wire[1] = seconds if rank == 0 else 0.0
     dist.all_reduce(wire)
     error = torch.tensor([float((out[:, :, place] - expected[:, :, token]).abs().max())])
@@ -195,7 +118,7 @@ def _one_way(
     return {
         "seconds": float(wire[1]) / CALLS,
         "wire_bytes": float(wire[0]) / CALLS,
-        "counted_bytes": crossing_bytes(plan, layout, ranks_per_node),
+        "counted_bytes": crossing_bytes(plan, layout, ranks_per_node, WIDTH),
         "error": float(error),
     }
 
@@ -207,7 +130,7 @@ def _expected(full: Sequence[torch.Tensor], mask: BlockMask) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, allowed)
 
 
-def crossing_bytes(plan: Plan, layout: SequenceLayout, ranks_per_node: int) -> float:
+def crossing_bytes(plan: Plan, layout: SequenceLayout, ranks_per_node: int, head_dim: int) -> float:
     """What a call sends from either node to the other, both together: float32, counted on the plan."""
     traffic, strategy = traffic_of(plan.assignment, layout), plan.strategy
     node = torch.arange(strategy.world).numpy() // ranks_per_node
@@ -217,11 +140,7 @@ def crossing_bytes(plan: Plan, layout: SequenceLayout, ranks_per_node: int) -> f
         ring_rank, column = divmod(rank, strategy.ulysses)
         source = (ring_rank + 1) % strategy.ring * strategy.ulysses + column
         tokens += float(apart[rank, source] * traffic.handed_on[rank])
-    return tokens * WIDTH * 4
-
-
-def _sent(link: str) -> float:
-    return float(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text())
+    return tokens * head_dim * 4
 
 
 if __name__ == "__main__":

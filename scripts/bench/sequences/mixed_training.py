@@ -26,10 +26,10 @@ from matplotlib.figure import Figure
 import dbsp_diffusers
 from dbsp_cli.calibrate.timing import run_ranks
 from dbsp_core import SequenceGroup
-from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.cost import SequenceCost
-from dbsp_core.planning.sequences.sequence_plan import plan_sequences
-from dbsp_diffusers import packed_forward_local
+from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.sequences import LayerSize, sequence_cost
+from dbsp_diffusers import LocalPredictions, packed_forward_local
+from dbsp_diffusers.packed.wan import WAN
 from scripts.reproduce.common import RESULTS, publish
 from scripts.training.flow import FewPads
 from scripts.training.video.clips import Clips, encode_clips
@@ -42,6 +42,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 CAPTION = 16  # tokens: the longest caption, its end, and padding
 MIX = "17x144x240,9x144x240,3*1x144x240,2*1x96x160"
+ALONE = "no bags: one loader a rank"
 Given = Sequence[tuple[int, int, Size]]
 """(rank, number in the run, size) of each sample of a step."""
 
@@ -49,6 +50,7 @@ Given = Sequence[tuple[int, int, Size]]
 @dataclass(frozen=True)
 class Row:
     """One way on one kind of mask. wir, imbalance: largest core time of a rank over the least, and over the mean;
+    counted_wir: that of a layer's tokens and dense blocks, forward, by constants of a CPU (nan: a rank has none);
     core_tokens_s: useful tokens over the largest core time; wall_tokens_s: over wall time; core_ratio, wall_ratio:
     those of the last way over this one's. Medians of the rounds; ratios are of each round's own times.
     gradients_differ: from those of one loader a rank, over the largest; padding attends, and is attended to"""
@@ -56,6 +58,7 @@ class Row:
     mask: str
     way: str
     wir: float
+    counted_wir: float
     imbalance: float
     core_tokens_s: float
     wall_tokens_s: float
@@ -65,72 +68,57 @@ class Row:
     label: str = ""
 
 
+@dataclass(frozen=True)
 class Way:
-    """One way to share out a step. bags: of ranks, as KnapFormer writes them; planner: of attention within a bag;
-    padded: samples are assigned in turn, and padded to the largest"""
+    """One way to share out a step. bags: as `packed_forward_local` has them; None: samples are assigned in turn, and
+    padded to the largest; planner: of attention within a bag"""
 
-    def __init__(self, name: str, bags: str | None, planner: str, padded: bool = False) -> None:
-        self.name, self.bags, self.planner, self.padded = name, bags, planner, padded
+    name: str
+    bags: dict[str, str] | None
+    planner: str = "dbsp"
 
-    def prepare(self, transformer: Any, mask: dict[str, Any], rank: int, world: int) -> None:
-        """Enables db-SP on a copy of the transformer, over the ranks of this one's bag. Collective."""
-        self.topology = BagTopology.parse(self.bags or f"g1n{world}", world)
-        groups = [dist.new_group(list(range(at, at + n))) for at, n in zip(*self._bounds(), strict=True)]
-        bag = int(self.topology.bag_of_rank[rank])
-        group = SequenceGroup.of(groups[bag]) if self.topology.ranks[bag] > 1 else SequenceGroup(0, 1)
-        self.transformer = copy.deepcopy(transformer)
+    def prepared(self, transformer: Any, mask: dict[str, Any]) -> Any:
+        """A copy of the transformer with db-SP enabled: over all ranks, or on each alone, to be padded. Collective."""
+        made = copy.deepcopy(transformer)
         config = {"mask": mask, "planner": {"name": self.planner}, "reuse": {"mode": "sync"}}
-        dbsp_diffusers.enable(self.transformer, config, group=group)
+        dbsp_diffusers.enable(made, config, group=SequenceGroup(0, 1) if self.bags is None else None)
+        return made
 
-    def _bounds(self) -> tuple[list[int], list[int]]:
-        return self.topology.first_rank.tolist(), self.topology.ranks.tolist()
-
-    def assign(self, given: Given, width: int) -> list[int]:
-        """The rank that gives each sample to its bag."""
-        loaders = np.array([rank for rank, _, _ in given])
-        if self.padded:
-            return (np.arange(len(given)) % self.topology.world).tolist()
-        if self.bags is None:
-            return loaders.tolist()
-        tokens = np.array([_tokens(size) for _, _, size in given])
-        cost = SequenceCost.gamma_corrected(width, 1.0).picoseconds(tokens * 1000, tokens**2 * 1000)
-        bag = plan_sequences(cost, tokens, loaders, self.topology, "knapsack").bag
-        stays = self.topology.bag_of_rank[loaders] == bag
-        return np.where(stays, loaders, self.topology.first_rank[bag]).tolist()
-
-    def loss(self, clips: Clips, given: Given, rank: int) -> torch.Tensor:
-        """This rank's part of the step's loss."""
-        config = self.transformer.config
-        owners = self.assign(given, config.num_attention_heads * config.attention_head_dim)
-        own = [one for one, owner in zip(given, owners, strict=True) if owner == rank]
+    def loss(
+        self, transformer: Any, clips: Clips, given: Given, rank: int, world: int
+    ) -> tuple[LocalPredictions | None, torch.Tensor]:
+        """(how the step was shared out, if it was; this rank's part of the step's loss)."""
+        own = [one for place, one in enumerate(given) if (one[0] if self.bags else place % world) == rank]
         items = [cut_item(clips, number, size) for _, number, size in own]
         samples = [sample_of(item, torch.device("cpu")) for item in items]
-        wanted = [item.noise - item.latents for item in items]
-        if self.padded:
+        shared = None
+        if self.bags is None:
             largest = [max(sides) for sides in zip(*(size for *_, size in given), strict=True)]
-            found, zero = self._padded(samples, largest)
-        elif samples or self.topology.ranks.max() > 1:
-            local = packed_forward_local(self.transformer, samples)
-            found, zero = local.samples, local.zero
+            found, zero = _padded(transformer, samples, largest)
         else:
-            found, zero = [], torch.zeros((), requires_grad=True)
+            shared = packed_forward_local(transformer, samples, bags=self.bags)
+            found, zero = shared.samples, shared.zero
+        wanted = [item.noise - item.latents for item in items]
         parts = [F.mse_loss(one, other, reduction="sum") for one, other in zip(found, wanted, strict=True)]
-        return sum(parts, zero) / sum(math.prod(size) for *_, size in given)
+        return shared, sum(parts, zero) / sum(math.prod(size) for *_, size in given)
 
-    def _padded(self, samples: Sequence[Any], largest: Sequence[int]) -> tuple[list[torch.Tensor], torch.Tensor]:
-        batch = []
-        for sample in samples:
-            gaps = [whole - side for whole, side in zip(largest, sample.size, strict=True)]
-            batch.append(F.pad(sample.latents, (0, gaps[2], 0, gaps[1], 0, gaps[0])))
-        if not batch:
-            return [], torch.zeros((), requires_grad=True)
-        times, text = torch.stack([one.timestep for one in samples]), torch.stack([one.text for one in samples])
-        found = self.transformer(torch.stack(batch), times, text, return_dict=False)[0]
-        cut = [
-            one[:, : sample.size[0], : sample.size[1], : sample.size[2]]
-            for one, sample in zip(found, samples, strict=True)
-        ]
-        return cut, torch.zeros(())
+
+def _padded(
+    transformer: Any, samples: Sequence[Any], largest: Sequence[int]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    batch = []
+    for sample in samples:
+        gaps = [whole - side for whole, side in zip(largest, sample.size, strict=True)]
+        batch.append(F.pad(sample.latents, (0, gaps[2], 0, gaps[1], 0, gaps[0])))
+    if not batch:
+        return [], torch.zeros((), requires_grad=True)
+    times, text = torch.stack([one.timestep for one in samples]), torch.stack([one.text for one in samples])
+    found = transformer(torch.stack(batch), times, text, return_dict=False)[0]
+    cut = [
+        one[:, : sample.size[0], : sample.size[1], : sample.size[2]]
+        for one, sample in zip(found, samples, strict=True)
+    ]
+    return cut, torch.zeros(())
 
 
 def _tokens(size: Size) -> int:
@@ -138,20 +126,24 @@ def _tokens(size: Size) -> int:
 
 
 def ways(world: int) -> list[Way]:
-    """Ours last."""
-    sizes = [size for size in range(1, world + 1) if world % size == 0]
-    bags = [Way(f"KnapFormer g{size}n{world // size}", f"g{size}n{world // size}", "contiguous") for size in sizes]
+    """One bag of all ranks last."""
+
+    def bags(topology: str, balancer: str = "dbsp") -> dict[str, str]:
+        return {"topology": topology, "balancer": balancer}
+
+    sizes = [f"g{size}n{world // size}" for size in range(1, world) if world % size == 0]
     return [
-        Way("padded to the longest", None, "contiguous", padded=True),
-        Way("one loader a rank", None, "contiguous"),
-        *bags,
-        Way("rows over all ranks", f"g{world}n1", "dbsp"),
+        Way("padded to the longest", None, "contiguous"),
+        Way(ALONE, bags("g1n1")),
+        *(Way(f"KnapFormer {each}", bags(each, "knapsack"), "contiguous") for each in (*sizes, f"g{world}n1")),
+        *(Way(f"bags {each}", bags(each)) for each in sizes),
+        Way("one bag of all ranks", bags(f"g{world}n1")),
     ]
 
 
 def measure(rank: int, world: int, mask: str, mix: Mix, rounds: int, folder: Path) -> dict[str, Any]:
-    """By way: [(core seconds of this rank, wall seconds)] of each round, and how far its gradients are from those of
-    one loader a rank."""
+    """By way: [(core seconds of this rank, wall seconds)] and counted cost of each round, and how far its gradients
+    are from those of one loader a rank."""
     from diffusers import WanTransformer3DModel
 
     from dbsp_cli.tiny_models import TRAINED_WAN
@@ -161,27 +153,44 @@ def measure(rank: int, world: int, mask: str, mix: Mix, rounds: int, folder: Pat
     transformer = WanTransformer3DModel.from_pretrained(TRAINED_WAN / "transformer", torch_dtype=torch.float32).train()
     for block in transformer.blocks:
         block.attn2.set_processor(FewPads(block.attn2.processor))
-    every = ways(world)
-    for way in every:
-        way.prepare(transformer, MASKS[mask], rank, world)
-    laps: dict[str, list[tuple[float, float]]] = {way.name: [] for way in every}
+    every = {way.name: (way, way.prepared(transformer, MASKS[mask])) for way in ways(world)}
+    names = list(every)
+    laps: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    counts: dict[str, list[int]] = {name: [] for name in names}
     gradients = {}
     for turn in range(rounds + 1):
         given = mix.step(turn, world)
-        for way in every[turn % len(every) :] + every[: turn % len(every)]:
-            way.transformer.zero_grad()
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            way, model = every[name]
+            model.zero_grad()
             dist.barrier()
             wall, core = time.perf_counter(), time.thread_time()
-            way.loss(clips, given, rank).backward()
+            shared_out, loss = way.loss(model, clips, given, rank, world)
+            loss.backward()
             core = time.thread_time() - core
             dist.barrier()
             if turn:
-                laps[way.name].append((core, time.perf_counter() - wall))
+                laps[name].append((core, time.perf_counter() - wall))
+                counts[name].append(_picoseconds(model, shared_out, rank))
             else:
-                gradients[way.name] = _summed(way.transformer)
-    expected = gradients["one loader a rank"]
+                gradients[name] = _summed(model)
+    expected = gradients[ALONE]
     differ = {name: float((grad - expected).abs().max() / expected.abs().max()) for name, grad in gradients.items()}
-    return {"laps": laps, "differ": differ}
+    return {"laps": laps, "counts": counts, "differ": differ}
+
+
+def _picoseconds(transformer: Any, shared: LocalPredictions | None, rank: int) -> int:
+    """What this rank's tokens and dense blocks of a layer cost by constants of a CPU; 0 where nothing counts them."""
+    if shared is None or shared.plan is None:
+        return 0
+    tokens, blocks = shared.plan.runs.by_rank(shared.plan.topology.world)[rank], 0
+    if shared.session is not None:
+        plans = shared.session.records.values()
+        blocks = sum(int(plan.metrics.work[:, shared.session.group.rank].sum()) for plan in plans) // len(plans)
+    sizes = transformer.config.num_attention_heads, transformer.config.attention_head_dim
+    layer = LayerSize(len(transformer.blocks), *sizes, WAN.token_flops(transformer))
+    cost = sequence_cost(layer, load_hardware("cpu-demo"), 16, 16)
+    return int(cost.picoseconds(np.array([tokens]), np.array([blocks]))[0])
 
 
 def _summed(transformer: Any) -> torch.Tensor:
@@ -200,8 +209,10 @@ def rows_of(mask: str, found: Sequence[dict[str, Any]], tokens: np.ndarray, labe
     rows = []
     for name, laps in times.items():
         core, (most, wall) = laps[..., 0], slowest[name]
+        counted = np.array([rank["counts"][name] for rank in found])  # [ranks, rounds]
         values = (
             most / core.min(axis=0),
+            counted.max(axis=0) / np.where(counted.min(axis=0) > 0, counted.min(axis=0), np.nan),
             most / core.mean(axis=0),
             tokens / most,
             tokens / wall,
@@ -215,13 +226,12 @@ def rows_of(mask: str, found: Sequence[dict[str, Any]], tokens: np.ndarray, labe
 
 def draw(rows: list[Row]) -> Figure:
     masks = list(dict.fromkeys(row.mask for row in rows))
-    figure, panels = pyplot.subplots(
-        1, len(masks), figsize=(6.5 * len(masks), 3.6), layout="constrained", squeeze=False
-    )
+    figure, panels = pyplot.subplots(1, len(masks), figsize=(6.5 * len(masks), 5), layout="constrained", squeeze=False)
     for axes, mask in zip(panels[0], masks, strict=True):
         own = [row for row in rows if row.mask == mask]
         names = [f"{row.way}\nWIR {row.wir:.2f}" for row in own]
-        axes.barh(names[::-1], [row.core_tokens_s for row in own][::-1], color=["C1", *["C0"] * (len(own) - 1)])
+        colours = ["C1" if row.way.startswith(("bags", "one bag")) else "C0" for row in own]
+        axes.barh(names[::-1], [row.core_tokens_s for row in own][::-1], color=colours[::-1])
         axes.set(xlabel="tokens / s of the busiest rank's core time", title=f"{mask} attention")
     figure.suptitle(rows[0].label)
     return figure

@@ -111,7 +111,8 @@ class FineTuning:
                 loss = flow_loss(self.model, self.clips, range(first, first + mine), device)
             else:  # averaged over data-parallel groups, of which each has a part of the sum
                 given = self.mix.step(len(self.losses), settings.ranks)
-                loss = local_loss(self.model, self.clips, given, dist.get_rank(), device) * settings.data_parallel
+                loss = local_loss(self.model, self.clips, given, dist.get_rank(), device, settings.bag_settings)
+                loss = loss * settings.data_parallel
         loss.backward()
         dbsp_diffusers.sum_gradients(self.transformer)
         torch.nn.utils.clip_grad_norm_(self.transformer.parameters(), 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,15 +86,21 @@ def sample_of(item: Item, device: torch.device) -> PackedSample:
 
 
 def local_loss(
-    model: Any, clips: Clips, given: Sequence[tuple[int, int, Size]], rank: int, device: torch.device
+    model: Any,
+    clips: Clips,
+    given: Sequence[tuple[int, int, Size]],
+    rank: int,
+    device: torch.device,
+    bags: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """This rank's part of the step's mean squared error of the velocity: that of its own samples. Collective.
 
     given: (rank, number in the run, size) of all samples of the step
+    bags: as `packed_forward_local` has them
     """
     items = [cut_item(clips, number, size) for owner, number, size in given if owner == rank]
     values = sum(math.prod(size) for _, _, size in given) * clips.channels
-    predictions = packed_forward_local(model, [sample_of(item, device) for item in items])
+    predictions = packed_forward_local(model, [sample_of(item, device) for item in items], bags=bags)
     parts = [
         F.mse_loss(found.float(), (item.noise - item.latents).to(device), reduction="sum")
         for found, item in zip(predictions.samples, items, strict=True)

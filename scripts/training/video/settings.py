@@ -6,8 +6,10 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dbsp_cli.tiny_models import TRAINED_WAN
+from dbsp_core.config.config import DbspConfig
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["SYNTHETIC", "Settings"]
@@ -40,6 +42,8 @@ class Settings:
     save_every: int
     seed: int
     mix: str = ""
+    bags: str = ""
+    max_tokens: int | None = None
 
     @classmethod
     def parse(cls, arguments: list[str] | None = None) -> Settings:
@@ -57,6 +61,11 @@ class Settings:
         """Frames, height and width of clips."""
         return self.frames, self.height, self.width
 
+    @property
+    def bag_settings(self) -> dict[str, Any] | None:
+        """As `DbspConfig.bags`."""
+        return {"topology": self.bags, "max_tokens": self.max_tokens} if self.bags else None
+
     def _check(self) -> None:
         for name in ("ranks", "sequence_parallel", "steps", "batch", "save_every"):
             if getattr(self, name) < 1:
@@ -71,6 +80,13 @@ class Settings:
                 f"--batch {self.batch} does not divide over {self.data_parallel} data-parallel groups "
                 f"({self.ranks} ranks / {self.sequence_parallel}); choose a multiple"
             )
+        if (self.bags or self.max_tokens is not None) and not self.mix:
+            raise UserError("--bags and --max-tokens share out the sequences of a --mix; give one")
+        if self.max_tokens is not None and not self.bags:
+            raise UserError("--max-tokens limits what bags hold; give --bags, for example auto")
+        bags = DbspConfig.load({"bags": self.bag_settings}).bags
+        if bags is not None:
+            bags.require_ranks(self.sequence_parallel)
         if not (self.model / "model_index.json").is_file():
             raise UserError(f"--model {self.model} is no folder of a diffusers pipeline: it has no model_index.json")
         kind = json.loads((self.model / "model_index.json").read_text()).get("_class_name")
@@ -121,4 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         help="images and videos of several sizes in one step, instead of --batch: what each data loader gives, as "
         "COUNT*FRAMESxHEIGHTxWIDTH joined by +, or none; loaders are joined by commas, and shared out over the ranks",
     )
+    add(
+        "--bags",
+        default="",
+        help="groups of ranks that share the sequences of a --mix, of each of which one bag has all: g2n2 are two of "
+        "two ranks; auto: those with the least modelled time; default: one of all ranks of --sequence-parallel",
+    )
+    add("--max-tokens", type=int, help="that a rank can hold, for --bags; default: any number")
     return parser

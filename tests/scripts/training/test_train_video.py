@@ -85,10 +85,10 @@ def test_a_stopped_run_goes_on_to_the_same_losses(pool, folder, encoded, tmp_pat
 MIX = "5x48x64+1x48x64,2*1x32x48,none,1x48x48"
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_images_and_videos_in_one_step_have_one_process_gradients(pool, folder, encoded, tmp_path, step):
+@pytest.mark.parametrize(("step", "bags"), [(0, ()), (1, ()), (0, ("--bags", "g2n2", "--max-tokens", 40))])
+def test_images_and_videos_in_one_step_have_one_process_gradients(pool, folder, encoded, tmp_path, step, bags):
     """Each rank has the loss of its own samples, and one has none."""
-    options = ("--config", folder / "masks.yaml", "--out", tmp_path, "--mix", MIX, "--ranks", 4)
+    options = ("--config", folder / "masks.yaml", "--out", tmp_path, "--mix", MIX, "--ranks", 4, *bags)
     settings = small(*options, "--sequence-parallel", 4)
     assert max(pool(4).run(gradients_of_mix, settings, encoded, step)) <= 1e-5
 
@@ -105,13 +105,27 @@ def test_images_and_videos_in_one_step_have_the_same_losses_on_any_ranks(pool, f
         assert losses == pytest.approx(found[0], abs=1e-5)
 
 
+@pytest.mark.long
+def test_fifty_steps_in_bags_have_the_losses_of_one_process(pool, folder, encoded, tmp_path):
+    found = []
+    for world, bags in ((1, ()), (4, ("--bags", "g2n2")), (4, ("--bags", "g1n2+g2n1", "--fsdp", "--checkpointing"))):
+        out = tmp_path / str(len(found))
+        out.mkdir()
+        options = ("--config", folder / "masks.yaml", "--out", out, "--mix", MIX, "--save-every", 100, *bags)
+        settings = small(*options, "--ranks", world, "--sequence-parallel", world)
+        found += pool(world).run(steps_of, settings, encoded, 50)
+    assert len(set(found[0])) == 50
+    for losses in found[1:]:
+        assert losses == pytest.approx(found[0], abs=1e-5)
+
+
 def test_the_benchmark_has_the_same_gradients_every_way_but_padding(pool, encoded):
     """scripts/bench/sequences/mixed_training.py, with a loader that has most."""
     mix = Mix.parse("5x48x64,2*1x48x64+1x32x48")
     found = pool(2).run(measure, "sparge", mix, 1, encoded)
     rows = rows_of("sparge", found, np.array([24 + 2 * 12 + 6]), "measured")
-    ways = ["padded to the longest", "one loader a rank", "KnapFormer g1n2", "KnapFormer g2n1", "rows over all ranks"]
-    assert [row.way for row in rows] == ways
+    ways = ["padded to the longest", "no bags: one loader a rank", "KnapFormer g1n2", "KnapFormer g2n1", "bags g1n2"]
+    assert [row.way for row in rows] == [*ways, "one bag of all ranks"]
     assert all(row.wir >= row.imbalance >= 1 for row in rows)
     assert rows[-1].core_ratio == rows[-1].wall_ratio == 1
     padded, *others = (float(row.gradients_differ) for row in rows)
@@ -129,6 +143,21 @@ def test_a_mix_that_cannot_be_meant():
             Mix.parse(mix, (5, 48, 64))
     with pytest.raises(UserError, match="leaves a data-parallel group of 2 without samples"):
         Mix.parse("5x48x64,none", (5, 48, 64)).require_groups(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--bags", "g2n2"), "share out the sequences of a --mix"),
+        (("--mix", MIX, "--max-tokens", 9), "limits what bags hold; give --bags"),
+        (("--mix", MIX, "--bags", "g3n1", "--ranks", 4, "--sequence-parallel", 4), "do not divide 4; 4 fit g1n4"),
+        (("--mix", MIX, "--bags", "two"), "bags 'two' are not of the form gGnN"),
+        (("--mix", MIX, "--bags", "auto", "--max-tokens", 0), "bags.max_tokens=0 must be at least 1"),
+    ],
+)
+def test_bags_that_cannot_be_meant(options, complaint):
+    with pytest.raises(UserError, match=complaint):
+        small(*options)
 
 
 def test_a_checkpoint_of_other_options(pool, encoded, tmp_path):
