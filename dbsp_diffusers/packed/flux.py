@@ -62,12 +62,12 @@ def _begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> tuple[tor
     return joint_pass(call, video, text, transformer.time_text_embed(*numbers, pooled), angles, text_rotates=True)
 
 
-def _double(block: Any, x: torch.Tensor, here: JointPass) -> torch.Tensor:
-    return _finite(double_block(block, x, here))
+def _double(block: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
+    return _finite(double_block(block, x, given))
 
 
-def _single(block: Any, x: torch.Tensor, here: JointPass) -> torch.Tensor:
-    return _finite(single_block(block, x, here, _attention_of_both))
+def _single(block: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
+    return _finite(single_block(block, x, given, _attention_of_both))
 
 
 def _attention_of_both(

@@ -105,7 +105,8 @@ def packed_forward_local(
 
     Args:
         model: A transformer on which db-SP is enabled, or a DistributedDataParallel around it.
-        samples: This rank's. At least one rank must have one. Nothing flows back into text and image embeddings.
+        samples: This rank's. At least one rank must have one. Nothing flows back into text, pooled or image
+            embeddings.
         timestep: As for `packed_forward`; equal on all ranks.
         bags: Groups of neighbouring ranks, each of which shares some of the sequences, "g8n4" for 4 of 8; "auto" for
             those with the least modelled forward time; or as setting `bags` has it. Equal on all ranks. Default: that

@@ -66,9 +66,10 @@ class JointPass(BlockPass):
         self, attention: Any, video: torch.Tensor, text: torch.Tensor, call: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The attended streams, from normalised ones."""
-        videos, texts = zip(
-            *(call(attention, video[:, run.video], text[:, run.text], run.rotary) for run in self.runs), strict=True
-        )
+        found = [call(attention, video[:, run.video], text[:, run.text], run.rotary) for run in self.runs]
+        if len(found) == 1:
+            return found[0]
+        videos, texts = zip(*found, strict=True)
         return torch.cat(videos, 1), torch.cat(texts, 1)
 
     def rows(self, norm: Any, count: int) -> tuple[torch.Tensor, ...]:
@@ -108,7 +109,7 @@ def joint_pass(
         runs = [run(slice(None), slice(None))]
     else:
         streams = zip(here.runs(here.video), here.runs(here.text), strict=True)
-        runs = [run(slice(*of_video[1:]), slice(*of_text[1:])) for of_video, of_text in streams]
+        runs = [run(slice(*one[1:]), slice(*other[1:])) for one, other in streams]
     ids = torch.from_numpy(np.searchsorted(here.present, here.sequence)).to(video.device)
     return x, JointPass(temb, ids, here, runs)
 
@@ -131,43 +132,43 @@ def attention_of_streams(
     return attended
 
 
-def double_block(block: Any, x: torch.Tensor, here: JointPass) -> torch.Tensor:
+def double_block(block: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
     """A block whose streams have weights of their own, and attend together."""
     norms = (block.norm1, block.norm2, block.ff), (block.norm1_context, block.norm2_context, block.ff_context)
-    places = here.here.video, here.here.text
+    places = given.here.video, given.here.text
     streams = [
-        (x[:, part], here.ids[part], here.rows(norm, 6)) for part, (norm, *_) in zip(places, norms, strict=True)
+        (x[:, part], given.ids[part], given.rows(norm, 6)) for part, (norm, *_) in zip(places, norms, strict=True)
     ]
     # 1. Attention over both.
     normed = [
         modulated(norm.norm(part), scale, shift, ids)
         for (part, ids, (shift, scale, *_)), (norm, *_) in zip(streams, norms, strict=True)
     ]
-    attended = here.attend(block.attn, normed[0], normed[1], attention_of_streams)
+    attended = given.attend(block.attn, normed[0], normed[1], attention_of_streams)
     # 2. Feed-forward of each.
     found = []
     for (part, ids, rows), (_, norm, feed_forward), one in zip(streams, norms, attended, strict=True):
         _, _, gate, shift, scale, ff_gate = rows
         part = part + scaled(one, gate, ids)
         found.append(part + scaled(feed_forward(modulated(norm(part), scale, shift, ids)), ff_gate, ids))
-    return here.here.joined(found[1], found[0], 1)
+    return given.here.joined(found[1], found[0], 1)
 
 
-def single_block(block: Any, x: torch.Tensor, here: JointPass, call: Attend = attention_of_streams) -> torch.Tensor:
+def single_block(block: Any, x: torch.Tensor, given: JointPass, call: Attend = attention_of_streams) -> torch.Tensor:
     """A block with the same weights for both streams, whose attention and feed-forward are side by side."""
-    shift, scale, gate = here.rows(block.norm, 3)
-    y = modulated(block.norm.norm(x), scale, shift, here.ids)
-    video, text = here.attend(block.attn, y[:, here.here.video], y[:, here.here.text], call)
-    both = torch.cat([here.here.joined(text, video, 1), block.act_mlp(block.proj_mlp(y))], 2)
-    return x + scaled(block.proj_out(both), gate, here.ids)
+    shift, scale, gate = given.rows(block.norm, 3)
+    y = modulated(block.norm.norm(x), scale, shift, given.ids)
+    video, text = given.attend(block.attn, y[:, given.here.video], y[:, given.here.text], call)
+    both = torch.cat([given.here.joined(text, video, 1), block.act_mlp(block.proj_mlp(y))], 2)
+    return x + scaled(block.proj_out(both), gate, given.ids)
 
 
-def joint_output(transformer: Any, x: torch.Tensor, here: JointPass) -> torch.Tensor:
+def joint_output(transformer: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
     """The values of this rank's tokens of video, [1, v, V]."""
-    norm, video = transformer.norm_out, here.here.video
+    norm, video = transformer.norm_out, given.here.video
     x = x[:, video]
-    scale, shift = norm.linear(norm.silu(here.temb).to(x.dtype)).chunk(2, 1)
-    values: torch.Tensor = transformer.proj_out(modulated(norm.norm(x), scale, shift, here.ids[video]))
+    scale, shift = norm.linear(norm.silu(given.temb).to(x.dtype)).chunk(2, 1)
+    values: torch.Tensor = transformer.proj_out(modulated(norm.norm(x), scale, shift, given.ids[video]))
     return values
 
 
