@@ -37,7 +37,13 @@ class Placement:
 
     @classmethod
     def of(cls, sharing: Sharing, tokens: Sequence[int], streams: Streams = None) -> Placement:
-        """Makes this rank's placement of sequences of so many tokens, text included; streams: place of the text."""
+        """Makes this rank's placement.
+
+        Args:
+            sharing: Where tokens are.
+            tokens: Of each sequence, text included.
+            streams: The place of text on a rank.
+        """
         layout, rank, count = sharing.layout, sharing.group.rank, len(tokens)
         sequences, firsts = np.repeat(np.arange(count), tokens), np.cumsum([0, *tokens])
         cells = np.bincount(layout.rank * count + sequences, minlength=layout.world * count)

@@ -102,7 +102,12 @@ def test_what_holds_tensors_prints_none(mask, session):
     for one in (
         *(mask, mask.counts, GRID.q_axis, layout, plan, plan.metrics, plan.assignment, session),
         *(attend, attend.part, attend.tables, attend.route, LocalQK.alone(big, big), Rehoming.of(layout, layout)),
-        *(sample, sample.condition, LocalPredictions([big] * 9, big.sum()), PackedRequest("a dog", latents=big)),
+        *(
+            sample,
+            sample.condition,
+            LocalPredictions([big] * 9, big.sum(), None, None),
+            PackedRequest("a dog", latents=big),
+        ),
         plan_sequences(numbers, numbers, numbers * 0, BagTopology.parse("g1n2", 2)),
     ):
         text = repr(one)
