@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +35,7 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.log import log
 
-__all__ = ["BagSessions", "Sharing"]
+__all__ = ["BagSessions", "Sharing", "is_text"]
 
 _CPU = torch.device("cpu")
 MOST_KNOWN = 256
@@ -134,13 +135,14 @@ class BagSessions:
         def begun() -> SequenceLayout | None:
             if not len(own):
                 return None
-            layout = _with_streams(bag_layout(plan, work.tokens, bag), _is_text(videos, own), streams)
-            return session.begin(*(videos[one] for one in own.tolist()), device=device, streams=layout, **step)
+            here = [videos[one] for one in own.tolist()]
+            layout = _with_streams(bag_layout(plan, work.tokens, bag), is_text(here), streams)
+            return session.begin(*here, device=device, streams=layout, **step)
 
         layout = run_consistently(control, begun, _CPU)
         blocks = self.whole.heads * sum(work.grids[one].nq * work.grids[one].nk for one in own.tolist())
         self._last = session, blocks
-        text = _is_text(videos, np.arange(len(videos)))
+        text = is_text(videos)
         whole = _with_streams(whole_layout(plan, work.tokens), text, streams)
         first_here = 0 if streams is None else max(1, int(_first(text, streams)[whole.rank == group.rank].sum()))
         if layout is None:
@@ -197,10 +199,8 @@ class BagSessions:
         if bags.topology != AUTO:
             return planned(BagTopology.parse(bags.topology, world)), work
         if self._proposed is not None:
-            try:
+            with suppress(UserError):
                 return planned(self._proposed), work
-            except UserError:
-                pass
         node_size = whole.topology.node_size
         plan = fastest_bags(planned, work, loader, cost, layer, hardware, world, node_size)
         if whole.group.rank == 0:
@@ -208,10 +208,9 @@ class BagSessions:
         return plan, work
 
 
-def _is_text(videos: Sequence[Video], sequences: np.ndarray) -> np.ndarray:
-    """bool[tokens], of some of the sequences, packed one after another."""
-    each = [videos[one] for one in sequences.tolist()]
-    return np.concatenate([np.zeros(0, dtype=bool), *(np.arange(one.tokens) < one.text for one in each)])
+def is_text(videos: Sequence[Video]) -> np.ndarray:
+    """bool[tokens], which tokens of sequences packed one after another are text."""
+    return np.concatenate([np.arange(one.tokens) < one.text for one in videos])
 
 
 def _first(text: np.ndarray, streams: Streams) -> np.ndarray:

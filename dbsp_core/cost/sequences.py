@@ -141,11 +141,6 @@ class SequenceWork:
         grids, rows = zip(*found, strict=True)
         return cls(grids, rows)
 
-    def within(self, sequences: np.ndarray) -> SequenceWork:
-        """That of some sequences, int64[s]."""
-        each = sequences.tolist()
-        return SequenceWork(tuple(self.grids[one] for one in each), tuple(self.row_work[one] for one in each))
-
     @property
     def tokens(self) -> np.ndarray:
         """int64[n]"""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.comm.rehoming import Rehoming
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_diffusers.bags import Sharing
+from dbsp_diffusers.bags import Sharing, is_text
 from dbsp_diffusers.packed.placement import Placement
 from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
 
@@ -42,18 +42,15 @@ class Exchange:
     gather: Move
 
 
-def exchange_of(
-    batch: PackedBatch, texts: Sequence[int], grids: Sequence[int], sharing: Sharing, here: Placement, spec: SampleSpec
-) -> Exchange:
+def exchange_of(batch: PackedBatch, sharing: Sharing, here: Placement, spec: SampleSpec) -> Exchange:
     """The exchange of one packed pass. Collective where ranks are given samples of their own.
 
     Args:
-        texts: Each sequence's tokens of text that are in the layout, before those of its grid.
-        grids: Each sequence's tokens without text.
         here: This rank's tokens.
         spec: What the transformer takes.
     """
-    layout, group = _layout_of_grids(sharing.layout, texts, grids), sharing.group
+    grids = [one.grid_tokens for one in batch.videos]
+    layout, group = _layout_of_grids(sharing.layout, is_text(batch.videos)), sharing.group
     places = here.video.stop - here.video.start
     if batch.loaders is None:
         given = {int(each): batch.samples[each].condition for each in np.flatnonzero(here.everyone[group.rank])}
@@ -67,12 +64,11 @@ def exchange_of(
     return Exchange(own, given, partial(rehoming.there, dim=1), partial(rehoming.back, dim=1))
 
 
-def _layout_of_grids(layout: SequenceLayout, texts: Sequence[int], grids: Sequence[int]) -> SequenceLayout:
+def _layout_of_grids(layout: SequenceLayout, text: np.ndarray) -> SequenceLayout:
     """The layout without tokens of text: places count from each rank's first one that is of video."""
-    if not any(texts):
+    if not text.any():
         return layout
-    is_text = np.tile([True, False], len(grids)).repeat(np.stack([texts, grids], 1).ravel())
-    rank, local = layout.rank[~is_text], layout.local[~is_text]
+    rank, local = layout.rank[~text], layout.local[~text]
     first = np.full(layout.world, layout.shard)
     np.minimum.at(first, rank, local)
     return replace(layout, rank=rank, local=local - first[rank], position=None)

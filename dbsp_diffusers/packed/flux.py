@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from dbsp_diffusers.packed.joint import (
     JointPass,
     Rotary,
     double_block,
-    from_patches,
-    joint_output,
+    joint_packing,
     joint_pass,
-    joint_token_flops,
     single_block,
     stacked_conditions,
 )
-from dbsp_diffusers.packed.tokens import BlockForward, PackedCall, Packing
+from dbsp_diffusers.packed.tokens import PackedCall
 from dbsp_diffusers.packed_samples import SampleSpec
 
 __all__ = ["FLUX"]
@@ -83,18 +80,4 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-def _blocks(transformer: Any) -> list[tuple[nn.Module, BlockForward]]:
-    double = [(block, _double) for block in transformer.transformer_blocks]
-    return [*double, *((block, _single) for block in transformer.single_transformer_blocks)]
-
-
-FLUX = Packing(
-    spec=_spec,
-    blocks=_blocks,
-    embedder="x_embedder",
-    embed=_embedded,
-    begin=_begin,
-    output=joint_output,
-    unpatchified=from_patches,
-    token_flops=joint_token_flops,
-)
+FLUX = joint_packing(_spec, _embedded, _begin, _double, _single)

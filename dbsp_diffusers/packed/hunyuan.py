@@ -6,19 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from dbsp_diffusers.packed.joint import (
     JointPass,
-    double_block,
-    from_patches,
-    joint_output,
+    joint_packing,
     joint_pass,
-    joint_token_flops,
-    single_block,
     stacked_conditions,
 )
-from dbsp_diffusers.packed.tokens import BlockForward, PackedCall, Packing
+from dbsp_diffusers.packed.tokens import PackedCall
 from dbsp_diffusers.packed_samples import SampleSpec
 
 __all__ = ["HUNYUAN"]
@@ -54,18 +49,4 @@ def _begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> tuple[tor
     return joint_pass(call, video, text, temb, angles, text_rotates=False)
 
 
-def _blocks(transformer: Any) -> list[tuple[nn.Module, BlockForward]]:
-    double = [(block, double_block) for block in transformer.transformer_blocks]
-    return [*double, *((block, single_block) for block in transformer.single_transformer_blocks)]
-
-
-HUNYUAN = Packing(
-    spec=_spec,
-    blocks=_blocks,
-    embedder="x_embedder",
-    embed=_embedded,
-    begin=_begin,
-    output=joint_output,
-    unpatchified=from_patches,
-    token_flops=joint_token_flops,
-)
+HUNYUAN = joint_packing(_spec, _embedded, _begin)

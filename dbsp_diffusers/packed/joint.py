@@ -8,21 +8,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from dbsp_diffusers.packed.modulation import modulated, scaled
 from dbsp_diffusers.packed.placement import Placement
-from dbsp_diffusers.packed.tokens import BlockPass, PackedCall
-from dbsp_diffusers.packed_samples import Size
+from dbsp_diffusers.packed.tokens import BlockForward, BlockPass, PackedCall, Packing
+from dbsp_diffusers.packed_samples import SampleSpec, Size
 
 __all__ = [
     "JointPass",
     "Rotary",
     "attention_of_streams",
     "double_block",
-    "from_patches",
-    "joint_output",
+    "joint_packing",
     "joint_pass",
-    "joint_token_flops",
     "single_block",
     "stacked_conditions",
 ]
@@ -191,6 +190,31 @@ def joint_token_flops(transformer: Any) -> float:
     )
     layers = len(transformer.transformer_blocks) + len(transformer.single_transformer_blocks)
     return (double + 2 * single) / layers
+
+
+def joint_packing(
+    spec: Callable[[Any], SampleSpec],
+    embed: Callable[[Any, torch.Tensor], torch.Tensor],
+    begin: Callable[[Any, torch.Tensor, PackedCall], tuple[torch.Tensor, JointPass]],
+    double: BlockForward = double_block,
+    single: BlockForward = single_block,
+) -> Packing:
+    """The packing of a model of blocks of two streams, then of both joined; see `Packing`."""
+
+    def blocks(transformer: Any) -> list[tuple[nn.Module, BlockForward]]:
+        of_both = (transformer.transformer_blocks, double), (transformer.single_transformer_blocks, single)
+        return [(block, forward) for those, forward in of_both for block in those]
+
+    return Packing(
+        spec=spec,
+        blocks=blocks,
+        embedder="x_embedder",
+        embed=embed,
+        begin=begin,
+        output=joint_output,
+        unpatchified=from_patches,
+        token_flops=joint_token_flops,
+    )
 
 
 def _is_by_token(name: str) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -15,7 +14,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.video import Video
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.bags import Sharing
+from dbsp_diffusers.bags import Sharing, is_text
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.packed.exchange import exchange_of
 from dbsp_diffusers.packed.placement import Placement
@@ -82,7 +81,7 @@ class Packing:
         """Predicts on one process, without db-SP, by the model's own attention, sequence by sequence."""
         streams = architecture_of(transformer).text
         videos = tuple(self.videos(transformer, batch))
-        text = np.concatenate([np.arange(one.tokens) < one.text for one in videos])
+        text = is_text(videos)
         layout = SequenceLayout.contiguous(len(text), 1).with_streams(text, streams)
         first = {None: 0, "first": int(text.sum()), "last": int((~text).sum())}[streams]
         sharing = Sharing(SequenceGroup(0, 1), layout, len(text), first)
@@ -122,7 +121,7 @@ class Packing:
         tokens = [one.grid_tokens for one in videos]
         here = Placement.of(sharing, [one.tokens for one in videos], architecture_of(transformer).text)
         # 1. This rank's samples as tokens, and the exchange to the layout.
-        exchange = exchange_of(batch, texts, tokens, sharing, here, spec)
+        exchange = exchange_of(batch, sharing, here, spec)
         x = exchange.take(self._embedded(transformer, batch, spec))
         # 2. Text, timesteps and prompts of the sequences that have tokens here.
         call = PackedCall(batch.sizes, grids, texts, exchange.given, here, joint)
