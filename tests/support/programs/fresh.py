@@ -135,7 +135,6 @@ def run_program(beginning: Beginning, command: Command, environment: dict[str, s
     os.environ.update(environment)
     _set_signals()
     _set_streams(command.unbuffered or bool(environment.get("PYTHONUNBUFFERED")))
-    _measure_anew()
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     threads = environment.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) != torch.get_num_threads():
@@ -144,6 +143,7 @@ def run_program(beginning: Beginning, command: Command, environment: dict[str, s
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
     _set_path(beginning, command, environment)
+    _measure_anew()
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":  # as the import of torch does
         torch._import_device_backends()
     if command.mode == "-m":
