@@ -118,7 +118,7 @@ def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hard
         rho=sum(t.plan.rho for t in times) / count,
         attention_s=calls * sum(t.prediction.total_s for t in times),
         exchange_s=calls * sum(t.prediction.exchange_s for t in times),
-        exposed_p2p_s=calls * sum(t.prediction.exposed_s for t in times),
+        exposed_p2p_s=calls * sum(t.prediction.times.exposed_s for t in times),
         pack_s=calls * sum(t.prediction.pack_s for t in times),
         keys=run.keys,
         other_s=model.calls * model.linear_flops / known.linear_flops_per_s / world + known.serial_s,

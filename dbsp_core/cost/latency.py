@@ -15,6 +15,7 @@ import torch
 from dbsp_core.comm.all_to_all import exchange_q_separately
 from dbsp_core.cost.comm_volume import Traffic, traffic_of
 from dbsp_core.cost.hardware import Constants, Hardware
+from dbsp_core.cost.periods import PeriodTimes, chunk_times, ring_times
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -98,47 +99,23 @@ class Topology:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one attention on all ranks together: at every synchronisation the slowest counts.
+    """Seconds of one attention on all ranks together: exchanges wait for the slowest.
 
     Attributes:
         exchange_s: Exchanges to owners and back home.
-        periods: (compute_s, p2p_s) of each; compute includes the kernel's launch and the merge; 0 P2P in the last.
-            With needed keys: the slowest rank's, with the next chunk's exchange for P2P.
+        times: The periods between them.
         pack_s: Gathering into exchange buffers and placing from them.
         launch_s: Launches outside the periods.
-        overlap: Share of the shorter of compute and P2P that hides behind the longer.
-        at_once: Whether all P2P starts before the first period; else each with its period.
     """
 
     exchange_s: float
-    periods: tuple[tuple[float, float], ...]
+    times: PeriodTimes
     pack_s: float
     launch_s: float
-    overlap: float = 1.0
-    at_once: bool = False
-
-    @property
-    def compute_s(self) -> float:
-        """Compute of all periods, as if nothing were communicated."""
-        return sum(compute for compute, _ in self.periods)
-
-    @property
-    def exposed_s(self) -> float:
-        """P2P that compute does not hide."""
-        return self.attention_s - self.compute_s
-
-    @property
-    def attention_s(self) -> float:
-        """All periods: max(compute, P2P) in each where overlap is 1, their sum where it is 0.
-
-        Where all P2P starts at once, each period begins when the last is done and its keys have come.
-        """
-        compute, p2p = zip(*self.periods, strict=True)
-        return float(_in_turn(np.array(compute)[:, None], p2p, self.overlap, self.at_once)[0])
 
     @property
     def total_s(self) -> float:
-        return self.exchange_s + self.pack_s + self.launch_s + self.attention_s
+        return self.exchange_s + self.pack_s + self.launch_s + self.times.attention_s
 
 
 def predict(
@@ -149,7 +126,7 @@ def predict(
     layout: SequenceLayout | None = None,
     traffic: Traffic | None = None,
 ) -> Prediction:
-    """The corrected form of Eq. 4: the slowest rank's real work in each period, real bytes, real packing.
+    """The corrected form of Eq. 4: every rank's real work in each period, real bytes, real packing.
 
     Args:
         topology: Default: one node.
@@ -170,16 +147,15 @@ def predict(
         exchanged = [traffic.queries, 2 * traffic.keys[0], traffic.combine]
     compute, keys = _compute_s(plan, traffic, shape, known), plan.assignment.keys
     if keys.lockstep:
-        periods = _periods(compute, plan, traffic, shape, known, topology)
+        held = traffic.blocks[:-1] * (2 * plan.grid.block_k * shape.token_bytes)
+        times = ring_times(compute, hand_overs_s(strategy, held, known, topology), strategy, known.overlap)
     else:
-        periods = chunk_periods(compute, traffic, shape, known, topology, keys.at_once)
+        times = chunk_times(compute, fetches_s(traffic, shape, known, topology), known.overlap, keys.at_once)
     return Prediction(
         exchange_s=sum(exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
-        periods=periods,
+        times=times,
         pack_s=packed_bytes(plan, traffic, layout, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
-        overlap=known.overlap,
-        at_once=keys.at_once,
     )
 
 
@@ -221,43 +197,9 @@ def _busiest(sent: np.ndarray) -> float:
     return float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
 
 
-def _periods(
-    compute: np.ndarray, plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology
-) -> tuple[tuple[float, float], ...]:
-    """`Prediction.periods` of a ring, from compute float64[periods, P], seconds."""
-    held = traffic.blocks[:-1] * (2 * plan.grid.block_k * shape.token_bytes)
-    p2p = [*hand_overs_s(plan.strategy, held, known, topology), 0.0]
-    return tuple((float(c), float(p)) for c, p in zip(compute.max(axis=1), p2p, strict=True))
-
-
-def chunk_periods(
-    compute: np.ndarray, traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology, at_once: bool
-) -> tuple[tuple[float, float], ...]:
-    """`Prediction.periods` of the slowest rank with needed keys, from compute float64[chunks, P], seconds.
-
-    Ranks do not wait for one another, only for further chunks, which are there when the busiest rank is done.
-    """
-    fetched = traffic.key_exchanges[1:]
-    fetch_s = [*(exchange_s(sent * shape.token_bytes, known, topology) for sent in fetched), 0.0]
-    slowest = int(_in_turn(compute, fetch_s, known.overlap, at_once).argmax())
-    return tuple((float(c), p) for c, p in zip(compute[:, slowest], fetch_s, strict=True))
-
-
-def _in_turn(compute: np.ndarray, p2p: Sequence[float], overlap: float, at_once: bool) -> np.ndarray:
-    """float64[P]: when each rank is done with all periods, of compute float64[periods, P].
-
-    The transfer `p2p` of what the next period needs starts with its period; or, `at_once`, all follow one another from
-    the first period on.
-    """
-    done, came = np.zeros(compute.shape[1]), 0.0
-    for period_s, transfer_s in zip(compute, p2p, strict=True):
-        if at_once:
-            done, came = np.maximum(done, came) + period_s, came + transfer_s
-        else:
-            done = done + np.maximum(period_s, transfer_s)
-    hidden = compute.sum(axis=0) + sum(p2p) - done
-    exposed: np.ndarray = done + (1 - overlap) * hidden
-    return exposed
+def fetches_s(traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology) -> list[float]:
+    """Seconds of each exchange of further needed keys, which is beside the period before."""
+    return [exchange_s(sent * shape.token_bytes, known, topology) for sent in traffic.key_exchanges[1:]]
 
 
 def _compute_s(plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants) -> np.ndarray:

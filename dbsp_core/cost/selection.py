@@ -66,7 +66,8 @@ def fastest_plan(
     predicted, known, x = predict(plan, shape, hardware, topology, layout), hardware.constants, plan.strategy.ulysses
     share_s = shape.heads * shape.tokens * shape.token_bytes / topology.world / known.exchange_bytes_per_s
     least_exchange_s = 2 * known.exchange_latency_s + 4 * share_s * (x - 1) / x  # nothing between ring ranks
-    gain_s = predicted.attention_s - predicted.compute_s / plan.rho + predicted.exchange_s - least_exchange_s
+    times = predicted.times
+    gain_s = times.attention_s - times.even_compute_s + predicted.exchange_s - least_exchange_s
     if gain_s <= WORTH_A_LOOK * predicted.total_s:
         return plan
     others = [make("paper", True), *(make(planner, False) for planner in ("paper", "snake", "contiguous"))]

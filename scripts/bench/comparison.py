@@ -123,7 +123,7 @@ def replay(
         communication = []
         for plan, layout in (before, after):
             predicted = predict(plan, shape, hardware, layout=layout)
-            communication.append(predicted.exchange_s + sum(p2p for _, p2p in predicted.periods))
+            communication.append(predicted.exchange_s + sum(p2p for _, p2p in predicted.times.periods))
         found.append(
             Comparison(
                 str(strategy),

@@ -245,7 +245,7 @@ def moved(
             f"{name}_packed_mb": packed_bytes(plan, traffic, its_home, shape) / 1e6,
             f"{name}_exchange_ms": predicted.exchange_s * 1e3,
             f"{name}_pack_ms": predicted.pack_s * 1e3,
-            f"{name}_exposed_p2p_ms": predicted.exposed_s * 1e3,
+            f"{name}_exposed_p2p_ms": predicted.times.exposed_s * 1e3,
             f"{name}_attention_ms": predicted.total_s * 1e3,
         }
     # Bits of rows to indices of blocks, read and written once a call; and the mask is counted where it changes.

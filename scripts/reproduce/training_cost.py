@@ -18,12 +18,13 @@ from dbsp_core.cost.latency import (
     AttentionShape,
     Prediction,
     Topology,
-    chunk_periods,
     exchange_s,
+    fetches_s,
     hand_overs_s,
     require_fit,
     require_network,
 )
+from dbsp_core.cost.periods import chunk_times, ring_times
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.plan import Plan
 
@@ -118,23 +119,24 @@ def predict_backward(
     for period in range(1, strategy.ring):
         added[period] += 2 * grid.block_k * traffic.blocks[period]
     rank_s += added * (shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
-    compute = [*(rank_s.max(axis=1) + known.launch_s), 0.0]
+    rank_s += known.launch_s
     # 2. Hand-overs: keys and values in all periods but the last, gradients in all but the first, and at the end.
     block, ring = 2 * grid.block_k, strategy.ring
     keys = hand_overs_s(strategy, traffic.blocks[:-1] * (block * shape.token_bytes), known, topology)
     gradients = hand_overs_s(strategy, traffic.blocks * (block * sums), known, topology)
-    p2p = np.array([*keys, 0.0, 0.0]) + np.array([0.0, *gradients])
-    periods = tuple((float(c), float(p)) for c, p in zip(compute, p2p, strict=True))
+    p2p: list[float] = []
+    if ring > 1:
+        p2p = (np.array([*keys, 0.0, 0.0]) + np.array([0.0, *gradients])).tolist()
+        rank_s = np.vstack([rank_s, np.zeros(strategy.world)])
     # 3. Packing: dOut and the packed one in the model's dtype, the gradients of q, k and v on both sides in theirs.
     at_home, rows = shape.heads * layout.shard, traffic.rows * grid.block_q
     numbers = at_home + rows, 3 * at_home + rows + 2 * traffic.blocks[0] * grid.block_k
     packed = float((numbers[0] * shape.token_bytes + numbers[1] * sums).max())
     return Prediction(
         exchange_s=sum(exchange_s(tokens, known, topology) for tokens in exchanged),
-        periods=periods if ring > 1 else periods[:1],
+        times=ring_times(rank_s, p2p, strategy, known.overlap),
         pack_s=packed / known.pack_bytes_per_s,
         launch_s=known.call_s,
-        overlap=known.overlap,
     )
 
 
@@ -162,11 +164,9 @@ def _predict_chunks(
     packed = float((rows * (shape.token_bytes + sums) + keys * sums + fetched).max())
     return Prediction(
         exchange_s=sum(exchange_s(tokens, known, topology) for tokens in exchanged),
-        periods=chunk_periods(rank_s, traffic, shape, known, topology, at_once),
+        times=chunk_times(rank_s, fetches_s(traffic, shape, known, topology), known.overlap, at_once),
         pack_s=packed / known.pack_bytes_per_s,
         launch_s=known.call_s,
-        overlap=known.overlap,
-        at_once=at_once,
     )
 
 

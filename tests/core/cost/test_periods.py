@@ -1,0 +1,70 @@
+"""When ranks are done with their periods: by hand, against events played through, and between what bounds it lies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dbsp_core import Strategy
+from dbsp_core.cost.periods import ring_times
+
+RING = Strategy(1, 2)
+
+
+def test_two_ranks_by_hand():
+    compute = np.array([[5.0, 1.0], [1.0, 5.0], [2.0, 3.0]])
+    times = ring_times(compute, [0.0, 0.0], RING, 1.0)
+    assert times.attention_s == 9.0, (
+        "the second begins with what it got at 0: at 1, 6, done at 9; the first at 5, 6, 8"
+    )
+    assert times.periods == ((1.0, 0.0), (5.0, 0.0), (3.0, 0.0))
+    assert times.even_compute_s == 8.5
+    assert (times.compute_s, times.exposed_s) == (9.0, 0.0)
+
+
+def test_a_slot_comes_only_when_its_neighbour_has_begun_the_period():
+    compute = np.array([[9.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
+    # Of the second rank: period 1 from 1 to 2, its next slot leaves the first rank, which begins period 1, at 9.
+    assert ring_times(compute, [0.0, 0.0], RING, 1.0).attention_s == 11.0
+    late = np.array([[9.0, 1.0], [1.0, 1.0], [1.0, 8.0]])
+    times = ring_times(late, [0.0, 2.0], RING, 1.0)
+    assert times.attention_s == 9.0 + 2.0 + 8.0
+    assert times.exposed_s == 9.0 + 2.0 - 2.0, "what the last rank waited"
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+def test_overlap_lies_between_the_longer_and_the_sum(overlap):
+    compute = np.array([[5.0], [2.0], [6.0]]).repeat(3, axis=1)
+    times = ring_times(compute, [3.0, 4.0], Strategy(1, 3), overlap)
+    assert times.attention_s == 15 + (1 - overlap) * 5
+    assert times.exposed_s == 2 + (1 - overlap) * 5
+
+
+@pytest.mark.parametrize("strategy", [Strategy(1, 5), Strategy(2, 3), Strategy(3, 2), Strategy(1, 8)], ids=str)
+def test_ranks_that_run_ahead_are_between_even_totals_and_waiting_for_all(strategy):
+    generator = np.random.default_rng(strategy.ring)
+    for _ in range(20):
+        compute = generator.gamma(1.0, size=(strategy.ring, strategy.world))
+        p2p = generator.gamma(0.2, size=strategy.ring - 1).tolist()
+        found = ring_times(compute, p2p, strategy, 1.0).attention_s
+        assert found == pytest.approx(max(played(compute, p2p, strategy)))
+        assert compute.sum(axis=0).max() <= found
+        assert found <= np.maximum(compute.max(axis=1), [*p2p, 0.0]).sum() + 1e-12
+    free = [0.0] * (strategy.ring - 1)
+    even = np.ones_like(compute)
+    assert ring_times(even, free, strategy, 1.0).attention_s == strategy.ring
+
+
+def played(compute: np.ndarray, p2p: list[float], strategy: Strategy) -> list[float]:
+    """When each rank is done, asked backwards: a rank's start of a period from those of the period before."""
+    y, x = strategy.ring, strategy.ulysses
+
+    def start(rank: int, period: int) -> float:
+        if period == 0:
+            return 0.0
+        ring_rank, column = divmod(rank, x)
+        around = [(ring_rank + step) % y * x + column for step in (-1, 0, 1)]
+        sent = max(start(other, period - 1) for other in around) + p2p[period - 1]
+        return max(start(rank, period - 1) + float(compute[period - 1, rank]), sent)
+
+    return [start(rank, y - 1) + float(compute[-1, rank]) for rank in range(strategy.world)]
