@@ -15,7 +15,7 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.bag_choice import fastest_bags
-from dbsp_core.cost.hardware import NEAREST, load_hardware
+from dbsp_core.cost.hardware import hardware_for
 from dbsp_core.cost.sequences import (
     LayerSize,
     SequenceWork,
@@ -185,7 +185,7 @@ class BagSessions:
         work = SequenceWork.under(config.mask, requests, self._known, density)
         for oldest in list(self._known)[: max(0, len(self._known) - MOST_KNOWN)]:
             del self._known[oldest]
-        hardware = load_hardware(config.cost_model or NEAREST[device.type == "cuda"])
+        hardware = hardware_for(config.cost_model, device.type, config.kernel)
         cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)
         picoseconds = cost.picoseconds(work.tokens, work.blocks)
         loader = np.zeros(len(videos), dtype=np.int64) if loaders is None else np.array(loaders)

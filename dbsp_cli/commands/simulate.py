@@ -60,7 +60,9 @@ def simulate_command(
     ] = None,
     planner: Annotated[str, typer.Option(help="Planners to compare, with commas.")] = "contiguous,paper,dbsp",
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
-    kernel: Annotated[str, typer.Option(help="Leave out strategies that this kernel cannot serve.")] = "auto",
+    kernel: Annotated[
+        str, typer.Option(help="Whose strategies, and whose constants where known.")
+    ] = "auto",
     layers: Annotated[int, typer.Option(help="How many layers' masks represent all.")] = 1,
     node_size: Annotated[
         int | None, typer.Option(min=1, max=MOST_GPUS, help="GPUs per node; default: the hardware's.")
@@ -75,7 +77,7 @@ def simulate_command(
     """Predict attention and end-to-end time per strategy and planner. All times are modelled."""
     if out is not None:
         require_file_place(out, "--out")
-    spec, machine = require_model(model), _with_bandwidth(load_hardware(hardware), bandwidth)
+    spec, machine = require_model(model), _with_bandwidth(load_hardware(hardware).with_kernel(kernel), bandwidth)
     node_size = node_size or (machine.gpus_per_node or 8 if nodes is not None else None)
     worlds = _numbers(gpus) if nodes is None else [count * (node_size or 8) for count in _numbers(nodes, "nodes")]
     if max(worlds) > MOST_GPUS:

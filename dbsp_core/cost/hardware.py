@@ -18,7 +18,7 @@ import yaml
 from dbsp_core.utils.atomic_io import write_atomically
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting
 from dbsp_core.utils.packages import installed_version
-from dbsp_core.utils.schema import build
+from dbsp_core.utils.schema import build, convert
 from dbsp_core.utils.yaml_file import read_settings, require_known, shipped_configs
 
 __all__ = [
@@ -27,7 +27,9 @@ __all__ = [
     "SHIPPED",
     "Constants",
     "Hardware",
+    "KernelConstants",
     "device_class",
+    "hardware_for",
     "load_hardware",
     "save_hardware",
     "software_versions",
@@ -37,7 +39,7 @@ __all__ = [
 NEAREST = {True: "h200", False: "cpu-demo"}
 """Shipped constants by whether there is a GPU, for choosing between strategies where nothing was calibrated."""
 SHIPPED = shipped_configs() / "hardware"
-LABELS = ("measured", "fitted", "published", "assumed")
+LABELS = ("measured", "fitted", "published", "derived", "assumed")
 REDO = "measure again with: dbsp calibrate --out FILE"
 
 
@@ -114,6 +116,40 @@ COMMUNICATION = (
 NODES = "gpus_per_node"
 
 
+@dataclass(frozen=True)
+class KernelConstants:
+    """What another kernel has in place of a machine's `Constants`; None: as there.
+
+    Attributes:
+        source: Where these come from, as in `Hardware.sources`.
+    """
+
+    source: str
+    flops_per_s: float | None = None
+    score_s: float | None = None
+    launch_s: float | None = None
+    call_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_label(self.source, "a kernel's constants")
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The constants that differ, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None and name != "source"}
+
+
+def _require_label(label: object, of: str) -> None:
+    if label not in LABELS:
+        raise SettingError(f"source {label!r} of {of} is not one of {', '.join(LABELS)}", ("source",))
+
+
+def _read_kernels(kernels: object, name: str) -> dict[str, KernelConstants]:
+    if not isinstance(kernels, Mapping):
+        raise UserError(f"{name} must be a mapping of kernels to their constants")
+    return {str(key): convert(value, KernelConstants, f"{key} in {name}", str(key)) for key, value in kernels.items()}
+
+
 def _read_date(date: object, name: str) -> str | None:
     """A date as text: YAML reads one without quotes as a date."""
     return None if date is None else str(date)
@@ -126,8 +162,10 @@ class Hardware:
     Attributes:
         device: Class of the device, as `device_class` names it.
         dtype: Type of q, k and v for which the constants hold.
-        sources: One of measured, fitted, published, assumed for each constant.
+        sources: One of `LABELS` for each constant; derived: from another machine's by published ratios.
         gpus_per_node: Ranks to a node, whose traffic with other nodes is the `network_*` constants'; None: not known.
+        kernels: By a kernel's name (`dbsp_kernels.available_kernels`), what it has in place of `constants`, which are
+            the block-sparse kernels' in `dtype`.
         versions: Version of each software measured with; empty where nothing was measured.
         residuals: Relative error (root mean square) of the fit of each part of the model on its own samples.
         date: Day of the measurement, YYYY-MM-DD, or None.
@@ -140,6 +178,7 @@ class Hardware:
     constants: Constants
     sources: Mapping[str, str]
     gpus_per_node: int | None = None
+    kernels: Mapping[str, KernelConstants] = field(default_factory=dict, metadata={"read": _read_kernels})
     versions: Mapping[str, str] = field(default_factory=dict)
     residuals: Mapping[str, float] = field(default_factory=dict)
     date: str | None = field(default=None, metadata={"read": _read_date})
@@ -152,8 +191,8 @@ class Hardware:
         with blame_setting("sources"):
             for key, label in self.sources.items():
                 require_known(key, names, f"sources of hardware {self.name!r}")
-                if label not in LABELS:
-                    raise SettingError(f"source {label!r} of {key} is not one of {', '.join(LABELS)}", (key,))
+                with blame_setting(key):
+                    _require_label(label, key)
         given = {**asdict(self.constants), NODES: self.gpus_per_node}
         unlabelled = [name for name in names if given[name] is not None and name not in self.sources]
         if unlabelled:
@@ -175,6 +214,14 @@ class Hardware:
         """The constants by where they come from, in a line."""
         groups = {label: [n for n, own in self.sources.items() if own == label] for label in LABELS}
         return "; ".join(f"{label}: {', '.join(names)}" for label, names in groups.items() if names)
+
+    def with_kernel(self, name: str) -> Hardware:
+        """This machine with that kernel's constants, or as it is where none are known of it."""
+        if name not in self.kernels:
+            return self
+        kernel = self.kernels[name]
+        labels = dict.fromkeys(kernel.given, kernel.source)
+        return replace(self, constants=replace(self.constants, **kernel.given), sources={**self.sources, **labels})
 
     def with_communication_of(self, other: Hardware) -> Hardware:
         """This machine's compute with another's communication, labelled as it is there."""
@@ -214,10 +261,21 @@ _read_shipped = functools.cache(_read)
 """Each session reads the same file, which takes tens of milliseconds."""
 
 
+def hardware_for(cost_model: str | None, device: str, kernel: str) -> Hardware:
+    """What plans on a "cuda" or "cpu" device go by: the file that a configuration names, or the nearest shipped one.
+
+    Args:
+        kernel: Its name, or "auto"; its constants are taken where the file has them.
+    """
+    return load_hardware(cost_model or NEAREST[device == "cuda"]).with_kernel(kernel)
+
+
 def save_hardware(path: str | os.PathLike[str], hardware: Hardware) -> None:
     """Writes a YAML file that `load_hardware` reads, whole or not at all."""
     values = {key: value for key, value in asdict(hardware).items() if value is not None}
-    values["constants"] = {key: value for key, value in values["constants"].items() if value is not None}
+    for given in (values["constants"], *values["kernels"].values()):
+        for key in [key for key, value in given.items() if value is None]:
+            del given[key]
     write_atomically(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
 
 

@@ -1,4 +1,4 @@
-"""When the ranks are done with the periods of one attention, from each rank's compute and from what travels between."""
+"""When ranks are done with the periods of one attention, from each rank's compute and what travels beside it."""
 
 from __future__ import annotations
 

@@ -85,8 +85,13 @@ class ModelSpec:
 
     @property
     def calls(self) -> int:
-        """Forward passes of one video: two a step, of classifier-free guidance, also where they are one batch."""
-        return 2 * self.steps
+        """Forward passes of one video: two a step under classifier-free guidance, also where they are one batch.
+
+        A guidance scale of 1 or less, as of distilled models, is none.
+        """
+        scales = (self.video.guidance_scale, self.video.guidance_scale_2)
+        guided = any(scale is not None and scale > 1 for scale in scales)
+        return (2 if guided else 1) * self.steps
 
     @property
     def linear_flops(self) -> float:

@@ -13,7 +13,7 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.free_memory import agree_on_memory
-from dbsp_core.cost.hardware import NEAREST, Hardware, load_hardware, warn_if_elsewhere
+from dbsp_core.cost.hardware import Hardware, hardware_for, warn_if_elsewhere
 from dbsp_core.cost.latency import AttentionShape, Topology, exchange_cost_of, predict
 from dbsp_core.cost.peak_memory import (
     MemoryLimit,
@@ -248,7 +248,7 @@ def _load_constants(
         return None
     return run_consistently(
         group,
-        lambda: load_hardware(config.cost_model or NEAREST[device.type == "cuda"]),
+        lambda: hardware_for(config.cost_model, device.type, config.kernel),
         device,
         lambda hardware: hardware.fingerprint,
         "the hardware file",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -137,3 +138,37 @@ class TestElsewhere:
     def test_another_kernel_is_a_difference(self):
         with pytest.warns(UserWarning, match="kernel 'cpu' there, 'reference' here"):
             warn_if_elsewhere(self.here(), "cpu", "reference")
+
+
+class TestKernels:
+    KERNELS: ClassVar = {"sparge": {"flops_per_s": 5e14, "call_s": 1e-3, "source": "fitted"}}
+
+    def written(self, tmp_path, **changes) -> Path:
+        values = yaml.safe_load((SHIPPED / "h200.yaml").read_text()) | {"kernels": self.KERNELS} | changes
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    def test_a_kernel_s_constants_take_the_machine_s_place(self, tmp_path):
+        hardware = load_hardware(self.written(tmp_path))
+        sparge = hardware.with_kernel("sparge")
+        assert (sparge.constants.flops_per_s, sparge.constants.call_s) == (5e14, 1e-3)
+        assert sparge.constants.launch_s == hardware.constants.launch_s
+        assert (sparge.sources["flops_per_s"], sparge.sources["launch_s"]) == ("fitted", "assumed")
+        assert hardware.with_kernel("triton") == hardware
+        save_hardware(tmp_path / "again.yaml", hardware)
+        assert load_hardware(tmp_path / "again.yaml") == hardware
+
+    @pytest.mark.parametrize(
+        ("kernels", "message"),
+        [
+            ({"sparge": {"flops_per_s": 5e14}}, "lacks source"),
+            ({"sparge": {"flops_per_s": 5e14, "source": "guessed"}}, "source 'guessed' of a kernel's constants"),
+            ({"sparge": {"pack_bytes_per_s": 1.0, "source": "fitted"}}, "unknown key .pack_bytes_per_s. in .sparge."),
+            ({"sparge": 5}, "must be a mapping"),
+            ([1], "must be a mapping of kernels"),
+        ],
+    )
+    def test_what_makes_no_sense_is_said(self, tmp_path, kernels, message):
+        with pytest.raises(ValueError, match=message):
+            load_hardware(self.written(tmp_path, kernels=kernels))
