@@ -1,7 +1,7 @@
 """Fits a800 and h800 (dbsp_configs/hardware) to half of what the db-SP paper's authors measured; prints constants.
 
-What they are fitted to is chosen by a seed; fig8 and fig10 show both halves beside the model, with the constants of the hardware
-files and what stands here.
+What they are fitted to is chosen by a seed; fig8 and fig10 show both halves beside the model, with the constants of the
+hardware files and what stands here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MACHINES = ("a800", "h800")
 UNKNOWNS = Unknowns({WAN: 0.8795, COGVIDEOX: 0.4873}, tile_cost=1.4166, reordered_cost=0.626)
 """As this program finds them."""
 FIRST_LAYER, GROWTH = 0.0943, 0.2943e-3
-"""Fig. 10's masks, as this program finds them: density of the first layer, and seconds by which the heaviest head's blocks
-take longer from one layer to the next on one GPU."""
+"""Fig. 10's masks, as this program finds them: density of the first layer, and seconds by which the heaviest head's
+blocks take longer from one layer to the next on one GPU."""
 
 
 def profile_rates(model_tokens: int = 75600, width: int = 5120) -> dict[str, float]:
@@ -35,8 +35,8 @@ def profile_rates(model_tokens: int = 75600, width: int = 5120) -> dict[str, flo
 def fit_layers(known: Constants) -> tuple[float, float, float]:
     """(launch_s, blocks_s, growth_s) of the layer times of the fitted half of the layers.
 
-    T = exchange + packing + merges + y · launch + blocks + layer · growth · x / 8: what a layer has more than the first
-    is on one Ulysses rank, that is, in one head, and is shared by that rank's ring.
+    T = exchange + packing + merges + y · launch + blocks + layer · growth · x / 8: what a layer has more than the
+    first is on one Ulysses rank, that is, in one head, and is shared by that rank's ring.
     """
     times, rows, rest = attention_ms().mean(axis=0) / 1e3, [], []
     for layer in np.flatnonzero(fitted_half(len(times))):
@@ -82,7 +82,9 @@ def end_to_end_s(bar: Bar, known: Constants, unknowns: Unknowns) -> float:
 
 def fit_others(known: Constants, given: list[Bar]) -> Constants:
     """linear_flops_per_s and serial_s, from what the bars have beside attention."""
-    by_model = {model: [bar.other_s for bar in given if bar.model == model and bar.other_s] for model in (WAN, COGVIDEOX)}
+    by_model = {
+        model: [bar.other_s for bar in given if bar.model == model and bar.other_s] for model in (WAN, COGVIDEOX)
+    }
     at_one = replace(known, linear_flops_per_s=1.0, serial_s=0.0)
     wan, cog = (np.median(by_model[model]) for model in (WAN, COGVIDEOX))
     flops = other_s(WAN, at_one), other_s(COGVIDEOX, at_one)
@@ -99,7 +101,8 @@ def main() -> None:
     known["h800"] = replace(known["h800"], exchange_bytes_per_s=rates["exchange_bytes_per_s"], exchange_latency_s=0.0)
     launch_s, blocks_s, growth_s = fit_layers(known["a800"])
     known["a800"] = replace(known["a800"], launch_s=launch_s)
-    print(f"Fig. 10: launch_s {launch_s:.4g}, density {blocks_s / dense_s(WAN, known['a800']):.4f}, growth {growth_s:.4g} s")
+    density = blocks_s / dense_s(WAN, known["a800"])
+    print(f"Fig. 10: launch_s {launch_s:.4g}, density {density:.4f}, growth {growth_s:.4g} s")
     known = {name: fit_others(known[name], [bar for bar in given if bar.machine == name]) for name in MACHINES}
     eight_bit, unknowns = fit_bars(known, given)
     for name in MACHINES:

@@ -1,8 +1,8 @@
 """What the db-SP paper's authors measured and published beside it, as numbers (github.com/thu-nics/db-SP).
 
-`fig8_bars.csv`: Fig. 8's bars of 8 GPUs, read off assets/results.png, to about 1 s. `fig10_attention_ms.csv`: attention
-times of 50 steps, 40 layers and 4 strategies with balanced plans, Fig. 10's data (total_time_list_*.pt at a0621a7; that
-they are its data follows from their means, which are the paper's 1.02 to 1.27; the machine is not said).
+`fig8_bars.csv`: Fig. 8's bars of 8 GPUs, read off assets/results.png, to about 1 s. `fig10_attention_ms.csv`: times of
+an attention in 50 steps, 40 layers and 4 strategies with balanced plans, Fig. 10's data (total_time_list_*.pt at
+a0621a7; that they are its data follows from their means, which are the paper's 1.02 to 1.27; the machine is not said).
 `fig9_points.csv`: Fig. 9's points (attention_speedup_*.csv of branch AE), two series for the ring.
 """
 
@@ -37,8 +37,8 @@ PROFILE = {
     "dense_ms": 80.0,
     "launch_ms": 0.5,
 }
-"""Eq. 4's constants for Wan2.1-14B (db-SP/selector.py of branch AE): by Ulysses degree, by ring degree, dense attention
-on 8 GPUs, a launch."""
+"""Eq. 4's constants for Wan2.1-14B (db-SP/selector.py of branch AE): by Ulysses degree, by ring degree, dense
+attention on 8 GPUs, a launch."""
 
 PASSES, REWARD = 1, 2
 """Forward passes a step (guidance 1; no video is decoded), and R_b, as in their run_wan_paro.py."""

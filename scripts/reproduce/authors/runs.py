@@ -67,7 +67,9 @@ def attention_s(model: str, strategy: Strategy, known: Constants, blocks: float)
     Hand-overs hide: beside their blocks each takes less than half as long.
     """
     beside = _without_blocks(model, strategy, known)
-    return beside.exchange_s + beside.pack_s + beside.launch_s + beside.times.compute_s + blocks * dense_s(model, known)
+    return (
+        beside.exchange_s + beside.pack_s + beside.launch_s + beside.times.compute_s + blocks * dense_s(model, known)
+    )
 
 
 def rho_of(model: str, strategy: Strategy, method: str = "") -> float:
