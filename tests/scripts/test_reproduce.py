@@ -11,7 +11,12 @@ from tests.support.programs import run_module
 
 pytestmark = pytest.mark.long
 
-KNAPFORMER = [("wir", ["--sparse-draws", "1"]), ("streams", []), ("gamma", ["--lengths", "64,128,256,512"])]
+KNAPFORMER = [
+    ("wir", ["--sparse-draws", "1"]),
+    ("streams", []),
+    ("throughput", ["--measure"]),
+    ("gamma", ["--lengths", "64,128,256,512"]),
+]
 MODELLED = {"fig3", "fig8", "fig9", "fig10", "clusters"}
 
 

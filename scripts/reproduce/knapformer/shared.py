@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from dbsp_core.cost.sequences import FLUX
+from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.sequences import FLUX, SequencePlanMetrics, SequenceWork, evaluate
+from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan, plan_sequences
 from dbsp_core.planning.sequences.streams import DrawnSequences, StreamAssumptions, draw, parse_streams
 from scripts.reproduce.common import RESULTS
 
-WORLD, NODE, BLOCK = 32, 8, 64
+WORLD, BLOCK = 32, 64
+GAMMA = 0.4
+"""Of Eq. 2: what the README of KnapFormer's program runs with."""
+FLOPS_PER_S = 1e15  # scales all costs alike
 ASSUMPTIONS = StreamAssumptions()
 MIXED = "mixed-resolution images"
 STREAMS = {
@@ -26,9 +32,33 @@ STREAMS = {
     ),
 }
 """Table 1's. Of the third the text we have shows the images' codes only; the rest are the published program's."""
-PAPER_WIR = {
-    "low-resolution images": {"none": 1.22, "g1n32": 1.00, "g2n16": 1.00, "g4n8": 1.00, "g8n4": 1.00},
-    MIXED: {"none": 17.14, "g1n32": 3.92, "g2n16": 1.27, "g4n8": 1.01, "g8n4": 1.00},
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """fbl_s: a step's forward and backward;  tps: tokens a second, all GPUs;  hfu: share of their peak FLOP"""
+
+    wir: float
+    fbl_s: float
+    tps: float
+    hfu: float
+
+
+TABLE_1 = {
+    "low-resolution images": {
+        "none": PaperRow(1.22, 3.13, 147.63e3, 0.2472),
+        "g1n32": PaperRow(1.00, 2.95, 156.48e3, 0.2620),
+        "g2n16": PaperRow(1.00, 3.30, 139.77e3, 0.2340),
+        "g4n8": PaperRow(1.00, 3.51, 131.63e3, 0.2204),
+        "g8n4": PaperRow(1.00, 4.30, 107.28e3, 0.1796),
+    },
+    MIXED: {
+        "none": PaperRow(17.14, 4.64, 58.58e3, 0.1454),
+        "g1n32": PaperRow(3.92, 4.62, 58.95e3, 0.1463),
+        "g2n16": PaperRow(1.27, 2.92, 93.08e3, 0.2310),
+        "g4n8": PaperRow(1.01, 2.62, 103.74e3, 0.2574),
+        "g8n4": PaperRow(1.00, 2.52, 108.06e3, 0.2681),
+    },
 }
 TOPOLOGIES = {"none": "g1n1", "g1n32": "g1n32", "g2n16": "g2n16", "g4n8": "g4n8", "g8n4": "g8n4"}
 
@@ -46,15 +76,15 @@ def drawn(stream: str, seed: int) -> DrawnSequences:
     return draw(parse_streams(STREAMS[stream]), WORLD, seed, ASSUMPTIONS)
 
 
-def pair_cost(gamma: float) -> SequenceCost:
+def pair_cost() -> SequenceCost:
     """KnapFormer's Eq. 2: token pairs, not blocks."""
-    return SequenceCost.gamma_corrected(FLUX.width, gamma)
+    return SequenceCost.gamma_corrected(FLUX.width, GAMMA, FLOPS_PER_S)
 
 
-def share_out(sequences: DrawnSequences, gamma: float, bags: str, balancer: str) -> tuple[SequencePlan, np.ndarray]:
+def share_out(sequences: DrawnSequences, bags: str, balancer: str) -> tuple[SequencePlan, np.ndarray]:
     """A plan by Eq. 2, and int64[n], what each sequence costs by it."""
     tokens = sequences.tokens
-    cost = pair_cost(gamma).picoseconds(tokens, tokens**2)
+    cost = pair_cost().picoseconds(tokens, tokens**2)
     plan = plan_sequences(cost, tokens, sequences.loader, BagTopology.parse(TOPOLOGIES[bags], WORLD), balancer)
     return plan, cost
 
@@ -63,3 +93,24 @@ def loads(plan: SequencePlan, cost: np.ndarray) -> np.ndarray:
     """float64[world]: each rank's cost as KnapFormer counts it, its bag's over the bag's ranks."""
     topology = plan.topology
     return np.repeat(np.bincount(plan.bag, cost, len(topology.ranks)) / topology.ranks, topology.ranks)
+
+
+def dense_work(sequences: DrawnSequences) -> SequenceWork:
+    text, thw = sequences.text.tolist(), sequences.thw.tolist()
+    grids = [
+        BlockGrid(tokens, own, BLOCK, BLOCK, tuple(size))
+        for tokens, own, size in zip(sequences.tokens.tolist(), text, thw, strict=True)
+    ]
+    return SequenceWork.dense(grids, FLUX.heads)
+
+
+def by_ranks(
+    sequences: DrawnSequences, work: SequenceWork, bags: str, balancer: str
+) -> tuple[SequencePlan, SequencePlanMetrics]:
+    """A plan by γ and blocks, and what it makes each rank do; picoseconds at FLOPS_PER_S."""
+    pair = SequenceCost.gamma_corrected(FLUX.width, GAMMA, FLOPS_PER_S, FLUX.heads)
+    cost = SequenceCost(pair.token_s, pair.block_s * BLOCK**2)
+    picoseconds = cost.picoseconds(work.tokens, work.blocks)
+    topology = BagTopology.parse(TOPOLOGIES[bags], WORLD)
+    plan = plan_sequences(picoseconds, work.tokens, sequences.loader, topology, balancer)
+    return plan, evaluate(plan, work, sequences.loader, cost, FLUX, load_hardware("h200"))

@@ -1,6 +1,6 @@
 """KnapFormer's Fig. 4: what data loaders of 32 GPUs bring, stream by stream, and each GPU's work before and after.
 
-The paper's figure shows the arrangement alone. Sequences are drawn; cost is Eq. 2, γ as `wir.py` fits it.
+The paper's figure shows the arrangement alone. Sequences are drawn; cost is Eq. 2, γ as its program's README has it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dbsp_core.planning.sequences.streams import parse_streams
 from scripts.reproduce.common import publish
 from scripts.reproduce.knapformer.shared import (
     ASSUMPTIONS,
+    GAMMA,
     STREAMS,
     drawn,
     knapformer_arguments,
@@ -45,7 +46,7 @@ def measure(options) -> list[Row]:
     for stream, text in STREAMS.items():
         steps = [drawn(stream, seed) for seed in range(options.draws)]
         tokens = np.concatenate([one.tokens for one in steps])
-        cost = pair_cost(options.gamma).picoseconds(tokens, tokens**2)
+        cost = pair_cost().picoseconds(tokens, tokens**2)
         loader, first = np.concatenate([one.loader for one in steps]), 0
         for code in parse_streams(text):
             mine = (loader >= first) & (loader < first + code.gpus)
@@ -61,7 +62,7 @@ def measure(options) -> list[Row]:
                     int(tokens[mine].max()),
                     float(tokens[mine].sum() / tokens.sum()),
                     float(cost[mine].sum() / cost.sum()),
-                    f"drawn; {ASSUMPTIONS.in_words()}; γ {options.gamma:g}",
+                    f"drawn; {ASSUMPTIONS.in_words()}; γ {GAMMA:g}",
                 )
             )
     return rows
@@ -81,20 +82,18 @@ def draw_figure(options) -> Figure:
             ("g1n32", "knapsack", "C1--", "KnapFormer's greedy, g1n32"),
             ("g8n4", "dbsp", "C2-", "dbsp, nodes of 8"),
         ):
-            plan, cost = share_out(steps[0], options.gamma, bags, balancer)
+            plan, cost = share_out(steps[0], bags, balancer)
             load = loads(plan, cost)
             bottom.step(range(len(load)), load / load.mean(), style, where="mid", label=name)
         bottom.set(ylim=(0, None), xlabel="GPU", ylabel="work over mean")
     axes[1, 0].legend(fontsize=8)
     axes[0, 0].set_ylabel(f"sequences in {options.draws} steps")
-    figure.suptitle(f"drawn, not real data; {ASSUMPTIONS.in_words()}; γ {options.gamma:g}", fontsize=10)
+    figure.suptitle(f"drawn, not real data; {ASSUMPTIONS.in_words()}; γ {GAMMA:g}", fontsize=10)
     return figure
 
 
 def main() -> None:
-    parser = knapformer_arguments(__doc__, draws=20)
-    parser.add_argument("--gamma", type=float, default=0.4, help="of Eq. 2")
-    options = parser.parse_args()
+    options = knapformer_arguments(__doc__, draws=20).parse_args()
     rows = measure(options)
     publish("knapformer-streams", "Streams of KnapFormer's §4.1", rows, draw_figure(options), options.out)
 

@@ -1,8 +1,8 @@
 """KnapFormer's Table 1: workload imbalance ratio (WIR) on 32 GPUs, the paper's, its method rebuilt, and ours.
 
-The paper's γ is not in the text we have: it is fitted here to three of Table 1's numbers (mixed resolutions without
-bags, g1n32, g2n16); the others are held out. WIR by Eq. 2 is the paper's; by ranks counts each rank's tokens and dense
-blocks of 64 × 64 tokens, with the attention's rows where the plan puts them. A mean over draws; nothing is timed.
+γ is what the README of KnapFormer's program runs with; nothing is fitted. WIR by Eq. 2 is the paper's; by ranks counts
+each rank's tokens and dense blocks of 64 × 64 tokens, with the attention's rows where the plan puts them. A mean over
+draws; nothing is timed.
 """
 
 from __future__ import annotations
@@ -13,34 +13,27 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from rich.console import Console
 
-from dbsp_core.cost.hardware import load_hardware
-from dbsp_core.cost.sequences import FLUX, SequencePlanMetrics, SequenceWork, evaluate
-from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.cost.sequences import FLUX, SequenceWork
 from dbsp_core.planning.sequences.bags import BagTopology
-from dbsp_core.planning.sequences.cost import SequenceCost
-from dbsp_core.planning.sequences.sequence_plan import plan_sequences
 from dbsp_core.planning.sequences.streams import DrawnSequences
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from scripts.reproduce.common import publish
 from scripts.reproduce.knapformer.shared import (
-    BLOCK,
-    MIXED,
-    PAPER_WIR,
+    GAMMA,
     STREAMS,
+    TABLE_1,
     TOPOLOGIES,
     WORLD,
+    by_ranks,
+    dense_work,
     drawn,
     knapformer_arguments,
     loads,
     share_out,
 )
 
-FITTED = ("none", "g1n32", "g2n16")
-GAMMAS = np.round(np.arange(0.1, 1.65, 0.025), 3)
 SPARSE_DENSITY = 0.3
-FLOPS_PER_S = 1e15  # scales all costs alike
 
 
 @dataclass(frozen=True)
@@ -64,52 +57,19 @@ class Row:
     label: str
 
 
-def fit_gamma(draws: int) -> float:
-    """The γ whose three mean WIRs are nearest to the paper's, by logarithms."""
-    steps = [drawn(MIXED, seed) for seed in range(draws)]
-
-    def miss(gamma: float) -> float:
-        total = 0.0
-        for bags in FITTED:
-            found = []
-            for sequences in steps:
-                plan, cost = share_out(sequences, gamma, bags, "knapsack")
-                found.append(ratio(loads(plan, cost)))
-            total += float(np.log(np.mean(found) / PAPER_WIR[MIXED][bags])) ** 2
-        return total
-
-    return float(min(GAMMAS, key=miss))
-
-
 def ratio(values: np.ndarray) -> float:
     return float(values.max() / values.min())
 
 
-def work_of(sequences: DrawnSequences, mask: str) -> SequenceWork:
-    requests = [
-        MaskRequest(0, FLUX.heads, tuple(thw), text)
-        for text, thw in zip(sequences.text.tolist(), sequences.thw.tolist(), strict=True)
-    ]
-    if mask == "dense":
-        grids = [BlockGrid(one.tokens, one.text_tokens, BLOCK, BLOCK, one.thw) for one in requests]
-        return SequenceWork.dense(grids, FLUX.heads)
+def sparse_work(sequences: DrawnSequences) -> SequenceWork:
     source = SyntheticSource(density=SPARSE_DENSITY)
-    return SequenceWork.of([source.mask(one) for one in requests])
+    texts_and_sizes = zip(sequences.text.tolist(), sequences.thw.tolist(), strict=True)
+    return SequenceWork.of(
+        [source.mask(MaskRequest(0, FLUX.heads, tuple(thw), text)) for text, thw in texts_and_sizes]
+    )
 
 
-def by_ranks(
-    sequences: DrawnSequences, work: SequenceWork, gamma: float, bags: str, balancer: str
-) -> SequencePlanMetrics:
-    """As planned and counted in blocks."""
-    pair = SequenceCost.gamma_corrected(FLUX.width, gamma, FLOPS_PER_S, FLUX.heads)
-    cost = SequenceCost(pair.token_s, pair.block_s * BLOCK**2)
-    picoseconds = cost.picoseconds(work.tokens, work.blocks)
-    topology = BagTopology.parse(TOPOLOGIES[bags], WORLD)
-    plan = plan_sequences(picoseconds, work.tokens, sequences.loader, topology, balancer)
-    return evaluate(plan, work, sequences.loader, cost, FLUX, load_hardware("h200"))
-
-
-def measure(options, gamma: float) -> Iterator[Row]:
+def measure(options) -> Iterator[Row]:
     hidden = FLUX.width * FLUX.element_bytes
     cases = [(stream, "dense", bags) for stream in STREAMS for bags in TOPOLOGIES]
     cases += [(stream, "sparse", bags) for stream in list(STREAMS)[1:] for bags in ("g4n8", "g8n4")]
@@ -117,23 +77,23 @@ def measure(options, gamma: float) -> Iterator[Row]:
     for stream, mask, bags in cases:
         if (stream, mask) not in made:
             steps = [drawn(stream, seed) for seed in range(options.draws if mask == "dense" else options.sparse_draws)]
-            made[stream, mask] = [(one, work_of(one, mask)) for one in steps]
+            work_of = dense_work if mask == "dense" else sparse_work
+            made[stream, mask] = [(one, work_of(one)) for one in steps]
         for balancer in ("knapsack",) if bags == "none" else ("knapsack", "dbsp"):
             equation, counted = [], []
             for sequences, work in made[stream, mask]:
-                plan, cost = share_out(sequences, gamma, bags, balancer)
+                plan, cost = share_out(sequences, bags, balancer)
                 equation.append(ratio(loads(plan, cost)))
-                counted.append(by_ranks(sequences, work, gamma, bags, balancer))
-            paper = PAPER_WIR.get(stream, {}).get(bags) if mask == "dense" else None
-            fitted = " (fitted)" if stream == MIXED and bags in FITTED else ""
+                counted.append(by_ranks(sequences, work, bags, balancer)[1])
+            paper = TABLE_1.get(stream, {}).get(bags) if mask == "dense" else None
             yield Row(
                 stream,
                 f"density {SPARSE_DENSITY}" if mask == "sparse" else mask,
                 bags,
                 "–" if bags == "none" else "KnapFormer's, rebuilt" if balancer == "knapsack" else "dbsp",
                 BagTopology.parse(TOPOLOGIES[bags], WORLD).sizes[0],
-                gamma,
-                "–" if paper is None else f"{paper:.2f}{fitted}",
+                GAMMA,
+                "–" if paper is None else f"{paper.wir:.2f}",
                 float(np.mean(equation)) if mask == "dense" else "–",
                 float(np.mean([one.wir for one in counted])),
                 max(one.wir for one in counted),
@@ -154,7 +114,7 @@ def draw_figure(rows: list[Row]) -> Figure:
         axis.bar(
             0, next(row.wir_of_ranks - 1 for row in here if row.bags == "none"), 0.28, color="0.6", label="as loaded"
         )
-        paper = {bags: wir - 1 for bags, wir in PAPER_WIR.get(stream, {}).items() if wir > 1}
+        paper = {bags: row.wir - 1 for bags, row in TABLE_1.get(stream, {}).items() if row.wir > 1}
         axis.plot(
             [list(TOPOLOGIES).index(bags) for bags in paper], list(paper.values()), "k*", markersize=11, label="paper"
         )
@@ -162,7 +122,7 @@ def draw_figure(rows: list[Row]) -> Figure:
         axis.set_xticks(range(len(TOPOLOGIES)), list(TOPOLOGIES))
         axis.set(yscale="log", title=stream, ylabel="WIR − 1", ylim=(5e-5, 60))
         axis.legend(fontsize=8)
-    figure.suptitle(f"32 GPUs, dense attention, γ {rows[0].gamma:g}; dotted: 1.005. {rows[0].label}", fontsize=10)
+    figure.suptitle(f"32 GPUs, dense attention, γ {GAMMA:g}; dotted: 1.005. {rows[0].label}", fontsize=10)
     return figure
 
 
@@ -170,9 +130,7 @@ def main() -> None:
     parser = knapformer_arguments(__doc__, draws=20)
     parser.add_argument("--sparse-draws", type=int, default=3, help="of them, for sparse masks, which take longer")
     options = parser.parse_args()
-    gamma = fit_gamma(options.draws)
-    Console(stderr=True).print(f"γ = {gamma:g}, fitted to {', '.join(FITTED)} of {MIXED}")
-    rows = list(measure(options, gamma))
+    rows = list(measure(options))
     publish("knapformer-wir", "Workload imbalance ratio, KnapFormer's Table 1", rows, draw_figure(rows), options.out)
 
 

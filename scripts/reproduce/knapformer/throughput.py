@@ -1,0 +1,249 @@
+"""KnapFormer's Table 1, rebuilt: latency of forward and backward (FBL), tokens a second (TPS) and HFU on 32 GPUs.
+
+A step is taken to last as long as three things together, each of the slowest rank:
+
+- computing: four forward passes' FLOP (backward does one again and takes two), attention's times γ (Eq. 2), at a rate;
+- the link within a node: q, k, v and outputs, forward, again and backward, and the weights, which FSDP gathers forward
+  and backward and whose gradients it sums, all at one bandwidth. Where each bag is one rank, nothing is exchanged and
+  weights travel behind computing; where bags exchange, computing waits, and weights share the link;
+- ordering: KnapFormer's program takes what comes in apart, into each rank's piece of each sequence, and puts these
+  together again, on the host, whose time nothing hides, as each attention reads a length back from the GPU. Ours
+  places all by one index, whose time is not in this model.
+
+Rate and bandwidth are **fitted** to two rows, the host's time for a piece is **measured** on a CPU core; other rows of
+Table 1 are held out. What is exchanged before and after all layers is left out: a hundredth of a second.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from dbsp_core.cost.sequences import FLUX
+from dbsp_core.planning.sequences.cost import PICO
+from scripts.reproduce.common import publish
+from scripts.reproduce.knapformer.shared import (
+    FLOPS_PER_S,
+    GAMMA,
+    MIXED,
+    TABLE_1,
+    TOPOLOGIES,
+    WORLD,
+    by_ranks,
+    dense_work,
+    drawn,
+    knapformer_arguments,
+)
+
+LOW = "low-resolution images"
+FITTED = ((LOW, "g1n32"), (MIXED, "g4n8"))
+"""One row of each stream: of those without an exchange the most even, and the middle one of those with exchanges."""
+PEAK_FLOPS = 989e12
+"""Of an H100, bfloat16, dense; published."""
+FORWARDS = 4
+"""What a step computes: forward, forward again in backward (checkpointing), and backward, which is two."""
+EXCHANGED = 3
+"""How often a layer's exchanges are done: forward, again, and backward."""
+PARAMETERS, SHARDS = 12e9, 8
+"""Of FLUX (Table 1's caption); ranks that share weights in KnapFormer's program: FSDP2 within a node."""
+WEIGHT_BYTES = PARAMETERS * (1 - 1 / SHARDS) * (2 + 2 + 4)
+"""To each rank in a step: weights twice, bfloat16, and gradients, float32."""
+ERRORS = ("error", "simple_error")
+ORDERINGS = 2 * FLUX.layers
+"""Of a bag's pieces, each forward, again and backward: before attention and after it."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a step asks of its slowest rank; means over draws.
+
+    weighted_flop: attention's times γ;  sent_bytes: q, k, v and outputs, all layers;
+    pieces: of sequences, that one ordering of KnapFormer's program has in the fullest bag
+    """
+
+    tokens: float
+    flop: float
+    weighted_flop: float
+    sent_bytes: float
+    pieces: float
+
+    def link_bytes(self, weights: float = WEIGHT_BYTES) -> float:
+        return self.sent_bytes + weights if self.sent_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    flops_per_s: float
+    bytes_per_s: float
+    piece_s: float
+
+    def seconds(self, load: Load, weights: float = WEIGHT_BYTES) -> tuple[float, float, float]:
+        """Computing, the link, and ordering."""
+        ordering = ORDERINGS * self.piece_s * load.pieces
+        return load.weighted_flop / self.flops_per_s, load.link_bytes(weights) / self.bytes_per_s, ordering
+
+
+@dataclass(frozen=True)
+class Row:
+    """role: fitted to, held out, or ours;  fbl_s = compute_s + link_s + ordering_s;  tps: tokens a second
+    error: of fbl_s;  simple_error: of computing and exchange alone, no weights or ordering, fitted to the same rows
+    tokens_off, flop_off: drawn tokens over the paper's TPS · FBL, and drawn FLOP over its HFU · peak · FBL, less 1
+    """
+
+    stream: str
+    bags: str
+    balancer: str
+    role: str
+    paper_fbl_s: float | str
+    fbl_s: float
+    error: float | str
+    simple_error: float | str
+    paper_tps: float | str
+    tps: float
+    paper_hfu: float | str
+    hfu: float
+    compute_s: float
+    link_s: float
+    ordering_s: float
+    tokens_off: float | str
+    flop_off: float | str
+    label: str
+
+
+def load_of(stream: str, bags: str, balancer: str, draws: int) -> Load:
+    found = []
+    for sequences in (drawn(stream, seed) for seed in range(draws)):
+        plan, counted = by_ranks(sequences, dense_work(sequences), bags, balancer)
+        tokens, ranks = sequences.tokens.astype(float), plan.topology.ranks
+        pieces = np.where(ranks > 1, np.bincount(plan.bag, minlength=len(ranks)) * ranks, 0)
+        found.append(
+            (
+                tokens.sum(),
+                FORWARDS * FLUX.layers * (FLUX.token_flops * tokens + 4 * FLUX.width * tokens**2).sum(),
+                FORWARDS * FLUX.layers * int(counted.picoseconds.max()) / PICO * FLOPS_PER_S,
+                EXCHANGED * FLUX.layers * counted.sent_bytes.max(),
+                pieces.max() if balancer == "knapsack" else 0,
+            )
+        )
+    return Load(*np.mean(found, axis=0).tolist())
+
+
+def fit(loads: list[Load], seconds: list[float], piece_s: float, weights: float = WEIGHT_BYTES) -> Rates:
+    """The rate and the bandwidth by which two rows' steps last as long as they did."""
+    used = [[load.weighted_flop, load.link_bytes(weights)] for load in loads]
+    left = [s - ORDERINGS * piece_s * load.pieces for load, s in zip(loads, seconds, strict=True)]
+    by_flop, by_byte = np.linalg.solve(used, left)
+    return Rates(float(1 / by_flop), float(1 / by_byte), piece_s)
+
+
+def piece_seconds(pieces: int = 2048, repeats: int = 25) -> float:
+    """The host's time to order one piece of many, forward twice and backward once: the least of some, one CPU core."""
+    torch.set_num_threads(1)
+    buffer, order = torch.zeros(pieces, requires_grad=True), np.random.default_rng(0).permutation(pieces).tolist()
+    forward, both = [], []
+    for _ in range(repeats):
+        start = time.process_time()
+        parts = buffer.split([1] * pieces)
+        ordered = torch.cat([parts[place] for place in sorted(range(pieces), key=order.__getitem__)])
+        forward.append(time.process_time() - start)
+        ordered.backward(torch.ones_like(ordered))
+        both.append(time.process_time() - start)
+    return (min(forward) + min(both)) / pieces
+
+
+def rebuild(draws: int, piece_s: float) -> tuple[list[Row], Rates]:
+    """Table 1's rows and ours, and what was fitted."""
+    loads = {(stream, bags): load_of(stream, bags, "knapsack", draws) for stream in TABLE_1 for bags in TOPOLOGIES}
+    chosen, lasted = [loads[key] for key in FITTED], [TABLE_1[stream][bags].fbl_s for stream, bags in FITTED]
+    rates, simple = fit(chosen, lasted, piece_s), fit(chosen, lasted, 0.0, weights=0.0)
+    rows = []
+    for (stream, bags), load in loads.items():
+        rows.append(_row(stream, bags, load, rates, simple))
+        if bags != "none":
+            rows.append(_row(stream, bags, load_of(stream, bags, "dbsp", draws), rates, None))
+    return rows, rates
+
+
+def _row(stream: str, bags: str, load: Load, rates: Rates, simple: Rates | None) -> Row:
+    """simple: fitted without weights and ordering; None for a row of ours, which the paper does not have."""
+    parts, paper = rates.seconds(load), TABLE_1[stream][bags]
+    fbl, flops_per_s = sum(parts), WORLD * PEAK_FLOPS
+    theirs = simple is not None
+    role = "ours" if not theirs else "fitted" if (stream, bags) in FITTED else "held out"
+    return Row(
+        stream,
+        bags,
+        "–" if bags == "none" else "KnapFormer's, rebuilt" if theirs else "dbsp",
+        role,
+        paper.fbl_s if theirs else "–",
+        fbl,
+        fbl / paper.fbl_s - 1 if theirs else "–",
+        sum(simple.seconds(load, weights=0.0)) / paper.fbl_s - 1 if simple else "–",
+        round(paper.tps) if theirs else "–",
+        round(load.tokens / fbl),
+        paper.hfu if theirs else "–",
+        load.flop / (flops_per_s * fbl),
+        *parts,
+        load.tokens / (paper.tps * paper.fbl_s) - 1 if theirs else "–",
+        load.flop / (paper.hfu * flops_per_s * paper.fbl_s) - 1 if theirs else "–",
+        f"modelled, drawn sequences; γ {GAMMA:g} published; {rates.flops_per_s / 1e12:.0f} TFLOP/s, "
+        f"{rates.bytes_per_s / 1e9:.0f} GB/s fitted; {rates.piece_s * 1e6:.2g} µs a piece measured on a CPU",
+    )
+
+
+PARTS = {"compute_s": "computing", "link_s": "exchange and weights", "ordering_s": "ordering"}
+
+
+def draw_figure(rows: list[Row]) -> Figure:
+    figure, axes = pyplot.subplots(1, len(TABLE_1), figsize=(12, 4.8), sharey=True, layout="constrained")
+    width = 0.27
+    for axis, (stream, paper) in zip(axes, TABLE_1.items(), strict=True):
+        places = np.arange(len(paper))
+        measured = [row.fbl_s for row in paper.values()]
+        axis.bar(places - width, measured, 0.95 * width, color="0.35", label="the paper's, measured")
+        for shift, theirs, name, alpha in ((0.0, True, "rebuilt", 1.0), (width, False, "ours, modelled", 0.5)):
+            mine = [row for row in rows if row.stream == stream and (row.role != "ours") == theirs]
+            place = np.array([list(paper).index(row.bags) + shift for row in mine])
+            bottom = np.zeros(len(mine))
+            for number, (part, words) in enumerate(PARTS.items()):
+                height = np.array([getattr(row, part) for row in mine])
+                if height.any():
+                    label = f"{name}: {words}"
+                    axis.bar(place, height, 0.95 * width, bottom, color=f"C{number}", alpha=alpha, label=label)
+                bottom += height
+            for row, left, top in zip(mine, place, bottom, strict=True):
+                if isinstance(row.error, float):
+                    text = "fitted" if row.role == "fitted" else f"{row.error:+.1%}"
+                    axis.text(left, max(top, paper[row.bags].fbl_s) + 0.06, text, ha="center", fontsize=9)
+        axis.set_xticks(places, ["no bags", *list(paper)[1:]])
+        axis.set(title=stream, ylim=(0, 6.6))
+    axes[0].set_ylabel("forward and backward, s")
+    axes[0].legend(fontsize=8, loc="upper left", ncols=2)
+    figure.suptitle(f"32 H100s, FLUX; {rows[0].label}", fontsize=9)
+    return figure
+
+
+def main() -> None:
+    parser = knapformer_arguments(__doc__, draws=20)
+    parser.add_argument("--piece-us", type=float, default=3.2, help="the host's time to order a piece")
+    parser.add_argument("--measure", action="store_true", help="measure that time on this machine, and take it")
+    options = parser.parse_args()
+    piece_s = piece_seconds() if options.measure else options.piece_us * 1e-6
+    rows, rates = rebuild(options.draws, piece_s)
+    worst = {name: max(abs(getattr(row, name)) for row in rows if row.role == "held out") for name in ERRORS}
+    Console(stderr=True).print(
+        f"{rates.piece_s * 1e6:.2f} µs a piece; fitted: {rates.flops_per_s / 1e12:.1f} TFLOP/s, "
+        f"{rates.bytes_per_s / 1e9:.1f} GB/s; held-out rows are off by at most {worst['error']:.1%}, "
+        f"without weights and ordering by {worst['simple_error']:.1%}"
+    )
+    publish("knapformer-throughput", "FBL, TPS and HFU, KnapFormer's Table 1", rows, draw_figure(rows), options.out)
+
+
+if __name__ == "__main__":
+    main()

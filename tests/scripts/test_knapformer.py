@@ -1,0 +1,95 @@
+"""KnapFormer's Table 1, rebuilt: what the paper's own numbers confirm, what is counted, what is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dbsp_core.planning.sequences.streams import DrawnSequences
+from scripts.reproduce.knapformer import throughput
+from scripts.reproduce.knapformer.shared import MIXED, TABLE_1, WORLD, drawn
+from scripts.reproduce.knapformer.throughput import FITTED, LOW, Load, fit, load_of, piece_seconds, rebuild
+
+WIDTH, LAYERS = 3072, 57
+PIECE_S = 3.2e-6
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return rebuild(2, PIECE_S)[0]
+
+
+@pytest.mark.parametrize("stream", TABLE_1)
+def test_drawn_streams_have_the_tokens_and_the_flop_of_the_paper(stream):
+    """TPS · FBL is tokens, HFU · peak · FBL is FLOP, whatever the bags. Means of 20 draws."""
+    steps = [drawn(stream, seed).tokens.astype(float) for seed in range(20)]
+    tokens = np.mean([step.sum() for step in steps])
+    flop = np.mean([4 * LAYERS * (24 * step * WIDTH**2 + 4 * step**2 * WIDTH).sum() for step in steps])
+    for paper in TABLE_1[stream].values():
+        assert paper.tps * paper.fbl_s == pytest.approx(tokens, rel=0.005)
+        assert paper.hfu * WORLD * 989e12 * paper.fbl_s == pytest.approx(flop, rel=0.005)
+
+
+def test_rows_held_out_are_within_8_percent(rows):
+    """In all three columns; rate and bandwidth alone are not."""
+    fitted = [row for row in rows if row.role == "fitted"]
+    assert {(row.stream, row.bags) for row in fitted} == set(FITTED)
+    assert [row.error for row in fitted] == pytest.approx([0, 0], abs=1e-9)
+    held_out = [row for row in rows if row.role == "held out"]
+    assert len(held_out) == 8
+    for row in held_out:
+        assert max(abs(row.error), abs(row.tps / row.paper_tps - 1), abs(row.hfu / row.paper_hfu - 1)) < 0.08
+    assert max(abs(row.simple_error) for row in held_out) > 0.08
+
+
+def test_all_columns_are_of_one_latency(rows):
+    for row in rows:
+        assert row.fbl_s == pytest.approx(row.compute_s + row.link_s + row.ordering_s)
+        assert row.tps / row.hfu == pytest.approx(throughput_per_hfu(row.stream), rel=0.02)
+        assert (row.link_s > 0) == (row.bags in ("g2n16", "g4n8", "g8n4"))
+        assert (row.ordering_s > 0) == (row.link_s > 0 and row.balancer != "dbsp")
+
+
+def throughput_per_hfu(stream: str) -> float:
+    """As the paper has them."""
+    paper = list(TABLE_1[stream].values())
+    return float(np.mean([row.tps / row.hfu for row in paper]))
+
+
+def test_what_a_step_asks_is_counted_by_hand(monkeypatch):
+    """Alike sequences of 1,024 tokens, one on each rank: bags of two halve each of two sequences."""
+    alike = DrawnSequences(np.zeros(WORLD, dtype=np.int64), np.array([[1, 32, 32]] * WORLD), np.arange(WORLD))
+    monkeypatch.setattr(throughput, "drawn", lambda stream, seed: alike)
+    linear, attention = 24 * 1024 * WIDTH**2, 4 * 1024**2 * WIDTH
+    two = load_of(LOW, "g2n16", "knapsack", 1)
+    assert two.tokens == WORLD * 1024
+    assert two.flop == 4 * LAYERS * WORLD * (linear + attention)
+    assert two.weighted_flop == pytest.approx(4 * LAYERS * (linear + 0.4 * attention))
+    # q, k, v and the output of 1,024 tokens a rank, half of which belong to the other; forward, again and backward
+    assert two.sent_bytes == 3 * LAYERS * 4 * 1024 * WIDTH * 2 / 2
+    assert two.pieces == 2 * 2
+    alone = load_of(LOW, "none", "knapsack", 1)
+    assert replace(alone, sent_bytes=two.sent_bytes, pieces=two.pieces) == two
+    assert alone.link_bytes() == alone.pieces == 0
+    assert load_of(LOW, "g2n16", "dbsp", 1).pieces == 0
+
+
+def test_fit_finds_the_constants_that_rows_were_made_by():
+    loads = [Load(1, 1, 7e14, 0, 0), Load(1, 1, 5e14, 3e10, 500)]
+    made = [7e14 / 2e14, 5e14 / 2e14 + (3e10 + 84e9) / 1e11 + 2 * LAYERS * 500 * PIECE_S]
+    rates = fit(loads, made, PIECE_S)
+    assert (rates.flops_per_s, rates.bytes_per_s) == pytest.approx((2e14, 1e11))
+    assert sum(rates.seconds(loads[1])) == pytest.approx(made[1])
+
+
+def test_ordering_a_piece_takes_microseconds():
+    assert 1e-7 < piece_seconds(pieces=256, repeats=3) < 1e-3
+
+
+def test_mixed_resolutions_gain_from_bags_and_low_ones_do_not(rows):
+    """The paper's finding, by its own balancer."""
+    of = {(row.stream, row.bags): row.fbl_s for row in rows if row.role != "ours"}
+    assert min(TABLE_1[LOW], key=lambda bags: of[LOW, bags]) == "g1n32"
+    assert of[MIXED, "g8n4"] < 0.6 * of[MIXED, "none"]
