@@ -10,6 +10,7 @@ modelled, with the constants of dbsp_configs/hardware (assumed and published, se
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 import time
@@ -56,10 +57,18 @@ class Timed:
 
 
 def main() -> None:
-    """Writes a row for each mask and machine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("times", "planning"), default="times")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    if sys.argv[1:] == ["planning"]:
-        return print_planning_times()
+    if options.what == "planning":
+        print_planning_times()
+    else:
+        write_predicted_times()
+
+
+def write_predicted_times() -> None:
+    """A row for each mask and machine."""
     writer = None
     for nodes, bandwidth in MACHINES:
         for name, source in MASKS.items():

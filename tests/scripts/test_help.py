@@ -1,0 +1,30 @@
+"""Every program of scripts/ says what it does when asked for help, and does nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.programs import run_module
+from tests.support.repository import ROOT
+
+PARTS = {f"scripts.checks.{name}" for name in ("campaign.faults.nursery", "campaign.faults.rank")}
+PARTS |= {f"scripts.checks.versions.{name}" for name in ("probe", "xfuser_names")}
+"""Processes that other programs start."""
+
+
+def programs() -> list[str]:
+    files = [path for path in (ROOT / "scripts").rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for path in files)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("module", sorted(set(programs()) - PARTS))
+def test_help_is_all_that_happens(module):
+    done = run_module(module, "--help", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.lstrip().lower().startswith("usage:")
+
+
+def test_all_programs_are_found():
+    assert set(programs()) > PARTS
+    assert {"scripts.bench.keys.needed_keys", "scripts.reproduce.fit.hardware", "scripts.training"} <= set(programs())
