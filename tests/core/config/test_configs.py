@@ -59,7 +59,19 @@ def test_there_is_a_file_for_each_model_and_source():
     tiny = {
         f"tiny-{model}{source}" for model in ("wan", "cogvideox") for source in ("", "-sparge", "-paro", "-window")
     }
-    assert set(FILES) == wanted | tiny | {"tiny-wan-trained"}
+    papers = {f"cogvideox1.5-5b-161f-{source}" for source in ("sparge", "paro")}
+    assert set(FILES) == wanted | papers | tiny | {"tiny-wan-trained"}
+
+
+@pytest.mark.parametrize("source", ["sparge", "paro"])
+def test_the_papers_size_is_the_one_that_times_are_predicted_for(source):
+    settings = read_settings(FILES[f"cogvideox1.5-5b-161f-{source}"], "configuration file")
+    config = DbspConfig.load(settings.changed(("mask",), {"source": "dense"}, "here"))
+    request = request_of(config)
+    assert request.thw == MODEL_SPECS["cogvideox1.5-5b"].paper_thw
+    assert config.generate.video.num_frames == 161
+    if source == "paro":
+        assert "--thw " + ",".join(map(str, request.thw)) in FILES["cogvideox1.5-5b-161f-paro"].read_text()
 
 
 @pytest.mark.parametrize("name", FILES)
