@@ -17,6 +17,7 @@ from dbsp_kernels import KERNELS, BackwardInputs, DenseHeadLayout, KernelInputs,
 from dbsp_kernels.backends import cudnn, fastvideo, flex, sparge
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
 from tests.support.interpreter import interpreted
+from tests.support.repository import ROOT
 
 
 def inputs_of(p: Packed, **options) -> KernelInputs:
@@ -106,6 +107,11 @@ class TestWhatIsNotThere:
         monkeypatch.setattr(importlib.metadata, "version", missing)
         with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*(pip install|build it)"):
             choose_kernel(name, "cuda", torch.bfloat16)
+
+    def test_the_page_says_how_to_build_spargeattn_as_the_message_does(self, monkeypatch):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert sparge.INSTALL in sparge.why_unavailable()
+        assert f"\n{sparge.INSTALL}\n" in (ROOT / "docs" / "kernels.md").read_text()
 
     def test_a_wheel_of_another_version(self, monkeypatch):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.31.2")

@@ -16,6 +16,7 @@ from dbsp_kernels.merge import PartialAttention
 __all__ = ["ARCHS", "KERNEL", "LEAST_TOKENS", "blocks", "sparge_attention", "why_unavailable"]
 
 ARCHS = frozenset({80, 86, 87, 89, 90})
+INSTALL = "pip install --no-build-isolation git+https://github.com/thu-ml/SpargeAttn"
 LEAST_TOKENS = 128
 """Fewest tokens of a head, which SpargeAttn asserts."""
 _OF_HOPPER = "qk_int8_sv_f8_accum_f32_block_sparse_attn_inst_buf_fuse_v_scale_with_pv_threshold_sm90"
@@ -24,7 +25,7 @@ _OF_HOPPER = "qk_int8_sv_f8_accum_f32_block_sparse_attn_inst_buf_fuse_v_scale_wi
 def why_unavailable() -> str | None:
     """Why this kernel cannot work here, or None. A build may lack its compiled part, or this GPU's kernels in it."""
     if importlib.util.find_spec("spas_sage_attn") is None:
-        return "spas_sage_attn is not installed; build it from https://github.com/thu-ml/SpargeAttn"
+        return f"spas_sage_attn is not installed and not on PyPI; build it with {INSTALL} (docs/kernels.md)"
     try:
         kernels = importlib.import_module("spas_sage_attn._qattn")
     except ImportError as error:
