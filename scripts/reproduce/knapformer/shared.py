@@ -20,7 +20,7 @@ from scripts.reproduce.common import RESULTS
 
 WORLD, BLOCK = 32, 64
 GAMMA = 0.4
-"""Of Eq. 2: what the README of KnapFormer's program runs with."""
+"""Of Eq. 2: what the example in the README of KnapFormer's program runs with."""
 FLOPS_PER_S = 1e15  # scales all costs alike
 ASSUMPTIONS = StreamAssumptions()
 MIXED = "mixed-resolution images"
