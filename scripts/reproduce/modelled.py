@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dbsp_cli.simulate import LayerTime, RunConfig, SimulationResult, simulate_layer, summarize
-from dbsp_core import BlockMask, Strategy
+from dbsp_core import BlockMask
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import Topology
 from dbsp_core.models.spec import ModelSpec
-from dbsp_core.models.table import MODEL_SPECS
-from scripts.reproduce.common import arguments, layer_count, masks
+from scripts.reproduce.common import arguments, masks
 
 MODELLED = "modelled, synthetic masks"
 
@@ -30,19 +29,17 @@ PAPER_END_TO_END = {
 PAPER_ATTENTION = {("U4R1", 4): 1.26, ("U8R1", 8): 1.38, ("U1R4", 4): 1.22, ("U1R8", 8): 1.42}
 """§6.2: attention speed-up over Ulysses and over Ring, mean over models, on 4 and 8 GPUs."""
 
-PAPER_DYNAMIC = (1.02, 1.27)
-"""§6.3: end-to-end speed-up of switching strategies over every static one."""
-
 
 def modelled_arguments(description: str | None, layers: int) -> argparse.ArgumentParser:
     parser = arguments(description or "", layers)
     parser.set_defaults(coarsen=2)
     parser.add_argument("--hardware", default="a800", help="a name or a file, see dbsp simulate")
+    parser.add_argument("--kernel", default="sparge", help="whose constants: the paper's kernels are 8-bit")
     return parser
 
 
 def machine(options: argparse.Namespace) -> Hardware:
-    return load_hardware(options.hardware)
+    return load_hardware(options.hardware).with_kernel(options.kernel)
 
 
 def model_masks(preset: str, options: argparse.Namespace, **style: Any) -> list[BlockMask]:
@@ -57,13 +54,3 @@ def times_of(way: RunConfig, layers: Sequence[BlockMask], model: ModelSpec, hard
 
 def video(way: RunConfig, layers: Sequence[BlockMask], model: ModelSpec, hardware: Hardware) -> SimulationResult:
     return summarize(way, times_of(way, layers, model, hardware), model, hardware)
-
-
-def models_of(names: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[ModelSpec, list[BlockMask]]]:
-    for name in names:
-        print(f"{name}: {layer_count(name, options)} layers", flush=True)
-        yield MODEL_SPECS[name], model_masks(name, options)
-
-
-def strategies(world: int) -> tuple[Strategy, ...]:
-    return Strategy.all_for(world)
