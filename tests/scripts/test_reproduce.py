@@ -17,7 +17,7 @@ KNAPFORMER = [
     ("throughput", ["--measure"]),
     ("gamma", ["--lengths", "64,128,256,512"]),
 ]
-MODELLED = {"fig3", "fig8", "fig9", "fig10", "clusters"}
+MODELLED = {"fig3", "clusters"}
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,6 @@ MODELLED = {"fig3", "fig8", "fig9", "fig10", "clusters"}
         ("fig11", ["--planners", "paper"]),
         ("fig12", ["--coarsen", "16"]),
         ("fig3", ["--coarsen", "16"]),
-        ("fig8", ["--coarsen", "16", "--models", "cogvideox1.5-5b"]),
-        ("fig9", ["--coarsen", "16"]),
-        ("fig10", ["--coarsen", "16", "--models", "wan2.1-t2v-14b"]),
         ("clusters", ["--coarsen", "16", "--tokens", "8192", "16384"]),
     ],
 )

@@ -26,7 +26,7 @@ NAMES = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def test_the_shipped_ones_are_there():
-    assert {"a800", "cpu-demo", "h200", "h800"} <= set(NAMES)
+    assert {"a800", "cpu-demo", "h100", "h200", "h800"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,7 +109,7 @@ def test_the_line_of_the_constant_at_fault_is_named(tmp_path):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="no hardware 'a900'; use a800, cpu-demo, h200, h800"):
+    with pytest.raises(ValueError, match="no hardware 'a900'; use a800, cpu-demo, h100, h200, h800"):
         load_hardware("a900")
 
 
@@ -154,7 +154,7 @@ class TestKernels:
         sparge = hardware.with_kernel("sparge")
         assert (sparge.constants.flops_per_s, sparge.constants.call_s) == (5e14, 1e-3)
         assert sparge.constants.launch_s == hardware.constants.launch_s
-        assert (sparge.sources["flops_per_s"], sparge.sources["launch_s"]) == ("fitted", "assumed")
+        assert (sparge.sources["flops_per_s"], sparge.sources["launch_s"]) == ("fitted", "derived")
         assert hardware.with_kernel("triton") == hardware
         save_hardware(tmp_path / "again.yaml", hardware)
         assert load_hardware(tmp_path / "again.yaml") == hardware
