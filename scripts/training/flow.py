@@ -113,9 +113,19 @@ class FewPads:
 
 
 def train_transformer(
-    transformer: Any, videos: Videos, phases: list[Phase], rate: float, seed: int, folder: Path, progress: Progress
+    transformer: Any,
+    videos: Videos,
+    phases: list[Phase],
+    rate: float,
+    seed: int,
+    folder: Path,
+    progress: Progress,
+    watch: Callable[[int], None] = lambda done: None,
 ) -> tuple[Any, History]:
-    """Trains `transformer` in place. Returns the moving average of its weights, a model of its own; the history."""
+    """Trains `transformer` in place. Returns the moving average of its weights, a model of its own; the history.
+
+    watch: called after each step with the number of steps done
+    """
     for block in transformer.blocks:
         block.attn2.set_processor(FewPads(block.attn2.processor))
     average = torch.optim.swa_utils.AveragedModel(
@@ -140,6 +150,7 @@ def train_transformer(
         for optimizer in optimizers.values():
             optimizer.step()
         average.update_parameters(transformer)
+        watch(index + 1)
         return loss.item()
 
     parts = {**optimizers, "transformer": transformer, "average": average}
