@@ -1,0 +1,176 @@
+"""Window masks beside predicted ones in training (DSV, Fig. 15), asked small: the small trained model, fine-tuned four ways.
+
+Every arm starts from the shipped weights and sees the same clips with the same noise in the same order: dense attention;
+SpargeAttn's predicted masks; a window of their density (DSV's WA-M); and one of three times that, the density of DSV's
+WA-L, two thirds of each axis. Each is judged under the attention that it was trained with, on clips that none of them saw.
+Stopped, it goes on from its last checkpoint when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+from dbsp_core.config.config import DbspConfig
+from dbsp_diffusers.reference import attach_single_process
+from scripts.reproduce.common import RESULTS, publish
+from scripts.training.loop import train
+from scripts.training.trained_model.small_model import (
+    MEASURED_HERE,
+    PROMPTS,
+    Video,
+    Watched,
+    generate,
+    load_pipeline,
+    psnr,
+    ssim,
+)
+from scripts.training.video.clips import Clips, encode_clips
+from scripts.training.video.fine_tuning import flow_loss
+from scripts.training.video.settings import SYNTHETIC, Settings
+
+VALIDATION = 12  # clips that no arm was trained on, each at one noise level
+UNSEEN = 1000  # added to the seed of the training clips
+BATCH, STEPS = 2, 6  # clips in a step; denoising steps of a video
+ARMS: dict[str, dict[str, Any]] = {
+    "dense": {"source": "dense"},
+    "predicted": {"source": "sparge", "cdf": 0.3, "similarity": -1.0, "block_q": 16, "block_k": 16},
+    "window, medium": {"source": "window", "window": [3, 5, 5], "block_q": 5, "block_k": 5},
+    "window, large": {"source": "window", "window": [7, 7, 11], "block_q": 5, "block_k": 5},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm before fine-tuning (steps 0) and after. density: mean of its masks over the validation clips
+
+    training: loss, mean of the last quarter of the steps (not a number before);  loss: on clips not trained on;
+    gap: of that loss over the dense arm's of the same steps, in shares of it;  psnr in dB, ssim: its videos against the
+    shipped model's dense ones, mean over prompts
+    """
+
+    arm: str
+    steps: int
+    density: float
+    training: float
+    loss: float
+    gap: float
+    psnr: float
+    ssim: float
+    label: str = MEASURED_HERE
+
+
+def fine_tune(name: str, transformer: Any, clips: Clips, options: argparse.Namespace) -> list[float]:
+    """Trains in place, in float32. Returns the loss of each step."""
+    optimizer = torch.optim.AdamW(transformer.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    transformer.train()
+
+    def step(index: int) -> float:
+        for group in optimizer.param_groups:
+            group["lr"] = options.learning_rate * min(1.0, (index + 1) / 10)
+        attached = attach_single_process(transformer, {"mask": ARMS[name]})
+        try:
+            loss = flow_loss(transformer, clips, range(BATCH * index, BATCH * (index + 1)), torch.device("cpu"))
+        finally:
+            attached.detach()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
+        optimizer.step()
+        return float(loss.detach())
+
+    parts = {"transformer": transformer, "optimizer": optimizer}
+    with Progress() as progress:
+        return train(name.replace(", ", "-"), options.steps, parts, step, options.work, progress).losses
+
+
+@torch.no_grad()
+def judge(name: str, pipeline: Any, clips: Clips, wanted: list[Video]) -> tuple[float, float, float, float]:
+    """Density, loss, PSNR and SSIM of the pipeline's transformer under the arm's attention."""
+    watched = Watched(DbspConfig.load({"mask": ARMS[name]}).mask)
+    pipeline.transformer.eval()
+    losses = []
+    for index in range(VALIDATION):
+        attached = attach_single_process(pipeline.transformer, DbspConfig(mask=watched))
+        losses.append(float(flow_loss(pipeline.transformer, clips, range(index, index + 1), torch.device("cpu"))))
+        attached.detach()
+    pairs = [
+        (generate(pipeline, prompt, 0, STEPS, ARMS[name])[0].frames, video.frames)
+        for prompt, video in zip(PROMPTS, wanted, strict=False)
+    ]
+    alike = [np.mean([measure(*pair) for pair in pairs]) for measure in (psnr, ssim)]
+    return watched.density, float(np.mean(losses)), float(alike[0]), float(alike[1])
+
+
+def draw(rows: list[Row], losses: dict[str, list[float]]) -> Figure:
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    for number, (name, one) in enumerate(losses.items()):
+        window = min(20, len(one))
+        smooth = np.convolve(one, np.ones(window) / window, "valid")
+        density = next(row.density for row in rows if row.arm == name)
+        panels[0].plot(range(window, len(one) + 1), smooth, color=f"C{number}", label=f"{name} ({density:.2f})")
+    panels[0].set(xlabel=f"step (means of {window})", ylabel="training loss", ylim=(0, None))
+    panels[0].legend(fontsize=8, title="arm (density)", title_fontsize=8)
+    names = list(losses)
+    for axes, key in ((panels[1], "loss"), (panels[2], "psnr")):
+        for place, tuned in enumerate((False, True)):
+            shown = [row for row in rows if bool(row.steps) is tuned and np.isfinite(getattr(row, key))]
+            at = [names.index(row.arm) + 0.4 * (place - 0.5) for row in shown]
+            bars = axes.bar(at, [getattr(row, key) for row in shown], 0.38, alpha=1.0 if tuned else 0.4)
+            for bar, row in zip(bars, shown, strict=True):
+                bar.set_color(f"C{names.index(row.arm)}")
+            axes.bar_label(bars, fmt="%.3f" if key == "loss" else "%.1f", fontsize=8)
+        axes.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
+        axes.set_xlabel("pale: before fine-tuning")
+    panels[1].set(ylabel="loss on clips not trained on")
+    panels[2].set(ylabel="PSNR against the shipped model's\ndense videos, dB")
+    figure.suptitle(f"Window masks beside predicted ones, as DSV's Fig. 15: {MEASURED_HERE}")
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help=f"of fine-tuning, {BATCH} clips each")
+    parser.add_argument("--clips", type=int, default=200, help="to fine-tune on, drawn")
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--prompts", type=int, default=2, help="how many of the prompts")
+    parser.add_argument("--seed", type=int, default=3, help="of clips and noise; 1000 more for unseen clips")
+    parser.add_argument("--work", type=Path, default=Path("out/over-training"), help="folder for clips and checkpoints")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    def read(count: int, seed: int, no_caption: float) -> Clips:
+        drawn = ["--data", f"{SYNTHETIC}:{count}", "--seed", str(seed), "--out", str(options.work)]
+        return Clips.read(encode_clips(Settings.parse(drawn)), no_caption, seed, shift=3.0)
+
+    clips, unseen = read(options.clips, options.seed, 0.1), read(VALIDATION, options.seed + UNSEEN, 0.0)
+    pipeline = load_pipeline()
+    shipped = pipeline.transformer
+    wanted = [generate(pipeline, prompt, 0, STEPS)[0] for prompt in PROMPTS[: options.prompts]]
+    rows: list[Row] = []
+    losses: dict[str, list[float]] = {}
+    for name in ARMS:
+        tuned = copy.deepcopy(shipped)
+        losses[name] = fine_tune(name, tuned, clips, options)
+        last = float(np.mean(losses[name][-max(1, options.steps // 4) :]))
+        for model, steps, training in ((shipped, 0, float("nan")), (tuned, options.steps, last)):
+            pipeline.register_modules(transformer=model)
+            density, loss, *alike = judge(name, pipeline, unseen, wanted)
+            dense = next((row.loss for row in rows if row.arm == "dense" and row.steps == steps), loss)
+            rows.append(Row(name, steps, density, training, loss, loss / dense - 1, *alike))
+            print(rows[-1], flush=True)
+    publish("dsv-windows", "Window masks beside predicted ones (DSV, Fig. 15)", rows, draw(rows, losses), options.out)
+
+
+if __name__ == "__main__":
+    main()
