@@ -7,13 +7,27 @@ near or shared says little, so all that is said of them is said of each query's 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import product
 
 import numpy as np
 import torch
 
-__all__ = ["SHARES", "Observed", "best_keys", "critical_keys", "fits", "held_by_top", "near", "observe", "shared"]
+__all__ = [
+    "SHARES",
+    "Observed",
+    "Spread",
+    "best_keys",
+    "critical_keys",
+    "fits",
+    "held_by_top",
+    "located",
+    "near",
+    "neighbours",
+    "observe",
+    "shared",
+    "spread",
+]
 
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.3)
 CRITICAL, BEST = 0.9, 0.1
@@ -24,18 +38,13 @@ Sizes = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Observed:
-    """One head, means over its queries. Shares are in [0, 1].
+class Spread:
+    """How one head's scores are spread, means over its queries. Shares are in [0, 1].
 
     top_*:  attention that the first so many per cent of a query's keys hold;  concentrated: share of queries whose first
             10 % hold at least 90 % (DSV, Fig. 3);  density: critical keys' share of all
     power, exponential, lognormal: R² of the logarithm of scores, largest first, on the logarithm of their rank, on the
             rank, on the normal distribution's quantile; tail_*: of the largest 10 % alone;  exponent: of the power law
-    order, radius, around, far: share of critical keys at most 5 tokens away in the order of tokens; at most 5 away in
-            (frame, row, column), Euclidean; at most 1 away along each axis; more than 10 away, Euclidean
-    next, cube, group, any: share of a query's critical keys that are critical to the next query too; to another of its
-            cube of 2×2×2; of its group of 2×4×4; to any other query
-    best_*: the same of each query's best 10 % of keys
     """
 
     density: float
@@ -48,10 +57,23 @@ class Observed:
     power: float
     exponential: float
     lognormal: float
+    exponent: float
     tail_power: float
     tail_exponential: float
     tail_lognormal: float
-    exponent: float
+
+
+@dataclass(frozen=True)
+class Observed(Spread):
+    """One head, means over its queries, all shares in [0, 1]: how scores are spread, and of each query's critical keys
+
+    order, radius, around, far: share that is at most 5 tokens away in the order of tokens; at most 5 away in
+            (frame, row, column), Euclidean; at most 1 away along each axis; more than 10 away, Euclidean
+    next, cube, group, any: share that is critical to the next query too; to another of its cube of 2×2×2; of its group
+            of 2×4×4; to any other query
+    best_*: the same of each query's best 10 % of keys
+    """
+
     order: float
     radius: float
     around: float
@@ -75,26 +97,24 @@ def observe(query: torch.Tensor, key: torch.Tensor, scale: float, thw: Sizes) ->
     places, pairs = near(thw), neighbours(thw)
     rows = []
     for q, k in zip(query, key, strict=True):
-        logs = torch.log_softmax(q @ k.T * scale, -1)
-        scores = logs.exp()
-        ranked = logs.sort(-1, descending=True).values
-        held = held_by_top(ranked.exp())
-        critical, best = critical_keys(scores), best_keys(scores)
-        rows.append(
-            Observed(
-                float(critical.float().mean()),
-                *(float(one.mean()) for one in held),
-                float((held[SHARES.index(0.1)] >= CRITICAL).float().mean()),
-                *fits(ranked)[:3],
-                *fits(ranked[:, : int(BEST * ranked.shape[1])])[:3],
-                fits(ranked)[3],
-                *located(critical, places),
-                *shared(critical, pairs),
-                *located(best, places),
-                *shared(best, pairs),
-            )
-        )
+        scores = torch.softmax(q @ k.T * scale, -1)
+        chosen = (critical_keys(scores), best_keys(scores))
+        values = [value for keys in chosen for value in (*located(keys, places), *shared(keys, pairs))]
+        rows.append(Observed(*astuple(spread(q, k, scale)), *values))
     return rows
+
+
+def spread(query: torch.Tensor, key: torch.Tensor, scale: float) -> Spread:
+    """One head. query: float32[N, D], of all tokens or some; key: float32[K, D]"""
+    ranked = torch.log_softmax(query @ key.T * scale, -1).sort(-1, descending=True).values
+    held = held_by_top(ranked.exp())
+    return Spread(
+        float(critical_keys(ranked.exp()).float().mean()),
+        *(float(one.mean()) for one in held),
+        float((held[SHARES.index(0.1)] >= CRITICAL).float().mean()),
+        *fits(ranked),
+        *fits(ranked[:, : int(BEST * ranked.shape[1])])[:3],
+    )
 
 
 def held_by_top(ranked: torch.Tensor) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from dbsp_diffusers.reference import attach_single_process
 from scripts.reproduce.common import RESULTS, publish
 from scripts.training.__main__ import CAPTION, Recipe
 from scripts.training.flow import Phase, Videos, make_transformer, train_transformer
-from scripts.training.trained_model.attention_measures import Observed, observe
+from scripts.training.trained_model.attention_measures import Spread, spread
 from scripts.training.trained_model.prediction import Kept
 from scripts.training.trained_model.small_model import MEASURED_HERE, load_pipeline
 from scripts.training.video.clips import Clips, encode_clips
@@ -42,7 +42,7 @@ MEASURED = "measured while the small model was trained"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Means over noise levels, of one layer; see `Observed`. model: "run" or "shipped", of which steps are its own.
+    """Means over noise levels, of one layer, of every fourth query; see `Spread`. model: "run" or "shipped", of which steps are its own.
 
     least, most: density of the layer's sparsest and densest head;  loss: velocity's mean squared error on these clips
     """
@@ -60,8 +60,6 @@ class Checkpoint:
     power: float
     exponential: float
     lognormal: float
-    best_radius: float
-    best_cube: float
     loss: float
     label: str = MEASURED
 
@@ -99,7 +97,7 @@ def train(seed: int, folder: Path, work: Path) -> None:
 
 
 @torch.no_grad()
-def attention(transformer: Any, clips: Clips) -> Iterator[tuple[int, list[Observed], float]]:
+def attention(transformer: Any, clips: Clips) -> Iterator[tuple[int, list[Spread], float]]:
     """Of each noise level and layer, its heads; and the level's loss."""
     for number, level in enumerate(LEVELS):
         item, kept = clips.item(number), Kept((0,))
@@ -110,13 +108,12 @@ def attention(transformer: Any, clips: Clips) -> Iterator[tuple[int, list[Observ
         finally:
             attached.detach()
         loss = float(F.mse_loss(velocity[0], item.noise - item.latents))
-        thw = (mixed.shape[2], mixed.shape[3] // 2, mixed.shape[4] // 2)
-        for (_, layer), tokens in sorted(kept.tensors.items()):
-            yield layer, observe(*tokens, thw), loss
+        for (_, layer), (q, k, scale) in sorted(kept.tensors.items()):
+            yield layer, [spread(*head, scale) for head in zip(q[:, ::4], k, strict=True)], loss
 
 
 def measure(model: str, step: int, transformer: Any, clips: Clips) -> list[Checkpoint]:
-    seen: dict[int, list[list[Observed]]] = {}
+    seen: dict[int, list[list[Spread]]] = {}
     losses: dict[int, list[float]] = {}
     for layer, heads, loss in attention(transformer.eval(), clips):
         seen.setdefault(layer, []).append(heads)
@@ -168,6 +165,7 @@ def main() -> None:
     parser.add_argument("--clips", type=int, default=200, help="to train on, drawn")
     parser.add_argument("--seed", type=int, default=3, help="of clips, weights and noise; 1000 more for unseen clips")
     parser.add_argument("--work", type=Path, default=Path("out/over-training"), help="folder for clips and checkpoints")
+    parser.add_argument("--as-it-is", action="store_true", help="measure what is trained so far, and train no further")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -180,13 +178,17 @@ def main() -> None:
             )
         )
 
-    train(options.seed, encoded(options.clips, options.seed), options.work)
+    if not options.as_it_is:
+        train(options.seed, encoded(options.clips, options.seed), options.work)
     unseen = encoded(len(LEVELS), options.seed + UNSEEN)
     clips = Clips.read(unseen, no_caption=0.0, seed=options.seed + UNSEEN, shift=3.0)
     rows = []
     for step in KEPT:
+        weights = options.work / f"step-{step:03d}.safetensors"
+        if options.as_it_is and not weights.is_file():
+            break
         transformer = beginning(options.seed)
-        load_model(transformer, options.work / f"step-{step:03d}.safetensors")
+        load_model(transformer, weights)
         rows += measure("run", step, transformer, clips)
     rows += measure("shipped", 3200, load_pipeline().transformer, clips)
     publish("dsv-training", "Sparsity over training (DSV, Fig. 7, 8)", rows, draw(rows), options.out)

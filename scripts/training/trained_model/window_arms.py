@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_diffusers.reference import attach_single_process
 from scripts.reproduce.common import RESULTS, publish
 from scripts.training.loop import train
+from scripts.training.plain import written_out
 from scripts.training.trained_model.small_model import (
     MEASURED_HERE,
     PROMPTS,
@@ -70,7 +72,7 @@ class Row:
 
 
 def fine_tune(name: str, transformer: Any, clips: Clips, options: argparse.Namespace) -> list[float]:
-    """Trains in place, in float32. Returns the loss of each step."""
+    """Trains in place, with autocast to bfloat16 as the model was. Returns the loss of each step."""
     optimizer = torch.optim.AdamW(transformer.parameters(), lr=options.learning_rate, weight_decay=0.01)
     transformer.train()
 
@@ -79,7 +81,8 @@ def fine_tune(name: str, transformer: Any, clips: Clips, options: argparse.Names
             group["lr"] = options.learning_rate * min(1.0, (index + 1) / 10)
         attached = attach_single_process(transformer, {"mask": ARMS[name]})
         try:
-            loss = flow_loss(transformer, clips, range(BATCH * index, BATCH * (index + 1)), torch.device("cpu"))
+            with torch.autocast("cpu", torch.bfloat16), written_out():
+                loss = flow_loss(transformer, clips, range(BATCH * index, BATCH * (index + 1)), torch.device("cpu"))
         finally:
             attached.detach()
         optimizer.zero_grad()
@@ -148,6 +151,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 
     def read(count: int, seed: int, no_caption: float) -> Clips:
         drawn = ["--data", f"{SYNTHETIC}:{count}", "--seed", str(seed), "--out", str(options.work)]
