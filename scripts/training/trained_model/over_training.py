@@ -34,7 +34,7 @@ from scripts.training.video.clips import Clips, encode_clips
 from scripts.training.video.settings import SYNTHETIC, Settings
 
 PHASES = (Phase(150, 16, 1), Phase(50, 6, 3), Phase(600, 2, 9))  # a quarter of the shipped model's
-KEPT = (0, 25, 75, 150, 200, 350, 500, 650, 800)
+KEPT = (0, 25, 75, 150, 200, 350, 450, 550, 650, 800)
 LEVELS = (0.25, 0.6, 0.9)  # of the noise, at which attention is measured, one clip each
 UNSEEN = 1000  # added to the seed of the training clips
 MEASURED = "measured while the small model was trained"
@@ -42,7 +42,7 @@ MEASURED = "measured while the small model was trained"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Means over noise levels, of one layer, of every fourth query; see `Spread`. model: "run" or "shipped", of which steps are its own.
+    """Means over noise levels, of one layer, of every eighth query; see `Spread`. model: "run" or "shipped", of which steps are its own.
 
     least, most: density of the layer's sparsest and densest head;  loss: velocity's mean squared error on these clips
     """
@@ -109,7 +109,7 @@ def attention(transformer: Any, clips: Clips) -> Iterator[tuple[int, list[Spread
             attached.detach()
         loss = float(F.mse_loss(velocity[0], item.noise - item.latents))
         for (_, layer), (q, k, scale) in sorted(kept.tensors.items()):
-            yield layer, [spread(*head, scale) for head in zip(q[:, ::4], k, strict=True)], loss
+            yield layer, [spread(*head, scale) for head in zip(q[:, ::8], k, strict=True)], loss
 
 
 def measure(model: str, step: int, transformer: Any, clips: Clips) -> list[Checkpoint]:
