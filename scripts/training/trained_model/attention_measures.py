@@ -1,7 +1,7 @@
-"""What DSV (Tan et al., 2025, §3) observes of attention, measured head by head: how scores are spread, and where keys are.
+"""What DSV (Tan et al., 2025, §3) observes of attention, by head: how scores are spread, and where the largest are.
 
-Critical keys are DSV's: of each query the fewest that hold 90 % of its attention. Where these are most of all keys, being
-near or shared says little, so all that is said of them is said of each query's best 10 % of keys too.
+Critical keys are DSV's: of each query the fewest that hold 90 % of its attention. Where these are most of all keys,
+being near or shared says little, so all that is said of them is said of each query's best 10 % of keys too.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Sizes = tuple[int, int, int]
 class Spread:
     """How one head's scores are spread, means over its queries. Shares are in [0, 1].
 
-    top_*:  attention that the first so many per cent of a query's keys hold;  concentrated: share of queries whose first
-            10 % hold at least 90 % (DSV, Fig. 3);  density: critical keys' share of all
+    top_*:  attention that the first so many per cent of a query's keys hold;  concentrated: share of queries whose
+            first 10 % hold at least 90 % (DSV, Fig. 3);  density: critical keys' share of all
     power, exponential, lognormal: R² of the logarithm of scores, largest first, on the logarithm of their rank, on the
             rank, on the normal distribution's quantile; tail_*: of the largest 10 % alone;  exponent: of the power law
     """
@@ -137,7 +137,7 @@ def best_keys(scores: torch.Tensor) -> torch.Tensor:
 
 
 def fits(ranked: torch.Tensor) -> tuple[float, float, float, float]:
-    """R² of three lines, means over queries, and the first one's slope with its sign changed, the power law's exponent.
+    """R² of three lines, means over queries, and the power law's exponent, the first one's slope negated.
 
     ranked: float32[N, K], logarithms of scores, largest first. The lines run over the logarithm of the rank (a power
     law), over the rank (an exponential), and over the normal distribution's quantile (a log-normal), all through the
@@ -194,7 +194,7 @@ def neighbours(thw: Sizes) -> Mapping[str, torch.Tensor]:
 
 
 def shared(chosen: torch.Tensor, pairs: Mapping[str, torch.Tensor]) -> list[float]:
-    """Share of a query's chosen keys that another query has chosen too, mean over each kind of pairs. chosen: bool[N, K]"""
+    """Share of a query's chosen keys that another has chosen too, mean over each kind of pairs. chosen: bool[N, K]"""
     keys = chosen.float()
     common = keys @ keys.T / keys.sum(-1, keepdim=True)
     return [float(common[pair].mean()) for pair in pairs.values()]

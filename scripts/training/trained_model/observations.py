@@ -137,7 +137,9 @@ def _fits(axes: Axes, rows: list[Claim]) -> None:
     axes.legend(fontsize=8, ncols=3)
 
 
-def _bars(axes: Axes, rows: list[Claim], observation: int, ends: list[str], chance: str, theirs: dict[int, float]) -> None:
+def _bars(
+    axes: Axes, rows: list[Claim], observation: int, ends: list[str], chance: str, theirs: dict[int, float]
+) -> None:
     """Two groups of bars for each end of a name: measured and, hatched, what they are compared with."""
     for kind, of in enumerate(("critical keys", "best 10%")):
         here = [
@@ -148,9 +150,11 @@ def _bars(axes: Axes, rows: list[Claim], observation: int, ends: list[str], chan
         axes.bar(at - 0.1, [row.value for row in here], 0.2, color=f"C{kind}", label=name)
         axes.bar(at + 0.1, [row.chance for row in here], 0.2, color=f"C{kind}", alpha=0.35, hatch="//", label=chance)
     axes.plot(list(theirs), list(theirs.values()), "k*", markersize=10)
+    theirs_by_chance = {row.what.split(": ")[1]: row.chance for row in rows if row.label == COUNTED}
     for place, end in enumerate(ends):
-        for row in (row for row in rows if row.label == COUNTED and row.what.endswith(f": {end}")):
-            axes.plot([place - 0.45, place + 0.45], [row.chance] * 2, "k:", label="by chance in DSV's 16×16×16" * (not place))
+        if end in theirs_by_chance:
+            name = "by chance in DSV's 16×16×16" if place == 0 else None
+            axes.plot([place - 0.45, place + 0.45], [theirs_by_chance[end]] * 2, "k:", label=name)
     axes.set_xticks(range(len(ends)), [end.replace(" in ", "\nin ").replace(" with ", "\nwith ") for end in ends])
     axes.tick_params(axis="x", labelsize=8)
     axes.legend(fontsize=8)

@@ -1,7 +1,7 @@
-"""Does attention grow sparser over training (DSV, Fig. 7 and 8)? The small model, trained again in a quarter of the steps.
+"""Does attention grow sparser over training (DSV, Fig. 7 and 8)? The small model, trained again in fewer steps.
 
-Only the transformer is trained, from its random beginning, on the shipped autoencoder's latents; at some steps its weights
-are kept. Each of them, and the shipped model, then sees the same clips that none was trained on, with the same noise.
+Only the transformer is trained, from its random beginning, on the shipped autoencoder's latents; at some steps its
+weights are kept. Each of them, and the shipped model, then sees the same clips that none was trained on, with the same noise.
 Stopped, it goes on from its last checkpoint when it is started again.
 """
 
@@ -29,7 +29,7 @@ from scripts.training.__main__ import CAPTION, Recipe
 from scripts.training.flow import Phase, Videos, make_transformer, train_transformer
 from scripts.training.trained_model.attention_measures import Spread, spread
 from scripts.training.trained_model.prediction import Kept
-from scripts.training.trained_model.small_model import MEASURED_HERE, load_pipeline
+from scripts.training.trained_model.small_model import load_pipeline
 from scripts.training.video.clips import Clips, encode_clips
 from scripts.training.video.settings import SYNTHETIC, Settings
 
@@ -42,7 +42,9 @@ MEASURED = "measured while the small model was trained"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Means over noise levels, of one layer, of every eighth query; see `Spread`. model: "run" or "shipped", of which steps are its own.
+    """Means over noise levels and every eighth query, of one layer; see `Spread`.
+
+    model: "run", or "shipped", whose step is that of its own training
 
     least, most: density of the layer's sparsest and densest head;  loss: velocity's mean squared error on these clips
     """
@@ -156,7 +158,9 @@ def draw(rows: list[Checkpoint]) -> Figure:
     for axes in panels:
         axes.set(xlabel="training step (★: the shipped model)")
     panels[0].legend(fontsize=8)
-    figure.suptitle(f"Sparsity over training, as DSV's Fig. 7 and 8: {MEASURED_HERE}'s recipe in a quarter of its steps")
+    figure.suptitle(
+        f"Sparsity over training, as DSV's Fig. 7 and 8: {MEASURED_HERE}'s recipe in a quarter of its steps"
+    )
     return figure
 
 
@@ -164,7 +168,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--clips", type=int, default=200, help="to train on, drawn")
     parser.add_argument("--seed", type=int, default=3, help="of clips, weights and noise; 1000 more for unseen clips")
-    parser.add_argument("--work", type=Path, default=Path("out/over-training"), help="folder for clips and checkpoints")
+    parser.add_argument(
+        "--work", type=Path, default=Path("out/over-training"), help="folder for clips and checkpoints"
+    )
     parser.add_argument("--as-it-is", action="store_true", help="measure what is trained so far, and train no further")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Window masks beside predicted ones in training (DSV, Fig. 15), asked small: the small trained model, fine-tuned four ways.
+"""Window masks beside predicted ones in training (DSV, Fig. 15), asked small: the small trained model, tuned four ways.
 
-Every arm starts from the shipped weights and sees the same clips with the same noise in the same order: dense attention;
-SpargeAttn's predicted masks; a window of their density (DSV's WA-M); and one of three times that, the density of DSV's
-WA-L, two thirds of each axis. Each is judged under the attention that it was trained with, on clips that none of them saw.
-Stopped, it goes on from its last checkpoint when it is started again.
+Every arm starts from the shipped weights and sees the same clips with the same noise in the same order: dense
+attention; SpargeAttn's predicted masks; a window of about their density, in the place of DSV's WA-M; and one of three
+times that, the density of DSV's WA-L, two thirds of each axis. Each is judged under the attention that it was trained
+with, on clips that none of them saw. Stopped, it goes on from its last checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Row:
     """One arm before fine-tuning (steps 0) and after. density: mean of its masks over the validation clips
 
     training: loss, mean of the last quarter of the steps (not a number before);  loss: on clips not trained on;
-    gap: of that loss over the dense arm's of the same steps, in shares of it;  psnr in dB, ssim: its videos against the
-    shipped model's dense ones, mean over prompts
+    gap: of that loss over the dense arm's of the same steps, in shares of it;  psnr in dB, ssim: its videos against
+    the shipped model's dense ones, mean over prompts
     """
 
     arm: str
@@ -147,7 +147,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--prompts", type=int, default=2, help="how many of the prompts")
     parser.add_argument("--seed", type=int, default=3, help="of clips and noise; 1000 more for unseen clips")
-    parser.add_argument("--work", type=Path, default=Path("out/over-training"), help="folder for clips and checkpoints")
+    parser.add_argument(
+        "--work", type=Path, default=Path("out/over-training"), help="folder for clips and checkpoints"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNG")
     options = parser.parse_args()
     torch.set_num_threads(1)

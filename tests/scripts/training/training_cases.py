@@ -108,12 +108,16 @@ def few_pads_against_all() -> dict[str, float]:
 
 
 def plain_against_fused() -> float:
-    """Largest difference, with a mask, in several pieces."""
+    """Largest difference, with a mask that is added and with one of bits, in several pieces."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, size, 8) for size in (40, 50, 50))
     mask = torch.randn(1, 1, 40, 50)
     plain._TOGETHER = 4000
-    return float((plain.plain_attention(q, k, v, mask) - F.scaled_dot_product_attention(q, k, v, mask)).abs().max())
+    errors = [
+        plain.plain_attention(q, k, v, one) - F.scaled_dot_product_attention(q, k, v, one)
+        for one in (mask, mask > 0, (mask > 0).expand(2, 3, -1, -1))
+    ]
+    return float(torch.stack(errors).abs().max())
 
 
 def unknown_words() -> int:
