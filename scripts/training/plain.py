@@ -25,7 +25,7 @@ def written_out() -> Iterator[None]:
 def plain_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor:
-    """softmax(q·k / √D + mask)·v. query, key, value: [B, H, tokens, D]; attn_mask: to be added, or bool: what counts"""
+    """softmax(q·k / √D + mask)·v. query, key, value: [B, H, tokens, D]; attn_mask: to be added, or bool"""
     batch, heads, tokens = query.shape[:3]
     with torch.autocast("cpu", enabled=False):
         parts = (part.bfloat16().flatten(0, 1) for part in (query * query.shape[-1] ** -0.5, key, value))

@@ -1,8 +1,8 @@
 """Does attention grow sparser over training (DSV, Fig. 7 and 8)? The small model, trained again in fewer steps.
 
 Only the transformer is trained, from its random beginning, on the shipped autoencoder's latents; at some steps its
-weights are kept. Each of them, and the shipped model, then sees the same clips that none was trained on, with the same noise.
-Stopped, it goes on from its last checkpoint when it is started again.
+weights are kept. Each of them, and the shipped model, then sees the same clips that none was trained on, with the same
+noise. Stopped, it goes on from its last checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -158,9 +158,7 @@ def draw(rows: list[Checkpoint]) -> Figure:
     for axes in panels:
         axes.set(xlabel="training step (★: the shipped model)")
     panels[0].legend(fontsize=8)
-    figure.suptitle(
-        f"Sparsity over training, as DSV's Fig. 7 and 8: {MEASURED_HERE}'s recipe in a quarter of its steps"
-    )
+    figure.suptitle(f"Sparsity over training, as DSV's Fig. 7 and 8: {MEASURED}")
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Window masks beside predicted ones in training (DSV, Fig. 15), asked small: the small trained model, tuned four ways.
+"""Window masks beside predicted ones in training (DSV, Fig. 15), asked small: the trained model, tuned four ways.
 
 Every arm starts from the shipped weights and sees the same clips with the same noise in the same order: dense
 attention; SpargeAttn's predicted masks; a window of about their density, in the place of DSV's WA-M; and one of three
