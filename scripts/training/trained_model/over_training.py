@@ -29,7 +29,7 @@ from scripts.training.__main__ import CAPTION, Recipe
 from scripts.training.flow import Phase, Videos, make_transformer, train_transformer
 from scripts.training.trained_model.attention_measures import Spread, spread
 from scripts.training.trained_model.prediction import Kept
-from scripts.training.trained_model.small_model import load_pipeline
+from scripts.training.trained_model.small_model import MEASURED_HERE, load_pipeline
 from scripts.training.video.clips import Clips, encode_clips
 from scripts.training.video.settings import SYNTHETIC, Settings
 
@@ -130,7 +130,9 @@ def measure(model: str, step: int, transformer: Any, clips: Clips) -> list[Check
             if name in every[0]
         }
         extremes = {"least": float(densities.min()), "most": float(densities.max())}
-        rows.append(Checkpoint(model, step, layer, **means, **extremes, loss=float(np.mean(losses[layer]))))
+        label = MEASURED if model == "run" else MEASURED_HERE
+        loss = float(np.mean(losses[layer]))
+        rows.append(Checkpoint(model, step, layer, **means, **extremes, loss=loss, label=label))
     return rows
 
 
