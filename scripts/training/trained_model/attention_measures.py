@@ -108,13 +108,14 @@ def spread(query: torch.Tensor, key: torch.Tensor, scale: float) -> Spread:
     """One head. query: float32[N, D], of all tokens or some; key: float32[K, D]"""
     ranked = torch.log_softmax(query @ key.T * scale, -1).sort(-1, descending=True).values
     held = held_by_top(ranked.exp())
-    return Spread(
+    values = [
         float(critical_keys(ranked.exp()).float().mean()),
         *(float(one.mean()) for one in held),
         float((held[SHARES.index(0.1)] >= CRITICAL).float().mean()),
         *fits(ranked),
         *fits(ranked[:, : int(BEST * ranked.shape[1])])[:3],
-    )
+    ]
+    return Spread(*values)
 
 
 def held_by_top(ranked: torch.Tensor) -> list[torch.Tensor]:

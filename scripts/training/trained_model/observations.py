@@ -153,8 +153,8 @@ def _bars(
     theirs_by_chance = {row.what.split(": ")[1]: row.chance for row in rows if row.label == COUNTED}
     for place, end in enumerate(ends):
         if end in theirs_by_chance:
-            name = "by chance in DSV's 16×16×16" if place == 0 else None
-            axes.plot([place - 0.45, place + 0.45], [theirs_by_chance[end]] * 2, "k:", label=name)
+            label = "by chance in DSV's 16×16×16" if place == 0 else None
+            axes.plot([place - 0.45, place + 0.45], [theirs_by_chance[end]] * 2, "k:", label=label)
     axes.set_xticks(range(len(ends)), [end.replace(" in ", "\nin ").replace(" with ", "\nwith ") for end in ends])
     axes.tick_params(axis="x", labelsize=8)
     axes.legend(fontsize=8)

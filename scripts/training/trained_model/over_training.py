@@ -90,7 +90,7 @@ def train(seed: int, folder: Path, work: Path) -> None:
 
     def keep(done: int) -> None:
         if done in KEPT:
-            save_model(transformer, work / f"step-{done:03d}.safetensors")
+            save_model(transformer, str(work / f"step-{done:03d}.safetensors"))
 
     keep(0)
     with Progress() as progress:

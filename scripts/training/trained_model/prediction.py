@@ -24,6 +24,7 @@ from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, SequenceL
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources import DenseSource, LocalQK, LowRankSource, MaskRequest, RecordQKSource
+from dbsp_core.sources.base import Changes
 from dbsp_core.sources.lowrank import LowRankProjections, predicted_mass
 from dbsp_diffusers.reference import attach_single_process
 from scripts.reproduce.common import RESULTS, publish
@@ -57,7 +58,7 @@ class Kept:
 
     steps: tuple[int, ...]
     tensors: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
-    changes: str = "per_call"
+    changes: Changes = "per_call"
     dense: DenseSource = field(default_factory=lambda: DenseSource(BLOCK, BLOCK))
 
     def grid(self, request: MaskRequest) -> BlockGrid:

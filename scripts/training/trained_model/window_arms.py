@@ -184,9 +184,9 @@ def main() -> None:
         last = float(np.mean(losses[name][-max(1, options.steps // 4) :]))
         for model, steps, training in ((shipped, 0, float("nan")), (tuned, options.steps, last)):
             pipeline.register_modules(transformer=model)
-            density, loss, *alike = judge(name, pipeline, unseen, wanted)
+            density, loss, noise, structure = judge(name, pipeline, unseen, wanted)
             dense = next((row.loss for row in rows if row.arm == "dense" and row.steps == steps), loss)
-            rows.append(Row(name, steps, density, training, loss, loss / dense - 1, *alike))
+            rows.append(Row(name, steps, density, training, loss, loss / dense - 1, noise, structure))
             print(rows[-1], flush=True)
     publish("dsv-windows", "Window masks beside predicted ones (DSV, Fig. 15)", rows, draw(rows, losses), options.out)
 
