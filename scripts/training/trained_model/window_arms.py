@@ -119,8 +119,9 @@ def judge(name: str, pipeline: Any, clips: Clips, wanted: list[Video]) -> tuple[
         attached = attach_single_process(pipeline.transformer, DbspConfig(mask=watched))
         losses.append(float(flow_loss(pipeline.transformer, clips, range(index, index + 1), torch.device("cpu"))))
         attached.detach()
+    mask = None if name == "dense" else ARMS[name]  # stock attention, as for the videos that all are compared with
     pairs = [
-        (generate(pipeline, prompt, 0, STEPS, ARMS[name])[0].frames, video.frames)
+        (generate(pipeline, prompt, 0, STEPS, mask)[0].frames, video.frames)
         for prompt, video in zip(PROMPTS, wanted, strict=False)
     ]
     alike = [np.mean([measure(*pair) for pair in pairs]) for measure in (psnr, ssim)]
