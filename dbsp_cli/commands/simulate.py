@@ -60,9 +60,7 @@ def simulate_command(
     ] = None,
     planner: Annotated[str, typer.Option(help="Planners to compare, with commas.")] = "contiguous,paper,dbsp",
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
-    kernel: Annotated[
-        str, typer.Option(help="Whose strategies, and whose constants where known.")
-    ] = "auto",
+    kernel: Annotated[str, typer.Option(help="Whose strategies, and whose constants where known.")] = "auto",
     layers: Annotated[int, typer.Option(help="How many layers' masks represent all.")] = 1,
     node_size: Annotated[
         int | None, typer.Option(min=1, max=MOST_GPUS, help="GPUs per node; default: the hardware's.")

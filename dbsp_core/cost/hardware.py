@@ -164,7 +164,7 @@ class Hardware:
         dtype: Type of q, k and v for which the constants hold.
         sources: One of `LABELS` for each constant; derived: from another machine's by published ratios.
         gpus_per_node: Ranks to a node, whose traffic with other nodes is the `network_*` constants'; None: not known.
-        kernels: By a kernel's name (`dbsp_kernels.available_kernels`), what it has in place of `constants`, which are
+        kernels: By a kernel's name (`dbsp_kernels.KERNELS`), what it has in place of `constants`, which are
             the block-sparse kernels' in `dtype`.
         versions: Version of each software measured with; empty where nothing was measured.
         residuals: Relative error (root mean square) of the fit of each part of the model on its own samples.

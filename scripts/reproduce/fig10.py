@@ -106,7 +106,9 @@ def summary(rows: list[Row]) -> list[str]:
     auto = modelled.argmin(axis=1)
     taken = np.take_along_axis(times, np.broadcast_to(auto[None, :, None], (*times.shape[:2], 1)), axis=2)
     oracle = times.min(axis=2)
-    lines = [f"layer times, held out: median error {np.median(errors):.1%}, worst {errors.max():.1%}"]
+    lines = []
+    if len(errors):
+        lines.append(f"layer times, held out: median error {np.median(errors):.1%}, worst {errors.max():.1%}")
     for what, values in (
         ("authors' times, oracle", times),
         ("modelled, whole heads", modelled),

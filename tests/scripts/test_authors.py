@@ -54,7 +54,7 @@ class TestLayers:
         assert mask.bits[20].float().mean() > 6 * mask.bits[0].float().mean()
         rows = fig10.measure(LAYERS)
         assert max(abs(row.error) for row in rows) <= 0.08
-        assert all(row.ours_rho <= max(1.01, row.rho) for row in rows)
+        assert fig10.table(rows, "ours_ms").min(axis=1).sum() < fig10.table(rows, "modelled_ms").min(axis=1).sum()
         times = attention_ms()[:, :LAYERS]
         auto = fig10.table(rows, "modelled_ms").argmin(axis=1)
         taken = sum(times[:, layer, choice].sum() for layer, choice in enumerate(auto))

@@ -143,7 +143,7 @@ def test_ranks_are_even_with_sparse_masks_inside_where_whole_heads_are_not():
     assert found["dbsp"].rho <= 1.01
     assert found["dbsp"].wir <= 1.005
     assert found["knapsack"].rho > 1.1
-    assert found["knapsack"].wir > 1.02
+    assert found["knapsack"].wir > 1.015
 
 
 def test_an_idle_rank_is_an_infinite_imbalance():
