@@ -11,6 +11,8 @@ from safetensors import SafetensorError
 
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
+from dbsp_core.cost.hardware import load_hardware
+from dbsp_core.cost.sequences import FLUX, gamma_of
 from dbsp_core.layout.sequence_layout import LAYOUT_ORDERS
 from dbsp_core.planning.planners import PLANNERS
 from tests.support.generators import random_bits
@@ -147,7 +149,8 @@ class TestPlanSequences:
         names = ["sequences", "gpus", "model", "hardware", "sources", "gamma", "mask", "assumed", "tokens"]
         assert list(report) == [*names, "plans", "proposed"]
         assert report["sequences"] == ["g2b2i128f1s0", "g1b1i256f1s0", "g1b1i128f17s1"]
-        assert (report["gpus"], report["model"], report["gamma"]) == (4, "flux.1", 1.6)
+        gamma = gamma_of(FLUX, load_hardware(report["hardware"]))
+        assert (report["gpus"], report["model"], report["gamma"]) == (4, "flux.1", gamma)
         assert report["assumed"] == {"text_tokens": [0, 392], "aspect_ratio": [0.96, 1.04], "seed": 0}
         plans = {(plan["bags"], plan["balancer"]): plan for plan in report["plans"]}
         two = [("g2n2", "dbsp"), ("g2n2", "knapsack"), ("g4n1", "dbsp"), ("g4n1", "knapsack")]

@@ -59,7 +59,7 @@ class Preset:
 
 DEFAULT_STYLE = MaskStyle(density=0.4, spread=0.6, head_concentration=8.0)
 
-# Fitted by scripts/reproduce/fit; docs/masks-synthetic.md says to what, and how well the rest agrees.
+# Fitted by scripts/reproduce/presets.py; docs/masks-synthetic.md says to what, and how well the rest agrees.
 _WAN = Preset(MODEL_SPECS["wan2.1-t2v-14b"], MaskStyle(density=0.414, spread=0.432, head_concentration=3.8))
 _COGVIDEOX = Preset(MODEL_SPECS["cogvideox1.5-5b"], MaskStyle(density=0.414, spread=0.643, head_concentration=1.54))
 
