@@ -2,6 +2,7 @@
 
 python -m scripts.bench.overhead                    8 ranks, all strategies, constants of the H200
 python -m scripts.bench.overhead --json > FILE      the same numbers for a program
+python -m scripts.bench.overhead --host FILE        the host's as they were measured for that file; nothing is measured
 
 measured: on one core of this machine, with masks that change at every call: the planning thread (evaluating, and the
           share of new plans and their parts), with the counting of masks left out, which is the device's;
@@ -25,6 +26,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -281,7 +283,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--replans", type=float, default=0.1, help="new plans per call: 5 of 50")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--host", type=Path, metavar="FILE", help="of --json before: the host's part is taken from it")
     args = parser.parse_args()
+    before = None if args.host is None else json.loads(args.host.read_text())
     torch.set_num_threads(1)
     hardware, seen = load_hardware(args.hardware), masks(9)
     shape = AttentionShape(1, seen[-1].heads, seen[-1].grid.tokens, HEAD_DIM, ELEMENT_BYTES)
@@ -290,7 +294,10 @@ def main() -> None:
     for strategy in Strategy.all_for(args.ranks):
         layout = SequenceLayout.striped(seen[-1].grid, strategy)
         cost = exchange_cost_of(seen[-1], strategy, shape, hardware, topology)
-        host = planning(seen, strategy, layout, cost, args.repeats, args.replans) | calling(strategy, args.repeats)
+        if before is None:
+            host = planning(seen, strategy, layout, cost, args.repeats, args.replans) | calling(strategy, args.repeats)
+        else:
+            host = next(row["host"] for row in before["rows"] if row["strategy"] == str(strategy))
         row: dict[str, Any] = {"strategy": str(strategy), "exchange_cost": cost, "host": host}
         row["device"] = moved(seen[-1], strategy, layout, cost, hardware)
         rows.append(row | {"shares": shares(row)})
@@ -303,8 +310,10 @@ def main() -> None:
             },
             "cpu": device_class("cpu"),
             "preset": PRESET,
+            **{name: getattr(args, name) for name in ("ranks", "hardware", "repeats", "replans")},
         }
-        print(json.dumps({**about, **vars(args), "rows": rows}, indent=1))
+        host_of = {} if before is None else {name: before[name] for name in ("cpu", "repeats", "replans")}
+        print(json.dumps({**about, **host_of, "rows": rows}, indent=1))
         return
     table = Table(title=f"{PRESET}, {args.ranks} ranks: host measured here, device modelled on {hardware.name}")
     for name in ("strategy", *rows[0]["host"]):
