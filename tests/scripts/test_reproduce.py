@@ -55,7 +55,7 @@ def test_what_is_published_is_what_the_program_makes_today(tmp_path, name):
 @pytest.mark.parametrize("name", CURRENT_JSON)
 def test_what_is_counted_and_modelled_beside_what_was_measured_is_current(name):
     program, options = CURRENT_JSON[name]
-    done = run_module(f"scripts.bench.{program}", "--json", *options)
+    done = run_module(f"scripts.bench.{program}", "--json", *options, timeout=900)
     assert done.returncode == 0, done.stderr
     made, kept = json.loads(done.stdout), json.loads((RESULTS / f"{name}.json").read_text())
     if name == "overhead":
