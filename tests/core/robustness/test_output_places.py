@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -81,6 +82,14 @@ def test_a_link_is_judged_by_where_it_leads(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "file" / "result")
     with pytest.raises(UserError, match="file is a file, not a folder"):
         require_file_place(tmp_path / "link", "--out")
+
+
+def test_a_pipe_that_takes_nothing(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    require_file_place(tmp_path / "pipe", "--out")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(UserError, match="--out .*pipe cannot be written to; give another place"):
+        require_file_place(tmp_path / "pipe", "--out")
 
 
 def test_what_draws_pictures_is_asked_for_before_masks_are_examined(tmp_path, monkeypatch, dbsp, no_work):
