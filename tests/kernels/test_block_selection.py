@@ -28,15 +28,39 @@ def test_the_kernel_chooses_what_sorting_does(nk, limit):
     assert torch.equal(found.cpu(), select_blocks_torch(chance, dense, *limit))
 
 
-@pytest.mark.parametrize(("nq", "nk", "width"), [(3, 40, 8), (33, 2, 5)])
-def test_the_kernel_scores_what_products_do(nq, nk, width):
+@pytest.mark.parametrize(("nq", "nk", "width"), [(3, 40, 8), (33, 2, 5), (40, 33, 128)])
+def test_the_kernel_s_scores_are_torch_s(nq, nk, width):
     from dbsp_kernels.triton.block_selection import pooled_scores_triton
 
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(-64, 65, (2, nq + nk, width + 1), generator=generator) / 64  # products are exact in any order
+    rows = pooled(nq + nk, width)
     rows[:, nq, -1], rows[:, nq + 1, -1] = 0.25, 0.5
     with interpreted():
         found = pooled_scores_triton(rows.to(DEVICE), nq, 0.3, 0.25)
     assert torch.equal(found.cpu(), pooled_scores_torch(rows, nq, 0.3, 0.25))
     assert found.isinf().any()
     assert not found.isinf().all()
+
+
+def test_scores_depend_on_no_order_of_summation():
+    rows, shuffled = pooled(50, 64), torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    other = torch.cat([rows[..., shuffled], rows[..., -1:]], dim=-1)
+    assert torch.equal(pooled_scores_torch(rows, 20, 0.125, -2.0), pooled_scores_torch(other, 20, 0.125, -2.0))
+    wide = rows[..., :-1].double()
+    products = (wide[:, :20, None] * wide[:, None, 20:]).unbind(-1)
+    assert not torch.equal(sum(products), sum(products[::-1]))  # as float64 sums of what is not rounded do
+
+
+def test_scores_are_those_of_the_means_but_for_rounding():
+    rows = pooled(300, 128, least=-30)[1:]
+    scores, wide = pooled_scores_torch(rows, 100, 1.0, -2.0), rows[..., :-1].double()
+    norms = wide.norm(dim=-1)
+    error = (scores - wide[:, :100] @ wide[:, 100:].mT).abs() / (norms[:, :100, None] * norms[:, None, 100:])
+    assert 0 < error.max() <= 2.0**-18
+
+
+def pooled(blocks: int, width: int, least: int = -44) -> torch.Tensor:
+    """float32[2, blocks, width + 1], rows of sizes from 10^least to 10^4, one of them 0."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(2, blocks, width + 1, generator=generator) * torch.logspace(least, 4, blocks)[:, None]
+    rows[0, 1], rows[..., -1] = 0.0, 1.0
+    return rows

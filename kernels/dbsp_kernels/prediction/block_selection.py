@@ -10,6 +10,16 @@ from dbsp_kernels.prediction.pooling import with_triton
 __all__ = ["pairs_at_once", "pooled_scores", "pooled_scores_torch", "select_blocks", "select_blocks_torch"]
 
 
+BITS = 21
+"""Magnitudes of a row's elements are rounded to so many bits: products of 2048 of them add up exactly in float64."""
+SCALE_EXPONENT = BITS + 126 + 127
+"""The biased exponent of a row's scale in float32, with that of its largest element: of 2^BITS over 2^(e − 126)."""
+LEAST_EXPONENT = SCALE_EXPONENT - 254
+"""Smaller elements count as if the largest one had this exponent, of which the scale is still a float32."""
+UNIT_EXPONENT = 1023 - 126 - BITS
+"""The biased exponent of the scale's inverse in float64, less that of the row's largest element in float32."""
+
+
 def pairs_at_once(on_gpu: bool) -> int:
     """Number of block pairs to choose among at a time: enough to be fast, few enough to need little memory.
 
@@ -21,10 +31,11 @@ def pairs_at_once(on_gpu: bool) -> int:
 def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
     """Scores of mean queries and keys, −inf at key blocks whose similarity is at or below `similarity`.
 
-    The scores of a head depend on nothing but that head: which others a rank has cannot change a bit.
+    Each row's D elements are rounded to whole numbers of 22 bits, in units of a power of two. Their products and sums
+    are exact, in float64 as in integers, so that no order of summation and no device can change a bit.
 
     Args:
-        rows: float32[heads, nq + nk, D + 1], from `pool_rows`: of queries and then of keys.
+        rows: float32[heads, nq + nk, D + 1], from `pool_rows`: of queries and then of keys; finite, D ≤ 2048.
 
     Returns:
         float64[heads, nq, nk].
@@ -38,11 +49,14 @@ def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) 
 
 def pooled_scores_torch(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
     """`pooled_scores` by torch's own operations."""
-    wide = rows[..., :-1].double()
-    scores = wide.new_empty(len(rows), nq, rows.shape[1] - nq)
-    for head, out in zip(wide, scores, strict=True):  # not in a batch, which may round otherwise
-        torch.mm(head[:nq], head[nq:].T, out=out)
-    return scores.mul_(scale).masked_fill_(rows[:, None, nq:, -1] <= similarity, -torch.inf)
+    means = rows[..., :-1]
+    # |x| < 2^(exponent − 126), and scaling by powers of two is exact.
+    exponent = (means.abs().amax(dim=-1).view(torch.int32) >> 23).clamp_(min=LEAST_EXPONENT)
+    scaled = means * (SCALE_EXPONENT - exponent << 23).view(torch.float32)[..., None]
+    whole, unit = scaled.round_().double(), (exponent.long() + UNIT_EXPONENT << 52).view(torch.float64)
+    scores = torch.bmm(whole[:, :nq], whole[:, nq:].mT)
+    scores.mul_(unit[:, :nq, None] * scale).mul_(unit[:, None, nq:])
+    return scores.masked_fill_(rows[:, None, nq:, -1] <= similarity, -torch.inf)
 
 
 def select_blocks(chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int) -> torch.Tensor:

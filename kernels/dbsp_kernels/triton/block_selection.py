@@ -6,31 +6,82 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["pooled_scores_triton", "select_blocks_triton"]
+from dbsp_kernels.prediction.block_selection import LEAST_EXPONENT, SCALE_EXPONENT, UNIT_EXPONENT
+
+__all__ = ["pooled_scores_triton", "score_constants", "score_kernel", "select_blocks_triton"]
 
 TILE = 32  # query and key blocks a program scores
+WARPS = 8  # of them: 4 have too few registers
 UNIT = 2.0**-60  # int64 holds the sum of a row's chances, which is 1
 
 
 @triton.jit
-def _score_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr, scores_ptr, nq, nk, scale: tl.float64, similarity: tl.float64, WIDTH: tl.constexpr, TILE: tl.constexpr
-):
-    """One program, a tile of one head, its products added up in one order."""
-    q = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    k = tl.program_id(1) * TILE + tl.arange(0, TILE)
+def _in_units(  # type: ignore[no-untyped-def]
+    rows_ptr, first, count, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    SCALE_EXPONENT: tl.constexpr, LEAST_EXPONENT: tl.constexpr, UNIT_EXPONENT: tl.constexpr,
+):  # fmt: skip
+    """Rows from `first` on, of which there are `count`, as whole numbers of three limbs, and the unit of each.
+
+    Returns:
+        int8[TILE, PADDED], limbs of 8 bits, the lowest one first; float64[TILE].
+    """
+    row, width = first + tl.arange(0, TILE), tl.arange(0, PADDED)
+    there = (row < count)[:, None] & (width < WIDTH)[None, :]
+    x = tl.load(rows_ptr + row[:, None] * (WIDTH + 1) + width[None, :], mask=there, other=0.0)
+    exponent = tl.maximum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23, LEAST_EXPONENT)
+    x = x * ((SCALE_EXPONENT - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    whole = ((x + 12582912.0) - 12582912.0).to(
+        tl.int32
+    )  # 1.5 · 2^23: to the nearest whole number, ties to the even one
+    low = ((whole + 128) & 255) - 128
+    whole = (whole - low) >> 8
+    middle = ((whole + 128) & 255) - 128
+    high = (whole - middle) >> 8
+    unit = ((exponent.to(tl.int64) + UNIT_EXPONENT) << 52).to(tl.float64, bitcast=True)
+    return low.to(tl.int8), middle.to(tl.int8), high.to(tl.int8), unit
+
+
+@triton.jit
+def score_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, scores_ptr, nq, nk, scale: tl.float64, similarity: tl.float64,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    SCALE_EXPONENT: tl.constexpr, LEAST_EXPONENT: tl.constexpr, UNIT_EXPONENT: tl.constexpr,
+):  # fmt: skip
+    """One program, a tile of one head. Products of limbs are exact in int32, and their sum in int64."""
+    q_first, k_first = tl.program_id(0) * TILE, tl.program_id(1) * TILE
     head = tl.program_id(2).to(tl.int64)
-    q_row = rows_ptr + (head * (nq + nk) + q) * (WIDTH + 1)
-    k_row = rows_ptr + (head * (nq + nk) + nq + k) * (WIDTH + 1)
-    scores = tl.zeros([TILE, TILE], tl.float64)
-    for d in range(WIDTH):
-        a = tl.load(q_row + d, mask=q < nq, other=0.0).to(tl.float64)
-        b = tl.load(k_row + d, mask=k < nk, other=0.0).to(tl.float64)
-        scores += a[:, None] * b[None, :]
-    vague = tl.load(k_row + WIDTH, mask=k < nk, other=0.0).to(tl.float64) <= similarity
-    scores = tl.where(vague[None, :], float("-inf"), scores * scale)
+    q_rows = rows_ptr + head * (nq + nk) * (WIDTH + 1)
+    k_rows = q_rows + nq * (WIDTH + 1)
+    # 1. Rows of queries and keys in whole numbers.
+    q0, q1, q2, q_unit = _in_units(
+        q_rows, q_first, nq, WIDTH, PADDED, TILE, SCALE_EXPONENT, LEAST_EXPONENT, UNIT_EXPONENT
+    )
+    k0, k1, k2, k_unit = _in_units(
+        k_rows, k_first, nk, WIDTH, PADDED, TILE, SCALE_EXPONENT, LEAST_EXPONENT, UNIT_EXPONENT
+    )
+    # 2. All products of limbs, those of one weight together.
+    k0, k1, k2 = tl.trans(k0), tl.trans(k1), tl.trans(k2)
+    total = tl.dot(q2, k2, out_dtype=tl.int32).to(tl.int64)
+    total = (total << 8) + tl.dot(q1, k2, tl.dot(q2, k1, out_dtype=tl.int32), out_dtype=tl.int32)
+    second = tl.dot(q1, k1, tl.dot(q2, k0, out_dtype=tl.int32), out_dtype=tl.int32)
+    total = (total << 8) + tl.dot(q0, k2, second, out_dtype=tl.int32)
+    total = (total << 8) + tl.dot(q0, k1, tl.dot(q1, k0, out_dtype=tl.int32), out_dtype=tl.int32)
+    total = (total << 8) + tl.dot(q0, k0, out_dtype=tl.int32)
+    # 3. Scores.
+    scores = total.to(tl.float64) * (q_unit * scale)[:, None] * k_unit[None, :]
+    q, k = q_first + tl.arange(0, TILE), k_first + tl.arange(0, TILE)
+    vague = tl.load(k_rows + k * (WIDTH + 1) + WIDTH, mask=k < nk, other=0.0).to(tl.float64) <= similarity
+    scores = tl.where(vague[None, :], float("-inf"), scores)
     out = scores_ptr + (head * nq + q[:, None]) * nk + k[None, :]
     tl.store(out, scores, mask=(q < nq)[:, None] & (k < nk)[None, :])
+
+
+def score_constants(width: int) -> dict[str, int]:
+    """What `score_kernel` is compiled for."""
+    return {
+        "WIDTH": width, "PADDED": max(32, triton.next_power_of_2(width)), "TILE": TILE,
+        "SCALE_EXPONENT": SCALE_EXPONENT, "LEAST_EXPONENT": LEAST_EXPONENT, "UNIT_EXPONENT": UNIT_EXPONENT,
+    }  # fmt: skip
 
 
 def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
@@ -41,7 +92,9 @@ def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: 
     if scores.numel():
         grid = (triton.cdiv(nq, TILE), triton.cdiv(nk, TILE), heads)
         rounded = torch.tensor(similarity, dtype=torch.float32, device="cpu").item()  # as torch compares with float32
-        _score_kernel[grid](rows, scores, nq, nk, scale, rounded, WIDTH=width - 1, TILE=TILE, enable_fp_fusion=False)
+        score_kernel[grid](
+            rows, scores, nq, nk, scale, rounded, **score_constants(width - 1), num_warps=WARPS, enable_fp_fusion=False
+        )
     return scores
 
 

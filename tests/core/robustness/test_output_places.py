@@ -88,7 +88,7 @@ def test_a_pipe_that_takes_nothing(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     require_file_place(tmp_path / "pipe", "--out")
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(UserError, match="--out .*pipe cannot be written to; give another place"):
+    with pytest.raises(UserError, match=r"--out .*pipe cannot be written to; give another place"):
         require_file_place(tmp_path / "pipe", "--out")
 
 
