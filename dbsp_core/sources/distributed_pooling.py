@@ -26,6 +26,10 @@ from dbsp_kernels.prediction.pooling import BlockRuns, block_runs, pool_rows, su
 __all__ = ["assigned_heads", "exchange_heads", "gather_bits", "pool_own_heads", "traffic"]
 
 
+ROWS_OF_SUMS = 4
+"""Rows of a block's mean that its sums take the room of."""
+
+
 def assigned_heads(rank: int, heads: int, ranks: int) -> np.ndarray:
     """The heads whose masks `rank` predicts, int64: even runs."""
     return np.flatnonzero(contiguous_heads(heads, ranks) == rank)
@@ -44,22 +48,22 @@ def pool_own_heads(tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
     # 1. Each rank sums its tokens of all heads. Complete blocks become means, straddling ones remain integer sums.
     sums = [sum_tokens(t, *side.blocks) for t, side in zip((tokens.q, tokens.k), (q, k), strict=True)]
     means = [pool_rows(one[:, :, : len(side.lengths)], side.lengths) for one, side in zip(sums, (q, k), strict=True)]
-    shared = [one[:, :, len(side.lengths) :] for one, side in zip(sums, (q, k), strict=True)]
-    # 2. Rows travel to the rank that predicts their head, q's and k's in one exchange of either kind.
+    shared = [
+        one[:, :, len(side.lengths) :].view(torch.int32).unflatten(-1, (ROWS_OF_SUMS, -1)).flatten(2, 3)
+        for one, side in zip(sums, (q, k), strict=True)
+    ]
+    # 2. All travel to the rank that predicts their head, in one exchange of rows of D + 1 numbers of 32 bits.
     shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
-    complete = exchange_heads(torch.cat(means, dim=2), shares, [len(own) for own in blocks.complete], group)
-    straddling = exchange_heads(torch.cat(shared, dim=2), shares, [len(own) for own in blocks.straddling], group)
+    sent = torch.cat([*(one.view(torch.int32) for one in means), *shared], dim=2)
+    arrived = exchange_heads(sent, shares, blocks.rows, group)
     # 3. That rank puts means in their blocks' places, and adds up the sums of straddling blocks to means.
     copies, lengths = shares[group.rank] * batch, blocks.lengths
-    order, into, split, of_split = blocks.arrivals(copies, device)
-    if len(complete):
-        rows = complete.index_select(0, order)
-    else:  # every block straddles ranks
-        rows = complete.new_empty(copies * len(lengths), width + 1)
-    rows = rows.view(shares[group.rank], batch, len(lengths), width + 1)
+    order, parts, into, split, of_split = blocks.arrivals(copies, device)
+    rows = arrived.index_select(0, order).view(torch.float32).view(shares[group.rank], batch, len(lengths), width + 1)
     if len(split):
-        added = straddling.new_zeros(copies * len(split), 2 * width).index_add_(0, into, straddling)
-        rows.index_copy_(2, split, pool_rows(added.view(*rows.shape[:2], len(split), 2 * width), of_split))
+        straddling = arrived.index_select(0, parts).view(-1, ROWS_OF_SUMS * (width + 1)).view(torch.int64)
+        added = straddling.new_zeros(copies * len(split), 2 * width + 2).index_add_(0, into, straddling)
+        rows.index_copy_(2, split, pool_rows(added.view(*rows.shape[:2], len(split), 2 * width + 2), of_split))
     return rows
 
 
@@ -74,8 +78,10 @@ def gather_bits(mine: torch.Tensor, heads: int, batch: int, columns: int, group:
     if padded is not mine:
         padded[: len(mine)] = mine
     everyone = group.all_gather_along(padded)
-    # 2. Heads take their places without padding, and bits are unpacked.
-    return unpack_bits(everyone.index_select(0, _gathered_heads(heads, batch, group.size, mine.device)), columns)
+    # 2. Heads take their places without padding, where they are not there already, and bits are unpacked.
+    if batch > 1 or heads % group.size:
+        everyone = everyone.index_select(0, _gathered_heads(heads, batch, group.size, mine.device))
+    return unpack_bits(everyone, columns)
 
 
 @functools.lru_cache(maxsize=8)
@@ -92,10 +98,9 @@ def traffic(layout: SequenceLayout, grid: BlockGrid, heads: int, width: int, bat
     """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and bits of other heads."""
     most, others = -(-heads // layout.world), layout.world - 1
     blocks = _ShardedBlocks.of(layout, grid)
-    complete = sum(map(len, blocks.complete)) * 4 * (width + 1)
-    straddling = sum(map(len, blocks.straddling)) * 16 * width
+    pooled = sum(blocks.rows) * 4 * (width + 1)
     bits = batch * most * grid.nq * -(-grid.nk // 8)
-    return batch * most * (complete + straddling) * others // layout.world + others * bits
+    return batch * most * pooled * others // layout.world + others * bits
 
 
 class _OwnBlocks(NamedTuple):
@@ -135,6 +140,13 @@ class _ShardedBlocks:
         return cls(layout, axes, permutation, complete, straddling)
 
     @property
+    def rows(self) -> list[int]:
+        """By rank, the rows of D + 1 numbers that it sends of each head and sample: complete blocks', then others'."""
+        return [
+            len(whole) + ROWS_OF_SUMS * len(parts) for whole, parts in zip(self.complete, self.straddling, strict=True)
+        ]
+
+    @property
     def lengths(self) -> np.ndarray:
         """int64[nq + nk]: tokens of each block."""
         return np.concatenate([axis.lengths for axis in self.axes])
@@ -161,19 +173,21 @@ class _ShardedBlocks:
         """Places of received rows, which are ordered by source rank, head and sample (`copies`), and block.
 
         Returns:
-            int64[copies · blocks], the row of every complete block; int64[straddling rows], the one of
-            `copies` · straddling blocks to which each row is added; int64, the straddling blocks, and their lengths.
+            int64[copies · blocks], the row of every complete block, row 0 for others; int64[n · ROWS_OF_SUMS], the
+            rows of n sums; int64[n], the one of `copies` · straddling blocks to which each is added; int64, the
+            straddling blocks, and their lengths.
         """
         split = np.unique(np.concatenate(self.straddling))
         order = np.zeros((copies, len(self.lengths)), dtype=np.int64)
-        copy, into, seen = np.arange(copies)[:, None], [], 0
-        for whole, parts in zip(self.complete, self.straddling, strict=True):
-            order[:, whole] = seen + copy * len(whole) + np.arange(len(whole))
+        copy, sums, into, seen = np.arange(copies)[:, None], [], [], 0
+        for whole, parts, rows in zip(self.complete, self.straddling, self.rows, strict=True):
+            first = seen + copy * rows
+            order[:, whole] = first + np.arange(len(whole))
+            sums.append((first + np.arange(len(whole), rows)).ravel())
             into.append((copy * len(split) + np.searchsorted(split, parts)).ravel())
-            seen += copies * len(whole)
-        return tuple(
-            to_device(array, device) for array in (order.ravel(), np.concatenate(into), split, self.lengths[split])
-        )
+            seen += copies * rows
+        arrays = order.ravel(), np.concatenate(sums), np.concatenate(into), split, self.lengths[split]
+        return tuple(to_device(array, device) for array in arrays)
 
 
 def exchange_heads(

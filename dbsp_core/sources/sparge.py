@@ -121,9 +121,9 @@ class SpargeSource(BlockSizes):
             """Probabilities; NaN in rows whose key blocks are all dissimilar and therefore dense."""
             return torch.softmax(scores, dim=-1)
 
-        dense = (rows[..., -1] <= how.similarity) | always_dense(
-            grid, self.dense_text, self.attention_sink, rows.device
-        )
+        dense = rows[..., -1] <= how.similarity
+        if self.attention_sink or (self.dense_text and grid.text_tokens):
+            dense |= always_dense(grid, self.dense_text, self.attention_sink, rows.device)
         mine = select_in_parts(scores, chance, dense, grid.nq, how.limits(grid.nk))
         return BlockMask(gather_bits(mine, request.heads, samples, grid.nk, tokens.group), grid)
 

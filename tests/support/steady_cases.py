@@ -130,10 +130,10 @@ def collectives_of_a_steady_step(rank: int, world: int, settings: dict[str, Any]
 
 
 def launches_of_a_steady_step(
-    rank: int, world: int, settings: dict[str, Any], strategy: str, heads: int
+    rank: int, world: int, settings: dict[str, Any], strategy: str, heads: int, thw: tuple[int, int, int]
 ) -> dict[str, int]:
     """Operators of the third step of one layer on this rank, outside the attention kernel, by name."""
-    return _in_a_steady_step(settings, strategy, heads, Launches())
+    return _in_a_steady_step(settings, strategy, heads, Launches(), thw)
 
 
 def waits_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> dict[str, int]:
@@ -142,7 +142,11 @@ def waits_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], stra
 
 
 def _in_a_steady_step(
-    settings: dict[str, Any], strategy: str, heads: int, watch: Watch | Launches | Collectives
+    settings: dict[str, Any],
+    strategy: str,
+    heads: int,
+    watch: Watch | Launches | Collectives,
+    thw: tuple[int, int, int] = (4, 8, 8),
 ) -> dict[str, int]:
     """What is seen of it. The kernel is left out: the CPU's own reads its tables, a GPU's does not."""
     config = DbspConfig.load(settings)
@@ -153,7 +157,7 @@ def _in_a_steady_step(
 
     with mock.patch.object(dbsp_core.runtime.ring, "block_attention", no_kernel):
         for step in range(3):
-            layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
+            layout = session.begin(Video(thw), timestep=900.0 - step)
             q, k, v = torch.randn(3, 1, heads, layout.shard, 16, generator=torch.Generator().manual_seed(step))
             if step < 2:
                 session.attend(0, q, k, v)

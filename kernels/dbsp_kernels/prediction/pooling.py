@@ -40,8 +40,9 @@ def sum_tokens(tokens: torch.Tensor, place: torch.Tensor, first: torch.Tensor, r
         runs: The same on the host, from `block_runs`.
 
     Returns:
-        int64[H, B, blocks, 2 · D]: the sum of values, in units of MEAN_UNIT, and then of directions (values divided by
-        the token's length), in units of DIRECTION_UNIT, each token's rounded down.
+        int64[H, B, blocks, 2 · D + 2]: the sum of values, in units of MEAN_UNIT, and then of directions (values
+        divided by the token's length), in units of DIRECTION_UNIT, each token's rounded down; and two zeros, so that
+        sums of a block take the room of four rows of `pool_rows`.
     """
     if with_triton(tokens):
         from dbsp_kernels.triton.pooling import sum_tokens_triton  # here: triton need not be installed
@@ -62,7 +63,7 @@ def pool_rows(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     The mean cosine of all pairs of n directions, each with itself included, is |Σ directions|² / n².
 
     Args:
-        sums: int64[H, B, blocks, 2 · D], from `sum_tokens`.
+        sums: int64[H, B, blocks, 2 · D + 2], from `sum_tokens`.
         lengths: int64[blocks], tokens of each.
 
     Returns:
@@ -77,7 +78,7 @@ def pool_rows(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 def pool_rows_torch(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """`pool_rows` by torch's own operations."""
-    values, directions = sums.double().chunk(2, dim=-1)
+    values, directions = sums[..., :-2].double().chunk(2, dim=-1)
     mean = values * MEAN_UNIT / lengths[:, None]
     direction = directions * DIRECTION_UNIT / lengths[:, None]
     return torch.cat([mean, halving_sum(direction * direction)[..., None]], dim=-1).float()
@@ -92,7 +93,7 @@ def with_triton(tensor: torch.Tensor) -> bool:
 def sum_tokens_torch(tokens: torch.Tensor, place: torch.Tensor, runs: BlockRuns) -> torch.Tensor:
     """`sum_tokens` by torch's own operations, some blocks of one head at a time."""
     batch, heads, _, width = tokens.shape
-    sums = tokens.new_zeros(heads, batch, sum(blocks for blocks, _ in runs), 2 * width, dtype=torch.int64)
+    sums = tokens.new_zeros(heads, batch, sum(blocks for blocks, _ in runs), 2 * width + 2, dtype=torch.int64)
     # What is computed of some blocks of one head stays in the core's cache. Units are powers of 2, so that counting in
     # them is exact in float32.
     for begin, end, start, length in _parts(runs, max(1, CHUNK_BYTES // (8 * width))):
@@ -100,7 +101,7 @@ def sum_tokens_torch(tokens: torch.Tensor, place: torch.Tensor, runs: BlockRuns)
         for item, head in itertools.product(range(batch), range(heads)):
             part = tokens[item, head].index_select(0, places).float()
             part = torch.nan_to_num_(part, nan=0.0).clamp_(-LIMIT, LIMIT)
-            values, directions = sums[head, item, begin:end].chunk(2, dim=-1)
+            values, directions = sums[head, item, begin:end, :-2].chunk(2, dim=-1)
             values.copy_(_exact_sums(part.mul(1 / MEAN_UNIT).floor_(), length))
             # In float64: torch's float32 root on CPU is not always the nearest; of this one's, the rounded one is.
             norm = halving_sum(part * part).double().sqrt_().float()

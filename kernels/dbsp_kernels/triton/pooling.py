@@ -55,9 +55,10 @@ def sum_kernel(  # type: ignore[no-untyped-def]
         x = tl.where(length > 0, tl.div_rn(x, tl.where(length > 0, length, 1.0)), 0.0)
         directions += tl.sum(tl.floor(x * PER_DIRECTION_UNIT).to(tl.int32), 0)
     row = (item % heads).to(tl.int64) * (tl.num_programs(1) // heads) + item // heads  # head after head
-    out = sums_ptr + (row * blocks + block) * 2 * WIDTH + width
-    tl.store(out, values, mask=width < WIDTH)
-    tl.store(out + WIDTH, directions, mask=width < WIDTH)
+    out = sums_ptr + (row * blocks + block) * (2 * WIDTH + 2)
+    tl.store(out + width, values, mask=width < WIDTH)
+    tl.store(out + WIDTH + width, directions, mask=width < WIDTH)
+    tl.store(out + 2 * WIDTH + tl.arange(0, 2), tl.zeros([2], tl.int64))
 
 
 def sum_constants(width: int, limit: float, mean_unit: float, direction_unit: float) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def sum_tokens_triton(
     """The contract of `dbsp_kernels.prediction.pooling.sum_tokens`, with its limit and units."""
     batch, heads, _, width = tokens.shape
     blocks = len(first) - 1
-    sums = tokens.new_empty(heads, batch, blocks, 2 * width, dtype=torch.int64)
+    sums = tokens.new_empty(heads, batch, blocks, 2 * width + 2, dtype=torch.int64)
     if sums.numel() == 0:
         return sums
     sum_kernel[(blocks, batch * heads)](
@@ -115,7 +116,7 @@ def pool_rows_triton(
     sums: torch.Tensor, lengths: torch.Tensor, mean_unit: float, direction_unit: float
 ) -> torch.Tensor:
     """The contract of `dbsp_kernels.prediction.pooling.pool_rows`, with its units."""
-    heads, batch, blocks, width = *sums.shape[:3], sums.shape[3] // 2
+    heads, batch, blocks, width = *sums.shape[:3], sums.shape[3] // 2 - 1
     pooled = sums.new_empty(heads, batch, blocks, width + 1, dtype=torch.float32)
     if pooled.numel():
         padded = triton.next_power_of_2(width)

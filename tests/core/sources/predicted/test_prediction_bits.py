@@ -101,6 +101,6 @@ def test_sums_are_those_of_the_plain_form(dtype, monkeypatch):
     place, first = torch.randperm(400, generator=generator)[:380], torch.tensor([0, 40, 80, 120, 120, 290, 370, 380])
     block = torch.repeat_interleave(torch.arange(7), first.diff())
     expected = plain_sums(tokens[:, :, place], block, 7)
-    assert torch.equal(
-        sum_tokens_torch(tokens, place, block_runs(first.diff().numpy())).transpose(0, 1), torch.cat(expected, dim=-1)
-    )
+    sums = sum_tokens_torch(tokens, place, block_runs(first.diff().numpy())).transpose(0, 1)
+    assert torch.equal(sums[..., :-2], torch.cat(expected, dim=-1))
+    assert not sums[..., -2:].any()
