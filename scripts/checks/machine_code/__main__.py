@@ -1,4 +1,4 @@
-"""`scripts/machine_code --arch sm90`: compiles every shipped variant of every Triton kernel and says what became of it.
+"""`scripts/machine_code --arch sm90`: compiles every variant of every Triton kernel and says what became of it.
 
 A variant that cannot be compiled or read is a row that says so, and makes the exit status 1.
 
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--cycles", action="store_true", help="models attention's loops, and those of references")
     parser.add_argument(
         "--reference", action="append", default=[], metavar="NAME,FILE,THREADS,PROGRAMS", type=_reference,
-        help="with --cycles: a cubin, or what cuobjdump -sass says of one, its threads and its programs a multiprocessor",
+        help="with --cycles: a cubin or cuobjdump -sass of one, a program's threads, programs a multiprocessor",
     )  # fmt: skip
     args = parser.parse_args()
     if args.triton:

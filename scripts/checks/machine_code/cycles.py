@@ -29,7 +29,7 @@ LATENCY = {
 FMA = {"FFMA", "FADD", "FMUL", "FFMA2", "FMUL2", "FADD2", "HFMA2", "HMUL2", "HADD2", "IMAD"}
 MEMORY = {"SHFL", "LDS", "LDSM", "LDG", "LDL", "STS", "STSM", "STL", "STG", "LDGSTS", "ATOMS", "RED"}
 CONVERSIONS = {"F2FP", "F2F", "F2I", "I2F", "I2FP", "F2IP"}
-CONTROL = {"BRA", "BAR", "NOP", "WARPGROUP", "DEPBAR", "LDGDEPBAR", "BSSY", "BSYNC", "WARPSYNC", "DEPBAR", "FENCE"}
+CONTROL = {"BRA", "BAR", "NOP", "WARPGROUP", "DEPBAR", "LDGDEPBAR", "BSSY", "BSYNC", "WARPSYNC", "FENCE"}
 SHARED_BYTES = 32  # a cycle: a quarter of a multiprocessor's 128
 STEPS, SKIPPED = 30, 10
 
@@ -42,8 +42,6 @@ class Program:
         step: The loop's instructions, along its usual path.
         warps: Of one program.
         programs: On a multiprocessor.
-        own_barriers: Warps of a program belong to groups that compute by themselves (warp specialisation): a barrier
-            of 128 threads holds one of them, and one that is also only arrived at passes the turn between two.
     """
 
     step: Sequence[Instruction]
@@ -53,7 +51,12 @@ class Program:
 
 @dataclass(frozen=True)
 class Share:
-    """The tensor core's time in use, and cycles of a step in which every warp does one."""
+    """What a loop gets out of a tensor core.
+
+    Attributes:
+        tensor: Of its rate, 0 … 1.
+        cycles: Of a step in which every warp does one.
+    """
 
     tensor: float
     cycles: float
@@ -81,12 +84,13 @@ def steady_loop(code: Sequence[Instruction], products: Sequence[str]) -> Sequenc
 
 @dataclass(frozen=True)
 class _Cost:
-    """unit: what issues it; busy: for so many cycles; latency: until its result is there; product: it is one"""
+    """unit: what issues it; busy: for so many cycles; latency: until its result is there; work: of a product, the
+    cycles that its arithmetic takes, of which reading operands may make more"""
 
     unit: str
     busy: float
     latency: float = 0.0
-    product: bool = False
+    work: float = 0.0
 
 
 @dataclass
@@ -112,10 +116,11 @@ def tensor_share(program: Program, machine: Machine) -> Share:
     arrived: dict[tuple[int, str], list[_Warp | None]] = {}
     if takes_turns:  # the first group need not wait for the second one's first step
         arrived = {(at, "turn 0"): [None] for at in range(program.programs)}
-    spans: list[tuple[float, float]] = []
+    spans: list[tuple[float, float, float]] = []
     order, now = list(warps), 0.0
-    while len(warps[0].ends) < STEPS or min(len(warp.ends) for warp in warps) < STEPS:
-        able = [(_earliest(warp, step[warp.place], costs[warp.place], units), warp) for warp in order if not warp.waiting]
+    while min(len(warp.ends) for warp in warps) < STEPS:
+        running = (warp for warp in order if not warp.waiting)
+        able = [(_earliest(warp, step[warp.place], costs[warp.place], units), warp) for warp in running]
         if not able:
             raise ValueError("every warp waits at a barrier: the loop is not one that this model can follow")
         now = max(now, min(time for time, _ in able))
@@ -126,10 +131,10 @@ def tensor_share(program: Program, machine: Machine) -> Share:
         after = now + max(1, one.stall)
         if one.predicate not in ("!PT", "!UPT"):
             done = now + cost.latency
-            if cost.product:
+            if cost.work:
                 start = max(units.get("tensor", 0.0), now + (4 if one.name == "HGMMA" else 0))
                 units["tensor"] = start + cost.busy
-                spans.append((start, start + cost.busy))
+                spans.append((start, start + cost.busy, cost.work))
                 warp.last_product = start + cost.busy + TAIL
                 if "gsb" in one.text:
                     warp.groups.append(warp.last_product)
@@ -152,8 +157,8 @@ def tensor_share(program: Program, machine: Machine) -> Share:
             warp.ends.append(now)
         now += 1
     first, last = warps[0].ends[SKIPPED], warps[0].ends[STEPS - 1]
-    busy = sum(max(0.0, min(end, last) - max(start, first)) for start, end in spans)
-    return Share(busy / (last - first), (last - first) / (STEPS - 1 - SKIPPED))
+    inside = ((max(0.0, min(end, last) - max(start, first)) / (end - start), work) for start, end, work in spans)
+    return Share(sum(part * work for part, work in inside) / (last - first), (last - first) / (STEPS - 1 - SKIPPED))
 
 
 def _earliest(warp: _Warp, one: Instruction, cost: _Cost, units: dict[str, float]) -> float:
@@ -202,10 +207,11 @@ def _cost(one: Instruction, machine: Machine) -> _Cost:
         rows, columns, depth = _shape(one)
         from_registers = re.search(r"GMMA\S+\s+R\d+,\s+R\d+", one.text) is not None
         read = 2 * depth * (columns + (0 if from_registers else rows))
-        return _Cost("tensor", max(2 * rows * columns * depth / (4 * machine.tensor), read / 128), product=True)
+        work = 2 * rows * columns * depth / (4 * machine.tensor)
+        return _Cost("tensor", max(work, read / (4 * SHARED_BYTES)), work=work)
     if name == "HMMA":
         flop = {"16816": 4096, "1688": 2048}[one.opcode.split(".")[1]]
-        return _Cost("tensor", flop / machine.tensor, product=True)
+        return _Cost("tensor", flop / machine.tensor, work=flop / machine.tensor)
     if name == "MUFU":
         return _Cost("exponential", machine.exponential, latency)
     if name in MEMORY:

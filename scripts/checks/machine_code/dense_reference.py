@@ -1,7 +1,7 @@
-"""A plain dense flash-attention forward in Triton, full tiles only: what the cycle model compares db-SP's kernels with.
+"""A plain dense flash-attention forward in Triton, full tiles only: the cycle model compares db-SP's kernels with it.
 
-FlashAttention-2 (arXiv 2307.08691, Alg. 1) as one writes it in Triton: pointers, one loop over tiles of keys, softmax in
-base 2. FlashAttention-3's paper (arXiv 2407.08608) times such a kernel beside its own.
+FlashAttention-2 (arXiv 2307.08691, Alg. 1) as one writes it in Triton: pointers, one loop over tiles of keys, softmax
+in base 2. FlashAttention-3's paper (arXiv 2407.08608) times such a kernel beside its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ def dense_kernel(  # type: ignore[no-untyped-def]
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program, TILE_Q queries of one head of q, k, v, out [heads, tokens, WIDTH]."""
-    head = q_ptr.dtype.element_ty  # the dtype of weights, too
     first = tl.program_id(1).to(tl.int64) * tokens * WIDTH
     query, key, width = tl.program_id(0) * TILE_Q + tl.arange(0, TILE_Q), tl.arange(0, TILE_K), tl.arange(0, WIDTH)
     at = first + query[:, None] * WIDTH + width[None, :]
@@ -36,15 +35,15 @@ def dense_kernel(  # type: ignore[no-untyped-def]
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 1)
         v = tl.load(v_ptr + tile + start * WIDTH)
-        acc = tl.dot(weights.to(head), v, acc * decay[:, None])
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None])
         top = new_top
-    tl.store(out_ptr + at, (acc / total[:, None]).to(head))
+    tl.store(out_ptr + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty))
 
 
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, tile_q: int, tile_k: int
 ) -> torch.Tensor:
-    """Attention of q, k, v [heads, tokens, D], 16 bits, contiguous; tokens a multiple of both tiles, D a power of 2."""
+    """Of q, k, v [heads, tokens, D], 16 bits, contiguous; tokens a multiple of both tiles, D a power of 2."""
     heads, tokens, width = q.shape
     out = torch.empty_like(q)
     dense_kernel[(tokens // tile_q, heads)](

@@ -26,7 +26,7 @@ __all__ = ["compiled_launches"]
 
 
 def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> list[Compiled]:
-    """Runs `launch` on tensors that have no memory and seem to be on a GPU, and compiles Triton kernels that it launches.
+    """Runs `launch` on tensors without memory that seem to be on a GPU, and compiles Triton kernels that it launches.
 
     Args:
         launch: Makes its tensors itself (`torch.empty(…)`) and calls a launching function.
@@ -62,9 +62,9 @@ def _device(arch: int) -> Iterator[None]:
         get_current_stream=lambda device: 0,
     )
     patched = (
-        mock.patch.object(FakeTensor, "data_ptr", lambda self: 0, create=True),
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(arch, 10)),
-        mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        mock.patch.object(FakeTensor, "data_ptr", return_value=0),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(arch, 10)),
+        mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
         mock.patch.object(FakeTensor, "is_cuda", True, create=True),
     )
     before = driver._active

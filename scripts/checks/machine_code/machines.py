@@ -1,8 +1,8 @@
 """What GPUs can do in a cycle: limits of a multiprocessor, and rates for the cycle model, each with its source.
 
 Sources: [G] CUDA C++ Programming Guide, "Compute Capabilities" (limits) and "Arithmetic Instructions" (operations a
-cycle and multiprocessor). [D] The GPU's data sheet or white paper: dense 16-bit rate with fp32 sums over multiprocessors
-and boost clock.
+cycle and multiprocessor). [D] The GPU's data sheet or white paper: dense 16-bit rate with fp32 sums, over
+multiprocessors and boost clock.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Step:
     """One step of the loop over full blocks, counted per warp.
 
     Attributes:
-        tile_distance: Steps ahead of their use at which tiles of keys and values are fetched; 0: each waits for its own.
+        tile_distance: Steps before their use at which tiles of keys and values are fetched; 0: in the same one.
         products: Tensor-core instructions.
         waits: Instructions that wait for such.
         in_flight: Of a warpgroup's products, those queued and not waited for while an exponential runs, on average;

@@ -95,7 +95,8 @@ def _of_reference(of: Reference) -> dict[str, Any]:
     program = program_from(sass, of.threads, of.programs)
     return {
         "in_flight": in_flight_at_exponentials(program.step), "instructions": len(program.step),
-        "programs_per_multiprocessor": of.programs, "modelled": _shares(of.arch, lambda: program), "remark": "reference",
+        "programs_per_multiprocessor": of.programs, "modelled": _shares(of.arch, lambda: program),
+        "remark": "reference",
     }  # fmt: skip
 
 

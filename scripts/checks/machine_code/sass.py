@@ -71,7 +71,9 @@ def instructions(sass: str) -> list[Instruction]:
         max(parts, key=len),
         re.MULTILINE,
     )
-    return [_instruction(int(at, 16), text.strip(), int(high, 16) >> 41 if high else 0x7E1) for at, text, high in found]
+    return [
+        _instruction(int(at, 16), text.strip(), int(bits or "fc20000000000", 16) >> 41) for at, text, bits in found
+    ]
 
 
 def _instruction(at: int, text: str, control: int) -> Instruction:

@@ -75,9 +75,9 @@ def shipped(arch: int) -> Iterator[Variant]:
 def compiled(variant: Variant) -> Compiled:
     """Compiles the variant by the installed Triton."""
     launch = LAUNCHES[variant.kernel]
-    found = list(compiled_launches(lambda: launch(variant), variant.arch, KERNELS[variant.kernel]))
+    found = compiled_launches(lambda: launch(variant), variant.arch, KERNELS[variant.kernel])
     if len(found) != 1:
-        raise ValueError(f"the launch compiled {len(found)} kernels of the name {KERNELS[variant.kernel]}, and not one")
+        raise ValueError(f"the launch compiled {len(found)} kernels {KERNELS[variant.kernel]}, and not one")
     return found[0]
 
 
