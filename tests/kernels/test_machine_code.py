@@ -12,9 +12,9 @@ from tests.support.repository import ROOT, child_environment
 
 pytest.importorskip("triton")
 FIELDS = {
-    "kernel", "arch", "block_q", "block_k", "width", "dtype", "partial", "triton", "tile_distance", "products",
-    "waits", "serialised", "registers", "spills", "shared_bytes", "programs_per_multiprocessor", "stack",
-    "local_accesses", "remark",
+    "kernel", "arch", "block_q", "block_k", "width", "dtype", "case", "triton", "tile_distance", "products",
+    "waits", "in_flight", "serialised", "registers", "spills", "shared_bytes", "programs_per_multiprocessor", "stack",
+    "local_accesses", "local_in_loops", "remark",
 }  # fmt: skip
 
 
@@ -27,8 +27,7 @@ def variants(*options: str, status: int = 0, **environment: str) -> list[dict]:
     environment |= without_interpreter()
     done = run(command, env=environment, cwd=ROOT)
     assert done.returncode == status, done.stderr
-    (line,) = done.stdout.splitlines()
-    return json.loads(line)["variants"]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +36,6 @@ def variants(*options: str, status: int = 0, **environment: str) -> list[dict]:
 def test_on_hopper_tiles_come_ahead_products_overlap_and_nothing_spills(blocks):
     found = variants("--arch", "sm90", "--dtype", "bf16", "--width", "128", "--blocks", blocks)
     assert all(v["local_accesses"] == v["stack"] == 0 for v in found), found
-    found = [v for v in found if v["kernel"] != "sum-tokens"]
     assert {f"{v['block_q']}x{v['block_k']}" for v in found} == {blocks}
     for v in found:
         assert v.keys() >= FIELDS
@@ -59,23 +57,78 @@ def test_on_ampere_it_fits_the_smallest_gpus():
         assert v["shared_bytes"] <= 99 << 10, v
 
 
-SUMS = """
-import itertools, json
-from scripts.checks.machine_code.variants import Variant, examined
+OTHERS = ("sum-tokens", "pool-rows", "scores", "select", "merge", "copy", "expand-rows", "pack-rows")
 
-kinds = itertools.product((90, 80), (64, 128), ("bf16", "fp32"))
-print(json.dumps([examined(Variant("sum-tokens", arch, 0, 0, *kind, False)) for arch, *kind in kinds]))
+
+@pytest.mark.parametrize("arch", ["sm90", *(pytest.param(f"sm{n}", marks=pytest.mark.long) for n in (80, 86, 120))])
+def test_loops_without_tensor_cores_live_in_registers(arch):
+    """From one of them written otherwise, Triton 3.9 makes code with 5.8 KB of a thread's memory."""
+    found = variants("--arch", arch, "--dtype", "bf16", "--kernel", *OTHERS, "--jobs", "1")
+    assert {v["kernel"] for v in found} == set(OTHERS)
+    for v in found:
+        assert v["local_in_loops"] == 0, v
+        if "5000" not in v["case"]:  # which Triton 3.9 gives up to 72 bytes of stack on sm120, outside its loop
+            assert (v["local_accesses"], v["stack"], v["spills"]) == (0, 0, 0), v
+        if v["kernel"] == "sum-tokens":
+            assert v["programs_per_multiprocessor"] >= 2, f"others work while one waits for memory: {v}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_no_loop_of_attention_has_local_memory_on_big_gpus(arch):
+    found = variants("--arch", arch, "--dtype", "bf16", "fp16", "--kernel", "triton", "triton-dq", "triton-dkv")
+    assert [v for v in found if v["local_in_loops"]] == []
+
+
+def modelled(*options: str) -> dict[tuple, dict[str, float]]:
+    """Shares of the tensor cores' time, by kernel and blocks, and then by machine."""
+    found = variants("--cycles", "--dtype", "bf16", "--width", "128", "--jobs", "1", *options)
+    return {
+        (v["kernel"], v["block_q"], v["block_k"]): {name: of["tensor"] for name, of in v["modelled"].items()}
+        for v in found
+        if v["case"] != "ring"
+    }
+
+
+RANKED = """
+import json
+from scripts.checks.machine_code.records import examined
+from scripts.checks.machine_code.variants import Variant
+
+for kernel in ("dense-reference", "triton"):
+    print(json.dumps(examined(Variant(kernel, 90, 128, 128), cycles=True)["modelled"]["H100"]["tensor"]))
 """
 
 
-def test_sums_of_blocks_live_in_registers():
-    """From the same kernel written otherwise, Triton 3.9 makes code with 5.8 KB of a thread's memory."""
-    command = [sys.executable, "-c", SUMS]
-    done = run(command, env=without_interpreter(), cwd=ROOT)
+def test_the_cycle_model_ranks_128_rows_on_hopper():
+    """FlashAttention-3's paper times such a plain kernel at 0.61 of its own, whose loop the model gives 1.00."""
+    done = run([sys.executable, "-c", RANKED], env=without_interpreter(), cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    for found in json.loads(done.stdout.splitlines()[-1]):
-        assert (found["local_accesses"], found["stack"], found["spills"]) == (0, 0, 0), found
-        assert found["programs_per_multiprocessor"] >= 2, f"others work while one waits for memory: {found}"
+    plain, ours = map(float, done.stdout.splitlines())
+    assert 0.61 / 1.15 <= plain <= 0.61 * 1.15
+    assert ours >= max(0.55, plain)
+
+
+@pytest.mark.long
+def test_the_cycle_model_gives_flash_attention_3_its_overlap():
+    pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed")
+    found = variants("--cycles", "--arch", "sm90", "--blocks", "none", "--jobs", "1")
+    share = {v["kernel"]: v["modelled"]["H100"]["tensor"] for v in found}
+    assert share["fa4"] > 0.95
+    assert 582 / 661 / 1.15 <= share["fa4-no-overlap"] / share["fa4"] < 1
+
+
+@pytest.mark.long
+def test_the_cycle_model_holds_the_other_shares():
+    assert (
+        modelled("--arch", "sm90", "--blocks", "128x128", "--kernel", "triton-ws")["triton-ws", 128, 128]["H100"]
+        > 0.75
+    )
+    assert modelled("--arch", "sm90", "--blocks", "64x64", "--kernel", "triton")["triton", 64, 64]["H100"] > 0.7
+    ampere = modelled("--arch", "sm80", "--kernel", "triton", "--blocks", "128x128", "64x64")
+    assert ampere["triton", 128, 128]["A100"] >= ampere["dense-reference", 128, 64]["A100"] > 0.5
+    small = modelled("--arch", "sm120", "--kernel", "triton", "--blocks", "64x64")["triton", 64, 64]
+    assert 0.5 < small["RTX PRO 6000"] < small["RTX 5090"]  # slower tensor cores, the same softmax
 
 
 PTXAS = """#!/bin/sh
@@ -92,12 +145,30 @@ def test_what_cannot_be_compiled_is_a_row_of_its_own(tmp_path):
     file.write_text(PTXAS.format(knobs.nvidia.ptxas.path))
     file.chmod(0o755)
     options = ("--arch", "sm80", "--kernel", "sum-tokens", "--width", "64", "--dtype", "bf16", "fp32", "--jobs", "1")
-    refused, compiled = variants(*options, status=1, TRITON_PTXAS_PATH=str(file))
+    compiled, refused = sorted(
+        variants(*options, status=1, TRITON_PTXAS_PATH=str(file)), key=lambda v: v["dtype"], reverse=True
+    )
     assert refused["failed"]
     assert refused["remark"].startswith("failed: ")
     assert "registers" not in refused
     assert (compiled["dtype"], compiled["remark"], compiled["products"]) == ("fp32", "no tensor cores", None)
     assert compiled["registers"] > 0
+
+
+@pytest.mark.long
+def test_a_compiler_that_ends_its_process_costs_only_its_variant(tmp_path):
+    from triton import knobs
+
+    file = tmp_path / "ptxas"
+    killing = 'grep -q bf16 "$of" && kill -9 $PPID;; esac; done'
+    file.write_text(
+        f'#!/bin/sh\nfor of in "$@"; do case $of in *.ptx) {killing}\nexec "{knobs.nvidia.ptxas.path}" "$@"\n'
+    )
+    file.chmod(0o755)
+    options = ("--arch", "sm80", "--kernel", "sum-tokens", "--width", "64", "--jobs", "1")
+    found = {v["dtype"]: v for v in variants(*options, status=1, TRITON_PTXAS_PATH=str(file))}
+    assert [dtype for dtype, v in found.items() if "failed" in v] == ["bf16"]
+    assert found.keys() == {"bf16", "fp16", "fp32"}
 
 
 def test_any_of_the_warnings_of_serialised_products_counts():
@@ -113,9 +184,10 @@ CARRIED = """
 import json, pathlib, sys
 from tests.kernels.kernel_changes import without
 from scripts.checks.machine_code import variants
+from scripts.checks.machine_code.records import examined
 
-variants.forward_kernel = without("index carried from step to step", pathlib.Path(sys.argv[1])).forward_kernel
-print(json.dumps(variants.examined(variants.Variant("triton", 90, 64, 64, 128, "bf16", False))))
+variants.triton_attention = without("index carried from step to step", pathlib.Path(sys.argv[1])).triton_attention
+print(json.dumps(examined(variants.Variant("triton", 90, 64, 64))))
 """
 
 
@@ -127,17 +199,3 @@ def test_an_index_carried_from_step_to_step_would_be_found(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["tile_distance"] == 0
     assert found["serialised"]
-
-
-MERGE = """
-from scripts.checks.machine_code.compiler import compile_kernel
-from dbsp_kernels.triton.merge import merge_kernel
-
-types = dict.fromkeys(("out_ptr", "lse_ptr", "part_lse_ptr"), "*fp32") | {"part_ptr": "*bf16", "tokens": "i32"}
-assert compile_kernel(merge_kernel, 80, types, {"WIDTH": 128, "TILE": 32, "TILE_D": 128}, set()).sass
-"""
-
-
-def test_the_merge_kernel_compiles():
-    done = run([sys.executable, "-c", MERGE], env=without_interpreter(), cwd=ROOT)
-    assert done.returncode == 0, done.stderr

@@ -1,8 +1,8 @@
-"""`scripts/machine_code --arch sm90`: compiles every shipped variant and says what became of it.
+"""`scripts/machine_code --arch sm90`: compiles every variant of every Triton kernel and says what became of it.
 
 A variant that cannot be compiled or read is a row that says so, and makes the exit status 1.
 
-Needs triton, and no GPU. Which Triton: the one that can be imported (PYTHONPATH chooses among several).
+Needs triton, and no GPU. Which Triton: the one that is installed, or the one that --triton names.
 """
 
 from __future__ import annotations
@@ -10,63 +10,119 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 import triton
 
-from scripts.checks.machine_code.reading import MULTIPROCESSORS
-from scripts.checks.machine_code.variants import DTYPES, failed, reported, shipped
+from scripts.checks.machine_code.machines import MACHINES, MULTIPROCESSORS
+from scripts.checks.machine_code.records import Reference, Task, failed, references, reported
+from scripts.checks.machine_code.variants import DTYPES, KERNELS, shipped
 
 COLUMNS = (
-    "kernel", "block_q", "block_k", "width", "dtype", "partial", "tile_distance", "products", "waits", "tile_waits",
-    "exponentials", "instructions", "serialised", "registers", "spills", "local_accesses", "shared_bytes",
-    "programs_per_multiprocessor", "remark",
+    "kernel", "case", "block_q", "block_k", "width", "dtype", "tile_distance", "products", "waits", "in_flight",
+    "tile_waits", "exponentials", "instructions", "serialised", "registers", "spills", "stack", "local_accesses",
+    "local_in_loops", "shared_bytes", "programs_per_multiprocessor", "remark",
+)  # fmt: skip
+MODELLED = (
+    "kernel", "case", "block_q", "block_k", "width", "dtype", "in_flight", "instructions", "spills",
+    "programs_per_multiprocessor",
 )  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/machine_code", description=__doc__)
     parser.add_argument("--arch", default="sm90", choices=[f"sm{arch}" for arch in MULTIPROCESSORS])
-    parser.add_argument("--json", action="store_true", help='prints {"variants": […]}')
+    parser.add_argument("--json", action="store_true", help="prints a record a line")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--width", nargs="+", type=int, help="head sizes; default: all")
-    parser.add_argument("--blocks", nargs="+", help="block_q×block_k as 64x128; default: all")
-    parser.add_argument("--kernel", nargs="+", help="by name; default: all")
+    parser.add_argument("--blocks", nargs="+", help="block_q×block_k as 64x128; default: all, and kernels without")
+    parser.add_argument("--kernel", nargs="+", choices=KERNELS, help="default: all")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
+    parser.add_argument("--triton", metavar="VERSION", help="installs this one for the run, in a scratch environment")
+    parser.add_argument("--cycles", action="store_true", help="models attention's loops, and those of references")
+    parser.add_argument(
+        "--reference", action="append", default=[], metavar="NAME,FILE,THREADS,PROGRAMS", type=_reference,
+        help="with --cycles: a cubin or cuobjdump -sass of one, a program's threads, programs a multiprocessor",
+    )  # fmt: skip
     args = parser.parse_args()
-    variants = [
+    if args.triton:
+        return _under(args.triton)
+    arch = int(args.arch.removeprefix("sm"))
+    tasks: list[Task] = [
         variant
-        for variant in shipped(int(args.arch.removeprefix("sm")))
-        if variant.dtype in args.dtype
+        for variant in shipped(arch)
+        if variant.dtype in (*args.dtype, "-")
         and (args.width is None or variant.width in args.width)
         and (args.blocks is None or f"{variant.block_q}x{variant.block_k}" in args.blocks)
         and (args.kernel is None or variant.kernel in args.kernel)
+        and (not args.cycles or (variant.block_q and variant.dtype != "fp32"))
     ]
+    columns, machines = COLUMNS, [machine.name for machine in MACHINES if machine.arch == arch]
+    if args.cycles:
+        given = [Reference(name, arch, threads, programs, file) for name, file, threads, programs in args.reference]
+        tasks = [*references(arch), *given, *tasks]
+        columns = (*MODELLED, *machines, "remark")
     if not args.json:
-        print(f"{args.arch}, Triton {triton.__version__}")
-        _print_row({name: name for name in COLUMNS})
-    found = []
-    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for variant, coming in [(variant, pool.submit(reported, variant)) for variant in variants]:
+        what = "; modelled: the share of the tensor cores' time that a loop can use" if args.cycles else ""
+        print(f"{args.arch}, Triton {triton.__version__}{what}")
+        _print_row({name: name for name in columns}, columns)
+    any_failed = False
+    for one in _records(tasks, args.jobs, args.cycles):
+        any_failed |= "failed" in one
+        if args.json:
+            print(json.dumps(one), flush=True)
+        else:
+            shares = {name: found["tensor"] for name, found in one.get("modelled", {}).items()}
+            _print_row(one | shares, columns)
+    return int(any_failed)
+
+
+def _records(tasks: Sequence[Task], jobs: int, cycles: bool) -> Iterator[dict[str, Any]]:
+    """Each as soon as it is known. A compiler that takes its process with it costs only its own variant."""
+    spawn = multiprocessing.get_context("spawn")
+    broken = []
+    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        coming = {pool.submit(reported, task, cycles): task for task in tasks}
+        for one in as_completed(coming):
             try:
-                one = coming.result()
-            except BrokenProcessPool as error:  # a compiler took its process with it
-                one = failed(variant, error)
-            found.append(one)
-            if not args.json:
-                _print_row(one)
-    if args.json:
-        print(json.dumps({"variants": found}))
-    return int(any("failed" in one for one in found))
+                yield one.result()
+            except BrokenProcessPool:  # one of those that were at work, and all that were not begun
+                broken.append(coming[one])
+    for task in broken:
+        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            try:
+                yield pool.submit(reported, task, cycles).result()
+            except BrokenProcessPool as error:
+                yield failed(task, error)
 
 
-def _print_row(of: dict[str, Any]) -> None:
+def _under(version: str) -> int:
+    """The same run under another Triton. Returns its exit status."""
+    from scripts.checks.versions.environments import layered
+
+    arguments = [text for i, text in enumerate(sys.argv[1:]) if text != "--triton" and sys.argv[i] != "--triton"]
+    arguments = [text for text in arguments if not text.startswith("--triton=")]
+    with tempfile.TemporaryDirectory() as folder:
+        python = layered(Path(folder), f"triton=={version}")
+        return subprocess.run([python, "-m", "scripts.checks.machine_code", *arguments]).returncode
+
+
+def _reference(text: str) -> tuple[str, Path, int, int]:
+    name, file, threads, programs = text.split(",")
+    return name, Path(file), int(threads), int(programs)
+
+
+def _print_row(of: dict[str, Any], columns: Sequence[str]) -> None:
     """A line of the table, as soon as it is known."""
-    cells = ["-" if of.get(name) is None else str(of[name]) for name in COLUMNS]
-    *others, remark = (cell.rjust(max(len(name), 10)) for cell, name in zip(cells, COLUMNS, strict=True))
+    cells = ["-" if of.get(name) in (None, "") and name != "remark" else str(of.get(name, "")) for name in columns]
+    *others, remark = (cell.rjust(max(len(name), 10)) for cell, name in zip(cells, columns, strict=True))
     print("  ".join([*others, remark.strip()]).rstrip(), flush=True)
 
 

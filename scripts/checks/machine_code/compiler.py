@@ -15,7 +15,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-__all__ = ["Compiled", "compile_kernel"]
+__all__ = ["Compiled", "compile_kernel", "disassembled"]
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ def compile_kernel(
     return Compiled(
         compiled.asm["ttgir"],
         compiled.asm["ptx"],
-        _disassembled(compiled.asm["cubin"]),
+        disassembled(compiled.asm["cubin"]),
         said.getvalue(),
         compiled.metadata.shared,
     )
 
 
-def _disassembled(cubin: bytes) -> str:
+def disassembled(cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)

@@ -8,47 +8,44 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scripts.checks.machine_code.compiler import Compiled
+from scripts.checks.machine_code.cycles import Program, steady_loop
+from scripts.checks.machine_code.machines import MULTIPROCESSORS, Multiprocessor
+from scripts.checks.machine_code.sass import (
+    PRODUCTS,
+    Instruction,
+    in_flight_at_exponentials,
+    instructions,
+    loops,
+)
 
-__all__ = ["MULTIPROCESSORS", "Findings", "Step", "findings", "full_loop", "is_serialised", "tile_distance"]
-
-
-@dataclass(frozen=True)
-class Multiprocessor:
-    """shared: bytes for all programs together, of which each takes 1 KB more than it asks for"""
-
-    shared: int
-    threads: int
-    registers: int = 65536
-
-
-MULTIPROCESSORS = {
-    80: Multiprocessor(164 << 10, 2048),
-    90: Multiprocessor(228 << 10, 2048),
-    100: Multiprocessor(228 << 10, 2048),
-    120: Multiprocessor(100 << 10, 1536),
-}
-"""By architecture, from the CUDA programming guide's table of compute capabilities."""
-
-PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA")
-"""Tensor-core products in SASS: of a warpgroup on Hopper, of tensor memory on Blackwell, of a warp elsewhere."""
+__all__ = ["Findings", "Step", "findings", "full_loop", "is_serialised", "program_from", "program_of", "tile_distance"]
 
 
 @dataclass(frozen=True)
 class Step:
     """One step of the loop over full blocks, counted per warp.
 
-    tile_distance: steps ahead of their use at which tiles of keys and values are fetched; 0: each waits for its own
-    products, waits: tensor-core instructions, and instructions that wait for such
-    tile_waits: that wait for tiles; exponentials, fused, instructions: EX2, fused multiply-adds, and all together
-    serialised: ptxas says, or the loop shows, that no product runs beside another
+    Attributes:
+        tile_distance: Steps before their use at which tiles of keys and values are fetched; 0: in the same one.
+        products: Tensor-core instructions.
+        waits: Instructions that wait for such.
+        in_flight: Of a warpgroup's products, those queued and not waited for while an exponential runs, on average;
+            None: not sm90.
+        tile_waits: Instructions that wait for tiles.
+        exponentials: EX2.
+        fused: Fused multiply-adds.
+        instructions: All together.
+        serialised: ptxas says, or the loop shows, that no product runs beside another.
     """
 
     tile_distance: int
     products: int
     waits: int
+    in_flight: float | None
     tile_waits: int
     exponentials: int
     fused: int
@@ -60,10 +57,13 @@ class Step:
 class Findings:
     """Of one kernel.
 
-    step: of its loop with tensor-core products; None: it has none
-    registers, spills, stack: of a thread, bytes that do not fit them, and bytes of its own memory
-    local_accesses: loads from, and stores to, that memory
-    shared_bytes, programs_per_multiprocessor: of a program, and how many of them fit
+    Attributes:
+        step: Of its loop with tensor-core products; None: it has none.
+        registers, spills, stack: Of a thread, bytes that do not fit them, and bytes of its own memory.
+        local_accesses: Loads from, and stores to, that memory.
+        local_in_loops: Those of them that are in a loop, so that they come again and again.
+        shared_bytes: Of a program.
+        programs_per_multiprocessor: How many of them fit.
     """
 
     step: Step | None
@@ -71,32 +71,53 @@ class Findings:
     spills: int
     stack: int
     local_accesses: int
+    local_in_loops: int
     shared_bytes: int
     programs_per_multiprocessor: int
 
 
 def findings(compiled: Compiled, arch: int) -> Findings:
+    """Reads what the compilers made for a GPU of this architecture (90 for Hopper)."""
     registers = int(_found(r"Used (\d+) registers", compiled.log))
+    code = instructions(compiled.sass)
     return Findings(
-        step=_step(compiled),
+        step=_step(compiled, code),
         registers=registers,
         spills=sum(map(int, re.findall(r"(\d+) bytes spill", compiled.log))),
         stack=int(_found(r"(\d+) bytes stack frame", compiled.log)),
-        local_accesses=sum(_name(text) in ("LDL", "STL") for _, text in _instructions(compiled.sass)),
+        local_accesses=sum(map(_is_local, code)),
+        local_in_loops=len({one.at for body in loops(code) for one in body if _is_local(one)}),
         shared_bytes=compiled.shared,
         programs_per_multiprocessor=_programs(compiled, registers, MULTIPROCESSORS[arch]),
     )
 
 
-def _step(compiled: Compiled) -> Step | None:
-    step = full_loop(compiled.sass)
+def program_of(compiled: Compiled, arch: int) -> Program:
+    """The loop of a kernel as the cycle model takes it. Raises ValueError where there is none that it can follow."""
+    return program_from(compiled.sass, _threads(compiled), findings(compiled, arch).programs_per_multiprocessor)
+
+
+def program_from(sass: str, threads: int, programs: int) -> Program:
+    """The same of any machine code; warps that copy, as warp specialisation has them, are not counted."""
+    code = instructions(sass)
+    step = steady_loop(code, ("HGMMA", "HMMA"))
     if step is None:
+        raise ValueError("no loop with products that the cycle model knows (HGMMA, HMMA)")
+    specialised = any(one.name == "USETMAXREG" for one in code)
+    return Program(step, threads // 128 - specialised, programs)
+
+
+def _step(compiled: Compiled, code: Sequence[Instruction]) -> Step | None:
+    loop = full_loop(code)
+    if loop is None:
         return None
+    step = Counter(one.name for one in loop)
     products, waits = sum(step[name] for name in PRODUCTS), step["WARPGROUP.DEPBAR"]
     return Step(
         tile_distance=tile_distance(compiled.ttgir),
         products=products,
         waits=waits,
+        in_flight=in_flight_at_exponentials(loop),
         tile_waits=step["SYNCS.PHASECHK"] + step["DEPBAR"],
         exponentials=step["MUFU.EX2"],
         fused=step["FFMA"] + 2 * step["FFMA2"],
@@ -134,44 +155,25 @@ _DOT = r"ttng\.warp_group_dot |ttng\.tc_gen5_mma |tt\.dot "
 _TILE_COPY = r"ttng\.async_tma_copy_global_to_local |ttg\.async_copy_global_to_local .*tensor<\d+x\d+x!tt\.ptr"
 
 
-def full_loop(sass: str) -> Counter[str] | None:
-    """Instructions of the loop over full blocks, by name: of the loops with products the shortest, as the other masks.
-
-    None where there is no loop with tensor-core products.
-    """
-    code = _instructions(sass)
-    steps = []
-    for end, text in code:
-        back = re.search(r"\bBRA\S* (?:.*, )?`?\(?(0x[0-9a-f]+)", text)
-        if back and int(back[1], 16) < end:
-            body = [_name(other) for at, other in code if int(back[1], 16) <= at <= end]
-            # A jump from the kernel's end back into a loop, out of a slow path, spans its exit, and is none itself.
-            if "EXIT" not in body and any(name in PRODUCTS for name in body):
-                steps.append(Counter(body))
-    return min(steps, key=Counter.total, default=None)
+def full_loop(code: Sequence[Instruction]) -> Sequence[Instruction] | None:
+    """The loop over full blocks: of the loops with products the shortest, as the other masks; None: there is none."""
+    return min((body for body in loops(code) if any(one.name in PRODUCTS for one in body)), key=len, default=None)
 
 
-def _instructions(sass: str) -> list[tuple[int, str]]:
-    """Addresses and texts."""
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.MULTILINE)
-    return [(int(at, 16), text) for at, text in lines]
-
-
-def _name(instruction: str) -> str:
-    """An instruction's name, with as much of its suffix as tells what it does."""
-    whole = re.sub(r"^@!?U?P\w+ ", "", instruction).split()[0]
-    for kept in ("MUFU.EX2", "WARPGROUP.DEPBAR", "WARPGROUP.ARRIVE", "SYNCS.PHASECHK"):
-        if whole.startswith(kept):
-            return kept
-    return whole.split(".")[0]
+def _is_local(one: Instruction) -> bool:
+    return one.name in ("LDL", "STL")
 
 
 def _programs(compiled: Compiled, registers: int, of: Multiprocessor) -> int:
-    threads = int(_found(r"\.(?:reqntid|maxntid) (\d+)", compiled.ptx))
+    threads = _threads(compiled)
     of_warp = -(-registers * 32 // 256) * 256
     return min(
         of.shared // (compiled.shared + 1024), of.threads // threads, of.registers // (of_warp * -(-threads // 32))
     )
+
+
+def _threads(compiled: Compiled) -> int:
+    return int(_found(r"\.(?:reqntid|maxntid) (\d+)", compiled.ptx))
 
 
 def _found(pattern: str, text: str) -> str:

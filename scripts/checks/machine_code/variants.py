@@ -1,158 +1,186 @@
-"""The variants of our attention and pooling kernels that a plan can meet, and how each is compiled."""
+"""The variants of db-SP's Triton kernels that a plan can meet, and the launch that compiles each."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
-import triton
-from triton.experimental.gluon import language as gl
 
+from dbsp_kernels.backward import BackwardInputs, TransposedTable
+from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.prediction import pooling
-from dbsp_kernels.triton.backward import backward_keys_kernel, backward_rows_kernel
-from dbsp_kernels.triton.forward import forward_kernel
-from dbsp_kernels.triton.hopper import stages_for
-from dbsp_kernels.triton.pooling import sum_constants, sum_kernel
-from dbsp_kernels.triton.tile_config import HOPPER, backward_tiles_for, padded, tiles_for
-from dbsp_kernels.triton.warp_specialized import warp_specialized_kernel
-from scripts.checks.machine_code.compiler import Compiled, compile_kernel
-from scripts.checks.machine_code.reading import Step, findings
+from dbsp_kernels.triton.backward import triton_attention_backward
+from dbsp_kernels.triton.block_selection import pooled_scores_triton, select_blocks_triton
+from dbsp_kernels.triton.forward import triton_attention
+from dbsp_kernels.triton.hopper import hopper_attention
+from dbsp_kernels.triton.merge import triton_merge_into
+from dbsp_kernels.triton.pooling import pool_rows_triton, sum_tokens_triton
+from dbsp_kernels.triton.row_bits import triton_expand_rows, triton_pack_rows
+from dbsp_kernels.triton.segment_copy import triton_copy_segments
+from scripts.checks.machine_code.compiler import Compiled
+from scripts.checks.machine_code.dense_reference import dense_attention
+from scripts.checks.machine_code.launches import compiled_launches
 
-__all__ = ["DTYPES", "Variant", "examined", "failed", "reported", "shipped"]
+__all__ = ["ATTENTION", "DTYPES", "KERNELS", "Variant", "compiled", "shipped"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MULTIPLES = {"q_row", "q_token", "k_block", "k_token", "v_block", "v_token"}
-"""Strides, which are multiples of 16 at the usual widths."""
+HOPPER = 90
+ROWS, BLOCKS, HEADS, TOKENS = 1182, 1182, 5, 75_600
+"""A head of Wan2.1-14B at 720p in blocks of 64, and the heads of a rank of eight. Only what they are multiples of,
+and how many blocks a row is chosen among, is seen in machine code."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """arch: 90 for Hopper; width: D; partial: whether it merges into a partial result, as in a ring
+    """One kernel as one launch compiles it.
 
-    block_q, block_k: 0 where the code is the same for all
+    Attributes:
+        arch: 90 for Hopper.
+        block_q, block_k: 0 where the code is the same for all.
+        width: D; 0 where the kernel has none.
+        dtype: Of tokens.
+        case: What else tells launches of the kernel apart.
     """
 
     kernel: str
     arch: int
-    block_q: int
-    block_k: int
-    width: int
-    dtype: str
-    partial: bool
+    block_q: int = 0
+    block_k: int = 0
+    width: int = 128
+    dtype: str = "bf16"
+    case: str = ""
 
 
 def shipped(arch: int) -> Iterator[Variant]:
     """Everything that models here use: blocks of 64 and 128 in any mix, heads of 64 and 128, all dtypes."""
-    for dtype, width, block_q, block_k, partial in itertools.product(
-        DTYPES, (128, 64), (64, 128), (64, 128), (False, True)
-    ):
-        yield Variant("triton", arch, block_q, block_k, width, dtype, partial)
-        if not partial:  # backward has no running result
-            yield Variant("triton-dq", arch, block_q, block_k, width, dtype, partial)
-            yield Variant("triton-dkv", arch, block_q, block_k, width, dtype, partial)
-        if (arch, partial) == (HOPPER, False) and dtype != "fp32":
-            yield Variant("triton-ws", arch, block_q, block_k, width, dtype, partial)
+    for dtype, width, block_q, block_k in itertools.product(DTYPES, (128, 64), (64, 128), (64, 128)):
+        names = ["triton", "triton-dq", "triton-dkv", *(["triton-ws"] if arch == HOPPER and dtype != "fp32" else [])]
+        for name in names:
+            for case in ("", "ring") if name == "triton" else ("",):
+                yield Variant(name, arch, block_q, block_k, width, dtype, case)
     for dtype, width in itertools.product(DTYPES, (128, 64)):
-        yield Variant("sum-tokens", arch, 0, 0, width, dtype, False)
+        for name, cases in _OF_TOKENS.items():
+            for case in cases:
+                yield Variant(name, arch, width=width, dtype=dtype, case=case)
+    for name, cases in _OF_TABLES.items():
+        for case in cases:
+            yield Variant(name, arch, width=0, dtype="-", case=case)
+    for width in (128, 64):
+        yield Variant("pool-rows", arch, width=width, dtype="-")
+        yield Variant("scores", arch, width=width, dtype="-")
 
 
-def _backward(variant: Variant) -> Compiled:
-    kernel = {"triton-dq": backward_rows_kernel, "triton-dkv": backward_keys_kernel}[variant.kernel]
-    both = backward_tiles_for(variant.block_q, variant.block_k, variant.width, DTYPES[variant.dtype])
-    tiles = both[variant.kernel == "triton-dkv"]
-    constants: dict[str, Any] = {
-        "BLOCK_Q": variant.block_q, "BLOCK_K": variant.block_k, "WIDTH": variant.width,
-        "TILE_Q": tiles.queries, "TILE_K": tiles.keys, "TILE_D": padded(variant.width), "UPCAST": False,
-        "STAGES": tiles.stages,
-    }  # fmt: skip
-    types = {name: _type(name, variant.dtype) for name in kernel.arg_names}
-    types |= dict.fromkeys(("k_ptr", "v_ptr", "dout_ptr"), f"*{variant.dtype}")
-    types |= dict.fromkeys(("delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "*fp32") | {"scale": "fp32"}
-    return compile_kernel(kernel, variant.arch, types, constants, set(), num_warps=tiles.warps, enable_fp_fusion=True)
+def compiled(variant: Variant) -> Compiled:
+    """Compiles the variant by the installed Triton."""
+    launch = LAUNCHES[variant.kernel]
+    found = compiled_launches(lambda: launch(variant), variant.arch, KERNELS[variant.kernel])
+    if len(found) != 1:
+        raise ValueError(f"the launch compiled {len(found)} kernels {KERNELS[variant.kernel]}, and not one")
+    return found[0]
 
 
-def examined(variant: Variant) -> dict[str, Any]:
-    """The variant and what was found of it, as one record. What is counted of a step is None where there is none."""
-    found = asdict(findings(_compiled(variant), variant.arch))
-    step = found.pop("step")
-    counted = step or dict.fromkeys(field.name for field in fields(Step))
-    return _named(variant) | counted | found | {"remark": "" if step else "no tensor cores"}
+def _tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
 
 
-def reported(variant: Variant) -> dict[str, Any]:
-    """The same, or why there is nothing to say of the variant."""
-    try:
-        return examined(variant)
-    except Exception as error:  # whatever the compilers or the reading raise: the other variants don't depend on it
-        return failed(variant, error)
-
-
-def failed(variant: Variant, error: BaseException) -> dict[str, Any]:
-    """The record of a variant that could not be compiled or read."""
-    said = " ".join(str(error).split())
-    return _named(variant) | {"remark": f"failed: {type(error).__name__}: {said}", "failed": True}
-
-
-def _named(variant: Variant) -> dict[str, Any]:
-    return {"triton": triton.__version__, **asdict(variant)}
-
-
-def _compiled(variant: Variant) -> Compiled:
-    compilers = {
-        "triton": _pipelined, "triton-ws": _warp_specialized, "triton-dq": _backward, "triton-dkv": _backward,
-        "sum-tokens": _summing,
-    }  # fmt: skip
-    return compilers[variant.kernel](variant)
-
-
-def _summing(variant: Variant) -> Compiled:
-    constants = sum_constants(variant.width, pooling.LIMIT, pooling.MEAN_UNIT, pooling.DIRECTION_UNIT)
-    types = {name: "*i64" if name.endswith("_ptr") else "i32" for name in sum_kernel.arg_names}
-    strides = {"batch_stride", "head_stride", "token_stride"}
-    return compile_kernel(
-        sum_kernel, variant.arch, types | {"tokens_ptr": f"*{variant.dtype}"}, constants | {"width_stride": 1},
-        strides, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def _warp_specialized(variant: Variant) -> Compiled:
-    def descriptor(rows: int) -> str:
-        dtype = gl.bfloat16 if variant.dtype == "bf16" else gl.float16
-        layout = gl.NVMMASharedLayout.get_default_for([rows, variant.width], dtype)
-        return f"tensordesc<{variant.dtype}[{rows}, {variant.width}],{layout!r}>"
-
-    names = warp_specialized_kernel.arg_names
-    types = {name: _type(name, variant.dtype) for name in names} | {"q_desc": descriptor(64)}
-    types |= dict.fromkeys(("k_desc", "v_desc"), descriptor(variant.block_k))
-    constants = {"PAIRED": variant.block_q == 64, "STAGES": stages_for(variant.block_k)}
-    return compile_kernel(
-        warp_specialized_kernel, variant.arch, types, constants, set(), num_warps=4, enable_fp_fusion=True
+def _inputs(of: Variant) -> KernelInputs:
+    dtype = DTYPES[of.dtype]
+    partial = None
+    if of.case == "ring":
+        partial = _tensor(ROWS, of.block_q, of.width, dtype=torch.float32), _tensor(ROWS, of.block_q).float()
+    return KernelInputs(
+        _tensor(ROWS, of.block_q, of.width, dtype=dtype),
+        _tensor(BLOCKS, of.block_k, of.width, dtype=dtype),
+        _tensor(BLOCKS, of.block_k, of.width, dtype=dtype),
+        _tensor(ROWS, BLOCKS),
+        _tensor(ROWS),
+        _tensor(BLOCKS),
+        of.width**-0.5,
+        kv_full=_tensor(ROWS),
+        row_schedule=_tensor(ROWS),
+        partial=partial,
     )
 
 
-def _pipelined(variant: Variant) -> Compiled:
-    block_q, block_k, width, dtype = variant.block_q, variant.block_k, variant.width, variant.dtype
-    tiles = tiles_for(block_q, block_k, width, DTYPES[dtype], variant.arch)
-    use_tma = variant.arch >= HOPPER and dtype != "fp32"
-    tile = f"tensordesc<{dtype}[{tiles.keys}, {padded(width)}]>" if use_tma else f"*{dtype}"
-    types = {name: _type(name, dtype) for name in forward_kernel.arg_names} | {"k_source": tile, "v_source": tile}
-    constants: dict[str, Any] = {
-        "BLOCK_Q": block_q, "BLOCK_K": block_k, "WIDTH": width,
-        "TILE_Q": tiles.queries, "TILE_K": tiles.keys, "TILE_D": padded(width),
-        "USE_TMA": use_tma, "FULL_FIRST": True, "SHORT_ONLY": False, "RUNNING": variant.partial,
-        "INTERPRET_FP32": False, "STAGES": tiles.stages,
-    }  # fmt: skip
-    return compile_kernel(
-        forward_kernel, variant.arch, types, constants, MULTIPLES, num_warps=tiles.warps, enable_fp_fusion=True
-    )
+def _backward(of: Variant) -> None:
+    given = _inputs(of)
+    table = TransposedTable(_tensor(BLOCKS, ROWS), _tensor(BLOCKS))
+    lse = _tensor(ROWS, of.block_q, dtype=torch.float32)
+    triton_attention_backward(BackwardInputs(given, given.q, given.q, lse, lambda: table))
 
 
-def _type(name: str, dtype: str) -> str:
-    if name in ("q_ptr", "out_ptr"):
-        return f"*{dtype}"
-    if name.endswith("_ptr"):
-        return "*fp32" if name.startswith("running") or "lse" in name else "*i32"
-    return "fp32" if name == "scale_log2" else "i32"
+def _sum_tokens(of: Variant) -> None:
+    tokens = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)  # as models have them
+    place, first = _tensor(TOKENS, dtype=torch.int64), _tensor(BLOCKS + 1, dtype=torch.int64)
+    sum_tokens_triton(tokens, place, first, pooling.LIMIT, pooling.MEAN_UNIT, pooling.DIRECTION_UNIT)
+
+
+def _pool_rows(of: Variant) -> None:
+    sums = _tensor(HEADS, 1, BLOCKS, 2 * of.width, dtype=torch.int64)
+    pool_rows_triton(sums, _tensor(BLOCKS, dtype=torch.int64), pooling.MEAN_UNIT, pooling.DIRECTION_UNIT)
+
+
+def _scores(of: Variant) -> None:
+    pooled_scores_triton(_tensor(HEADS, 2 * BLOCKS, of.width + 1, dtype=torch.float32), BLOCKS, of.width**-0.5, 0.5)
+
+
+def _select(of: Variant) -> None:
+    rule, _, blocks = of.case.partition(" of ")
+    chance = _tensor(HEADS, BLOCKS, int(blocks), dtype=torch.float64)
+    dense = _tensor(HEADS, BLOCKS + int(blocks), dtype=torch.bool)
+    select_blocks_triton(chance, dense, 0.9 if rule == "cdf" else None, 100)
+
+
+def _merge(of: Variant) -> None:
+    out, lse = _tensor(ROWS * 64, of.width, dtype=torch.float32), _tensor(ROWS * 64, dtype=torch.float32)
+    triton_merge_into(out, lse, _tensor(ROWS * 64, of.width, dtype=DTYPES[of.dtype]), lse.clone())
+
+
+def _copy(of: Variant) -> None:
+    mean = {"tokens": 1.0, "blocks": 64.0, "added": 64.0}[of.case]
+    hosts = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)
+    triton_copy_segments(hosts, hosts.contiguous(), _tensor(5000, 6), mean, of.case == "added")
+
+
+def _expand(of: Variant) -> None:
+    bits = _tensor(ROWS, -(-BLOCKS // 8), dtype=torch.uint8)
+    triton_expand_rows(bits, _tensor(ROWS), _tensor(BLOCKS), _tensor(ROWS), BLOCKS, 64, 1)
+
+
+def _pack(of: Variant) -> None:
+    columns = _tensor(1, HEADS, BLOCKS, dtype=torch.int64)
+    here = _tensor(1, HEADS, BLOCKS, dtype=torch.bool)
+    rows = _tensor(ROWS, dtype=torch.int64)
+    mask = _tensor(ROWS * BLOCKS if of.case == "sequences" else ROWS, dtype=torch.bool)
+    if of.case != "sequences":
+        mask = _tensor(ROWS, BLOCKS, dtype=torch.bool)
+    triton_pack_rows(mask, rows, rows, rows, columns, here, here)
+
+
+def _dense(of: Variant) -> None:
+    q, k, v = (_tensor(16, 4096, of.width, dtype=DTYPES[of.dtype]) for _ in range(3))
+    dense_attention(q, k, v, of.width**-0.5, of.block_q, of.block_k)
+
+
+LAUNCHES: dict[str, Callable[[Variant], object]] = {
+    "triton": lambda of: triton_attention(_inputs(of)), "triton-ws": lambda of: hopper_attention(_inputs(of)),
+    "triton-dq": _backward, "triton-dkv": _backward, "sum-tokens": _sum_tokens, "pool-rows": _pool_rows,
+    "scores": _scores, "select": _select, "merge": _merge, "copy": _copy, "expand-rows": _expand,
+    "pack-rows": _pack, "dense-reference": _dense,
+}  # fmt: skip
+KERNELS = {
+    "triton": "forward_kernel", "triton-ws": "warp_specialized_kernel", "triton-dq": "backward_rows_kernel",
+    "triton-dkv": "backward_keys_kernel", "sum-tokens": "sum_kernel", "pool-rows": "pool_kernel",
+    "scores": "score_kernel", "select": "select_kernel", "merge": "merge_kernel", "copy": "copy_kernel",
+    "expand-rows": "expand_kernel", "pack-rows": "pack_kernel", "dense-reference": "dense_kernel",
+}  # fmt: skip
+"""Names here, and those of the functions that Triton compiles."""
+ATTENTION = ("triton", "triton-ws", "triton-dq", "triton-dkv")
+_OF_TOKENS = {"sum-tokens": ("",), "copy": ("blocks", "tokens", "added"), "merge": ("",)}
+_OF_TABLES = {
+    "select": tuple(f"{rule} of {blocks}" for rule in ("cdf", "count") for blocks in (48, 1182, 5000)),
+    "expand-rows": ("",),
+    "pack-rows": ("blocks", "sequences"),
+}

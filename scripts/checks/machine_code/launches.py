@@ -1,0 +1,82 @@
+"""Compiles what a launch would compile: db-SP's own launching functions run on tensors without memory, for any GPU.
+
+So a kernel's constants, options and specialisations (strides of 1, strides and pointers that are multiples of 16) are
+those of a run, whatever the launching function makes of the tensors' shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from scripts.checks.machine_code.compiler import Compiled, disassembled
+
+__all__ = ["compiled_launches"]
+
+
+def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> list[Compiled]:
+    """Runs `launch` on tensors without memory that seem to be on a GPU, and compiles Triton kernels that it launches.
+
+    Args:
+        launch: Makes its tensors itself (`torch.empty(…)`) and calls a launching function.
+        arch: 90 for Hopper.
+        name: Of the kernels' function, without leading underscores; others that are launched are passed over.
+    """
+    found = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if self.fn.__name__.lstrip("_") != name:
+            return
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            made = run(self, *args, grid=grid, warmup=True, **options)
+        found.append((made, said.getvalue()))
+
+    with _device(arch), mock.patch.object(JITFunction, "run", compile_only), FakeTensorMode():
+        launch()
+    return [
+        Compiled(made.asm["ttgir"], made.asm["ptx"], disassembled(made.asm["cubin"]), said, made.metadata.shared)
+        for made, said in found
+    ]
+
+
+@contextlib.contextmanager
+def _device(arch: int) -> Iterator[None]:
+    """A GPU of this capability, as far as launching functions and Triton's compiler ask for one."""
+    # Triton keeps what it compiled by device number: one number for each kind.
+    stand_in = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: arch,
+        get_current_stream=lambda device: 0,
+    )
+    patched = (
+        mock.patch.object(FakeTensor, "data_ptr", return_value=0),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(arch, 10)),
+        mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
+        mock.patch.object(FakeTensor, "is_cuda", True, create=True),
+    )
+    before = driver._active
+    with contextlib.ExitStack() as stack:
+        for one in patched:
+            stack.enter_context(one)
+        stack.enter_context(knobs.compilation.scope())
+        stack.enter_context(knobs.nvidia.scope())
+        knobs.compilation.always_compile = True  # from a cache there would be nothing said
+        knobs.nvidia.dump_ptxas_log = True
+        driver.set_active(stand_in)
+        try:
+            yield
+        finally:
+            driver._active = before

@@ -1,0 +1,132 @@
+"""Instructions of NVIDIA's machine code with the control bits that ptxas gave them, read from cuobjdump's text.
+
+Since Volta the compiler schedules: each instruction says how many cycles its warp waits after it, which of six
+scoreboards its result or its reading of operands releases, and for which ones it waits (Jia et al., arXiv:1804.06826,
+section 2.1).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["PRODUCTS", "Instruction", "in_flight_at_exponentials", "instructions", "loops", "queue_of_products"]
+
+PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA")
+"""Tensor-core products in SASS: of a warpgroup on Hopper, of tensor memory on Blackwell, of a warp elsewhere."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of one warp.
+
+    Attributes:
+        at: Address in the function.
+        text: As cuobjdump writes it, with its predicate.
+        stall: Cycles until the warp's next instruction can start.
+        releases: Scoreboard (0 … 5) that its result sets free; None: none.
+        releases_operands: The one that is free when it has read its operands.
+        waits: Scoreboards that it waits for.
+    """
+
+    at: int
+    text: str
+    stall: int = 1
+    releases: int | None = None
+    releases_operands: int | None = None
+    waits: tuple[int, ...] = ()
+
+    @property
+    def predicate(self) -> str | None:
+        """Such as "!P0"; None: it always runs."""
+        match = re.match(r"@(!?U?P\w+) ", self.text)
+        return match[1] if match else None
+
+    @property
+    def opcode(self) -> str:
+        """With all of its suffixes, as "LDSM.16.M88.4"."""
+        return re.sub(r"^@!?U?P\w+\s+", "", self.text).split()[0]
+
+    @property
+    def name(self) -> str:
+        """With as much of its suffix as tells what it does."""
+        for kept in ("MUFU.EX2", "WARPGROUP.DEPBAR", "WARPGROUP.ARRIVE", "SYNCS.PHASECHK"):
+            if self.opcode.startswith(kept):
+                return kept
+        return self.opcode.split(".")[0]
+
+    @property
+    def target(self) -> int | None:
+        """Where a branch goes; None: it is none."""
+        match = re.search(r"\bBRA\S* (?:.*, )?`?\(?(0x[0-9a-f]+)", self.text)
+        return int(match[1], 16) if match else None
+
+
+def instructions(sass: str) -> list[Instruction]:
+    """Those of the longest function in what cuobjdump -sass wrote, in order."""
+    parts = re.split(r"(?m)^\s+Function : \S+", sass)
+    found = re.findall(
+        r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);(?:\s+/\* 0x[0-9a-f]{16} \*/\n\s+/\* 0x([0-9a-f]{16}) \*/)?",
+        max(parts, key=len),
+        re.MULTILINE,
+    )
+    return [
+        _instruction(int(at, 16), text.strip(), int(bits or "fc20000000000", 16) >> 41) for at, text, bits in found
+    ]
+
+
+def _instruction(at: int, text: str, control: int) -> Instruction:
+    released, operands = control >> 5 & 7, control >> 8 & 7
+    return Instruction(
+        at,
+        text,
+        stall=control & 15,
+        releases=released if released < 6 else None,
+        releases_operands=operands if operands < 6 else None,
+        waits=tuple(board for board in range(6) if control >> 11 + board & 1),
+    )
+
+
+def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
+    """Stretches from a branch's target back to the branch.
+
+    A jump from the kernel's end back into a loop, out of a slow path, spans its exit, and makes none.
+    """
+    place = {one.at: i for i, one in enumerate(code)}
+    found = []
+    for end, one in enumerate(code):
+        if one.target is not None and one.target < one.at and one.target in place:
+            body = code[place[one.target] : end + 1]
+            if not any(other.name == "EXIT" for other in body):
+                found.append(body)
+    return found
+
+
+def queue_of_products(waiting: list[int], one: Instruction) -> list[int]:
+    """The warpgroup's groups of products that have not been waited for, after an instruction; the last one is open."""
+    if one.name == "HGMMA":
+        waiting = [*waiting[:-1], waiting[-1] + 1]
+        return [*waiting, 0] if "gsb" in one.text else waiting
+    if one.name == "WARPGROUP.DEPBAR":
+        kept = int(one.text.rsplit(",", 1)[1], 16)
+        return [*(waiting[:-1][-kept:] if kept else []), waiting[-1]]
+    return waiting
+
+
+def in_flight_at_exponentials(loop: Sequence[Instruction]) -> float | None:
+    """HGMMAs queued and not yet waited for, at a MUFU.EX2 of a step, on average; None: there are no such.
+
+    What is 0 has nothing on the tensor core while its softmax runs. Exponentials of one value a row count as others.
+    """
+    if not any(one.name == "HGMMA" for one in loop):
+        return None
+    waiting: list[int] = [0]
+    for one in loop:  # a step before, for what it leaves in flight
+        waiting = queue_of_products(waiting, one)
+    counted = []
+    for one in loop:
+        waiting = queue_of_products(waiting, one)
+        if one.name == "MUFU.EX2":
+            counted.append(sum(waiting))
+    return sum(counted) / len(counted) if counted else None
