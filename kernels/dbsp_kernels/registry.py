@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from dbsp_kernels.backends import cpu, cudnn, fastvideo, flex, reference, sparge, triton
+from dbsp_kernels.backends import cpu, cudnn, fa4, fastvideo, flex, reference, sparge, triton
 from dbsp_kernels.errors import UserError
 from dbsp_kernels.kernel import Kernel, KernelRequirements
 
@@ -16,6 +16,7 @@ KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         cpu.KERNEL,
+        fa4.KERNEL,
         triton.KERNEL,
         flex.KERNEL,
         reference.KERNEL,

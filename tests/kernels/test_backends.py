@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dbsp_kernels import KERNELS, BackwardInputs, DenseHeadLayout, KernelInputs, KernelRequirements, choose_kernel
-from dbsp_kernels.backends import cudnn, fastvideo, flex, sparge
+from dbsp_kernels.backends import cudnn, fa4, fastvideo, flex, sparge
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
 from tests.support.interpreter import interpreted
 from tests.support.repository import ROOT
@@ -101,7 +101,7 @@ class TestSparge:
 
 
 class TestWhatIsNotThere:
-    @pytest.mark.parametrize("name", ["cudnn", "fastvideo", "sparge"])
+    @pytest.mark.parametrize("name", ["cudnn", "fa4", "fastvideo", "sparge"])
     def test_what_is_not_installed_says_how_to(self, monkeypatch, name):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         monkeypatch.setattr(importlib.metadata, "version", missing)
@@ -143,6 +143,14 @@ class TestWhatIsNotThere:
             ("cudnn", (10, 0), KernelRequirements((64, 64), 64), r"blocks of 128×128, not 64×64"),
             ("cudnn", (12, 0), KernelRequirements((64, 64), 64), r"serves no torch.bfloat16 with head dim 64 here"),
             ("cudnn", (9, 0), KernelRequirements((64, 64), 72), r"head dims 64 or 96 or 128, not 72"),
+            ("fa4", (9, 0), KernelRequirements((64, 64), 128), r"blocks of 128×128, not 64×64"),
+            ("fa4", (10, 0), KernelRequirements((128, 128), 128), r"blocks of 256×128, not 128×128"),
+            (
+                "fa4",
+                (12, 0),
+                KernelRequirements((128, 128), 128),
+                r"compute capability 9.0, 10.0, 10.3; cuda has 12.0",
+            ),
             ("fastvideo", (9, 0), KernelRequirements((128, 128), 128), r"blocks of 64×64, not 128×128"),
         ],
     )
@@ -158,6 +166,14 @@ class TestWhatIsNotThere:
         assert choose_kernel(name, "cuda", torch.bfloat16, needs).name == name
         monkeypatch.delenv("DBSP_KERNEL", raising=False)
         assert choose_kernel("auto", "cuda", torch.bfloat16, needs).name != name
+
+    def test_fa4_is_preferred_where_it_serves(self, monkeypatch):
+        served_here(monkeypatch, "fa4", (9, 0))
+        monkeypatch.delenv("DBSP_KERNEL", raising=False)
+        needs = {rows: KernelRequirements((rows, rows), 128, lse=True, ragged_rows=True) for rows in (64, 128)}
+        assert choose_kernel("auto", "cuda", torch.bfloat16, needs[128]).name == "fa4"
+        assert choose_kernel("auto", "cuda", torch.bfloat16, needs[64]).name == "triton"
+        assert choose_kernel("auto", "cuda", torch.bfloat16, replace(needs[128], backward=True)).name == "triton"
 
 
 def missing(name: str) -> str:
@@ -280,6 +296,41 @@ def on_no_gpu(block: int, width: int, dtype: torch.dtype, hint: bool) -> KernelI
         tensors = [torch.empty(n, block, width, dtype=dtype, device="cuda") for n in (5, 7, 7)]
         tables = [torch.empty(shape, dtype=torch.int32, device="cuda") for shape in ((5, 6), (5,), (7,), (5,))]
     return KernelInputs(*tensors, *tables[:3], width**-0.5, tables[3] if hint else None)
+
+
+class TestFa4:
+    @pytest.mark.parametrize("hint", [True, False])
+    def test_its_full_blocks_and_our_short_ones_are_the_whole(self, monkeypatch, hint):
+        """Against a stand-in for its function, by its documented meaning; short blocks run in Triton's interpreter."""
+        calls = []
+
+        def stand_in(q, k, v, softmax_scale, block_sparse_tensors, return_lse):
+            lists = block_sparse_tensors
+            assert (softmax_scale, return_lse, lists.block_size) == (16**-0.5, True, (16, 16))
+            assert not lists.mask_block_cnt.any()
+            blocks = (t.view(-1, 16, 16) for t in (q, k, v))
+            rows = lists.full_block_idx[0, 0], lists.full_block_cnt[0, 0], torch.full_like(p.kv_len, 16)
+            out, lse = Packed(*blocks, *rows).attend("reference")
+            calls.append(len(out))
+            return out.view(q.shape), lse.view(1, 1, -1)
+
+        cute = types.ModuleType("flash_attn.cute")
+        cute.flash_attn_func = stand_in
+        monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+        monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+        sparsity = types.SimpleNamespace(BlockSparseTensorsTorch=types.SimpleNamespace)
+        monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", sparsity)
+        p = kinder(packed(rows=9, block_q=16, block_k=16, width=16))
+        p = replace(p, kv_index=p.kv_index.clamp(min=0))
+        full = full_counts(p)
+        assert 0 < full.sum() < p.kv_count.sum()
+        with interpreted():
+            out, lse = fa4.fa4_attention(inputs_of(p, kv_full=full if hint else None))
+        expected, expected_lse = p.exact()
+        assert calls == ([9] if hint else [])
+        assert relative_error(out, expected) < 1e-6
+        torch.testing.assert_close(lse, expected_lse.float())
+        assert (out[p.kv_count == 0] == 0).all()
 
 
 class TestCudnn:

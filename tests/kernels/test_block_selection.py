@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dbsp_kernels.prediction.block_selection import pooled_scores_torch, select_blocks_torch
+from dbsp_kernels.prediction.block_selection import pooled_scores, pooled_scores_torch, select_blocks_torch
 from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
@@ -30,12 +30,10 @@ def test_the_kernel_chooses_what_sorting_does(nk, limit):
 
 @pytest.mark.parametrize(("nq", "nk", "width"), [(3, 40, 8), (33, 2, 5), (40, 33, 128)])
 def test_the_kernel_s_scores_are_torch_s(nq, nk, width):
-    from dbsp_kernels.triton.block_selection import pooled_scores_triton
-
     rows = pooled(nq + nk, width)
     rows[:, nq, -1], rows[:, nq + 1, -1] = 0.25, 0.5
     with interpreted():
-        found = pooled_scores_triton(rows.to(DEVICE), nq, 0.3, 0.25)
+        found = pooled_scores(rows.to(DEVICE), nq, 0.3, 0.25)
     assert torch.equal(found.cpu(), pooled_scores_torch(rows, nq, 0.3, 0.25))
     assert found.isinf().any()
     assert not found.isinf().all()

@@ -43,7 +43,7 @@ def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) 
     if with_triton(rows):
         from dbsp_kernels.triton.block_selection import pooled_scores_triton  # here: triton need not be installed
 
-        return pooled_scores_triton(rows, nq, scale, similarity)
+        return pooled_scores_triton(rows, nq, scale, similarity, SCALE_EXPONENT, LEAST_EXPONENT, UNIT_EXPONENT)
     return pooled_scores_torch(rows, nq, scale, similarity)
 
 

@@ -6,9 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.prediction.block_selection import LEAST_EXPONENT, SCALE_EXPONENT, UNIT_EXPONENT
-
-__all__ = ["pooled_scores_triton", "score_constants", "score_kernel", "select_blocks_triton"]
+__all__ = ["pooled_scores_triton", "score_kernel", "select_blocks_triton"]
 
 TILE = 32  # query and key blocks a program scores
 WARPS = 8  # of them: 4 have too few registers
@@ -76,16 +74,16 @@ def score_kernel(  # type: ignore[no-untyped-def]
     tl.store(out, scores, mask=(q < nq)[:, None] & (k < nk)[None, :])
 
 
-def score_constants(width: int) -> dict[str, int]:
-    """What `score_kernel` is compiled for."""
-    return {
-        "WIDTH": width, "PADDED": max(32, triton.next_power_of_2(width)), "TILE": TILE,
-        "SCALE_EXPONENT": SCALE_EXPONENT, "LEAST_EXPONENT": LEAST_EXPONENT, "UNIT_EXPONENT": UNIT_EXPONENT,
-    }  # fmt: skip
-
-
-def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
-    """The contract of `dbsp_kernels.prediction.block_selection.pooled_scores`."""
+def pooled_scores_triton(
+    rows: torch.Tensor,
+    nq: int,
+    scale: float,
+    similarity: float,
+    scale_exponent: int,
+    least_exponent: int,
+    unit_exponent: int,
+) -> torch.Tensor:
+    """The contract of `dbsp_kernels.prediction.block_selection.pooled_scores`, with its exponents."""
     heads, blocks, width = rows.shape
     rows, nk = rows.contiguous(), blocks - nq
     scores = rows.new_empty(heads, nq, nk, dtype=torch.float64)
@@ -93,8 +91,11 @@ def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: 
         grid = (triton.cdiv(nq, TILE), triton.cdiv(nk, TILE), heads)
         rounded = torch.tensor(similarity, dtype=torch.float32, device="cpu").item()  # as torch compares with float32
         score_kernel[grid](
-            rows, scores, nq, nk, scale, rounded, **score_constants(width - 1), num_warps=WARPS, enable_fp_fusion=False
-        )
+            rows, scores, nq, nk, scale, rounded,
+            WIDTH=width - 1, PADDED=max(32, triton.next_power_of_2(width - 1)), TILE=TILE,
+            SCALE_EXPONENT=scale_exponent, LEAST_EXPONENT=least_exponent, UNIT_EXPONENT=unit_exponent,
+            num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
     return scores
 
 

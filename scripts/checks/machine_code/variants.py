@@ -11,8 +11,9 @@ import torch
 from dbsp_kernels.backward import BackwardInputs, TransposedTable
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.prediction import pooling
+from dbsp_kernels.prediction.block_selection import pooled_scores
 from dbsp_kernels.triton.backward import triton_attention_backward
-from dbsp_kernels.triton.block_selection import pooled_scores_triton, select_blocks_triton
+from dbsp_kernels.triton.block_selection import select_blocks_triton
 from dbsp_kernels.triton.forward import triton_attention
 from dbsp_kernels.triton.hopper import hopper_attention
 from dbsp_kernels.triton.merge import triton_merge_into
@@ -123,7 +124,7 @@ def _pool_rows(of: Variant) -> None:
 
 
 def _scores(of: Variant) -> None:
-    pooled_scores_triton(_tensor(HEADS, 2 * BLOCKS, of.width + 1, dtype=torch.float32), BLOCKS, of.width**-0.5, 0.5)
+    pooled_scores(_tensor(HEADS, 2 * BLOCKS, of.width + 1, dtype=torch.float32), BLOCKS, of.width**-0.5, 0.5)
 
 
 def _select(of: Variant) -> None:

@@ -1,0 +1,101 @@
+"""FlashAttention-4's block-sparse forward (optional, `flash-attn-4`): FlashAttention-3's schedule on Hopper.
+
+Packed rows are one head of Rq·Bq queries over Ck·Bk keys to it, with a list of full blocks for each row. (Zadouri et
+al., FlashAttention-4, 2026; its kernels for Hopper follow Shah et al., FlashAttention-3, 2024, section 3.)
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+import torch
+
+from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.kernel import HALVES, Kernel
+from dbsp_kernels.merge import PartialAttention
+
+__all__ = ["KERNEL", "blocks", "fa4_attention", "forward_arguments", "why_unavailable"]
+
+_SERVED = {90: frozenset({(128, 128)}), 100: frozenset({(256, 128)}), 103: frozenset({(256, 128)})}
+
+
+def why_unavailable() -> str | None:
+    """Why this kernel cannot work here, or None."""
+    try:
+        importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return "flash-attn-4 is not installed; pip install 'dbsp-attention[fa4]'"
+    if importlib.util.find_spec("triton") is None:
+        return "triton, whose kernel runs the short blocks, is not installed; pip install 'dbsp-attention[gpu]'"
+    return None
+
+
+def blocks(arch: int | None, dtype: torch.dtype, width: int | None) -> frozenset[tuple[int, int]]:
+    """The (block_q, block_k) it serves on an architecture, None: unknown; whatever the dtype and the head's width.
+
+    On Blackwell (sm100) it takes two rows' tiles at a time and refuses rows of 128 queries; of sm120 all.
+    """
+    return frozenset().union(*_SERVED.values()) if arch is None else _SERVED.get(arch, frozenset())
+
+
+def fa4_attention(inputs: KernelInputs) -> PartialAttention:
+    """The contract of `dbsp_kernels.block_attention`, without merging.
+
+    It runs the full blocks, and our kernel the few short ones. Where rows do not say how many full blocks they begin
+    with, ours runs all.
+    """
+    from dbsp_kernels.triton.forward import triton_attention
+
+    q = inputs.q
+    if inputs.kv_full is None:
+        return triton_attention(inputs)
+    if len(q) == 0 or len(inputs.k) == 0 or inputs.kv_index.shape[1] == 0:
+        return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf, device=q.device, dtype=torch.float32)
+    from flash_attn.cute import flash_attn_func
+
+    out, lse = flash_attn_func(**forward_arguments(inputs))[:2]
+    partial = out.view(q.shape), lse.view(q.shape[:2])
+    return triton_attention(inputs.merged_into(partial), short_only=True)
+
+
+def forward_arguments(inputs: KernelInputs) -> dict[str, Any]:
+    """What `flash_attn_func` is called with: one item of one head, and the full blocks that rows begin with."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    q, scale = inputs.positively_scaled()
+    if inputs.kv_full is None:
+        raise ValueError("it needs to know how many full blocks rows begin with")
+    index, count = (t.reshape(1, 1, *t.shape).contiguous() for t in (inputs.kv_index, inputs.kv_full))
+    return {
+        "q": _one_head(q),
+        "k": _one_head(inputs.k),
+        "v": _one_head(inputs.v),
+        "softmax_scale": scale,
+        "block_sparse_tensors": BlockSparseTensorsTorch(
+            mask_block_cnt=torch.zeros_like(count),  # blocks of which it would ask what is masked: none
+            mask_block_idx=index,
+            full_block_cnt=count,
+            full_block_idx=index,
+            block_size=(q.shape[1], inputs.k.shape[1]),
+        ),
+        "return_lse": True,
+    }
+
+
+def _one_head(t: torch.Tensor) -> torch.Tensor:
+    """[n, B, D] → [1, n·B, 1, D]"""
+    return t.reshape(1, -1, 1, t.shape[-1]).contiguous()
+
+
+KERNEL = Kernel(
+    name="fa4",
+    run=fa4_attention,
+    devices=frozenset({"cuda"}),
+    dtypes=HALVES,
+    archs=frozenset(_SERVED),
+    blocks=blocks,
+    widths=frozenset({64, 96, 128}),
+    why_unavailable=why_unavailable,
+)
