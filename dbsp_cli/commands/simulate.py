@@ -22,7 +22,7 @@ from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.models.lookup import require_model
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.models.table import MODEL_SPECS
-from dbsp_core.planning.key_travel import require_keys
+from dbsp_core.planning.keys import require_keys
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.sources import SOURCES, MaskRequest, StaticMaskSource, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS

@@ -14,7 +14,8 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.models.lookup import signature_of_name
 from dbsp_core.models.video import GenerateSettings
-from dbsp_core.planning.key_travel import KEYS, KeyTravel
+from dbsp_core.planning.key_travel import KeyTravel
+from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.sequences.sequence_plan import BagConfig
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
@@ -99,9 +100,9 @@ class DbspConfig:
         layout: How tokens are laid out between attentions: "contiguous", "striped" or "learned"; None: as the planner
             is meant for.
         planner: A `PlannerConfig`, a mapping for one, or only its name.
-        keys: "ring": keys and values travel round the ring; "needed": each rank is sent those that its rows need, for
-            masks that are known beforehand (see docs/needed-keys.md); "auto": whichever is predicted to be faster at
-            each attention.
+        keys: "ring": keys and values travel round the ring; "all": each rank is sent all of its heads', in chunks from
+            where they live; "needed": those that its rows need, for masks that are known beforehand; "auto": whichever
+            is predicted to be fastest at each attention. See docs/needed-keys.md.
         reuse: A `ReuseConfig`, or a mapping for one.
         cost_model: Whose constants predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`; None:
             shipped ones that come nearest.
@@ -149,7 +150,7 @@ class DbspConfig:
         if self.keys != AUTO and KEYS[self.keys].known_masks and self.mask.changes == "per_call":
             raise SettingError(
                 f"keys: {self.keys} is for masks that are known beforehand, and these are predicted from the queries "
-                "and keys of each call, too late to choose what is sent; use keys: ring, or auto",
+                "and keys of each call, too late to choose what is sent; use keys: all, ring or auto",
                 ("keys",),
             )
         if self.bags is not None:

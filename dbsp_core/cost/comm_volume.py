@@ -54,7 +54,7 @@ class Traffic:
         """About the same where keys come in these further chunks: as if the keys of all were alike.
 
         Args:
-            shares: See `NeededKeys.shares`.
+            shares: See `KeysInChunks.shares`.
         """
         if len(self.keys) < len(self.blocks):
             raise ValueError("keys that are handed on do not come in chunks")

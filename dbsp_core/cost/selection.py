@@ -25,9 +25,9 @@ __all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan", "in_fastest
 WORTH_A_LOOK = 0.005
 """Share of the predicted time that other plans must be able to save before they are made."""
 SHARES = ((1,), (1, 1), (2, 1), (1, 1, 1), (3, 2, 1), (1, 1, 1, 1))
-"""Further chunks of needed keys that are tried, all fetched at once: see `NeededKeys.shares`."""
+"""Further chunks that are tried, all fetched at once: see `KeysInChunks.shares`."""
 ONE_AHEAD = tuple((1,) * chunks for chunks in (2, 4, 8, 16))
-"""Numbers of chunks, fetched one ahead, that are tried where a memory limit asks for it."""
+"""Numbers of further chunks, fetched one ahead, that are tried where a memory limit asks for it."""
 AUTO = "auto"
 """Leaves the choice of a strategy to `StrategySelector`."""
 
@@ -83,7 +83,7 @@ def in_fastest_chunks(
     layout: SequenceLayout,
     excess: Callable[[Plan], float] = lambda _: 0.0,
 ) -> Plan:
-    """A plan with its needed keys in the chunks that are predicted to be fastest, or that a memory limit asks for.
+    """A plan with its keys in the chunks that are predicted to be fastest, or that a memory limit asks for.
 
     A plan whose keys do not come in chunks stays as it is.
 

@@ -14,7 +14,8 @@ from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment, work_of_both
 from dbsp_core.planning.imbalance import imbalance_ratio
-from dbsp_core.planning.key_travel import KeyTravel, require_keys
+from dbsp_core.planning.key_travel import KeyTravel
+from dbsp_core.planning.keys import require_keys
 from dbsp_core.planning.majority import baseline_assignment, block_positions, majority_ring_ranks
 from dbsp_core.planning.planner_input import PlannerInput
 from dbsp_core.planning.planners import PlannerConfig, require_planner
@@ -181,9 +182,9 @@ def make_plan(
         planner: A name from `dbsp_core.planning.planners.PLANNERS`, or that and what else it is told.
         layout: Which rank holds which tokens before and after. Default: contiguous shards of ceil(tokens / P).
         compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
-        keys: "ring", or "needed": each rank is sent the keys and values that its rows need, and no others (as DSV
-            does, Tan et al. 2025, §5.2). Planner "dbsp" then cuts rows as "local" does, and the plan serves masks
-            only that need no further keys.
+        keys: "ring"; "all": each rank is sent all keys and values of its heads, in chunks, from where they live; or
+            "needed": those that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2). Planner "dbsp" then
+            cuts rows as "local" does, and the plan serves masks only that need no further keys.
 
     Returns:
         Owners of rows and slots of KV blocks, with their numbers for this mask.

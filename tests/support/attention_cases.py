@@ -12,7 +12,8 @@ from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.key_travel import KEYS, NeededKeys
+from dbsp_core.planning.key_chunks import KeysInChunks
+from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
@@ -28,7 +29,7 @@ class Case:
     """One attention. Everything random comes from `seed`; `sabotage` names a negative control.
 
     planner: a planner's name, or "random" for any owner and any slot, per head
-    chunk_shares, one_ahead: of needed keys, see `NeededKeys`
+    chunk_shares, one_ahead: of keys that come in chunks, see `KeysInChunks`
     band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
     """
 
@@ -181,7 +182,7 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         slots = rng.integers(strategy.ring, size=plan.assignment.keys.slot.shape)
         keys = KEYS[case.keys].of(RowOwners(strategy, mask.grid, owners), slots, mask)
         plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, keys=keys))
-    if case.keys == "needed":
+    if case.keys != "ring":
         plan = in_chunks(plan, mask, case.chunk_shares, case.one_ahead)
     if case.sabotage == "a needed block left out":
         plan = replace(plan, assignment=without_a_block(plan.assignment))
@@ -196,23 +197,23 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
 
 
 def in_chunks(plan: Plan, mask: BlockMask, shares: tuple[int, ...], one_ahead: bool = False) -> Plan:
-    """The same with its needed keys in these further chunks."""
-    assert isinstance(plan.assignment.keys, NeededKeys)
+    """The same with its keys in these further chunks."""
+    assert isinstance(plan.assignment.keys, KeysInChunks)
     return plan.with_keys(plan.assignment.keys.in_chunks(shares, one_ahead), mask)
 
 
 def without_a_block(assignment: Assignment) -> Assignment:
     """The same, but the last rank that is sent any keys in the last chunk is sent one block of them less."""
     keys = assignment.keys
-    assert isinstance(keys, NeededKeys)
+    assert isinstance(keys, KeysInChunks)
     rank, head, block = (int(index[-1]) for index in np.nonzero(keys.chunks[-1]))
-    needed = keys.needed.copy()
+    needed = keys.sent.copy()
     needed[rank, head, block] = False
-    return replace(assignment, keys=replace(keys, needed=needed))
+    return replace(assignment, keys=replace(keys, sent=needed))
 
 
 def _sent(assignment: Assignment) -> torch.Tensor:
     """bool[H, nq, nk]: whether each row's owner is sent each block."""
-    assert isinstance(assignment.keys, NeededKeys)
+    assert isinstance(assignment.keys, KeysInChunks)
     heads = np.arange(assignment.heads)[:, None]
-    return torch.from_numpy(assignment.keys.needed[assignment.q_owner, heads])
+    return torch.from_numpy(assignment.keys.sent[assignment.q_owner, heads])

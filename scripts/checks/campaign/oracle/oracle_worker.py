@@ -22,7 +22,8 @@ from dbsp_core import (
 )
 from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.layout.sequence_layout import MaskProfile
-from dbsp_core.planning.key_travel import KEYS, NeededKeys
+from dbsp_core.planning.key_chunks import KeysInChunks
+from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import LocalQK
@@ -153,7 +154,7 @@ def _plan_of(case: Draw, strategy: Strategy, mask: BlockMask, layout: SequenceLa
 
 def _in_chunks(plan: Plan, mask: BlockMask, case: Draw) -> Plan:
     keys = plan.assignment.keys
-    if not isinstance(keys, NeededKeys) or plan.strategy.ring == 1:
+    if not isinstance(keys, KeysInChunks) or plan.strategy.ring == 1:
         return plan
     return plan.with_keys(keys.in_chunks(case.chunk_shares, case.one_ahead), mask)
 
