@@ -1,7 +1,7 @@
 """The uneven all-to-all that takes (head, block) pieces from the ranks that hold them to their owners, and back.
 
 Each piece goes straight from holder to owner; nothing is sent to the rank that holds it. q, k and v share one
-exchange, except that q has its own where memory is short (`exchange_q_separately`), and so do needed keys of other
+exchange, except that q has its own where memory is short (`exchange_q_separately`), and so do chunks of keys of other
 ring rows, which arrive while attention to the first keys runs. An exchange is made of tables of segments: one pass
 over memory packs what is sent, from the host's own strides, and one unpacks what arrives, into the kernel's form.
 """

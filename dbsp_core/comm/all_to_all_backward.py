@@ -81,7 +81,7 @@ class BackwardRoute:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Brings packed gradients home: those of q, k and v, each of `shape`, [B, H, n_local, D].
 
-        dq is [B, Rq·Bq, D] and dkv [2, B, Ck·Bk, D], as is each of `fetched`, from further chunks of needed keys.
+        dq is [B, Rq·Bq, D] and dkv [2, B, Ck·Bk, D], as is each of `fetched`, from further chunks of keys.
         """
         dq_home, dk_home, dv_home = (dq.new_zeros(shape) for _ in range(3))
         packed_q, packed_kv = dq[:, None], dkv.transpose(0, 1)

@@ -198,7 +198,7 @@ def _busiest(sent: np.ndarray) -> float:
 
 
 def fetches_s(traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology) -> list[float]:
-    """Seconds of each exchange of further needed keys, which is beside the period before."""
+    """Seconds of each exchange of further keys, which is beside the period before."""
     return [exchange_s(sent * shape.token_bytes, known, topology) for sent in traffic.key_exchanges[1:]]
 
 
@@ -230,7 +230,7 @@ def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, topolog
 def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
     """Bytes of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner.
 
-    Needed keys are gathered once for each of their readers.
+    Keys that come in chunks are gathered once for each of their readers.
     """
     at_home: np.ndarray | float = 4 * shape.heads * layout.shard
     exchanged = traffic.blocks[: len(traffic.keys)].sum(axis=0)

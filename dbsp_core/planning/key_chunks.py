@@ -73,14 +73,16 @@ class KeysInChunks(KeyTravel):
     def _further_chunk(self) -> np.ndarray:
         """int64[H, nk]: in which of the further chunks each KV block comes to other ring rows, from 0 on.
 
-        Runs of x blocks in turn, which are striped over the ranks of a ring row, from head to head one run later: so
-        that every rank gets and sends about as much of a chunk as any other.
+        Slot by slot, runs of x blocks in turn, which are striped over the ranks of a ring row, from head to head one
+        run later: so that every rank gets and sends about as much of a chunk as any other.
         """
-        block, head = np.arange(self.slot.shape[1]), np.arange(len(self.slot))[:, None]
+        order = np.argsort(self.slot.astype(np.uint16), axis=1, kind="stable")
+        place = np.empty_like(order)
+        np.put_along_axis(place, order, np.arange(order.shape[1])[None], axis=1)
         chunks = np.repeat(np.arange(len(self.shares)), self.shares)
-        place = np.concatenate([(np.arange(share) + 0.5) / share for share in self.shares])
-        in_turn = chunks[np.argsort(place, kind="stable")]  # (3, 1): 0, 0, 1, 0
-        return in_turn[(block // self.ulysses + head) % len(in_turn)]
+        middle = np.concatenate([(np.arange(share) + 0.5) / share for share in self.shares])
+        in_turn = chunks[np.argsort(middle, kind="stable")]  # (3, 1): 0, 0, 1, 0
+        return in_turn[(place // self.ulysses + np.arange(len(place))[:, None]) % len(in_turn)]
 
     def blocks_by_period(self, rows: RowOwners, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
         return [places_of(chunk[rank]) for chunk in self.chunks]

@@ -1,7 +1,7 @@
 """Dual-balanced attention with gradients: its forward, and its backward along the same route and ring.
 
 What is kept is at the owners: packed q, the first slot of k and v, out and its log-sum-exp. Later slots travel again.
-So do needed keys of further chunks, from k and v outside attention, which are kept for it.
+So do keys of further chunks, from k and v outside attention, which are kept for it.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _ring_backward(call: _Call, slot: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _chunks_backward(call: _Call, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """All chunks of needed keys; further ones are fetched again beside the kernels of those before them.
+    """All chunks of keys; further ones are fetched again beside the kernels of those before them.
 
     Args:
         first: [2, B, Ck, Bk, D], the first chunk.

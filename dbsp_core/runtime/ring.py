@@ -1,6 +1,6 @@
 """The ring: KV slots rotate, each period's kernel runs beside the rotation, partial results merge by log-sum-exp.
 
-Needed keys come in chunks instead, one a period, fetched from where they are beside the kernels of earlier periods.
+Others come in chunks instead, one a period, fetched from where they are beside the kernels of earlier periods.
 """
 
 from __future__ import annotations

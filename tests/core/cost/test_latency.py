@@ -72,9 +72,10 @@ class TestBytes:
     @pytest.mark.parametrize(
         ("strategy", "shares"), [("U4R1", (1,)), ("U2R2", (1,)), ("U1R4", (2, 1)), ("U2R2", (1,) * 4)]
     )
-    def test_traffic_of_needed_keys_is_what_the_routes_send(self, strategy, shares):
+    @pytest.mark.parametrize("keys", ["all", "needed"])
+    def test_traffic_of_keys_in_chunks_is_what_the_routes_send(self, strategy, shares, keys):
         mask, layout = a_plan(strategy, heads=3, tokens=500, layout_name="striped")[1:]
-        plan = in_chunks(make_plan(mask, strategy, layout=layout, keys="needed"), mask, shares)
+        plan = in_chunks(make_plan(mask, strategy, layout=layout, keys=keys), mask, shares)
         traffic = traffic_of(plan.assignment, layout)
         received = 0
         for rank in range(4):

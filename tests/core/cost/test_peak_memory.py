@@ -47,14 +47,15 @@ def test_every_ranks_peak_is_the_counted_one(heads, dtype, gradients):
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_every_ranks_peak_with_needed_keys(gradients):
+@pytest.mark.parametrize("keys", ["all", "needed"])
+def test_every_ranks_peak_with_keys_in_chunks(gradients, keys):
     mask = a_mask(12)
     ways = [(Strategy(8, 1), (1,), False), (Strategy(1, 6), (1,), False)]
     every = ((1,), (2, 1), (3, 2, 1), (1,) * 4, (1,) * 8)
     ways += [(Strategy(2, 4), shares, ahead) for shares in every for ahead in (False, True)]
     for strategy, *chunks in ways:
         layout = SequenceLayout.named("local", mask.grid, strategy)
-        plan = in_chunks(make_plan(mask, strategy, layout=layout, keys="needed"), mask, *chunks)
+        plan = in_chunks(make_plan(mask, strategy, layout=layout, keys=keys), mask, *chunks)
         shape = AttentionShape(1, 12, mask.grid.tokens, D, 4)
         unit = 12 * layout.shard * D * 4
         counted = [

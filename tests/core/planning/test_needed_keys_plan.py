@@ -69,10 +69,11 @@ def test_local_rows_need_a_fraction_of_what_others_need():
 
 
 @pytest.mark.parametrize("shares", [(1,), (1, 1), (2, 1), (3, 2, 1), (1,) * 8], ids=str)
-def test_chunks_are_even_and_their_work_is_that_of_their_keys(shares):
+@pytest.mark.parametrize(("keys", "layout_name"), [("needed", "local"), ("all", "striped"), ("all", "contiguous")])
+def test_chunks_are_even_and_their_work_is_that_of_their_keys(shares, keys, layout_name):
     mask, strategy = SOURCES["window"].mask(REQUEST), Strategy(2, 4)
-    layout = SequenceLayout.named("local", mask.grid, strategy)
-    plan = in_chunks(make_plan(mask, strategy, layout=layout, keys="needed"), mask, shares)
+    layout = SequenceLayout.named(layout_name, mask.grid, strategy)
+    plan = in_chunks(make_plan(mask, strategy, layout=layout, keys=keys), mask, shares)
     needed, every = plan.assignment.keys.sent, plan.assignment.keys.chunks
     assert len(every) == 1 + len(shares)
     assert (np.sum(every, axis=0) == needed).all(), "every key once"
@@ -103,7 +104,8 @@ def test_a_mask_with_further_keys_does_not_fit():
     more = mask.bits.clone()
     more[head, row, block] = True
     assert not plan.fits(BlockMask(more, mask.grid))
-    assert make_plan(mask, "U2R2").fits(BlockMask(more, mask.grid)), "a ring brings every key"
+    for keys in ("ring", "all"):
+        assert make_plan(mask, "U2R2", keys=keys).fits(BlockMask(more, mask.grid)), "these bring every key"
 
 
 def test_assignments_that_send_other_keys_differ():
@@ -159,7 +161,7 @@ class TestLayout:
 
 @pytest.mark.parametrize(
     ("keys", "complaint"),
-    [("auto", "auto weighs predicted times"), ("neded", "did you mean 'needed'"), ("all", "use one of ring, needed")],
+    [("auto", "auto weighs predicted times"), ("neded", "did you mean 'needed'"), ("every", "use one of ring, all, needed")],
 )
 def test_a_wrong_way_of_keys(keys, complaint):
     mask = SOURCES["window"].mask(REQUEST)

@@ -379,9 +379,22 @@ def needed_keys_of_growing_masks(
     return worst, session.inner.reuse.replans, [plan.assignment.keys.name == "needed" for plan in plans]
 
 
-def training_with_needed_keys(rank: int, world: int, strategy: str) -> bool:
-    """Whether gradients flow through a session that sends needed keys only."""
-    session = Session({"mask": Growing(8, 8), "keys": "needed"}, strategy).inner
+def predicted_masks_with_keys(rank: int, world: int, strategy: str, keys: str, machine: str) -> tuple[float, set[str]]:
+    """Masks of every call, of other batches and sizes too, on two nodes. Returns the worst error, how keys travel."""
+    settings = PREDICTED | {"keys": keys, "cost_model": machine, "reuse": {"threshold": 1.0, "budget": None}}
+    with mock.patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "2"}):
+        session, names = Session(settings, strategy), set()
+    for step, (batch, text) in enumerate(((1, 0), (1, 0), (2, 0), (1, 7), (2, 7), (1, 0))):
+        worst = session.attend(900.0 - step, batch, text_tokens=text, settle=True)
+        names |= {plan.assignment.keys.name for plan in session.inner.records.values()}
+        if worst > 1e-5:
+            break
+    return worst, names
+
+
+def training_with_keys_in_chunks(rank: int, world: int, strategy: str, keys: str) -> bool:
+    """Whether gradients flow through a session whose keys come in chunks."""
+    session = Session({"mask": Growing(8, 8), "keys": keys}, strategy).inner
     layout = session.begin(Video(THW), timestep=900.0)
     q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
     session.attend(0, q, q, q).sum().backward()

@@ -1,4 +1,4 @@
-"""Sessions that send needed keys only: exact while masks grow, and chosen where that is predicted to be faster."""
+"""Sessions with keys in chunks, all or needed: exact while masks change, and chosen where predicted to be faster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import pytest
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import SHIPPED
 from dbsp_core.utils.errors import SettingError
-from tests.core.runtime.session_cases import needed_keys_of_growing_masks, training_with_needed_keys, way_of_keys
+from tests.core.runtime.session_cases import (
+    needed_keys_of_growing_masks,
+    predicted_masks_with_keys,
+    training_with_keys_in_chunks,
+    way_of_keys,
+)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -26,14 +31,23 @@ def test_it_is_wrong_where_that_is_not_heeded(pool):
         assert worst > 1e-3
 
 
-def test_rings_keep_their_plan(threads):
-    for worst, plans, by_need in threads(4).run(needed_keys_of_growing_masks, "U1R4", "ring", "sync", True):
+@pytest.mark.parametrize("keys", ["ring", "all"])
+def test_where_all_keys_come_a_plan_is_kept(threads, keys):
+    for worst, plans, by_need in threads(4).run(needed_keys_of_growing_masks, "U1R4", keys, "sync", True):
         assert (worst <= 1e-5, plans, by_need) == (True, 1, [False, False])
 
 
+@pytest.mark.parametrize("keys", ["all", "needed"])
 @pytest.mark.parametrize("strategy", ["U1R4", "U2R2"])
-def test_gradients_flow(threads, strategy):
-    assert all(threads(4).run(training_with_needed_keys, strategy))
+def test_gradients_flow(threads, strategy, keys):
+    assert all(threads(4).run(training_with_keys_in_chunks, strategy, keys))
+
+
+@pytest.mark.parametrize(("strategy", "keys"), [("U1R4", "all"), ("U2R2", "all"), ("U1R4", "auto")])
+def test_masks_predicted_at_every_call(pool, tmp_path, strategy, keys):
+    for worst, names in pool(4).run(predicted_masks_with_keys, strategy, keys, _machine(tmp_path, 1e7)):
+        assert worst <= 1e-5
+        assert names == {"all"}
 
 
 class TestAuto:
@@ -50,10 +64,10 @@ class TestAuto:
         assert [answer[:2] for answer in answers] == [answers[0][:2]] * 4
         assert answers[0][1]
 
-    def test_predicted_masks_go_round_the_ring(self):
+    def test_all_keys_travel_under_predicted_masks(self):
         config = DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}, "keys": "auto"})
-        assert [way.name for way in config.key_ways] == ["ring"]
-        assert [way.name for way in DbspConfig.load({"keys": "auto"}).key_ways] == ["ring", "needed"]
+        assert [way.name for way in config.key_ways] == ["ring", "all"]
+        assert [way.name for way in DbspConfig.load({"keys": "auto"}).key_ways] == ["ring", "all", "needed"]
 
 
 def _machine(folder, network) -> str:
