@@ -49,7 +49,8 @@ def simulate_command(
         float | None, typer.Option(help="Of each GPU between nodes, GB/s in one direction; default: the hardware's.")
     ] = None,
     keys: Annotated[
-        str | None, typer.Option(help="ring, all, needed, or some with commas; default: ring, with --nodes ring,needed.")
+        str | None,
+        typer.Option(help="ring, all, needed, with commas; default: ring, with --nodes ring,needed."),
     ] = None,
     hardware: Annotated[str, typer.Option(help="a800, h800, h200, cpu-demo, or a file from dbsp calibrate.")] = "a800",
     mask: Annotated[

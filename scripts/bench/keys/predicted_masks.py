@@ -226,44 +226,49 @@ def _shape(of: Plan | BlockMask) -> AttentionShape:
     return AttentionShape(1, of.heads, of.grid.tokens, 128, 2)
 
 
+def fastest(mask: BlockMask, keys: str, strategy: Strategy, layout: SequenceLayout, machine: Machine) -> Plan:
+    """The plan that a session makes."""
+    shape, hardware, topology = _shape(mask), machine.hardware, machine.topology
+    cost = exchange_cost_of(mask, strategy, shape, hardware, topology)
+
+    def make(planner: str, equal_heads: bool) -> Plan:
+        config = PlannerConfig(planner, exchange_cost=cost, paper=PaperConfig(equal_heads=equal_heads))
+        return make_plan(mask, strategy, config, layout=layout, compare=False, keys=keys)
+
+    return machine.chunked(fastest_plan(make, shape, hardware, topology, layout), mask, layout)
+
+
 def built(mask: BlockMask, keys: str, machine: Machine) -> Iterator[Timed]:
-    """The fastest plan of each strategy and layout, as a session makes it."""
-    hardware, topology = machine.hardware, machine.topology
+    """Keys that go round the ring, or all of them in chunks, for each strategy and layout."""
     for strategy in machine.strategies:
-        cost = exchange_cost_of(mask, strategy, _shape(mask), hardware, topology)
         for name in ("striped", "contiguous"):
             layout = SequenceLayout.named(name, mask.grid, strategy)
-
-            def make(
-                planner: str,
-                equal_heads: bool,
-                strategy: Strategy = strategy,
-                layout: SequenceLayout = layout,
-                cost: float = cost,
-            ) -> Plan:
-                config = PlannerConfig(planner, exchange_cost=cost, paper=PaperConfig(equal_heads=equal_heads))
-                return make_plan(mask, strategy, config, layout=layout, compare=False, keys=keys)
-
-            plan = fastest_plan(make, _shape(mask), hardware, topology, layout)
-            yield Timed.of(machine.chunked(plan, mask, layout), name, layout, machine)
+            yield Timed.of(fastest(mask, keys, strategy, layout, machine), name, layout, machine)
 
 
 def unbuilt(last: BlockMask, now: BlockMask, machine: Machine) -> Iterator[tuple[Timed, Timed]]:
-    """With kept keys and with exactly those that are needed, for each strategy and layout."""
-    for strategy in machine.strategies:
-        for name in ("local", "striped"):
-            layout = SequenceLayout.named(name, now.grid, strategy)
-            plan, exact = (
-                machine.chunked(make_plan(one, strategy, layout=layout, compare=False, keys="needed"), one, layout)
-                for one in (last, now)
+    """With kept keys and with exactly those that are needed: of runs of rows, and of the rows that `built` has."""
+
+    def plan(mask: BlockMask, strategy: Strategy, layout: SequenceLayout, name: str) -> Plan:
+        if name == "local":
+            return machine.chunked(
+                make_plan(mask, strategy, layout=layout, compare=False, keys="needed"), mask, layout
             )
-            keys, rows = plan.assignment.keys, plan.assignment
+        of_all = fastest(mask, "all", strategy, layout, machine)
+        keys = NeededKeys.of(of_all.assignment, of_all.assignment.keys.slot, mask)
+        return machine.chunked(of_all.with_keys(keys, mask), mask, layout)
+
+    for strategy in machine.strategies:
+        for name in ("local", "striped", "contiguous"):
+            layout = SequenceLayout.named(name, now.grid, strategy)
+            before, exact = plan(last, strategy, layout, name), plan(now, strategy, layout, name)
+            keys = before.assignment.keys
             assert isinstance(keys, NeededKeys)
-            added = NeededKeys.of(rows, keys.slot, now).sent & ~keys.sent
+            added = NeededKeys.of(before.assignment, keys.slot, now).sent & ~keys.sent
             kept = KeptKeys(keys.slot, keys.sent, keys.ulysses, keys.shares, keys.one_ahead, added=added)
             share = float(added.sum() / keys.sent.sum())
             yield (
-                Timed.of(plan.with_keys(kept, now), name, layout, machine, share),
+                Timed.of(before.with_keys(kept, now), name, layout, machine, share),
                 Timed.of(exact, name, layout, machine),
             )
 

@@ -161,7 +161,11 @@ class TestLayout:
 
 @pytest.mark.parametrize(
     ("keys", "complaint"),
-    [("auto", "auto weighs predicted times"), ("neded", "did you mean 'needed'"), ("every", "use one of ring, all, needed")],
+    [
+        ("auto", "auto weighs predicted times"),
+        ("neded", "did you mean 'needed'"),
+        ("every", "one of ring, all, needed"),
+    ],
 )
 def test_a_wrong_way_of_keys(keys, complaint):
     mask = SOURCES["window"].mask(REQUEST)
