@@ -23,8 +23,8 @@ from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.balanced.planner import plan_rows
 from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.planning.imbalance import imbalance_ratio
+from dbsp_core.planning.key_travel import RingKeys
 from dbsp_core.planning.planner_input import PlannerInput
-from dbsp_core.planning.ring_keys import RingKeys
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource, StaticMaskSource

@@ -73,16 +73,18 @@ class KeysInChunks(KeyTravel):
     def _further_chunk(self) -> np.ndarray:
         """int64[H, nk]: in which of the further chunks each KV block comes to other ring rows, from 0 on.
 
-        Slot by slot, runs of x blocks in turn, which are striped over the ranks of a ring row, from head to head one
-        run later: so that every rank gets and sends about as much of a chunk as any other.
+        Runs of x blocks in turn, which are striped over the ranks of a ring row, from head to head one run later: so
+        that every rank gets and sends about as much of a chunk as any other.
         """
-        order = np.argsort(self.slot.astype(np.uint16), axis=1, kind="stable")
-        place = np.empty_like(order)
-        np.put_along_axis(place, order, np.arange(order.shape[1])[None], axis=1)
         chunks = np.repeat(np.arange(len(self.shares)), self.shares)
         middle = np.concatenate([(np.arange(share) + 0.5) / share for share in self.shares])
         in_turn = chunks[np.argsort(middle, kind="stable")]  # (3, 1): 0, 0, 1, 0
-        return in_turn[(place // self.ulysses + np.arange(len(place))[:, None]) % len(in_turn)]
+        return in_turn[(self._turns // self.ulysses + np.arange(len(self.slot))[:, None]) % len(in_turn)]
+
+    @property
+    def _turns(self) -> np.ndarray:
+        """int64[H or 1, nk]: the order of blocks in which chunks take turns: here their own."""
+        return np.arange(self.slot.shape[1])[None]
 
     def blocks_by_period(self, rows: RowOwners, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
         return [places_of(chunk[rank]) for chunk in self.chunks]
@@ -119,6 +121,14 @@ class AllKeys(KeysInChunks):
         column = np.arange(rows.strategy.world) % rows.strategy.ulysses
         sent = np.repeat(rows.head_ulysses_ranks.T[column][..., None], slot.shape[1], axis=2)
         return cls(slot, sent, rows.strategy.ulysses)
+
+    @property
+    def _turns(self) -> np.ndarray:
+        """int64[H, nk]: slot by slot, as ring rows may have stripes."""
+        order = np.argsort(self.slot.astype(np.uint16), axis=1, kind="stable")
+        turns = np.empty_like(order)
+        np.put_along_axis(turns, order, np.arange(order.shape[1])[None], axis=1)
+        return turns
 
     def work(self, rows: RowOwners, counts: MaskCounts) -> np.ndarray:
         """See `KeyTravel.work`. Counted where the mask's bits are, by the slot and the further chunk of each block."""

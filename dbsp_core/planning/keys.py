@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dbsp_core.planning.key_chunks import AllKeys, NeededKeys
-from dbsp_core.planning.key_travel import KeyTravel
-from dbsp_core.planning.ring_keys import RingKeys
+from dbsp_core.planning.key_travel import KeyTravel, RingKeys
 from dbsp_core.utils.errors import UserError, did_you_mean
 
 __all__ = ["KEYS", "require_keys"]

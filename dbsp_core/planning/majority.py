@@ -12,7 +12,7 @@ from dbsp_core.masks.grid import BlockAxis, BlockGrid, Order
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.baselines import balanced_majority_rank, contiguous_assignment, majority_rank
-from dbsp_core.planning.ring_keys import RingKeys
+from dbsp_core.planning.key_travel import RingKeys
 
 __all__ = ["baseline_assignment", "block_positions", "majority_ring_ranks"]
 

@@ -35,7 +35,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.key_chunks import NeededKeys
+from dbsp_core.planning.key_chunks import AllKeys, NeededKeys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource, SyntheticSource
@@ -99,8 +99,14 @@ class Worth:
     label: str = LABEL
 
 
+class ExactKeys(NeededKeys):
+    """Needed keys in any layout, whose chunks take blocks in turn slot by slot."""
+
+    _turns = AllKeys._turns
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class KeptKeys(NeededKeys):
+class KeptKeys(ExactKeys):
     """Kept keys in chunks as they are, and in one more period what a mask adds, in an exchange of its own.
 
     added: bool[P, H, nk]
@@ -114,7 +120,7 @@ class KeptKeys(NeededKeys):
 
     @cached_property
     def chunks(self) -> tuple[np.ndarray, ...]:
-        kept = NeededKeys(self.slot, self.sent, self.ulysses, self.shares, self.one_ahead)
+        kept = ExactKeys(self.slot, self.sent, self.ulysses, self.shares, self.one_ahead)
         return *kept.chunks, self.added
 
 
@@ -255,7 +261,7 @@ def unbuilt(last: BlockMask, now: BlockMask, machine: Machine) -> Iterator[tuple
                 make_plan(mask, strategy, layout=layout, compare=False, keys="needed"), mask, layout
             )
         of_all = fastest(mask, "all", strategy, layout, machine)
-        keys = NeededKeys.of(of_all.assignment, of_all.assignment.keys.slot, mask)
+        keys = ExactKeys.of(of_all.assignment, of_all.assignment.keys.slot, mask)
         return machine.chunked(of_all.with_keys(keys, mask), mask, layout)
 
     for strategy in machine.strategies:

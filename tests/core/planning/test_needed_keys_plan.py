@@ -14,7 +14,7 @@ from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.planning.key_chunks import NeededKeys
-from dbsp_core.planning.ring_keys import RingKeys
+from dbsp_core.planning.key_travel import RingKeys
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import MaskRequest, SvgSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
