@@ -50,7 +50,6 @@ SYNTHETIC = (
     ("wan2.1-t2v-14b-sparge", 0.1),
     ("wan2.1-t2v-14b-sparge", 0.2),
     ("wan2.1-t2v-14b-sparge", 0.414),
-    ("cogvideox1.5-5b-sparge", 0.414),
 )
 MACHINES = (
     ("h200", 1, 8, None),
