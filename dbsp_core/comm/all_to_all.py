@@ -57,6 +57,11 @@ class Exchange:
         """Exchanges a send buffer for [tokens received, B, D]."""
         return group.all_to_all(buffer, self.received, self.sent)
 
+    def start(self, k: torch.Tensor, v: torch.Tensor, blocks: int, block_k: int, group: SequenceGroup) -> PendingKeys:
+        """Starts to fetch keys and values, of which so many blocks come, from [B, H, n_local, D]. Collective."""
+        transfer = group.start_all_to_all(self.send_buffer(k, v), self.received, self.sent)
+        return PendingKeys(transfer, self.unpack[0], blocks, block_k)
+
 
 @dataclass(frozen=True)
 class PendingKeys:
@@ -139,11 +144,10 @@ class Route:
     def fetch(self, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup) -> Iterator[PendingKeys]:
         """Yields the keys and values of later periods, in flight: k and v are [B, H, n_local, D]. Collective."""
 
-        def start(exchange: Exchange, blocks: int) -> PendingKeys:
-            transfer = group.start_all_to_all(exchange.send_buffer(k, v), exchange.received, exchange.sent)
-            return PendingKeys(transfer, exchange.unpack[0], blocks, self.block_k)
-
-        started: Iterator[PendingKeys] = map(start, self.fetch_exchanges, self.fetched_blocks)
+        started: Iterator[PendingKeys] = (
+            exchange.start(k, v, blocks, self.block_k, group)
+            for exchange, blocks in zip(self.fetch_exchanges, self.fetched_blocks, strict=True)
+        )
         if not self.at_once:
             yield from started
             return

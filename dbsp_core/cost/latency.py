@@ -150,7 +150,8 @@ def predict(
         held = traffic.blocks[:-1] * (2 * plan.grid.block_k * shape.token_bytes)
         times = ring_times(compute, hand_overs_s(strategy, held, known, topology), strategy, known.overlap)
     else:
-        times = chunk_times(compute, fetches_s(traffic, shape, known, topology), known.overlap, keys.at_once)
+        fetches = fetches_s(traffic, shape, known, topology)
+        times = chunk_times(compute, fetches, known.overlap, keys.at_once, keys.adds)
     return Prediction(
         exchange_s=sum(exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
         times=times,

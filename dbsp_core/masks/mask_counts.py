@@ -56,13 +56,30 @@ class MaskCounts:
         """
         if self._by_rank is not None and len(self._by_rank[1]) == world and np.array_equal(self._by_rank[0], q_owner):
             return self._by_rank[1]
-        found, row = [], 0
-        for part in self._parts:
-            found.append(_columns_by_rank(part.cpu().numpy(), q_owner[:, row : row + part.shape[1]], world))
-            row += part.shape[1]
-        by_rank = found[0] if len(found) == 1 else np.concatenate(found, axis=2)
+        if self._parts[0].is_cuda:
+            owner = torch.from_numpy(q_owner).to(self._parts[0].device)
+            by_rank = self.columns_by_rank_on_device(owner, world).cpu().numpy()
+        else:
+            found, row = [], 0
+            for part in self._parts:
+                found.append(_columns_by_rank(part.numpy(), q_owner[:, row : row + part.shape[1]], world))
+                row += part.shape[1]
+            by_rank = found[0] if len(found) == 1 else np.concatenate(found, axis=2)
         self._by_rank = q_owner.copy(), by_rank
         return by_rank
+
+    def columns_by_rank_on_device(self, q_owner: torch.Tensor, world: int) -> torch.Tensor:
+        """The same, made where the bits and q_owner are, without a host synchronisation."""
+        ranks, row, found = torch.arange(world, device=q_owner.device)[:, None], 0, []
+        for part in self._parts:
+            owner, head, of_heads = q_owner[:, row : row + part.shape[1]], 0, []
+            row += part.shape[1]
+            for wide in _widened(part):
+                of_rank = (owner[head : head + len(wide), None] == ranks).to(wide.dtype)
+                of_heads.append((of_rank @ wide).int())
+                head += len(wide)
+            found.append(torch.cat(of_heads))
+        return torch.cat(found, dim=2).transpose(0, 1)
 
     def work_by_slot(self, slots: np.ndarray, ring: int) -> np.ndarray:
         """int[H, nq, ring]: dense blocks of each row by the ring slot its keys travel in.

@@ -15,7 +15,7 @@ from dbsp_core.planning.imbalance import owned_work
 from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.row_owners import RowOwners, places_of
 
-__all__ = ["AllKeys", "KeysInChunks", "NeededKeys"]
+__all__ = ["AllKeys", "KeysInChunks", "NeededKeys", "needed_by", "slot_by_slot"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,11 +46,11 @@ class KeysInChunks(KeyTravel):
 
     @property
     def chunked(self) -> bool:
-        return self.periods > 1
+        return len(self.sent) > self.ulysses
 
     @property
     def periods(self) -> int:
-        return 1 if len(self.sent) == self.ulysses else 1 + len(self.shares)
+        return 1 + len(self.shares) if self.chunked else 1
 
     @property
     def exchanges(self) -> int:
@@ -124,11 +124,7 @@ class AllKeys(KeysInChunks):
 
     @property
     def _turns(self) -> np.ndarray:
-        """int64[H, nk]: slot by slot, as ring rows may have stripes."""
-        order = np.argsort(self.slot.astype(np.uint16), axis=1, kind="stable")
-        turns = np.empty_like(order)
-        np.put_along_axis(turns, order, np.arange(order.shape[1])[None], axis=1)
-        return turns
+        return slot_by_slot(self.slot)
 
     def work(self, rows: RowOwners, counts: MaskCounts) -> np.ndarray:
         """See `KeyTravel.work`. Counted where the mask's bits are, by the slot and the further chunk of each block."""
@@ -162,7 +158,7 @@ class NeededKeys(KeysInChunks):
 
     @classmethod
     def of(cls, rows: RowOwners, slot: np.ndarray, mask: BlockMask) -> NeededKeys:
-        return cls(slot, _needed_by(rows, mask), rows.strategy.ulysses)
+        return cls(slot, needed_by(rows, mask), rows.strategy.ulysses)
 
     def work(self, rows: RowOwners, counts: MaskCounts) -> np.ndarray:
         of_key = counts.columns_by_rank(rows.q_owner, len(self.sent))
@@ -175,12 +171,20 @@ class NeededKeys(KeysInChunks):
         return extra * 2 / (3 * rows.heads * rows.grid.tokens)
 
     def serves(self, rows: RowOwners, mask: BlockMask) -> bool:
-        return not (_needed_by(rows, mask) & ~self.sent).any()
+        return not (needed_by(rows, mask) & ~self.sent).any()
 
     def identity(self) -> tuple[Any, ...]:
         return self.slot.astype(np.uint16), np.packbits(self.sent), np.array([*self.shares, self.one_ahead])
 
 
-def _needed_by(rows: RowOwners, mask: BlockMask) -> np.ndarray:
+def needed_by(rows: RowOwners, mask: BlockMask) -> np.ndarray:
     """bool[P, H, nk]: the (head, KV block) pairs that some row of each rank attends to. Reads the mask on the host."""
     return mask.counts.columns_by_rank(rows.q_owner, rows.strategy.world) > 0
+
+
+def slot_by_slot(slot: np.ndarray) -> np.ndarray:
+    """int64[H, nk]: turns of blocks that go through one slot after the other, as ring rows may have stripes."""
+    order = np.argsort(slot.astype(np.uint16), axis=1, kind="stable")
+    turns = np.empty_like(order)
+    np.put_along_axis(turns, order, np.arange(order.shape[1])[None], axis=1)
+    return turns

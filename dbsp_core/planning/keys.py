@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dbsp_core.planning.kept_keys import KeptKeys
 from dbsp_core.planning.key_chunks import AllKeys, NeededKeys
 from dbsp_core.planning.key_travel import KeyTravel, RingKeys
 from dbsp_core.utils.errors import UserError, did_you_mean
 
 __all__ = ["KEYS", "require_keys"]
 
-KEYS: dict[str, type[KeyTravel]] = {way.name: way for way in (RingKeys, AllKeys, NeededKeys)}
+KEYS: dict[str, type[KeyTravel]] = {way.name: way for way in (RingKeys, AllKeys, NeededKeys, KeptKeys)}
 """The ways for keys to travel, by the value of setting `keys`."""
 
 
