@@ -58,7 +58,7 @@ class KeptKeys(NeededKeys):
         return replace(self, added=needed_by(rows, mask) & ~self.sent)
 
     def renewed(self, rows: RowOwners, mask: BlockMask) -> KeptKeys:
-        """The same with the keys that this mask needs; itself where it keeps about those."""
+        """See `KeyTravel.renewed`; itself where it keeps about what this mask needs."""
         needed = needed_by(rows, mask)
         if (needed != self.sent).sum() <= OUTDATED * self.sent.sum():
             return self

@@ -85,6 +85,10 @@ class KeyTravel(ABC):
         """What travels whatever the mask: all periods, but the last one where that `adds` keys."""
         return self
 
+    def renewed(self, rows: RowOwners, mask: BlockMask) -> KeyTravel:
+        """The same after a call with this mask: others where keys are kept, and the mask needs other ones."""
+        return self
+
     @abstractmethod
     def blocks_by_period(self, rows: RowOwners, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(head, KV block) of what `rank` computes with in each period, int64[Ck] each, as packed."""

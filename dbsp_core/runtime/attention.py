@@ -196,7 +196,7 @@ def dual_balanced_attention(
         scale: Of the scores; default D^−1/2.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
         debug: See `DualBalancedAttention.prepare`.
-        keys: "ring", "all" or "needed": how keys and values travel; see `make_plan`.
+        keys: "ring", "all", "needed" or "kept": how keys and values travel; see `make_plan`.
 
     Returns:
         [B, H, n_local, D], zero at padding and at queries whose row has no blocks.

@@ -392,6 +392,39 @@ def predicted_masks_with_keys(rank: int, world: int, strategy: str, keys: str, m
     return worst, names
 
 
+@dataclass(frozen=True)
+class Wandering(BlockSizes):
+    """Random masks of every call, as if predicted, that change a little from step to step; apart by layer and pass."""
+
+    changes = "per_call"
+    drift: float = 0.02
+    density: float = 0.12
+
+    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+        grid = self.grid(request)
+        rng = np.random.default_rng([request.layer, request.cfg_branch])
+        score, phase = rng.random((2, request.heads, grid.nq, grid.nk))
+        turned = (phase + self.drift * request.step) % 1 < 0.5
+        return BlockMask(np.where(turned, score, 1 - score) < self.density, grid)
+
+
+def kept_keys(
+    rank: int, world: int, strategy: str, mode: str, drift: float, sizes: list[tuple[int, int]]
+) -> tuple[float, int, list[list[int]]]:
+    """A step for each (batch, text tokens), of two layers and two guidance passes with masks of their own.
+
+    Returns the worst error, plans made, and by step the plans' fingerprints.
+    """
+    settings = {"mask": Wandering(8, 8, drift), "keys": "kept", "planner": {"exchange_cost": 0.0}}
+    session = Session(settings | {"reuse": {"mode": mode, "threshold": 9.0, "budget": None}}, strategy, layers=2)
+    worst, prints = 0.0, []
+    for step, (batch, text) in enumerate(sizes):
+        for _ in range(2):
+            worst = max(worst, session.attend(900.0 - step, batch, text_tokens=text))
+        prints.append([plan.assignment.fingerprint for plan in session.inner.records.values()])
+    return worst, session.inner.reuse.replans, prints
+
+
 def training_with_keys_in_chunks(rank: int, world: int, strategy: str, keys: str) -> bool:
     """Whether gradients flow through a session whose keys come in chunks."""
     session = Session({"mask": Growing(8, 8), "keys": keys}, strategy).inner
