@@ -72,7 +72,9 @@ def ring_attention(
     to_do = deque(tables)
     while to_do:
         table = to_do.popleft()
-        coming = next_keys(kv, len(to_do[0].kv_len)) if to_do else None
+        coming = None  # what has come is not held while more sets off
+        if to_do:
+            coming = next_keys(kv, len(to_do[0].kv_len))
         more = coming is not None or last is not None
         keys, values = kv.flatten(1, 2).unbind(0)
         dense = table.dense if kernel.returns_lse and dense_supported(q) else None
