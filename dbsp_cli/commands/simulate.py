@@ -50,7 +50,7 @@ def simulate_command(
     ] = None,
     keys: Annotated[
         str | None,
-        typer.Option(help="ring, all, needed, with commas; default: ring, with --nodes ring,needed."),
+        typer.Option(help="ring, all, needed, kept, with commas; default: ring, with --nodes ring,needed."),
     ] = None,
     hardware: Annotated[str, typer.Option(help="a800, h800, h200, cpu-demo, or a file from dbsp calibrate.")] = "a800",
     mask: Annotated[

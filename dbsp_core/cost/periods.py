@@ -70,9 +70,9 @@ def chunk_times(
     first period on. Other arguments are those of `ring_times`; the last period has no transfer.
 
     Args:
-        known_s: Where the last period brings what a mask adds (`KeyTravel.adds`), seconds from the first period's start
-            until the host knows what that is. Its transfer starts with the period before it at the earliest, and never
-            before the first one's end.
+        known_s: Where the last period brings what a mask adds (`KeyTravel.adds`), seconds from the first period's
+            start until the host knows what that is. Its transfer starts with the period before it at the earliest, and
+            never before the first one's end.
     """
     done, came = np.zeros(compute.shape[1]), 0.0
     for period, (period_s, transfer_s) in enumerate(zip(compute, [*p2p, 0.0], strict=True)):

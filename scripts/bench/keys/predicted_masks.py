@@ -2,14 +2,16 @@
 
     python -m scripts.bench.keys.predicted_masks                 # records the small model's masks first: some minutes
     python -m scripts.bench.keys.predicted_masks --masks FILE    # the same, the recording kept in FILE or read from it
+    python -m scripts.bench.keys.predicted_masks host            # milliseconds of a call's own exchange, measured here
 
 counted:  density, bytes, and the share of keys that the last step's rows did not need
 modelled: seconds, with the constants of dbsp_configs/hardware and the network rate that the row names; each way takes
-          its best UxRy in its best layout. Host time is in none of them
+          its best UxRy in its best layout
+measured: on one core, what the host makes for what a mask adds
 
-Compared are the ring; all keys in chunks; and two ways that are not built, in which plans would be made for nothing:
-exactly the keys that this call's mask needs, known before anything travels ("exact"), and those of the last step with
-what this step's mask adds in a second exchange ("kept"), with the rows of the last step.
+Compared are the ring; all keys in chunks; kept keys, planned by the last step's mask, with what this step's adds in a
+second exchange; and a bound that is not built: exactly the keys that this call's mask needs, known before anything
+travels ("exact"), of plans that are made for nothing.
 
 Masks of the small model are of single tokens, in which it has as many as Wan2.1 has blocks at 720p: each stands for a
 block of 64 tokens. Its four layers' heads are taken together, as 48 heads of one layer.
@@ -18,14 +20,17 @@ block of 64 tokens. Its four layers' heads are taken together, as 48 heads of on
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import itertools
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from dbsp_core.comm.route_building import build_fetch
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, load_hardware
@@ -35,9 +40,11 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.key_chunks import AllKeys, NeededKeys
+from dbsp_core.planning.kept_keys import KeptKeys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
+from dbsp_core.planning.row_owners import places_of
+from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource, SyntheticSource
 from dbsp_core.sources.base import Changes
 from dbsp_core.sources.synthetic.presets import PRESETS
@@ -60,7 +67,7 @@ MACHINES = (
     ("a800", 2, 8, 20),
 )
 """Hardware, nodes, GPUs of each, and GB/s of each GPU between nodes."""
-LABEL = "bytes counted, times modelled; kept and exact keys are not built"
+LABEL = "bytes counted, times modelled; exact keys are not built"
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,8 @@ class Worth:
     kv_received: K and V that a rank receives, in shares of one rank's Q
     added: keys that this step's mask adds, over those kept from the last step, mean over ranks
     all_speedup, kept_speedup, exact_speedup: over the ring
-    kept_over_built: of kept keys over the better one of the ring and all keys in chunks
+    kept_over_others: of kept keys over the better one of the ring and all keys in chunks
+    auto: the way that is predicted fastest when plans are made, before it is known what a mask adds
     """
 
     mask: str
@@ -94,33 +102,9 @@ class Worth:
     all_speedup: float
     kept_speedup: float
     exact_speedup: float
-    kept_over_built: float
+    kept_over_others: float
+    auto: str
     label: str = LABEL
-
-
-class ExactKeys(NeededKeys):
-    """Needed keys in any layout, whose chunks take blocks in turn slot by slot."""
-
-    _turns = AllKeys._turns
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class KeptKeys(ExactKeys):
-    """Kept keys in chunks as they are, and in one more period what a mask adds, in an exchange of its own.
-
-    added: bool[P, H, nk]
-    """
-
-    added: np.ndarray = field(kw_only=True)
-
-    @property
-    def periods(self) -> int:
-        return 1 + super().periods
-
-    @cached_property
-    def chunks(self) -> tuple[np.ndarray, ...]:
-        kept = ExactKeys(self.slot, self.sent, self.ulysses, self.shares, self.one_ahead)
-        return *kept.chunks, self.added
 
 
 @dataclass
@@ -175,10 +159,15 @@ def masks(recording: Path) -> Iterator[tuple[str, BlockMask, BlockMask]]:
         last, now = (BlockMask(bits, grid) for bits in both)
         yield f"small model, {name}", last, now
     for preset, density in SYNTHETIC:
-        model, source = PRESETS[preset].model, SyntheticSource(preset=preset, density=density, block_q=128)
-        of_step = partial(MaskRequest, 0, model.heads, model.thw, model.text_tokens, layers=model.layers)
-        last, now = (source.mask(of_step(step=step)) for step in PAIR)
-        yield preset, last, now
+        yield preset, *synthetic(preset, density)
+
+
+def synthetic(preset: str, density: float) -> tuple[BlockMask, BlockMask]:
+    """The masks of the pair of steps."""
+    model, source = PRESETS[preset].model, SyntheticSource(preset=preset, density=density, block_q=128)
+    of_step = partial(MaskRequest, 0, model.heads, model.thw, model.text_tokens, layers=model.layers)
+    last, now = (source.mask(of_step(step=step)) for step in PAIR)
+    return last, now
 
 
 @dataclass(frozen=True)
@@ -199,6 +188,12 @@ class Machine:
     def strategies(self) -> list[Strategy]:
         """Those whose slots or heads are not so few that they are out of the question."""
         return [one for one in Strategy.all_for(self.topology.world) if one.ring <= 8]
+
+    def places(self, mask: BlockMask) -> Iterator[tuple[Strategy, str, SequenceLayout]]:
+        """Strategies with layouts and their names."""
+        for strategy in self.strategies:
+            for name in ("striped", "contiguous"):
+                yield strategy, name, SequenceLayout.named(name, mask.grid, strategy)
 
     def seconds(self, plan: Plan, layout: SequenceLayout) -> float:
         return predict(plan, _shape(plan), self.hardware, self.topology, layout).total_s
@@ -243,39 +238,29 @@ def fastest(mask: BlockMask, keys: str, strategy: Strategy, layout: SequenceLayo
     return machine.chunked(fastest_plan(make, shape, hardware, topology, layout), mask, layout)
 
 
-def built(mask: BlockMask, keys: str, machine: Machine) -> Iterator[Timed]:
+def sent_whole(mask: BlockMask, keys: str, machine: Machine) -> Iterator[Timed]:
     """Keys that go round the ring, or all of them in chunks, for each strategy and layout."""
-    for strategy in machine.strategies:
-        for name in ("striped", "contiguous"):
-            layout = SequenceLayout.named(name, mask.grid, strategy)
-            yield Timed.of(fastest(mask, keys, strategy, layout, machine), name, layout, machine)
+    for strategy, name, layout in machine.places(mask):
+        yield Timed.of(fastest(mask, keys, strategy, layout, machine), name, layout, machine)
 
 
-def unbuilt(last: BlockMask, now: BlockMask, machine: Machine) -> Iterator[tuple[Timed, Timed]]:
-    """With kept keys and with exactly those that are needed: of runs of rows, and of the rows that `built` has."""
-
-    def plan(mask: BlockMask, strategy: Strategy, layout: SequenceLayout, name: str) -> Plan:
-        if name == "local":
-            return machine.chunked(
-                make_plan(mask, strategy, layout=layout, compare=False, keys="needed"), mask, layout
-            )
-        of_all = fastest(mask, "all", strategy, layout, machine)
-        keys = ExactKeys.of(of_all.assignment, of_all.assignment.keys.slot, mask)
-        return machine.chunked(of_all.with_keys(keys, mask), mask, layout)
-
-    for strategy in machine.strategies:
-        for name in ("local", "striped", "contiguous"):
-            layout = SequenceLayout.named(name, now.grid, strategy)
-            before, exact = plan(last, strategy, layout, name), plan(now, strategy, layout, name)
-            keys = before.assignment.keys
-            assert isinstance(keys, NeededKeys)
-            added = NeededKeys.of(before.assignment, keys.slot, now).sent & ~keys.sent
-            kept = KeptKeys(keys.slot, keys.sent, keys.ulysses, keys.shares, keys.one_ahead, added=added)
-            share = float(added.sum() / keys.sent.sum())
-            yield (
-                Timed.of(before.with_keys(kept, now), name, layout, machine, share),
-                Timed.of(exact, name, layout, machine),
-            )
+def sent_by_need(last: BlockMask, now: BlockMask, machine: Machine) -> Iterator[tuple[Timed, Timed, Timed]]:
+    """With kept keys, as planned by the last step's mask, and under this one; with exactly those that are needed."""
+    for strategy, name, layout in machine.places(now):
+        plan, of_all = fastest(last, "kept", strategy, layout, machine), fastest(now, "all", strategy, layout, machine)
+        kept = plan.assignment.keys
+        assert isinstance(kept, KeptKeys)
+        called = kept.with_mask(plan.assignment, now)
+        assert called.added is not None
+        needed = KeptKeys.of(of_all.assignment, of_all.assignment.keys.slot, now).settled
+        exact = machine.chunked(of_all.with_keys(needed, now), now, layout)
+        yield (
+            Timed.of(plan, name, layout, machine),
+            Timed.of(
+                plan.with_keys(called, now), name, layout, machine, float(called.added.sum() / called.sent.sum())
+            ),
+            Timed.of(exact, name, layout, machine),
+        )
 
 
 def worth(name: str, last: BlockMask, now: BlockMask, setting: tuple[str, int, int, float | None]) -> Worth:
@@ -285,8 +270,9 @@ def worth(name: str, last: BlockMask, now: BlockMask, setting: tuple[str, int, i
     def least(timed: Iterator[Timed]) -> Timed:
         return min(timed, key=lambda one: one.seconds)
 
-    ring, every = (least(built(now, keys, machine)) for keys in ("ring", "all"))
-    kept, exact = map(least, map(iter, zip(*unbuilt(last, now, machine), strict=True)))
+    ring, every = (least(sent_whole(now, keys, machine)) for keys in ("ring", "all"))
+    planned, kept, exact = map(least, map(iter, zip(*sent_by_need(last, now, machine), strict=True)))
+    ways = {"ring": ring.seconds, "all": every.seconds, "kept": planned.seconds}
     hardware, nodes, gpus, gb_per_s = setting
     return Worth(
         mask=name,
@@ -310,18 +296,50 @@ def worth(name: str, last: BlockMask, now: BlockMask, setting: tuple[str, int, i
         all_speedup=ring.seconds / every.seconds,
         kept_speedup=ring.seconds / kept.seconds,
         exact_speedup=ring.seconds / exact.seconds,
-        kept_over_built=min(ring.seconds, every.seconds) / kept.seconds,
+        kept_over_others=min(ring.seconds, every.seconds) / kept.seconds,
+        auto=min(ways, key=ways.__getitem__),
     )
+
+
+def print_host_times() -> None:
+    """Milliseconds of the host for what a step's mask adds, and for a route anew: medians of nine, on one core."""
+    for (preset, density), strategy in itertools.product(SYNTHETIC[:2], (Strategy(8, 2), Strategy(8, 4))):
+        last, now = synthetic(preset, density)
+        layout = SequenceLayout.named("striped", now.grid, strategy)
+        plan = make_plan(last, strategy, layout=layout, compare=False, keys="kept")
+        keys, part = plan.assignment.keys, RankPlan.of(plan.assignment, layout, 0)
+        assert isinstance(keys, KeptKeys)
+        added = keys.with_mask(plan.assignment, now).added
+        assert added is not None
+        own, rows = places_of(added[0]), part.rows
+        exchange = _median_ms(lambda: build_fetch(plan.assignment, layout, 0, added))  # noqa: B023
+        tables = _median_ms(lambda: rows.table_layout([own]))  # noqa: B023
+        whole = _median_ms(lambda: RankPlan.of(plan.assignment, layout, 0))  # noqa: B023
+        of_added = f"exchange {exchange:.2f}, tables' layout {tables:.2f}"
+        print(f"{preset} {density} {strategy}: {of_added}; all anew {whole:.2f} (measured)")
+
+
+def _median_ms(call: Callable[[], object]) -> float:
+    def seconds() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    return sorted(seconds() for _ in range(9))[4] * 1e3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("times", "host"), default="times")
     parser.add_argument(
         "--masks", type=Path, default=Path("out/predicted-masks.npz"), help="recording of the small model"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.what == "host":
+        print_host_times()
+        return
     if not options.masks.exists():
         options.masks.parent.mkdir(parents=True, exist_ok=True)
         record(options.masks)

@@ -164,7 +164,7 @@ class TestLayout:
     [
         ("auto", "auto weighs predicted times"),
         ("neded", "did you mean 'needed'"),
-        ("every", "one of ring, all, needed"),
+        ("every", "one of ring, all, needed, kept"),
     ],
 )
 def test_a_wrong_way_of_keys(keys, complaint):

@@ -12,7 +12,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import SHIPPED
 from dbsp_core.runtime.added_keys import AddedKeys
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.utils.errors import SettingError
+from dbsp_core.utils.errors import SettingError, UserError
 from tests.core.runtime.session_cases import (
     kept_keys,
     needed_keys_of_growing_masks,
@@ -132,8 +132,15 @@ def _machine(folder, network) -> str:
 
 class TestBadInput:
     def test_masks_predicted_from_queries_and_keys(self):
-        with pytest.raises(SettingError, match="keys: needed is for masks that are known beforehand"):
+        refusal = "keys: needed is for masks that are known beforehand.*use keys: kept, all"
+        with pytest.raises(SettingError, match=refusal):
             DbspConfig.load({"mask": {"source": "sparge", "cdf": 0.9}, "keys": "needed"})
+
+    def test_kept_keys_with_a_kernel_that_cannot_merge(self):
+        sparge = {"mask": {"source": "sparge", "cdf": 0.9}, "kernel": "sparge"}
+        with pytest.raises(UserError, match="log-sum-exp"):
+            DbspConfig.load({**sparge, "keys": "kept"})
+        assert "kept" not in [way.name for way in DbspConfig.load({**sparge, "keys": "auto"}).key_ways]
 
     def test_an_unknown_way(self):
         with pytest.raises(SettingError, match="keys"):
