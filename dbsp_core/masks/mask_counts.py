@@ -12,6 +12,7 @@ __all__ = ["MaskCounts"]
 
 SUM = torch.float32  # exact: sums stay below 2**24
 AT_ONCE = 2**20  # bits to turn into numbers together: as such they take several times their bytes
+AT_ONCE_ON_GPU = 2**26  # where few launches matter more: 128 MiB
 REMEMBERED = 4  # assignments of slots whose counts are kept: a planner's own, the baseline's, and those before
 
 
@@ -74,7 +75,7 @@ class MaskCounts:
         for part in self._parts:
             owner, head, of_heads = q_owner[:, row : row + part.shape[1]], 0, []
             row += part.shape[1]
-            for wide in _widened(part):
+            for wide in _widened(part, AT_ONCE_ON_GPU if part.is_cuda else AT_ONCE):
                 of_rank = (owner[head : head + len(wide), None] == ranks).to(wide.dtype)
                 of_heads.append((of_rank @ wide).int())
                 head += len(wide)
@@ -163,10 +164,10 @@ def _columns_by_rank(bits: np.ndarray, q_owner: np.ndarray, world: int) -> np.nd
     return found
 
 
-def _widened(part: torch.Tensor) -> Iterator[torch.Tensor]:
+def _widened(part: torch.Tensor, at_once: int = AT_ONCE) -> Iterator[torch.Tensor]:
     """[h, nq, nk] ones and zeros to add up, a few heads h at a time: in 16 bits, products are exact below 2**11."""
     small = part.is_cuda and max(part.shape[1:]) <= 2**11
-    for some in part.split(max(1, AT_ONCE // max(1, part[0].numel()))):
+    for some in part.split(max(1, at_once // max(1, part[0].numel()))):
         # As bytes a CPU widens them four times as fast.
         yield some.view(torch.uint8).to(torch.float16 if small else torch.float32)
 

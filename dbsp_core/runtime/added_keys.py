@@ -6,6 +6,7 @@ exchange, and whether there is anything to exchange, without a word.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -53,7 +54,7 @@ class AddedPeriod:
 class AddedKeys:
     """What one mask needs beyond the keys that a plan keeps.
 
-    Counting starts where the mask's bits are, with no host synchronisation; `period` waits for it.
+    On a GPU counting starts at once, beside what else the device computes; `period` waits for it.
 
     Args:
         part: A rank's part in a plan with kept keys.
@@ -68,10 +69,7 @@ class AddedKeys:
         self._mask: BlockMask | None = mask
         self._counted: tuple[torch.Tensor, torch.cuda.Event] | None = None
         if mask.bits.is_cuda and part.kept_on_device is not None:
-            owner, sent = part.kept_on_device
-            added = (mask.counts.columns_by_rank_on_device(owner, len(sent)) > 0) & ~sent
-            on_host = torch.empty(added.shape, dtype=torch.bool, pin_memory=True).copy_(added, non_blocking=True)
-            self._counted = on_host, torch.cuda.current_stream(mask.bits.device).record_event()
+            self._counted = _count(mask, *part.kept_on_device)
 
     @cached_property
     def period(self) -> AddedPeriod | None:
@@ -99,3 +97,21 @@ class AddedKeys:
         added = self._keys.with_mask(self._part.assignment, self._mask).added
         assert added is not None
         return added
+
+
+def _count(mask: BlockMask, owner: torch.Tensor, sent: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """bool[P, H, nk] on the host, what ranks need beyond `sent`, and the event after which it is there.
+
+    The mask must be held until then: another stream reads it.
+    """
+    side = _side_stream(mask.bits.device)
+    side.wait_stream(torch.cuda.current_stream(mask.bits.device))
+    with torch.cuda.stream(side):
+        added = (mask.counts.columns_by_rank_on_device(owner, len(sent)) > 0) & ~sent
+        on_host = torch.empty(added.shape, dtype=torch.bool, device="cpu", pin_memory=True)
+        return on_host.copy_(added, non_blocking=True), side.record_event()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
