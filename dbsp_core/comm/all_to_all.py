@@ -45,6 +45,10 @@ class Exchange:
         """The same with its tables on a device."""
         return replace(self, pack=_moved(self.pack, device), unpack=_moved(self.unpack, device))
 
+    def to_others(self, rank: int) -> int:
+        """Tokens that `rank`, whose side this is, sends to others."""
+        return sum(self.sent) - self.sent[rank]
+
     def send_buffer(self, *tensors: torch.Tensor) -> torch.Tensor:
         """[tokens sent, B, D], packed from tensors [B, heads, n, D] of any strides."""
         first = tensors[0]
@@ -115,11 +119,7 @@ class Route:
 
     def tokens_sent(self, rank: int) -> tuple[int, int]:
         """Tokens of one head that `rank`, whose route this is, sends to others: in dispatch, and in combine."""
-
-        def to_others(exchange: Exchange) -> int:
-            return sum(exchange.sent) - exchange.sent[rank]
-
-        return sum(map(to_others, self.key_exchanges)), to_others(self.combine_exchange)
+        return sum(one.to_others(rank) for one in self.key_exchanges), self.combine_exchange.to_others(rank)
 
     def dispatch(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup

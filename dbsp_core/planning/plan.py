@@ -13,6 +13,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment, work_of_both
+from dbsp_core.planning.bounds import whole_row_bound
 from dbsp_core.planning.imbalance import imbalance_ratio
 from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.keys import require_keys
@@ -51,8 +52,10 @@ class PlanMetrics:
             return cls(assignment.work(counts), None, float("nan"), lockstep)
         without = baseline_assignment(mask.grid, mask.heads, strategy)
         baseline, work = work_of_both(without, assignment, counts)
-        waits = strategy if lockstep else Strategy(strategy.world, 1)
-        bound = require_planner(config.name).bound(counts.rows, counts.columns, waits, config)
+        if lockstep:
+            bound = require_planner(config.name).bound(counts.rows, counts.columns, strategy, config)
+        else:  # of any rows, as only a rank's sum must be even
+            bound = whole_row_bound(counts.rows, counts.columns, strategy.world, 1, slot=None)
         return cls(work, baseline, bound, lockstep)
 
     @property

@@ -85,10 +85,11 @@ def test_every_ranks_peak_with_kept_keys_and_what_a_mask_adds(gradients):
         assert formula.tolist() == pytest.approx(counted, abs=1e-9), (str(strategy), chunks)
 
 
-def test_the_number_of_chunks_follows_from_the_limit():
+@pytest.mark.parametrize("keys", ["needed", "kept"])
+def test_the_number_of_chunks_follows_from_the_limit(keys):
     mask, strategy = a_mask(12), Strategy(2, 4)
     layout, shape = SequenceLayout.named("local", mask.grid, strategy), AttentionShape(1, 12, mask.grid.tokens, D, 4)
-    plan = make_plan(mask, strategy, layout=layout, keys="needed")
+    plan = make_plan(mask, strategy, layout=layout, keys=keys)
 
     def peak(one):
         return float(peak_bytes(one.assignment, shape, layout).max())
