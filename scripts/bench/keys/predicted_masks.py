@@ -2,12 +2,10 @@
 
     python -m scripts.bench.keys.predicted_masks                 # records the small model's masks first: some minutes
     python -m scripts.bench.keys.predicted_masks --masks FILE    # the same, the recording kept in FILE or read from it
-    python -m scripts.bench.keys.predicted_masks host            # milliseconds of a call's own exchange, measured here
 
 counted:  density, bytes, and the share of keys that the last step's rows did not need
 modelled: seconds, with the constants of dbsp_configs/hardware and the network rate that the row names; each way takes
           its best UxRy in its best layout
-measured: on one core, what the host makes for what a mask adds
 
 Compared are the ring; all keys in chunks; kept keys, planned by the last step's mask, with what this step's adds in a
 second exchange; and a bound that is not built: exactly the keys that this call's mask needs, known before anything
@@ -20,9 +18,7 @@ block of 64 tokens. Its four layers' heads are taken together, as 48 heads of on
 from __future__ import annotations
 
 import argparse
-import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +26,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dbsp_core.comm.route_building import build_fetch
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.hardware import Hardware, load_hardware
@@ -43,8 +38,6 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.kept_keys import KeptKeys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
-from dbsp_core.planning.row_owners import places_of
-from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_core.sources import LocalQK, MaskRequest, SpargeSource, SyntheticSource
 from dbsp_core.sources.base import Changes
 from dbsp_core.sources.synthetic.presets import PRESETS
@@ -159,15 +152,15 @@ def masks(recording: Path) -> Iterator[tuple[str, BlockMask, BlockMask]]:
         last, now = (BlockMask(bits, grid) for bits in both)
         yield f"small model, {name}", last, now
     for preset, density in SYNTHETIC:
-        yield preset, *synthetic(preset, density)
+        last, now = synthetic(preset, density)
+        yield preset, last, now
 
 
-def synthetic(preset: str, density: float) -> tuple[BlockMask, BlockMask]:
-    """The masks of the pair of steps."""
+def synthetic(preset: str, density: float, steps: Sequence[int] = PAIR) -> list[BlockMask]:
+    """The masks of these steps."""
     model, source = PRESETS[preset].model, SyntheticSource(preset=preset, density=density, block_q=128)
     of_step = partial(MaskRequest, 0, model.heads, model.thw, model.text_tokens, layers=model.layers)
-    last, now = (source.mask(of_step(step=step)) for step in PAIR)
-    return last, now
+    return [source.mask(of_step(step=step)) for step in steps]
 
 
 @dataclass(frozen=True)
@@ -301,45 +294,14 @@ def worth(name: str, last: BlockMask, now: BlockMask, setting: tuple[str, int, i
     )
 
 
-def print_host_times() -> None:
-    """Milliseconds of the host for what a step's mask adds, and for a route anew: medians of nine, on one core."""
-    for (preset, density), strategy in itertools.product(SYNTHETIC[:2], (Strategy(8, 2), Strategy(8, 4))):
-        last, now = synthetic(preset, density)
-        layout = SequenceLayout.named("striped", now.grid, strategy)
-        plan = make_plan(last, strategy, layout=layout, compare=False, keys="kept")
-        keys, part = plan.assignment.keys, RankPlan.of(plan.assignment, layout, 0)
-        assert isinstance(keys, KeptKeys)
-        added = keys.with_mask(plan.assignment, now).added
-        assert added is not None
-        own, rows = places_of(added[0]), part.rows
-        exchange = _median_ms(lambda: build_fetch(plan.assignment, layout, 0, added))  # noqa: B023
-        tables = _median_ms(lambda: rows.table_layout([own]))  # noqa: B023
-        whole = _median_ms(lambda: RankPlan.of(plan.assignment, layout, 0))  # noqa: B023
-        of_added = f"exchange {exchange:.2f}, tables' layout {tables:.2f}"
-        print(f"{preset} {density} {strategy}: {of_added}; all anew {whole:.2f} (measured)")
-
-
-def _median_ms(call: Callable[[], object]) -> float:
-    def seconds() -> float:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    return sorted(seconds() for _ in range(9))[4] * 1e3
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("times", "host"), default="times")
     parser.add_argument(
         "--masks", type=Path, default=Path("out/predicted-masks.npz"), help="recording of the small model"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.what == "host":
-        print_host_times()
-        return
     if not options.masks.exists():
         options.masks.parent.mkdir(parents=True, exist_ok=True)
         record(options.masks)
