@@ -23,6 +23,7 @@ from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.video import Video
+from dbsp_core.planning.key_chunks import KeysInChunks
 from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.observed_session import observed_session
 from dbsp_core.reports.observer import run_observer
@@ -409,20 +410,29 @@ class Wandering(BlockSizes):
 
 
 def kept_keys(
-    rank: int, world: int, strategy: str, mode: str, drift: float, sizes: list[tuple[int, int]]
-) -> tuple[float, int, list[list[int]]]:
+    rank: int,
+    world: int,
+    strategy: str,
+    mode: str,
+    drift: float,
+    sizes: list[tuple[int, int]],
+    limit: str | None = None,
+) -> tuple[float, int, list[list[int]], set[bool]]:
     """A step for each (batch, text tokens), of two layers and two guidance passes with masks of their own.
 
-    Returns the worst error, plans made, and by step the plans' fingerprints.
+    Returns the worst error, plans made, by step the plans' fingerprints, and whether chunks set off one ahead.
     """
-    settings = {"mask": Wandering(8, 8, drift), "keys": "kept", "planner": {"exchange_cost": 0.0}}
+    settings = {"mask": Wandering(8, 8, drift), "keys": "kept"}
+    settings |= {"planner": {"exchange_cost": 0.0, "memory_limit": limit}}
     session = Session(settings | {"reuse": {"mode": mode, "threshold": 9.0, "budget": None}}, strategy, layers=2)
-    worst, prints = 0.0, []
+    worst, prints, ahead = 0.0, [], set()
     for step, (batch, text) in enumerate(sizes):
         for _ in range(2):
             worst = max(worst, session.attend(900.0 - step, batch, text_tokens=text))
-        prints.append([plan.assignment.fingerprint for plan in session.inner.records.values()])
-    return worst, session.inner.reuse.replans, prints
+        plans = [plan.assignment for plan in session.inner.records.values()]
+        prints.append([plan.fingerprint for plan in plans])
+        ahead |= {plan.keys.one_ahead for plan in plans if isinstance(plan.keys, KeysInChunks)}
+    return worst, session.inner.reuse.replans, prints, ahead
 
 
 def training_with_keys_in_chunks(rank: int, world: int, strategy: str, keys: str) -> bool:
