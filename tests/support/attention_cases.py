@@ -183,7 +183,7 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         slots = rng.integers(strategy.ring, size=plan.assignment.keys.slot.shape)
         keys = KEYS[case.keys].of(RowOwners(strategy, mask.grid, owners), slots, planned)
         plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, keys=keys))
-    if case.keys != "ring":
+    if isinstance(plan.assignment.keys, KeysInChunks):
         plan = in_chunks(plan, planned, case.chunk_shares, case.one_ahead)
     if case.sabotage == "a needed block left out":
         plan = replace(plan, assignment=without_a_block(plan.assignment))
