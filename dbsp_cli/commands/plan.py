@@ -20,7 +20,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.models.table import MODEL_SPECS
-from dbsp_core.planning.key_travel import require_keys
+from dbsp_core.planning.keys import require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
 from dbsp_core.utils.errors import UserError
@@ -44,7 +44,7 @@ def plan_command(
     layout: Annotated[
         str | None, typer.Option(help=f"Sequence layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
     ] = None,
-    keys: Annotated[str, typer.Option(help="ring, or needed: ranks are sent only what their rows need.")] = "ring",
+    keys: Annotated[str, typer.Option(help="ring, all, needed, or kept: what ranks are sent.")] = "ring",
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
     sequences: Annotated[
         str | None,

@@ -22,7 +22,7 @@ from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.models.lookup import require_model
 from dbsp_core.models.spec import ModelSpec
 from dbsp_core.models.table import MODEL_SPECS
-from dbsp_core.planning.key_travel import require_keys
+from dbsp_core.planning.keys import require_keys
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.sources import SOURCES, MaskRequest, StaticMaskSource, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
@@ -49,7 +49,8 @@ def simulate_command(
         float | None, typer.Option(help="Of each GPU between nodes, GB/s in one direction; default: the hardware's.")
     ] = None,
     keys: Annotated[
-        str | None, typer.Option(help="ring, needed, or both with a comma; default: ring, with --nodes both.")
+        str | None,
+        typer.Option(help="ring, all, needed, kept, with commas; default: ring, with --nodes ring,needed."),
     ] = None,
     hardware: Annotated[str, typer.Option(help="a800, h800, h200, cpu-demo, or a file from dbsp calibrate.")] = "a800",
     mask: Annotated[

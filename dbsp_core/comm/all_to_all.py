@@ -1,7 +1,7 @@
 """The uneven all-to-all that takes (head, block) pieces from the ranks that hold them to their owners, and back.
 
 Each piece goes straight from holder to owner; nothing is sent to the rank that holds it. q, k and v share one
-exchange, except that q has its own where memory is short (`exchange_q_separately`), and so do needed keys of other
+exchange, except that q has its own where memory is short (`exchange_q_separately`), and so do chunks of keys of other
 ring rows, which arrive while attention to the first keys runs. An exchange is made of tables of segments: one pass
 over memory packs what is sent, from the host's own strides, and one unpacks what arrives, into the kernel's form.
 """
@@ -45,6 +45,10 @@ class Exchange:
         """The same with its tables on a device."""
         return replace(self, pack=_moved(self.pack, device), unpack=_moved(self.unpack, device))
 
+    def to_others(self, rank: int) -> int:
+        """Tokens that `rank`, whose side this is, sends to others."""
+        return sum(self.sent) - self.sent[rank]
+
     def send_buffer(self, *tensors: torch.Tensor) -> torch.Tensor:
         """[tokens sent, B, D], packed from tensors [B, heads, n, D] of any strides."""
         first = tensors[0]
@@ -56,6 +60,11 @@ class Exchange:
     def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         """Exchanges a send buffer for [tokens received, B, D]."""
         return group.all_to_all(buffer, self.received, self.sent)
+
+    def start(self, k: torch.Tensor, v: torch.Tensor, blocks: int, block_k: int, group: SequenceGroup) -> PendingKeys:
+        """Starts to fetch keys and values, of which so many blocks come, from [B, H, n_local, D]. Collective."""
+        transfer = group.start_all_to_all(self.send_buffer(k, v), self.received, self.sent)
+        return PendingKeys(transfer, self.unpack[0], blocks, block_k)
 
 
 @dataclass(frozen=True)
@@ -110,11 +119,7 @@ class Route:
 
     def tokens_sent(self, rank: int) -> tuple[int, int]:
         """Tokens of one head that `rank`, whose route this is, sends to others: in dispatch, and in combine."""
-
-        def to_others(exchange: Exchange) -> int:
-            return sum(exchange.sent) - exchange.sent[rank]
-
-        return sum(map(to_others, self.key_exchanges)), to_others(self.combine_exchange)
+        return sum(one.to_others(rank) for one in self.key_exchanges), self.combine_exchange.to_others(rank)
 
     def dispatch(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup
@@ -139,11 +144,10 @@ class Route:
     def fetch(self, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup) -> Iterator[PendingKeys]:
         """Yields the keys and values of later periods, in flight: k and v are [B, H, n_local, D]. Collective."""
 
-        def start(exchange: Exchange, blocks: int) -> PendingKeys:
-            transfer = group.start_all_to_all(exchange.send_buffer(k, v), exchange.received, exchange.sent)
-            return PendingKeys(transfer, exchange.unpack[0], blocks, self.block_k)
-
-        started: Iterator[PendingKeys] = map(start, self.fetch_exchanges, self.fetched_blocks)
+        started: Iterator[PendingKeys] = (
+            exchange.start(k, v, blocks, self.block_k, group)
+            for exchange, blocks in zip(self.fetch_exchanges, self.fetched_blocks, strict=True)
+        )
         if not self.at_once:
             yield from started
             return

@@ -7,7 +7,7 @@ to several ranks, whose gradients are added in the order of ranks, so that sums 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -65,6 +65,10 @@ class BackwardRoute:
         )
         return cls(_BackwardExchange.of(route.combine_exchange), dispatch, route.q_places, fetch)
 
+    def with_fetch(self, exchange: Exchange) -> BackwardRoute:
+        """The same for a route that fetches once more."""
+        return replace(self, fetch=(*self.fetch, _BackwardExchange.of(exchange)))
+
     def to_owners(self, dout: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
         """Brings the output's gradient [B, H, n_local, D] to owners: [B, Rq·Bq, D], zero beyond short blocks."""
         packed = dout.new_zeros(dout.shape[0], self.q_places, dout.shape[3])
@@ -81,7 +85,7 @@ class BackwardRoute:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Brings packed gradients home: those of q, k and v, each of `shape`, [B, H, n_local, D].
 
-        dq is [B, Rq·Bq, D] and dkv [2, B, Ck·Bk, D], as is each of `fetched`, from further chunks of needed keys.
+        dq is [B, Rq·Bq, D] and dkv [2, B, Ck·Bk, D], as is each of `fetched`, from further chunks of keys.
         """
         dq_home, dk_home, dv_home = (dq.new_zeros(shape) for _ in range(3))
         packed_q, packed_kv = dq[:, None], dkv.transpose(0, 1)

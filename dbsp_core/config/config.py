@@ -14,7 +14,8 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.models.lookup import signature_of_name
 from dbsp_core.models.video import GenerateSettings
-from dbsp_core.planning.key_travel import KEYS, KeyTravel
+from dbsp_core.planning.key_travel import KeyTravel
+from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.sequences.sequence_plan import BagConfig
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
@@ -24,6 +25,7 @@ from dbsp_core.utils.fingerprint import fingerprint_of
 from dbsp_core.utils.schema import build, checked, convert, keys_within, plain_value, require_choice, setting_names
 from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, require_known
 from dbsp_kernels import KERNELS, KernelRequirements, require_supported
+from dbsp_kernels.registry import returns_lse
 
 __all__ = ["ConfigLike", "DbspConfig", "ReuseConfig"]
 
@@ -99,9 +101,10 @@ class DbspConfig:
         layout: How tokens are laid out between attentions: "contiguous", "striped" or "learned"; None: as the planner
             is meant for.
         planner: A `PlannerConfig`, a mapping for one, or only its name.
-        keys: "ring": keys and values travel round the ring; "needed": each rank is sent those that its rows need, for
-            masks that are known beforehand (see docs/needed-keys.md); "auto": whichever is predicted to be faster at
-            each attention.
+        keys: "ring": keys and values travel round the ring; "all": each rank is sent all of its heads', in chunks from
+            where they live; "needed": those that its rows need, for masks that are known beforehand; "kept": those
+            that they needed under an earlier mask, and in a second exchange what this one adds; "auto": whichever is
+            predicted to be fastest at each attention. See docs/needed-keys.md.
         reuse: A `ReuseConfig`, or a mapping for one.
         cost_model: Whose constants predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`; None:
             shipped ones that come nearest.
@@ -149,7 +152,7 @@ class DbspConfig:
         if self.keys != AUTO and KEYS[self.keys].known_masks and self.mask.changes == "per_call":
             raise SettingError(
                 f"keys: {self.keys} is for masks that are known beforehand, and these are predicted from the queries "
-                "and keys of each call, too late to choose what is sent; use keys: ring, or auto",
+                "and keys of each call, too late to choose what is sent; use keys: kept, all, ring or auto",
                 ("keys",),
             )
         if self.bags is not None:
@@ -161,6 +164,9 @@ class DbspConfig:
         if isinstance(self.strategy, Strategy):
             with blame_setting("kernel"):
                 require_supported(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))
+        if self.keys != AUTO and KEYS[self.keys].adds:
+            with blame_setting("kernel"):
+                require_supported(self.kernel, KernelRequirements(lse=True))
 
     def for_transformer(self, name: str) -> DbspConfig:
         """The settings of the transformer that a pipeline has by this name: "transformer" or "transformer_2"."""
@@ -192,7 +198,11 @@ class DbspConfig:
         """The ways in which keys may travel: the one that is set, or for "auto" all that serve such masks."""
         if self.keys != AUTO:
             return (KEYS[self.keys],)
-        return tuple(way for way in KEYS.values() if self.mask.changes != "per_call" or not way.known_masks)
+        if self.mask.changes != "per_call":
+            return tuple(way for way in KEYS.values() if not way.adds)
+        return tuple(
+            way for way in KEYS.values() if not way.known_masks and (returns_lse(self.kernel) or not way.adds)
+        )
 
     @property
     def effective_planning(self) -> str:

@@ -50,17 +50,18 @@ class Traffic:
         handed_on: np.ndarray = 2.0 * self.block_k * self.blocks[len(self.keys) :].sum(axis=0)
         return handed_on
 
-    def in_chunks(self, shares: Sequence[int]) -> Traffic:
+    def in_chunks(self, shares: Sequence[int], adds: bool = False) -> Traffic:
         """About the same where keys come in these further chunks: as if the keys of all were alike.
 
         Args:
-            shares: See `NeededKeys.shares`.
+            shares: See `KeysInChunks.shares`.
+            adds: See `KeyTravel.adds`.
         """
         if len(self.keys) < len(self.blocks):
             raise ValueError("keys that are handed on do not come in chunks")
-        part = np.array(shares) / sum(shares)
-        keys = [self.keys[:1], part[:, None, None] * self.keys[1:].sum(axis=0)]
-        blocks = [self.blocks[:1], part[:, None] * self.blocks[1:].sum(axis=0)]
+        part, stop = np.array(shares) / sum(shares), len(self.keys) - adds
+        keys = [self.keys[:1], part[:, None, None] * self.keys[1:stop].sum(axis=0), self.keys[stop:]]
+        blocks = [self.blocks[:1], part[:, None] * self.blocks[1:stop].sum(axis=0), self.blocks[stop:]]
         return replace(self, keys=np.concatenate(keys), blocks=np.concatenate(blocks))
 
     @property
@@ -91,7 +92,7 @@ def traffic_of(assignment: Assignment, layout: SequenceLayout) -> Traffic:
         queries += q_home.T @ _by_rank(assignment.q_owner[heads], strategy.world).T
         for exchange, copies in enumerate(travel.copies(assignment, heads)):
             keys[exchange] += k_home.T @ copies.T
-            blocks[exchange] += copies.sum(axis=1, dtype=np.int64)
+            blocks[exchange] += np.ceil(copies.sum(axis=1, dtype=np.float64)).astype(np.int64)
     rows = np.bincount(assignment.q_owner.ravel(), minlength=strategy.world)
     return Traffic(queries, keys, rows, travel.all_blocks(assignment, blocks), grid.block_k)
 

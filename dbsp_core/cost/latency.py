@@ -27,6 +27,11 @@ __all__ = ["AttentionShape", "Prediction", "Topology", "exchange_cost_of", "pred
 MERGE_BYTES = 12
 """Bytes of memory per output element that a merge touches: two float32 read, one written."""
 
+ADDED_S = 1e-3
+"""Seconds from the first kernel on that the host is assumed to take for the exchange and tables of what a mask adds to
+kept keys. Measured is 0.5 ms of one core for the exchange and the tables' layout, Wan2.1-14B at 720p on 16 or 32 ranks
+(docs/needed-keys.md); their way to the device comes on top."""
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -150,7 +155,8 @@ def predict(
         held = traffic.blocks[:-1] * (2 * plan.grid.block_k * shape.token_bytes)
         times = ring_times(compute, hand_overs_s(strategy, held, known, topology), strategy, known.overlap)
     else:
-        times = chunk_times(compute, fetches_s(traffic, shape, known, topology), known.overlap, keys.at_once)
+        fetches = fetches_s(traffic, shape, known, topology)
+        times = chunk_times(compute, fetches, known.overlap, keys.at_once, ADDED_S if keys.adds else None)
     return Prediction(
         exchange_s=sum(exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
         times=times,
@@ -198,7 +204,7 @@ def _busiest(sent: np.ndarray) -> float:
 
 
 def fetches_s(traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology) -> list[float]:
-    """Seconds of each exchange of further needed keys, which is beside the period before."""
+    """Seconds of each exchange of further keys, which is beside the period before."""
     return [exchange_s(sent * shape.token_bytes, known, topology) for sent in traffic.key_exchanges[1:]]
 
 
@@ -230,7 +236,7 @@ def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, topolog
 def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
     """Bytes of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner.
 
-    Needed keys are gathered once for each of their readers.
+    Keys that come in chunks are gathered once for each of their readers.
     """
     at_home: np.ndarray | float = 4 * shape.heads * layout.shard
     exchanged = traffic.blocks[: len(traffic.keys)].sum(axis=0)

@@ -60,7 +60,8 @@ def peak_bytes(
     buffers, further = np.zeros((periods - 1, len(rows))), traffic.keys[1:]
     buffers[: len(further)] = 2 * (further.sum(axis=1) + further.sum(axis=2)) * token
     if assignment.keys.at_once:
-        buffers = buffers[::-1].cumsum(axis=0)[::-1]
+        known = buffers[: periods - 1 - assignment.keys.adds]  # what a mask adds sets off one ahead
+        known[:] = known[::-1].cumsum(axis=0)[::-1]
     slots = traffic.blocks * (2 * grid.block_k * token)  # by period, what a rank computes with
     sent_q, came_q = traffic.queries.sum(axis=1) * token, traffic.queries.sum(axis=0) * token
     sent_kv, came_kv = (2 * traffic.keys[0].sum(axis=axis) * token for axis in (1, 0))

@@ -25,9 +25,9 @@ __all__ = ["AUTO", "StrategySelector", "candidates", "fastest_plan", "in_fastest
 WORTH_A_LOOK = 0.005
 """Share of the predicted time that other plans must be able to save before they are made."""
 SHARES = ((1,), (1, 1), (2, 1), (1, 1, 1), (3, 2, 1), (1, 1, 1, 1))
-"""Further chunks of needed keys that are tried, all fetched at once: see `NeededKeys.shares`."""
+"""Further chunks that are tried, all fetched at once: see `KeysInChunks.shares`."""
 ONE_AHEAD = tuple((1,) * chunks for chunks in (2, 4, 8, 16))
-"""Numbers of chunks, fetched one ahead, that are tried where a memory limit asks for it."""
+"""Numbers of further chunks, fetched one ahead, that are tried where a memory limit asks for it."""
 AUTO = "auto"
 """Leaves the choice of a strategy to `StrategySelector`."""
 
@@ -83,7 +83,7 @@ def in_fastest_chunks(
     layout: SequenceLayout,
     excess: Callable[[Plan], float] = lambda _: 0.0,
 ) -> Plan:
-    """A plan with its needed keys in the chunks that are predicted to be fastest, or that a memory limit asks for.
+    """A plan with its keys in the chunks that are predicted to be fastest, or that a memory limit asks for.
 
     A plan whose keys do not come in chunks stays as it is.
 
@@ -103,7 +103,7 @@ def in_fastest_chunks(
 
         def about_ns(shares: tuple[int, ...]) -> int:
             about = _about(plan, shares)
-            return in_ns(predict(about, shape, hardware, topology, layout, traffic.in_chunks(shares)))
+            return in_ns(predict(about, shape, hardware, topology, layout, traffic.in_chunks(shares, keys.adds)))
 
         at_once = sorted(SHARES, key=about_ns)
     ways = [*((shares, False) for shares in at_once), *((shares, True) for shares in ONE_AHEAD)]
@@ -112,9 +112,9 @@ def in_fastest_chunks(
 
 def _about(plan: Plan, shares: tuple[int, ...]) -> Plan:
     """Nearly the plan in other chunks, in microseconds: as if the work with all keys of other ring rows were alike."""
-    first, *further = plan.metrics.work
-    part = np.array(shares)[:, None] / sum(shares)
-    metrics = replace(plan.metrics, work=np.concatenate([first[None], part * sum(further)]))
+    work = plan.metrics.work
+    stop, part = len(work) - plan.assignment.keys.adds, np.array(shares)[:, None] / sum(shares)
+    metrics = replace(plan.metrics, work=np.concatenate([work[:1], part * work[1:stop].sum(axis=0), work[stop:]]))
     return replace(plan, metrics=metrics)
 
 

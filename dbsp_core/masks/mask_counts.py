@@ -12,6 +12,7 @@ __all__ = ["MaskCounts"]
 
 SUM = torch.float32  # exact: sums stay below 2**24
 AT_ONCE = 2**20  # bits to turn into numbers together: as such they take several times their bytes
+AT_ONCE_ON_GPU = 2**26  # where few launches matter more: 128 MiB
 REMEMBERED = 4  # assignments of slots whose counts are kept: a planner's own, the baseline's, and those before
 
 
@@ -56,13 +57,30 @@ class MaskCounts:
         """
         if self._by_rank is not None and len(self._by_rank[1]) == world and np.array_equal(self._by_rank[0], q_owner):
             return self._by_rank[1]
-        found, row = [], 0
-        for part in self._parts:
-            found.append(_columns_by_rank(part.cpu().numpy(), q_owner[:, row : row + part.shape[1]], world))
-            row += part.shape[1]
-        by_rank = found[0] if len(found) == 1 else np.concatenate(found, axis=2)
+        if self._parts[0].is_cuda:
+            owner = torch.from_numpy(q_owner).to(self._parts[0].device)
+            by_rank = self.columns_by_rank_on_device(owner, world).cpu().numpy()
+        else:
+            found, row = [], 0
+            for part in self._parts:
+                found.append(_columns_by_rank(part.numpy(), q_owner[:, row : row + part.shape[1]], world))
+                row += part.shape[1]
+            by_rank = found[0] if len(found) == 1 else np.concatenate(found, axis=2)
         self._by_rank = q_owner.copy(), by_rank
         return by_rank
+
+    def columns_by_rank_on_device(self, q_owner: torch.Tensor, world: int) -> torch.Tensor:
+        """The same, made where the bits and q_owner are, without a host synchronisation."""
+        ranks, row, found = torch.arange(world, device=q_owner.device)[:, None], 0, []
+        for part in self._parts:
+            owner, head, of_heads = q_owner[:, row : row + part.shape[1]], 0, []
+            row += part.shape[1]
+            for wide in _widened(part, AT_ONCE_ON_GPU if part.is_cuda else AT_ONCE):
+                of_rank = (owner[head : head + len(wide), None] == ranks).to(wide.dtype)
+                of_heads.append((of_rank @ wide).int())
+                head += len(wide)
+            found.append(torch.cat(of_heads))
+        return torch.cat(found, dim=2).transpose(0, 1)
 
     def work_by_slot(self, slots: np.ndarray, ring: int) -> np.ndarray:
         """int[H, nq, ring]: dense blocks of each row by the ring slot its keys travel in.
@@ -146,10 +164,10 @@ def _columns_by_rank(bits: np.ndarray, q_owner: np.ndarray, world: int) -> np.nd
     return found
 
 
-def _widened(part: torch.Tensor) -> Iterator[torch.Tensor]:
+def _widened(part: torch.Tensor, at_once: int = AT_ONCE) -> Iterator[torch.Tensor]:
     """[h, nq, nk] ones and zeros to add up, a few heads h at a time: in 16 bits, products are exact below 2**11."""
     small = part.is_cuda and max(part.shape[1:]) <= 2**11
-    for some in part.split(max(1, AT_ONCE // max(1, part[0].numel()))):
+    for some in part.split(max(1, at_once // max(1, part[0].numel()))):
         # As bytes a CPU widens them four times as fast.
         yield some.view(torch.uint8).to(torch.float16 if small else torch.float32)
 

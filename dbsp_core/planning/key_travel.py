@@ -1,11 +1,10 @@
-"""How keys and values reach the rows: all of them in slots round the ring, or to each rank those that it needs."""
+"""How keys and values reach the rows: what every way must say, and the way round the ring."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,10 +12,9 @@ import numpy as np
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.planning.imbalance import owned_work
-from dbsp_core.planning.row_owners import RowOwners, places_of
-from dbsp_core.utils.errors import UserError, did_you_mean
+from dbsp_core.planning.row_owners import RowOwners
 
-__all__ = ["KEYS", "KeyTravel", "NeededKeys", "RingKeys", "require_keys"]
+__all__ = ["KeyTravel", "RingKeys"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -33,6 +31,7 @@ class KeyTravel(ABC):
             searched by them too, where none is set.
         lockstep: Whether ranks wait for one another in every period; else only the sum of a rank's periods must be
             even.
+        adds: Whether the last period brings what each call's mask needs beyond the plan's keys: see `settled`.
         slot: int64[H, nk], ring rank of each (head, KV block): where it is in the first period, if it travels then.
     """
 
@@ -40,6 +39,7 @@ class KeyTravel(ABC):
     planner: ClassVar[str]
     known_masks: ClassVar[bool]
     lockstep: ClassVar[bool]
+    adds: ClassVar[bool] = False
 
     slot: np.ndarray
 
@@ -77,8 +77,17 @@ class KeyTravel(ABC):
         return False
 
     def in_chunks(self, shares: tuple[int, ...], one_ahead: bool = False) -> KeyTravel:
-        """The same keys in other chunks, see `NeededKeys`. Raises ValueError where they do not come in chunks."""
+        """The same keys in other chunks, see `KeysInChunks`. Raises ValueError where they do not come in chunks."""
         raise ValueError(f"{self!r} do not come in chunks")
+
+    @property
+    def settled(self) -> KeyTravel:
+        """What travels whatever the mask: all periods, but the last one where that `adds` keys."""
+        return self
+
+    def renewed(self, rows: RowOwners, mask: BlockMask) -> KeyTravel:
+        """The same after a call with this mask: others where keys are kept, and the mask needs other ones."""
+        return self
 
     @abstractmethod
     def blocks_by_period(self, rows: RowOwners, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -100,9 +109,9 @@ class KeyTravel(ABC):
     def work(self, rows: RowOwners, counts: MaskCounts) -> np.ndarray:
         """int64[periods, P]: b(i, g) of Eq. 1, dense blocks by (period, rank), of the rows' mask with these counts."""
 
-    @abstractmethod
     def extra(self, rows: RowOwners) -> float:
         """Keys and values sent to more ranks than one of each ring row, as a share of all queries, keys and values."""
+        return int((rows.head_ulysses_ranks.sum(axis=1) - 1).clip(min=0).sum()) * 2 / (3 * rows.heads)
 
     @abstractmethod
     def serves(self, rows: RowOwners, mask: BlockMask) -> bool:
@@ -183,9 +192,6 @@ class RingKeys(KeyTravel):
     def work(self, rows: RowOwners, counts: MaskCounts) -> np.ndarray:
         return owned_work(rows.q_owner, counts.work_by_slot(self.slot, self.ring), rows.strategy.ulysses)
 
-    def extra(self, rows: RowOwners) -> float:
-        return int((rows.head_ulysses_ranks.sum(axis=1) - 1).clip(min=0).sum()) * 2 / (3 * rows.heads)
-
     def serves(self, rows: RowOwners, mask: BlockMask) -> bool:
         return True
 
@@ -195,127 +201,3 @@ class RingKeys(KeyTravel):
 
     def identity(self) -> tuple[Any, ...]:
         return (self.slot.astype(np.uint16),)  # no more ranks than that, and a quarter of the bytes
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class NeededKeys(KeyTravel):
-    """Each rank is sent the keys that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2).
-
-    They come in chunks, first those whose slot is the rank's ring rank, which are in its ring row already, then parts
-    of all others. It serves masks that need no further keys.
-
-    Attributes:
-        needed: bool[P, H, nk], the (head, KV block) pairs that each rank's rows need.
-        ulysses: x.
-        shares: Of the needed keys that are in other ring rows, how much comes in each further chunk, in relation to
-            one another: (4, 3, 1) are three, the first with half of them. Without a ring there are none.
-        one_ahead: Whether each chunk is fetched during the kernel on the one before it, which takes least memory; else
-            all are from before the first kernel on.
-    """
-
-    name = "needed"
-    planner = "local"
-    known_masks = True
-    lockstep = False
-
-    needed: np.ndarray
-    ulysses: int
-    shares: tuple[int, ...] = (1,)
-    one_ahead: bool = False
-
-    @classmethod
-    def of(cls, rows: RowOwners, slot: np.ndarray, mask: BlockMask) -> NeededKeys:
-        return cls(slot, _needed_by(rows, mask), rows.strategy.ulysses)
-
-    def in_chunks(self, shares: tuple[int, ...], one_ahead: bool = False) -> NeededKeys:
-        return replace(self, shares=shares, one_ahead=one_ahead)
-
-    @property
-    def chunked(self) -> bool:
-        return self.periods > 1
-
-    @property
-    def periods(self) -> int:
-        return 1 if len(self.needed) == self.ulysses else 1 + len(self.shares)
-
-    @property
-    def exchanges(self) -> int:
-        return self.periods
-
-    @property
-    def at_once(self) -> bool:
-        return not self.one_ahead
-
-    @cached_property
-    def chunks(self) -> tuple[np.ndarray, ...]:
-        """bool[P, H, nk] for each period, the keys that come for it."""
-        if self.periods == 1:
-            return (self.needed,)
-        in_its_row = self.slot == np.arange(len(self.needed))[:, None, None] // self.ulysses
-        others, chunk = self.needed & ~in_its_row, self._further_chunk
-        return self.needed & in_its_row, *(others & (chunk == n) for n in range(len(self.shares)))
-
-    @property
-    def _further_chunk(self) -> np.ndarray:
-        """int64[H, nk]: in which of the further chunks each KV block comes to other ring rows, from 0 on.
-
-        Runs of x blocks in turn, which are striped over the ranks of a ring row, from head to head one run later: so
-        that every rank gets and sends about as much of a chunk as any other.
-        """
-        block, head = np.arange(self.slot.shape[1]), np.arange(len(self.slot))[:, None]
-        chunks = np.repeat(np.arange(len(self.shares)), self.shares)
-        place = np.concatenate([(np.arange(share) + 0.5) / share for share in self.shares])
-        in_turn = chunks[np.argsort(place, kind="stable")]  # (3, 1): 0, 0, 1, 0
-        return in_turn[(block // self.ulysses + head) % len(in_turn)]
-
-    def blocks_by_period(self, rows: RowOwners, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [places_of(chunk[rank]) for chunk in self.chunks]
-
-    def holders(self, rows: RowOwners, exchange: int, heads: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        needed = self.chunks[exchange][:, heads][:, :, blocks].transpose(1, 2, 0)
-        return np.where(needed, np.arange(len(self.needed)), -1)
-
-    def copies(self, rows: RowOwners, heads: np.ndarray) -> Sequence[np.ndarray]:
-        narrow = np.uint8 if len(heads) < 256 else np.uint16  # the narrower, the faster
-        return [np.add.reduce(chunk[:, heads], axis=1, dtype=narrow) for chunk in self.chunks]
-
-    def all_blocks(self, rows: RowOwners, exchanged: np.ndarray) -> np.ndarray:
-        return exchanged
-
-    def work(self, rows: RowOwners, counts: MaskCounts) -> np.ndarray:
-        of_key = counts.columns_by_rank(rows.q_owner, len(self.needed))
-        return np.stack([np.where(chunk, of_key, 0).sum(axis=(1, 2), dtype=np.int64) for chunk in self.chunks])
-
-    def extra(self, rows: RowOwners) -> float:
-        """Share of keys that are sent to more ranks than the first that needs them."""
-        length = rows.grid.k_axis.lengths
-        extra = int((self.needed.sum(axis=0) - 1).clip(min=0).sum(axis=0) @ length)
-        return extra * 2 / (3 * rows.heads * rows.grid.tokens)
-
-    def serves(self, rows: RowOwners, mask: BlockMask) -> bool:
-        return not (_needed_by(rows, mask) & ~self.needed).any()
-
-    @property
-    def sends_all(self) -> bool:
-        return bool(self.needed.any(axis=0).all())
-
-    def identity(self) -> tuple[Any, ...]:
-        return self.slot.astype(np.uint16), np.packbits(self.needed), np.array([*self.shares, self.one_ahead])
-
-
-KEYS: dict[str, type[KeyTravel]] = {way.name: way for way in (RingKeys, NeededKeys)}
-"""The ways for keys to travel, by the value of setting `keys`."""
-
-
-def require_keys(keys: str) -> type[KeyTravel]:
-    """The way of that name. Raises UserError for what is not one of `KEYS`."""
-    if keys not in KEYS:
-        known = f"use one of {', '.join(KEYS)}" + did_you_mean(keys, KEYS)
-        reason = "auto weighs predicted times, which sessions and dbsp simulate know; " if keys == "auto" else ""
-        raise UserError(f"keys cannot be {keys!r} here: {reason}{known}")
-    return KEYS[keys]
-
-
-def _needed_by(rows: RowOwners, mask: BlockMask) -> np.ndarray:
-    """bool[P, H, nk]: the (head, KV block) pairs that some row of each rank attends to. Reads the mask on the host."""
-    return mask.counts.columns_by_rank(rows.q_owner, rows.strategy.world) > 0

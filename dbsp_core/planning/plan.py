@@ -13,8 +13,10 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment, work_of_both
+from dbsp_core.planning.bounds import whole_row_bound
 from dbsp_core.planning.imbalance import imbalance_ratio
-from dbsp_core.planning.key_travel import KeyTravel, require_keys
+from dbsp_core.planning.key_travel import KeyTravel
+from dbsp_core.planning.keys import require_keys
 from dbsp_core.planning.majority import baseline_assignment, block_positions, majority_ring_ranks
 from dbsp_core.planning.planner_input import PlannerInput
 from dbsp_core.planning.planners import PlannerConfig, require_planner
@@ -50,8 +52,10 @@ class PlanMetrics:
             return cls(assignment.work(counts), None, float("nan"), lockstep)
         without = baseline_assignment(mask.grid, mask.heads, strategy)
         baseline, work = work_of_both(without, assignment, counts)
-        waits = strategy if lockstep else Strategy(strategy.world, 1)
-        bound = require_planner(config.name).bound(counts.rows, counts.columns, waits, config)
+        if lockstep:
+            bound = require_planner(config.name).bound(counts.rows, counts.columns, strategy, config)
+        else:  # of any rows, as only a rank's sum must be even
+            bound = whole_row_bound(counts.rows, counts.columns, strategy.world, 1, slot=None)
         return cls(work, baseline, bound, lockstep)
 
     @property
@@ -148,6 +152,11 @@ class Plan:
         work = assignment.work(mask.counts)
         return replace(self, assignment=assignment, metrics=replace(self.metrics, work=work))
 
+    def renewed(self, mask: BlockMask) -> Plan:
+        """The same with the keys that it keeps renewed by a mask, whose numbers it has; itself where none are kept."""
+        keys = self.assignment.keys.renewed(self.assignment, mask)
+        return self if keys is self.assignment.keys else self.with_keys(keys, mask)
+
     def evaluate(self, mask: BlockMask, *, compare: bool = True) -> Plan:
         """This assignment with the numbers of another mask of the same grid. No planning: `plan_ms` is 0."""
         metrics = PlanMetrics.of(self.assignment, mask, self.config, compare=compare)
@@ -181,9 +190,10 @@ def make_plan(
         planner: A name from `dbsp_core.planning.planners.PLANNERS`, or that and what else it is told.
         layout: Which rank holds which tokens before and after. Default: contiguous shards of ceil(tokens / P).
         compare: Whether to count what the contiguous plan would do, and what no plan could beat, as reports show them.
-        keys: "ring", or "needed": each rank is sent the keys and values that its rows need, and no others (as DSV
-            does, Tan et al. 2025, §5.2). Planner "dbsp" then cuts rows as "local" does, and the plan serves masks
-            only that need no further keys.
+        keys: "ring"; "all": each rank is sent all keys and values of its heads, in chunks, from where they live; or
+            "needed": those that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2). Planner "dbsp" then
+            cuts rows as "local" does, and the plan serves masks only that need no further keys; or "kept": those that
+            its rows need under `mask`, and at each call what the call's mask adds, in one more exchange.
 
     Returns:
         Owners of rows and slots of KV blocks, with their numbers for this mask.

@@ -35,7 +35,7 @@ class BytesByStage:
     """Bytes that this rank sends to other ranks in each stage of one attention.
 
     Attributes:
-        dispatch: Queries, keys and values.
+        dispatch: Queries, keys and values, in all exchanges of theirs.
         ring: KV slots passed on.
         combine: Outputs.
         usp: What it would send in all stages of plain USP: equal shards, whole heads, the same strategy.
@@ -52,8 +52,11 @@ class BytesByStage:
         plan = executor.plan
         x, y = plan.strategy.ulysses, plan.strategy.ring
         token_bytes = AttentionShape.of(q, plan.heads, plan.grid.tokens).token_bytes
-        dispatched, combined = executor.route.tokens_sent(executor.group.rank)
-        passed_on = sum(len(table.kv_len) for table in executor.tables[:-1])
+        rank, keys = executor.group.rank, plan.assignment.keys
+        dispatched, combined = executor.route.tokens_sent(rank)
+        if executor.last is not None:
+            dispatched += executor.last.exchange.to_others(rank)
+        passed_on = sum(len(table.kv_len) for table in executor.tables[:-1]) if keys.lockstep else 0
         tensor = plan.heads * q.shape[2] * token_bytes  # one of q, k, v or the output, at home
         return cls(
             dispatch=dispatched * token_bytes,

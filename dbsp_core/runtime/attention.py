@@ -98,7 +98,7 @@ class DualBalancedAttention(AttentionExecutor):
         problem = None
         try:
             ragged = dense_head_layout(plan.assignment, group.rank) is None
-            require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
+            require_supported(kernel, KernelRequirements(lse=plan.assignment.periods > 1, ragged_rows=ragged))
             n_local = _require_places(layout, group.rank, n_local)
             if not plan.assignment.serves(mask):
                 raise UserError(KEYS_LEFT_OUT)
@@ -115,6 +115,7 @@ class DualBalancedAttention(AttentionExecutor):
         part = RankPlan.of(plan.assignment, layout, group.rank, n_local).to(device)
         executor = cls.of_part(part, plan, mask, group, kernel, mark=debug)
         executor.debug = debug
+        _ = executor.last  # now, as the mask's bits may be set in place later
         return executor
 
     def __repr__(self) -> str:
@@ -195,7 +196,7 @@ def dual_balanced_attention(
         scale: Of the scores; default D^−1/2.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
         debug: See `DualBalancedAttention.prepare`.
-        keys: "ring", or "needed": each rank is sent only the keys that its rows need; see `make_plan`.
+        keys: "ring", "all", "needed" or "kept": how keys and values travel; see `make_plan`.
 
     Returns:
         [B, H, n_local, D], zero at padding and at queries whose row has no blocks.

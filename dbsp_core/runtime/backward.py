@@ -1,7 +1,7 @@
 """Dual-balanced attention with gradients: its forward, and its backward along the same route and ring.
 
 What is kept is at the owners: packed q, the first slot of k and v, out and its log-sum-exp. Later slots travel again.
-So do needed keys of further chunks, from k and v outside attention, which are kept for it.
+So do keys of further chunks, from k and v outside attention, which are kept for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.prepared, ctx.scale, ctx.shape = prepared, scale, q.shape
         ctx.kernel, ctx.check_gradient = kernel, check_gradient
-        at_home = (k, v) if prepared.part.route.fetch_exchanges else ()
+        fetches = prepared.part.route.fetch_exchanges or prepared.added is not None
+        at_home = (k, v) if fetches else ()
         return forward(
             prepared, q, k, v, scale, kernel, keep=lambda *at_owner: ctx.save_for_backward(*at_owner, *at_home)
         )
@@ -68,6 +69,8 @@ class _Attention(torch.autograd.Function):
         if ctx.check_gradient is not None:
             ctx.check_gradient(dout)
         route, group, wide = prepared.part.backward_route, prepared.group, lse.dtype
+        if prepared.last is not None:
+            route = route.with_fetch(prepared.last.exchange)
         batch, width = ctx.shape[0], ctx.shape[3]
         # 1. dOut to the owners of rows, as queries came to them.
         dout_rows = route.to_owners(dout, group).view(rows.shape)
@@ -102,7 +105,11 @@ class _Call:
 
         With the whole attention's log-sum-exp, periods need no merging.
         """
-        table, transposed = self.prepared.tables[period], self.prepared.part.transposed[period]
+        last = self.prepared.last
+        if last is not None and period == len(self.prepared.tables):
+            table, transposed = last.table, last.transposed
+        else:
+            table, transposed = self.prepared.tables[period], self.prepared.part.transposed[period]
         keys, values = slot.flatten(1, 2).unbind(0)
         expanded, batch = table.expanded(slot.shape[1]), slot.shape[1]
         given = KernelInputs(
@@ -158,7 +165,7 @@ def _ring_backward(call: _Call, slot: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _chunks_backward(call: _Call, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """All chunks of needed keys; further ones are fetched again beside the kernels of those before them.
+    """All chunks of keys; further ones are fetched again beside the kernels of those before them.
 
     Args:
         first: [2, B, Ck, Bk, D], the first chunk.
@@ -167,10 +174,10 @@ def _chunks_backward(call: _Call, first: torch.Tensor, k: torch.Tensor, v: torch
     Returns:
         dq [B·Rq, Bq, D] and by chunk dk, dv, [2, B, Ck, Bk, D], of lse's dtype.
     """
-    fetched = call.prepared.part.route.fetch(k, v, call.prepared.group)
+    fetched = call.prepared.keys_to_come(k, v)
     dq = torch.zeros_like(call.rows, dtype=call.lse.dtype)
     chunk, dkv = first, []
-    for period in range(len(call.prepared.tables)):
+    for period in range(len(call.prepared.tables) + (call.prepared.last is not None)):
         coming = next(fetched, None)
         dq_part, here = call.period(period, chunk)
         dq += dq_part

@@ -13,6 +13,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.added_keys import AddedKeys
 from dbsp_core.runtime.backward import attention_with_gradients
 from dbsp_core.runtime.forward import PreparedAttention, forward
 from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_spans_of
@@ -86,16 +87,17 @@ class AttentionExecutor(PreparedAttention):
         tables, whole_heads = _tables(part, plan, mask), part.head_layout
         needs = KernelRequirements(
             (plan.grid.block_q, plan.grid.block_k),
-            lse=len(tables) > 1,
+            lse=plan.assignment.periods > 1,
             ragged_rows=whole_heads is None,
             tokens=None if whole_heads is None else whole_heads.tokens,
         )
-        return cls(part, plan, tables, group, KernelChoice(kernel, needs), mask.fingerprint if mark else 0)
+        choice, mask_mark = KernelChoice(kernel, needs), mask.fingerprint if mark else 0
+        return cls(part, plan, tables, group, choice, mask_mark, added=_added(part, mask))
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, mark: bool) -> AttentionExecutor:
         """The executor for another mask, under a plan with the same owners and slots; see `of_part`."""
-        tables = _tables(self.part, plan, mask)
-        return replace(self, plan=plan, tables=tables, mask_mark=mask.fingerprint if mark else 0)
+        tables, mask_mark = _tables(self.part, plan, mask), mask.fingerprint if mark else 0
+        return replace(self, plan=plan, tables=tables, mask_mark=mask_mark, added=_added(self.part, mask))
 
     @property
     def kernel(self) -> str:
@@ -129,7 +131,11 @@ class AttentionExecutor(PreparedAttention):
         return forward(self, q, k, v, scale, self.kernels.kernel_for(q))
 
 
+def _added(part: RankPlan, mask: BlockMask) -> AddedKeys | None:
+    return AddedKeys(part, mask) if part.assignment.keys.adds else None
+
+
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:
-    """The kernel tables of a mask under a part's plan, one a period."""
+    """The kernel tables of a mask under a part's plan, one a period that it has whatever the mask."""
     plan.assignment.require_fit(mask)
     return build_tables(part.table_layout, mask, dense_spans_of(mask, part.table_layout.rows.device))

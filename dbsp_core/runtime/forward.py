@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.added_keys import AddedKeys, AddedPeriod
 from dbsp_core.runtime.kernel_tables import RingStepTable
 from dbsp_core.runtime.rank_plan import RankPlan
-from dbsp_core.runtime.ring import keys_to_come, ring_attention
+from dbsp_core.runtime.ring import Pending, hand_over, ring_attention
 from dbsp_kernels import Kernel
 
 __all__ = ["PreparedAttention", "forward"]
@@ -30,12 +31,30 @@ class PreparedAttention:
         plan: The same plan, with the numbers of the mask.
         tables: By period, those of the mask.
         group: The ranks that share the sequence.
+        added: The last period, where that follows from each mask (`KeyTravel.adds`).
     """
 
     part: RankPlan
     plan: Plan
     tables: tuple[RingStepTable, ...]
     group: SequenceGroup
+    added: AddedKeys | None = field(default=None, kw_only=True)
+
+    @property
+    def last(self) -> AddedPeriod | None:
+        """The period beyond `tables`; None where there is none, on all ranks. Waits for the mask."""
+        return None if self.added is None else self.added.period
+
+    @property
+    def last_table(self) -> RingStepTable | None:
+        """Its table."""
+        return None if self.last is None else self.last.table
+
+    def keys_to_come(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Pending]:
+        """Keys and values of later periods in flight, from [B, H, n_local, D]; not those that go round a ring."""
+        yield from self.part.route.fetch(k, v, self.group)
+        if self.last is not None:
+            yield self.last.fetch(k, v, self.group)
 
 
 def forward(
@@ -80,13 +99,25 @@ def _at_owners(
     out, lse = ring_attention(
         rows,
         first_slot.pop,
-        keys_to_come(route, k, v, plan.strategy, prepared.group),
+        _next_keys(prepared, k, v),
         prepared.tables,
         scale,
         kernel,
         prepared.part.head_layout,
         lse=keep is not None,
+        last=None if prepared.added is None else lambda: prepared.last_table,
     )
     if keep is not None and kept_slot is not None:
         keep(rows, kept_slot, out, lse)
     return out.view(batch, -1, width)
+
+
+def _next_keys(
+    prepared: PreparedAttention, k: torch.Tensor, v: torch.Tensor
+) -> Callable[[torch.Tensor, int], Pending]:
+    """What starts the transfer of the next period's keys; see `ring_attention`."""
+    if prepared.part.route.fetch_exchanges or prepared.added is not None:
+        coming = prepared.keys_to_come(k, v)
+        return lambda kv, next_blocks: next(coming)
+    strategy, group = prepared.plan.strategy, prepared.group
+    return lambda kv, next_blocks: hand_over(kv, next_blocks, strategy, group)

@@ -6,6 +6,7 @@ where the mask's bits are, for all periods at once: a fixed number of operations
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +14,9 @@ import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask, row_places
+from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.row_owners import RowOwners
 from dbsp_kernels import DenseHeadLayout, DensePart
 from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.packing.row_bits import expand_rows, pack_rows
@@ -21,6 +24,7 @@ from dbsp_kernels.packing.row_bits import expand_rows, pack_rows
 __all__ = [
     "DenseRows",
     "KernelTable",
+    "RankRows",
     "RingStepTable",
     "TableLayout",
     "build_tables",
@@ -164,49 +168,73 @@ class TableLayout:
         return replace(self, **{name: move(value) for name, value in vars(self).items()})
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class RankRows:
+    """One rank's packed rows, by the spans that they are in; on the host.
+
+    Attributes:
+        number: int64[H], place of each head among those whose keys come to the rank.
+        span_numbers: int64[spans], see `Span.number`.
+        row_span: int64[Rq], each row's span.
+        places: int64[Rq], see `TableLayout.rows`.
+    """
+
+    grid: BlockGrid
+    number: np.ndarray
+    span_numbers: np.ndarray
+    row_span: np.ndarray
+    places: np.ndarray
+
+    @classmethod
+    def of(cls, owners: RowOwners, rank: int) -> RankRows:
+        grid, sequences = owners.grid, len(owners.grid.sequences)
+        heads_here = np.flatnonzero(owners.head_ulysses_ranks[:, rank % owners.strategy.ulysses])
+        number = np.zeros(owners.heads, dtype=np.int64)
+        number[heads_here] = np.arange(len(heads_here))
+        head, block = owners.rows_of(rank)
+        row_span = number[head] * sequences + grid.q_axis.sequence_of[block]
+        span_numbers = (heads_here[:, None] * sequences + np.arange(sequences)).ravel()
+        return cls(grid, number, span_numbers, row_span, row_places(grid, owners.heads, head, block))
+
+    def table_layout(self, packed: Sequence[tuple[np.ndarray, np.ndarray]]) -> TableLayout:
+        """The layout of the rank's tables, with the (head, KV block) of what is packed for each period."""
+        axis, row_span, sequences = self.grid.k_axis, self.row_span, len(self.grid.sequences)
+        # 1. Rows and blocks of a head are packed sequence by sequence, so that those of a span follow one another.
+        spans = len(self.span_numbers)
+        of_blocks = (self.number[head] * sequences + axis.sequence_of[block] for head, block in packed)
+        per_span = np.stack([np.bincount(span, minlength=spans) for span in of_blocks])  # int64[periods, spans]
+        first = np.cumsum(per_span, axis=1) - per_span
+        width = max(1, int(per_span.max(initial=0)))
+        whole = bool((per_span[0, np.unique(row_span)] == len(axis)).all())
+        as_masked = len(packed) == sequences == 1 and width == len(axis) and whole
+        width += 0 if as_masked else -width % 8  # whole bytes of bits
+        # 2. Blocks are packed by period and span, as these arrays have them.
+        present = np.arange(width) < per_span[..., None]
+        block = np.concatenate([block for _, block in packed])
+        columns, full = np.zeros(present.shape, dtype=np.int64), np.zeros(present.shape, dtype=bool)
+        columns[present] = block - axis.bounds[axis.sequence_of[block]]
+        full[present] = axis.lengths[block] == axis.block
+        return TableLayout(
+            spans_of=torch.from_numpy(row_span),
+            rows=torch.from_numpy(self.places),
+            turn=torch.from_numpy(row_span * (width + 1)),
+            columns=torch.from_numpy(columns),
+            present=torch.from_numpy(present),
+            full=torch.from_numpy(full),
+            base=tuple(torch.from_numpy(of_period[row_span]) for of_period in first.astype(np.int32)),
+            kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
+            spans=tuple(
+                _spans(self.span_numbers, row_span, start, count, axis.lengths[of_period])
+                for start, count, (_, of_period) in zip(first, per_span, packed, strict=True)
+            ),
+            block_k=axis.block,
+            as_masked=as_masked,
+        )
+
+
 def table_layout(assignment: Assignment, rank: int) -> TableLayout:
     """The layout of one rank's tables."""
-    grid = assignment.grid
-    axis, sequences = grid.k_axis, len(grid.sequences)
-    # 1. Rows and blocks of a head are packed sequence by sequence, so that those of a span follow one another.
-    heads_here = np.flatnonzero(assignment.head_ulysses_ranks[:, rank % assignment.strategy.ulysses])
-    number = np.zeros(assignment.heads, dtype=np.int64)
-    number[heads_here] = np.arange(len(heads_here))
-    row_head, row_block = assignment.rows_of(rank)
-    row_span = number[row_head] * sequences + grid.q_axis.sequence_of[row_block]
-    packed = assignment.blocks_by_period(rank)
-    spans = len(heads_here) * sequences
-    per_span = np.stack(
-        [np.bincount(number[head] * sequences + axis.sequence_of[block], minlength=spans) for head, block in packed]
-    )  # int64[periods, spans]
-    first = np.cumsum(per_span, axis=1) - per_span
-    width = int(per_span.max(initial=0))
-    whole = bool((per_span[0, np.unique(row_span)] == len(axis)).all())
-    as_masked = len(packed) == sequences == 1 and width == len(axis) and whole
-    width += 0 if as_masked else -width % 8  # whole bytes of bits
-    # 2. Blocks are packed by period and span, as these arrays have them.
-    present = np.arange(width) < per_span[..., None]
-    block = np.concatenate([block for _, block in packed])
-    columns, full = np.zeros(present.shape, dtype=np.int64), np.zeros(present.shape, dtype=bool)
-    columns[present] = block - axis.bounds[axis.sequence_of[block]]
-    full[present] = axis.lengths[block] == axis.block
-    span_number = (heads_here[:, None] * sequences + np.arange(sequences)).ravel()
-    return TableLayout(
-        spans_of=torch.from_numpy(row_span),
-        rows=torch.from_numpy(row_places(grid, assignment.heads, row_head, row_block)),
-        turn=torch.from_numpy(row_span * (width + 1)),
-        columns=torch.from_numpy(columns),
-        present=torch.from_numpy(present),
-        full=torch.from_numpy(full),
-        base=tuple(torch.from_numpy(of_period[row_span]) for of_period in first.astype(np.int32)),
-        kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
-        spans=tuple(
-            _spans(span_number, row_span, start, count, axis.lengths[of_period])
-            for start, count, (_, of_period) in zip(first, per_span, packed, strict=True)
-        ),
-        block_k=axis.block,
-        as_masked=as_masked,
-    )
+    return RankRows.of(assignment, rank).table_layout(assignment.blocks_by_period(rank))
 
 
 def _spans(
@@ -283,6 +311,6 @@ def dense_head_layout(assignment: Assignment, rank: int) -> DenseHeadLayout | No
     only_the_last_is_short = all((axis.lengths[:-1] == axis.block).all() for axis in (grid.q_axis, grid.k_axis))
     if assignment.strategy.ring > 1 or assignment.split_heads or not only_the_last_is_short:
         return None
-    if not assignment.keys.sends_all:  # a block that nobody needs
+    if not assignment.keys.sends_all:  # a block that nobody needs, or that comes by itself
         return None
     return DenseHeadLayout(len(assignment.rows_of(rank)[0]) // grid.nq, grid.tokens)

@@ -1,17 +1,17 @@
 """The ring: KV slots rotate, each period's kernel runs beside the rotation, partial results merge by log-sum-exp.
 
-Needed keys come in chunks instead, one a period, fetched from where they are beside the kernels of earlier periods.
+Others come in chunks instead, one a period, fetched from where they are beside the kernels of earlier periods.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from dbsp_core.comm.all_to_all import Route
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.runtime.kernel_tables import DenseRows, RingStepTable
@@ -25,27 +25,13 @@ from dbsp_kernels import (
     merge_into,
 )
 
-__all__ = ["Pending", "hand_over", "keys_to_come", "ring_attention"]
+__all__ = ["Pending", "hand_over", "ring_attention"]
 
 
 class Pending(Protocol):
     """Keys and values in flight. wait: returns [2, B, Ck, Bk, D]"""
 
     def wait(self) -> torch.Tensor: ...
-
-
-def keys_to_come(
-    route: Route, k: torch.Tensor, v: torch.Tensor, strategy: Strategy, group: SequenceGroup
-) -> Callable[[torch.Tensor, int], Pending]:
-    """What starts the transfer of the next period's keys: (this period's, blocks of the next) → those in flight.
-
-    Args:
-        k, v: [B, H, n_local, D], outside attention.
-    """
-    if route.fetch_exchanges:
-        fetched = route.fetch(k, v, group)
-        return lambda kv, next_blocks: next(fetched)
-    return lambda kv, next_blocks: hand_over(kv, next_blocks, strategy, group)
 
 
 def ring_attention(
@@ -58,6 +44,7 @@ def ring_attention(
     head_layout: DenseHeadLayout | None = None,
     *,
     lse: bool = False,
+    last: Callable[[], RingStepTable | None] | None = None,
 ) -> PartialAttention:
     """All periods of one attention on one rank.
 
@@ -69,21 +56,26 @@ def ring_attention(
         q: [B·Rq, Bq, D], the rank's packed rows.
         first_slot: Hands over [2, B, Ck, Bk, D], keys and values of the slot it starts with: called once, so that
             nobody else holds them while other slots pass.
-        next_keys: See `keys_to_come`.
+        next_keys: Starts the transfer of the next period's keys: (this period's, blocks of the next) → those coming.
         tables: One per period, not yet expanded for the batch.
         head_layout: Says that rows are those of whole heads; see `dbsp_kernels.block_attention`.
         lse: Whether the log-sum-exp is wanted.
+        last: Asked for the table of one more period, the last, once the first one's kernel has been started; None:
+            there is none.
 
     Returns:
         out [B·Rq, Bq, D] and its log-sum-exp [B·Rq, Bq].
     """
     kv = first_slot()
-    batch = kv.shape[1]
+    batch, several = kv.shape[1], len(tables) > 1 or last is not None
     running: PartialAttention | None = None
-    for period, table in enumerate(tables):
-        coming = None
-        if period + 1 < len(tables):
-            coming = next_keys(kv, len(tables[period + 1].kv_len))
+    to_do = deque(tables)
+    while to_do:
+        table = to_do.popleft()
+        coming = None  # what has come is not held while more sets off
+        if to_do:
+            coming = next_keys(kv, len(to_do[0].kv_len))
+        more = coming is not None or last is not None
         keys, values = kv.flatten(1, 2).unbind(0)
         dense = table.dense if kernel.returns_lse and dense_supported(q) else None
         if dense is not None:
@@ -98,19 +90,24 @@ def ring_attention(
                 scale=scale,
                 kernel=kernel,
                 partial=running,
-                out_dtype=wide if coming is not None or dense is not None else q.dtype,
+                out_dtype=wide if more or dense is not None else q.dtype,
                 head_layout=head_layout and DenseHeadLayout(head_layout.heads * batch, head_layout.tokens),
-                lse=lse or len(tables) > 1 or dense is not None,
+                lse=lse or several or dense is not None,
             )
         if dense is not None:
             running = _with_dense_rows(running, q, keys, values, dense, batch, scale)
-            running = (running[0] if coming is not None else running[0].to(q.dtype)), running[1]
+            running = (running[0] if more else running[0].to(q.dtype)), running[1]
         del keys, values  # or the slot that has been handed over would be held while the next but one comes
+        if last is not None:
+            of_last, last = last(), None
+            to_do.extend([] if of_last is None else [of_last])
+            if coming is None and of_last is not None:
+                coming = next_keys(kv, len(of_last.kv_len))
         if coming is not None:
             kv = coming.wait()
     if running is None:
         raise ValueError("ring_attention needs at least one period")
-    return running
+    return running[0].to(q.dtype), running[1]
 
 
 def _with_dense_rows(

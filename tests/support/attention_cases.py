@@ -12,7 +12,8 @@ from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.layout.learned import MaskProfile
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.planning.assignment import Assignment
-from dbsp_core.planning.key_travel import KEYS, NeededKeys
+from dbsp_core.planning.key_chunks import KeysInChunks
+from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
@@ -28,7 +29,7 @@ class Case:
     """One attention. Everything random comes from `seed`; `sabotage` names a negative control.
 
     planner: a planner's name, or "random" for any owner and any slot, per head
-    chunk_shares, one_ahead: of needed keys, see `NeededKeys`
+    chunk_shares, one_ahead: of keys that come in chunks, see `KeysInChunks`
     band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
     """
 
@@ -174,45 +175,57 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
         mask = BlockMask(mask.bits, replace(mask.grid, orders=mask.grid.orders[::-1]))
     planner = "contiguous" if case.planner == "random" else case.planner
     config = PlannerConfig(planner, paper=PaperConfig(case.reward, case.equal_heads))
-    plan = make_plan(mask, strategy, config, layout=layout, keys=case.keys)
+    planned = drifted(case, mask) if case.keys == "kept" else mask
+    plan = make_plan(planned, strategy, config, layout=layout, keys=case.keys)
     if case.planner == "random":
         rng = np.random.default_rng(case.seed)
         owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)
         slots = rng.integers(strategy.ring, size=plan.assignment.keys.slot.shape)
-        keys = KEYS[case.keys].of(RowOwners(strategy, mask.grid, owners), slots, mask)
+        keys = KEYS[case.keys].of(RowOwners(strategy, mask.grid, owners), slots, planned)
         plan = replace(plan, assignment=replace(plan.assignment, q_owner=owners, keys=keys))
-    if case.keys == "needed":
-        plan = in_chunks(plan, mask, case.chunk_shares, case.one_ahead)
+    if isinstance(plan.assignment.keys, KeysInChunks):
+        plan = in_chunks(plan, planned, case.chunk_shares, case.one_ahead)
     if case.sabotage == "a needed block left out":
         plan = replace(plan, assignment=without_a_block(plan.assignment))
         mask = BlockMask(mask.bits & _sent(plan.assignment), mask.grid)
     executor = DualBalancedAttention.prepare(
         plan, mask, layout, SequenceGroup.of(), n_local=local[0].shape[2], kernel=case.kernel, debug=True
     )
+    if case.sabotage == "nothing added":
+        executor = replace(executor, added=None)
     if case.sabotage == "wrong slot order":
         executor = replace(executor, tables=(executor.tables[0], *reversed(executor.tables[1:])))
     scale = case.width**-0.5 * (1.01 if case.sabotage == "wrong scale" else 1)
     return executor(*local, scale=scale)
 
 
+def drifted(case: Case, mask: BlockMask) -> BlockMask:
+    """The mask of an earlier step: nothing differed, some rows attended to other blocks, or none to some blocks."""
+    rng = np.random.default_rng([case.seed, 1])
+    share = (0.0, 0.02, 0.3, 1.0)[case.seed % 4]
+    bits = mask.bits.numpy() ^ (rng.random(mask.bits.shape) < share * case.density)
+    not_yet = rng.random((case.heads, 1, mask.grid.nk)) < share / 2
+    return BlockMask(bits & ~not_yet, mask.grid)
+
+
 def in_chunks(plan: Plan, mask: BlockMask, shares: tuple[int, ...], one_ahead: bool = False) -> Plan:
-    """The same with its needed keys in these further chunks."""
-    assert isinstance(plan.assignment.keys, NeededKeys)
+    """The same with its keys in these further chunks."""
+    assert isinstance(plan.assignment.keys, KeysInChunks)
     return plan.with_keys(plan.assignment.keys.in_chunks(shares, one_ahead), mask)
 
 
 def without_a_block(assignment: Assignment) -> Assignment:
     """The same, but the last rank that is sent any keys in the last chunk is sent one block of them less."""
     keys = assignment.keys
-    assert isinstance(keys, NeededKeys)
+    assert isinstance(keys, KeysInChunks)
     rank, head, block = (int(index[-1]) for index in np.nonzero(keys.chunks[-1]))
-    needed = keys.needed.copy()
+    needed = keys.sent.copy()
     needed[rank, head, block] = False
-    return replace(assignment, keys=replace(keys, needed=needed))
+    return replace(assignment, keys=replace(keys, sent=needed))
 
 
 def _sent(assignment: Assignment) -> torch.Tensor:
     """bool[H, nq, nk]: whether each row's owner is sent each block."""
-    assert isinstance(assignment.keys, NeededKeys)
+    assert isinstance(assignment.keys, KeysInChunks)
     heads = np.arange(assignment.heads)[:, None]
-    return torch.from_numpy(assignment.keys.needed[assignment.q_owner, heads])
+    return torch.from_numpy(assignment.keys.sent[assignment.q_owner, heads])

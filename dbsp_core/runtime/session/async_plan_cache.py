@@ -59,11 +59,13 @@ class _Evaluation:
     Attributes:
         used: The plan of the call, with the numbers of its mask.
         next: The plan of the attention's next call.
+        new: Whether that is another plan, not the same one, perhaps with other keys.
         part: This rank's part in it, where it is another assignment.
     """
 
     used: KeptPlan
     next: KeptPlan
+    new: bool
     part: RankPlan | None
 
 
@@ -170,7 +172,7 @@ class AsyncPlanCache:
                 "timeout; something in it stands still"
             ) from error
         self.counters.add(evaluation.used.plan)
-        self.counters.replans += evaluation.next is not evaluation.used
+        self.counters.replans += evaluation.new
         self.latest[key], self._kept[key] = evaluation.used.plan, evaluation.next
         if evaluation.part is not None:
             self._parts[key] = evaluation.part
@@ -191,9 +193,9 @@ class AsyncPlanCache:
 
     def _evaluate(self, call: _Call) -> _Evaluation:
         with self._own_stream(call.mask.bits.device, call.event):
-            used, chosen = evaluate(call.kept, call.mask, call.maker, call.name, self.rule, self.compare)
+            used, chosen, new = evaluate(call.kept, call.mask, call.maker, call.name, self.rule, self.compare)
         moves = chosen is not used and not chosen.plan.assignment.equals(used.plan.assignment)
-        return _Evaluation(used, chosen, call.maker.rank_plan(chosen.plan.assignment) if moves else None)
+        return _Evaluation(used, chosen, new, call.maker.rank_plan(chosen.plan.assignment) if moves else None)
 
     def _own_stream(self, device: torch.device, event: torch.cuda.Event | None) -> AbstractContextManager[object]:
         """A stream of the thread's own, which waits only for the mask, not for what else the device computes."""

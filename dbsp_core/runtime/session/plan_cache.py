@@ -22,6 +22,10 @@ class PlanMaker(Protocol):
         """The plan for a mask, where `current` is in use."""
         ...
 
+    def renew(self, plan: Plan, mask: BlockMask) -> Plan:
+        """A plan with the keys that it keeps renewed by a mask, whose numbers it has; see `Plan.renewed`."""
+        ...
+
     def rank_plan(self, assignment: Assignment) -> RankPlan | None:
         """This rank's part in an assignment, on the host; None: whoever gets the plan makes it."""
         ...
@@ -35,6 +39,9 @@ class PlansBy:
 
     def make(self, mask: BlockMask, current: Plan | None) -> Plan:
         return self.plan(mask)
+
+    def renew(self, plan: Plan, mask: BlockMask) -> Plan:
+        return plan.renewed(mask)
 
     def rank_plan(self, assignment: Assignment) -> RankPlan | None:
         return None
@@ -118,10 +125,10 @@ class SyncPlanCache:
         self.counters.calls += 1
         kept = self._kept.get(key)
         if kept is None or not kept.plan.fits(mask):
-            used, chosen = None, new_plan(kept, mask, maker, name)
+            chosen, new = new_plan(kept, mask, maker, name), True
         else:
-            used, chosen = evaluate(kept, mask, maker, name, self.rule, self.compare)
-        self.counters.replans += chosen is not used
+            _, chosen, new = evaluate(kept, mask, maker, name, self.rule, self.compare)
+        self.counters.replans += new
         self._keep(key, chosen)
         return Planned(chosen.plan)
 
@@ -159,8 +166,13 @@ def new_plan(kept: KeptPlan | None, mask: BlockMask, maker: PlanMaker, name: Has
 
 def evaluate(
     kept: KeptPlan, mask: BlockMask, maker: PlanMaker, name: Hashable | None, rule: ReplanRule, compare: bool
-) -> tuple[KeptPlan, KeptPlan]:
-    """The kept plan with this mask's numbers, and the one to use from now on: the same, or a new one if it expired."""
+) -> tuple[KeptPlan, KeptPlan, bool]:
+    """The kept plan with this mask's numbers; the one to use from now on; and whether that is a new one.
+
+    It is where the kept one expired. Else it is the same, with the keys that it keeps renewed where others are needed.
+    """
     used = kept.used_with(kept.plan.evaluate(mask, compare=compare))
-    chosen = new_plan(kept, mask, maker, name) if rule.expired(used, name) else used
-    return used, chosen
+    if rule.expired(used, name):
+        return used, new_plan(kept, mask, maker, name), True
+    renewed = maker.renew(used.plan, mask)
+    return used, used if renewed is used.plan else used.renewed(renewed), False

@@ -155,6 +155,11 @@ class ConfiguredPlanMaker:
                 settings.warn_once(self._limit(settings.memory), above, plan)
         return plan
 
+    def renew(self, plan: Plan, mask: BlockMask) -> Plan:
+        """See `plan_cache.PlanMaker`; in other chunks where the same would hold more than the limit."""
+        renewed = plan.renewed(mask)
+        return renewed if renewed is plan or self._fits(renewed) else self._chunked(renewed, mask)
+
     def rank_plan(self, assignment: Assignment) -> RankPlan:
         """See `plan_cache.PlanMaker`."""
         return RankPlan.of(assignment, self.settings.layout, self.settings.group.rank)
@@ -185,6 +190,10 @@ class ConfiguredPlanMaker:
             plan = self._balanced_plan(make_by, planner)
         else:
             plan = make_by(planner)
+        return self._chunked(plan, mask)
+
+    def _chunked(self, plan: Plan, mask: BlockMask) -> Plan:
+        settings = self.settings
         return in_fastest_chunks(
             plan, mask, self.shape, settings.hardware, settings.topology, settings.layout, self._excess
         )

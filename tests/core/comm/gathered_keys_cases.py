@@ -16,7 +16,8 @@ from dbsp_core.cost.hardware import load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.peak_memory import peak_bytes
 from dbsp_core.masks.mask_counts import MaskCounts
-from dbsp_core.planning.key_travel import KEYS, KeyTravel
+from dbsp_core.planning.key_travel import KeyTravel
+from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.runtime.rank_plan import RankPlan
 from tests.core.runtime.gradients.gradient_cases import run_gradients

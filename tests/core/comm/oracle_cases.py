@@ -64,13 +64,11 @@ CHUNKS = (
 )
 
 
-def needed_key_cases(strategy: Strategy) -> list[Case]:
-    """Every shape with every setting, where keys go to the ranks that need them."""
+def chunked_key_cases(strategy: Strategy, keys: str) -> list[Case]:
+    """Every shape with every setting, where keys come in chunks: "all", or those that are "needed"."""
     ways = enumerate(itertools.product(NEEDED_SHAPES, NEEDED_SETTINGS))
     every = (
-        replace(
-            shape, strategy=str(strategy), keys="needed", seed=seed, band=bool(seed % 3), **how, **CHUNKS[seed % 5]
-        )
+        replace(shape, strategy=str(strategy), keys=keys, seed=seed, band=bool(seed % 3), **how, **CHUNKS[seed % 5])
         for seed, (shape, how) in ways
     )
     return [case for case in every if strategy.ring <= -(-case.tokens // case.block_k)]

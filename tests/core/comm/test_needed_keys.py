@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 
 from dbsp_core import Strategy
-from tests.core.comm.oracle_cases import TOLERANCE, WORLDS, needed_key_cases
+from tests.core.comm.oracle_cases import TOLERANCE, WORLDS, chunked_key_cases
 from tests.core.runtime.gradients.gradient_cases import run_gradients
 from tests.support.attention_cases import Case, run_case
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in WORLDS for s in Strategy.all_for(w)], ids=str)
 def test_equals_dense_attention(threads, world, strategy):
-    for case in needed_key_cases(strategy):
+    for case in chunked_key_cases(strategy, "needed"):
         errors = threads(world).run(run_case, case)
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(w, s) for w in (2, 4, 6) for s in Strategy.all_for(w)], ids=str)
 def test_gradients_equal_those_of_dense_attention(threads, world, strategy):
-    for case in needed_key_cases(strategy)[world % 2 :: 2]:
+    for case in chunked_key_cases(strategy, "needed")[world % 2 :: 2]:
         errors = threads(world).run(run_gradients, case)
         assert all(max(error) <= TOLERANCE for error in errors), (case, errors)
 

@@ -11,6 +11,15 @@ import torch
 from dbsp_core.masks.block_mask import MaskCounts
 
 
+def test_columns_by_rank_are_counted_alike_by_numpy_and_on_a_device():
+    draws = np.random.default_rng(0)
+    parts = [torch.from_numpy(draws.random((3, rows, columns)) < 0.1) for rows, columns in ((40, 30), (300, 7))]
+    owner, counts = draws.integers(0, 5, (3, 340)), MaskCounts(*parts)
+    by_rank = counts.columns_by_rank_on_device(torch.from_numpy(owner), 5)
+    assert np.array_equal(by_rank.numpy(), counts.columns_by_rank(owner, 5))
+    assert by_rank.sum() == sum(int(part.sum()) for part in parts)
+
+
 def test_threads_that_count_one_mask_do_not_mix_up_their_counts():
     draws = np.random.default_rng(0)
     bits = torch.from_numpy(draws.random((3, 40, 30)) < 0.4)

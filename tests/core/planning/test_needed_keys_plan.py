@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.cost.comm_volume import traffic_of
 from dbsp_core.cost.layout_choice import least_keys_layout
-from dbsp_core.planning.key_travel import NeededKeys, RingKeys
+from dbsp_core.planning.key_chunks import NeededKeys
+from dbsp_core.planning.key_travel import RingKeys
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import MaskRequest, SvgSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
@@ -35,7 +36,7 @@ def test_needed_is_what_some_row_of_the_rank_attends_to(grid, heads, seed, world
     mask = BlockMask(random_bits(heads, grid, seed), grid)
     owner = np.random.default_rng(seed).integers(world, size=(heads, grid.nq))
     slot = np.zeros((heads, grid.nk), dtype=np.int64)
-    needed = NeededKeys.of(RowOwners(Strategy(1, world), grid, owner), slot, mask).needed
+    needed = NeededKeys.of(RowOwners(Strategy(1, world), grid, owner), slot, mask).sent
     for rank in range(world):
         rows = torch.from_numpy(owner == rank)[..., None]
         assert (needed[rank] == (mask.bits & rows).any(dim=1).numpy()).all()
@@ -68,11 +69,12 @@ def test_local_rows_need_a_fraction_of_what_others_need():
 
 
 @pytest.mark.parametrize("shares", [(1,), (1, 1), (2, 1), (3, 2, 1), (1,) * 8], ids=str)
-def test_chunks_are_even_and_their_work_is_that_of_their_keys(shares):
+@pytest.mark.parametrize(("keys", "layout_name"), [("needed", "local"), ("all", "striped"), ("all", "contiguous")])
+def test_chunks_are_even_and_their_work_is_that_of_their_keys(shares, keys, layout_name):
     mask, strategy = SOURCES["window"].mask(REQUEST), Strategy(2, 4)
-    layout = SequenceLayout.named("local", mask.grid, strategy)
-    plan = in_chunks(make_plan(mask, strategy, layout=layout, keys="needed"), mask, shares)
-    needed, every = plan.assignment.keys.needed, plan.assignment.keys.chunks
+    layout = SequenceLayout.named(layout_name, mask.grid, strategy)
+    plan = in_chunks(make_plan(mask, strategy, layout=layout, keys=keys), mask, shares)
+    needed, every = plan.assignment.keys.sent, plan.assignment.keys.chunks
     assert len(every) == 1 + len(shares)
     assert (np.sum(every, axis=0) == needed).all(), "every key once"
     for rank in range(strategy.world):
@@ -97,25 +99,26 @@ def test_a_mask_with_further_keys_does_not_fit():
     fewer = mask.bits.clone()
     fewer[:, ::2] = False
     assert plan.fits(BlockMask(fewer, mask.grid))
-    rank, head, block = (int(index[0]) for index in np.nonzero(~plan.assignment.keys.needed))
+    rank, head, block = (int(index[0]) for index in np.nonzero(~plan.assignment.keys.sent))
     row = int(np.flatnonzero(plan.assignment.q_owner[head] == rank)[0])
     more = mask.bits.clone()
     more[head, row, block] = True
     assert not plan.fits(BlockMask(more, mask.grid))
-    assert make_plan(mask, "U2R2").fits(BlockMask(more, mask.grid)), "a ring brings every key"
+    for keys in ("ring", "all"):
+        assert make_plan(mask, "U2R2", keys=keys).fits(BlockMask(more, mask.grid)), "these bring every key"
 
 
 def test_assignments_that_send_other_keys_differ():
     mask = SOURCES["window"].mask(REQUEST)
     plan = make_plan(mask, "U2R2", keys="needed").assignment
-    other = plan.keys.needed.copy()
+    other = plan.keys.sent.copy()
     other[0, 0, 0] ^= True
-    for keys in (RingKeys(plan.keys.slot, 2), replace(plan.keys, needed=other)):
+    for keys in (RingKeys(plan.keys.slot, 2), replace(plan.keys, sent=other)):
         another = replace(plan, keys=keys)
         assert not plan.equals(another)
         assert not another.equals(plan)
         assert plan.fingerprint != another.fingerprint
-    assert plan.equals(replace(plan, keys=replace(plan.keys, needed=plan.keys.needed.copy())))
+    assert plan.equals(replace(plan, keys=replace(plan.keys, sent=plan.keys.sent.copy())))
 
 
 def test_a_split_heads_keys_go_only_where_its_rows_need_them():
@@ -158,7 +161,11 @@ class TestLayout:
 
 @pytest.mark.parametrize(
     ("keys", "complaint"),
-    [("auto", "auto weighs predicted times"), ("neded", "did you mean 'needed'"), ("all", "use one of ring, needed")],
+    [
+        ("auto", "auto weighs predicted times"),
+        ("neded", "did you mean 'needed'"),
+        ("every", "one of ring, all, needed, kept"),
+    ],
 )
 def test_a_wrong_way_of_keys(keys, complaint):
     mask = SOURCES["window"].mask(REQUEST)

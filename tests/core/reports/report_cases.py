@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 import dbsp_para
 from dbsp_core import BlockMask, SequenceGroup, Strategy, make_plan
 from dbsp_core.config.config import DbspConfig
-from dbsp_core.cost.comm_volume import traffic_of
+from dbsp_core.cost.comm_volume import Traffic, traffic_of
 from dbsp_core.masks.video import Video
+from dbsp_core.planning.kept_keys import KeptKeys
 from dbsp_core.reports.collect import make_report
 from dbsp_core.reports.observed_session import observed_session
 from dbsp_core.reports.observer import run_observer
@@ -92,13 +93,20 @@ def _recount(
     plan, strategy, layer = executor.plan, executor.plan.strategy, now[0]
     work = plan.evaluate(mask).metrics.work
     before = make_plan(mask, strategy, "contiguous").metrics.work
-    traffic = traffic_of(plan.assignment, session.layout)
+    assignment, keys = plan.assignment, plan.assignment.keys
+    if isinstance(keys, KeptKeys):
+        assignment = replace(assignment, keys=keys.with_mask(assignment, mask))
+    traffic = traffic_of(assignment, session.layout)
     items = q.shape[0]  # as the executor sees it: 1 where items have masks of their own
     token_bytes = items * q.shape[3] * q.element_size()
     apart = ~np.eye(strategy.world, dtype=bool)
-    to_owners, to_homes = (int((tokens * apart).sum()) for tokens in (traffic.dispatch, traffic.combine))
+    to_owners, to_homes = (int((tokens * apart).sum()) for tokens in (_dispatched(traffic), traffic.combine))
     ring = int(traffic.blocks[0].sum()) * (strategy.ring - 1) * 2 * plan.grid.block_k * token_bytes
-    ratios = [float(w.max(axis=1).sum() * strategy.world / w.sum()) for w in (before, work)]
+    if not keys.lockstep:
+        ring, after = 0, work.sum(axis=0, keepdims=True)
+    else:
+        after = work
+    ratios = [float(w.max(axis=1).sum() * strategy.world / w.sum()) for w in (before, after)]
     return Recount(
         *(layer, now[1], now[2], str(strategy)),
         density=float(mask.bits.float().mean()),
@@ -107,6 +115,12 @@ def _recount(
         work=work.sum(axis=0).tolist(),
         sent=(to_owners * token_bytes, ring, to_homes * token_bytes),
     )
+
+
+def _dispatched(traffic: Traffic) -> np.ndarray:
+    """float64[P, P]: queries, and keys and values of all exchanges."""
+    total: np.ndarray = traffic.queries + np.sum(traffic.key_exchanges, axis=0)
+    return total
 
 
 def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder: str) -> dict[str, Any]:

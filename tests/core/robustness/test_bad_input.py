@@ -44,7 +44,7 @@ def assert_fails_alike(pool, message, function, *args):
             "kernel 'sparge' cannot serve this plan: it returns no log-sum-exp",
         ),
         ({"kernel": "magic"}, "unknown kernel 'magic'; use auto or one of"),
-        ({"keys": "neded"}, "keys cannot be 'neded' here: use one of ring, needed; did you mean 'needed'"),
+        ({"keys": "neded"}, "keys cannot be 'neded' here: use one of ring, all, needed, kept; did you mean 'needed'"),
     ],
 )
 def test_settings_that_do_not_fit(pool, options, message):

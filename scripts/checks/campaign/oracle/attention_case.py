@@ -41,7 +41,7 @@ class Draw:
     sequences: packed where there are several
     orders:    of tokens, one for all heads or one per head; for mask source "random"
     keys:      as for `make_plan`;  padded: whether ranks hold padding too
-    chunk_shares, one_ahead: of needed keys, as for `NeededKeys`
+    chunk_shares, one_ahead: of keys in chunks, as for `KeysInChunks`
     planner:   a name, or "random" for any owner and any slot
     layout:    a name, "shuffled" for tokens in no order, or "least" for the one in which the fewest keys travel
     """
@@ -135,7 +135,7 @@ def _draw(rng: random.Random, world: int) -> Draw:
         layout=rng.choice([*LAYOUT_ORDERS, "shuffled", "least"]),
         streams="first" if rng.random() < 0.3 else None,
         padded=rng.random() < 0.5,
-        keys=rng.choice(["ring", "ring", "needed"]),
+        keys=rng.choice(["ring", "ring", "all", "needed", "kept"]),
         chunk_shares=rng.choice([(1,), (1, 1), (3, 2, 1), (1, 1, 1, 1), (rng.randint(1, 5), rng.randint(1, 5))]),
         one_ahead=rng.random() < 0.3,
         kernel=kernel,

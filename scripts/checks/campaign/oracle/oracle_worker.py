@@ -22,7 +22,8 @@ from dbsp_core import (
 )
 from dbsp_core.cost.layout_choice import least_keys_layout
 from dbsp_core.layout.sequence_layout import MaskProfile
-from dbsp_core.planning.key_travel import KEYS, NeededKeys
+from dbsp_core.planning.key_chunks import KeysInChunks
+from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
 from dbsp_core.sources import LocalQK
@@ -130,11 +131,18 @@ def _attend(
     local: list[torch.Tensor],
     scale: float,
 ) -> torch.Tensor:
-    plan = _plan_of(case, strategy, mask, layout)
+    plan = _plan_of(case, strategy, _earlier(case, mask) if case.keys == "kept" else mask, layout)
     attend = DualBalancedAttention.prepare(
         plan, mask, layout, group, n_local=local[0].shape[2], kernel=case.kernel, debug=case.debug
     )
     return attend(*local, scale=scale * case.width**-0.5)
+
+
+def _earlier(case: Draw, mask: BlockMask) -> BlockMask:
+    """Another step's mask: none or some of the blocks, or all, are drawn anew."""
+    rng = np.random.default_rng(case.seed)
+    anew = rng.random(mask.bits.shape) < rng.choice([0.0, 0.02, 0.3, 1.0])
+    return BlockMask(np.where(anew, rng.random(mask.bits.shape) < case.density, mask.bits.numpy()), mask.grid)
 
 
 def _plan_of(case: Draw, strategy: Strategy, mask: BlockMask, layout: SequenceLayout) -> Plan:
@@ -153,7 +161,7 @@ def _plan_of(case: Draw, strategy: Strategy, mask: BlockMask, layout: SequenceLa
 
 def _in_chunks(plan: Plan, mask: BlockMask, case: Draw) -> Plan:
     keys = plan.assignment.keys
-    if not isinstance(keys, NeededKeys) or plan.strategy.ring == 1:
+    if not isinstance(keys, KeysInChunks) or plan.strategy.ring == 1:
         return plan
     return plan.with_keys(keys.in_chunks(case.chunk_shares, case.one_ahead), mask)
 
