@@ -375,18 +375,18 @@ class TestCapabilities:
         [
             (
                 KernelRequirements(lse=True),
-                r"returns no log-sum-exp.*use cpu or triton or .*reference or triton-ws or cudnn or fastvideo",
+                r"returns no log-sum-exp.*use cpu or fa4 or triton or .*reference or triton-ws or cudnn or fastvideo",
             ),
             (
                 KernelRequirements(ragged_rows=True),
-                r"only whole heads.*use cpu or triton or .*reference or triton-ws or cudnn or fastvideo",
+                r"only whole heads.*use cpu or fa4 or triton or .*reference or triton-ws or cudnn or fastvideo",
             ),
             (
                 KernelRequirements(width=32),
                 r"head dims 64 or 128, not 32; use cpu or triton or flex or reference$",
             ),
             (KernelRequirements(width=512), r"not 512; use cpu or reference"),
-            (KernelRequirements(tokens=100), r"heads of 128 tokens and more, not of 100; use cpu or triton"),
+            (KernelRequirements(tokens=100), r"heads of 128 tokens and more, not of 100; use cpu or fa4 or triton"),
         ],
     )
     def test_a_plan_that_a_kernel_can_never_serve_is_refused_by_name(self, monkeypatch, needs, complaint):
