@@ -78,10 +78,10 @@ def pool_rows(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 def pool_rows_torch(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """`pool_rows` by torch's own operations."""
-    values, directions = sums[..., :-2].double().chunk(2, dim=-1)
+    values, directions = sums[..., :-2].to(torch.float64).chunk(2, dim=-1)
     mean = values * MEAN_UNIT / lengths[:, None]
     direction = directions * DIRECTION_UNIT / lengths[:, None]
-    return torch.cat([mean, halving_sum(direction * direction)[..., None]], dim=-1).float()
+    return torch.cat([mean, halving_sum(direction * direction)[..., None]], dim=-1).to(torch.float32)
 
 
 def with_triton(tensor: torch.Tensor) -> bool:
@@ -99,12 +99,12 @@ def sum_tokens_torch(tokens: torch.Tensor, place: torch.Tensor, runs: BlockRuns)
     for begin, end, start, length in _parts(runs, max(1, CHUNK_BYTES // (8 * width))):
         places = place[start : start + (end - begin) * length]
         for item, head in itertools.product(range(batch), range(heads)):
-            part = tokens[item, head].index_select(0, places).float()
+            part = tokens[item, head].index_select(0, places).to(torch.float32)
             part = torch.nan_to_num_(part, nan=0.0).clamp_(-LIMIT, LIMIT)
             values, directions = sums[head, item, begin:end, :-2].chunk(2, dim=-1)
             values.copy_(_exact_sums(part.mul(1 / MEAN_UNIT).floor_(), length))
             # In float64: torch's float32 root on CPU is not always the nearest; of this one's, the rounded one is.
-            norm = halving_sum(part * part).double().sqrt_().float()
+            norm = halving_sum(part * part).to(torch.float64).sqrt_().to(torch.float32)
             part.div_(norm.masked_fill_(norm == 0, torch.inf)[:, None])  # without a length: no direction
             # Rounded down: to add a half first would round twice, and not everywhere alike.
             directions.copy_(_exact_sums(part.mul_(1 / DIRECTION_UNIT).floor_(), length))

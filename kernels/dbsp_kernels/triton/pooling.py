@@ -50,8 +50,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(at, mask=(entry < end)[:, None] & (width < WIDTH)[None, :], other=0.0).to(tl.float32)
         x = tl.where(x == x, x, 0.0)
         x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
+        length = tl.sqrt_rn(_halving_sum(x * x, TILE, PADDED, LOG2))[:, None]  # before sums: else sm120 spills
         values += tl.sum(tl.floor(x * PER_MEAN_UNIT).to(tl.int64), 0)
-        length = tl.sqrt_rn(_halving_sum(x * x, TILE, PADDED, LOG2))[:, None]
         x = tl.where(length > 0, tl.div_rn(x, tl.where(length > 0, length, 1.0)), 0.0)
         directions += tl.sum(tl.floor(x * PER_DIRECTION_UNIT).to(tl.int32), 0)
     row = (item % heads).to(tl.int64) * (tl.num_programs(1) // heads) + item // heads  # head after head

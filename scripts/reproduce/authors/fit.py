@@ -6,6 +6,7 @@ the hardware files and what stands here.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 import numpy as np
@@ -93,6 +94,10 @@ def fit_others(known: Constants, given: list[Bar]) -> Constants:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        usage="python -m scripts.reproduce.authors.fit",
+        description="Fits the constants of a800 and h800 to half of what the paper's authors measured; prints them.",
+    ).parse_args()
     everything = bars()
     given = [bar for bar, fitted in zip(everything, fitted_half(len(everything)), strict=True) if fitted]
     known = {name: load_hardware(name).constants for name in MACHINES}
