@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, working
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.packages import installed_version, missing_packages
-from dbsp_kernels import KERNELS, available, explain_auto
+from dbsp_kernels import KERNELS, KernelRequirements, available, explain_auto, faster_than_auto
 
 __all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
 
@@ -176,6 +176,11 @@ def _kernels() -> list[Check]:
         else:
             findings.append(Check(f"kernel {name}", "missing", reason, f"kernel {usable} serves instead"))
     try:
-        return [*findings, Check("kernel auto", "ok", explain_auto(device, dtype))]
+        findings.append(Check("kernel auto", "ok", explain_auto(device, dtype)))
+        for size in (64, 128) if device == "cuda" else ():
+            needs = KernelRequirements((size, size), 128)
+            said = explain_auto(device, dtype, needs), faster_than_auto(device, dtype, (size, size))
+            findings.append(Check(f"kernel auto, blocks of {size}×{size}", "ok", "; ".join(filter(None, said))))
     except UserError as error:  # $DBSP_KERNEL names one that cannot
-        return [*findings, Check("kernel auto", "missing", str(error), f"set DBSP_KERNEL to {usable}")]
+        findings.append(Check("kernel auto", "missing", str(error), f"set DBSP_KERNEL to {usable}"))
+    return findings

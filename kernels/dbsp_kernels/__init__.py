@@ -11,6 +11,7 @@ from dbsp_kernels.registry import (
     available,
     choose_kernel,
     explain_auto,
+    faster_than_auto,
     require_supported,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "choose_kernel",
     "dense_supported",
     "explain_auto",
+    "faster_than_auto",
     "merge_into",
     "merge_states",
     "require_supported",

@@ -12,7 +12,7 @@ from dbsp_kernels.backward import BackwardInputs, Gradients
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.merge import PartialAttention
 
-__all__ = ["FLOATS", "HALVES", "Kernel", "KernelRequirements", "interpreted"]
+__all__ = ["FLOATS", "HALVES", "Kernel", "KernelRequirements", "arch_of", "interpreted"]
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 FLOATS = HALVES | {torch.float32, torch.float64}
@@ -91,7 +91,7 @@ class Kernel:
         reason = self.why_unsupported_anywhere(needs) or self.why_unavailable()
         if reason is not None:
             return reason
-        arch = _arch(device)
+        arch = arch_of(device)
         if arch is not None and self.archs is not None and arch not in self.archs:
             served = ", ".join(f"{served // 10}.{served % 10}" for served in sorted(self.archs))
             return f"it serves GPUs of compute capability {served}; {device} has {arch // 10}.{arch % 10}"
@@ -128,8 +128,9 @@ def _listed(widths: Container[int]) -> str:
     return " or ".join(map(str, sorted(widths)))  # type: ignore[call-overload]
 
 
-def _arch(device: torch.device) -> int | None:
+def arch_of(device: torch.device | str) -> int | None:
     """Compute capability as one number, 90 for Hopper; None if the device is no GPU of this machine."""
+    device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability(device)

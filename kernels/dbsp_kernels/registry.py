@@ -8,9 +8,17 @@ import torch
 
 from dbsp_kernels.backends import cpu, cudnn, fa4, fastvideo, flex, reference, sparge, triton
 from dbsp_kernels.errors import UserError
-from dbsp_kernels.kernel import Kernel, KernelRequirements
+from dbsp_kernels.kernel import Kernel, KernelRequirements, arch_of
 
-__all__ = ["KERNELS", "available", "choose_kernel", "explain_auto", "require_supported", "returns_lse"]
+__all__ = [
+    "KERNELS",
+    "available",
+    "choose_kernel",
+    "explain_auto",
+    "faster_than_auto",
+    "require_supported",
+    "returns_lse",
+]
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
@@ -21,7 +29,6 @@ KERNELS: dict[str, Kernel] = {
         flex.KERNEL,
         reference.KERNEL,
         sparge.KERNEL,
-        triton.WARP_SPECIALIZED,
         cudnn.KERNEL,
         fastvideo.KERNEL,
     )
@@ -77,14 +84,33 @@ def require_supported(name: str, needs: KernelRequirements) -> None:
         raise UserError(f"kernel {wanted!r} cannot serve this plan: {reason}; use {instead}")
 
 
-def explain_auto(device: torch.device | str, dtype: torch.dtype) -> str:
+def explain_auto(device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None) -> str:
     """What "auto" takes for `dtype` on `device` here, and why, in one sentence."""
-    name = choose_kernel("auto", device, dtype).name
+    name = choose_kernel("auto", device, dtype, needs).name
     if os.environ.get("DBSP_KERNEL"):
         return f"{name}, because DBSP_KERNEL={os.environ['DBSP_KERNEL']}"
     better = [n for n in list(KERNELS)[: list(KERNELS).index(name)] if device in KERNELS[n].devices]
-    passed = [f"{other}: {KERNELS[other].why_unsupported(device, dtype)}" for other in better]
+    passed = [f"{other}: {KERNELS[other].why_unsupported(device, dtype, needs)}" for other in better]
     return f"{name}, the best that serves {dtype} on {device}" + (f" ({'; '.join(passed)})" if passed else "")
+
+
+_NOT_THROUGH_TENSOR_MEMORY = "triton's output goes through tensor memory at every step (read from machine code)"
+_FASTER = {
+    (90, (128, 128)): ("fa4", "1.00 of the tensor cores' time against triton's 0.70, modelled"),
+    (90, (64, 64)): ("cudnn", "0.89 of the tensor cores' time against triton's 0.80, modelled"),
+} | {(arch, blocks): ("cudnn", _NOT_THROUGH_TENSOR_MEMORY) for arch in (100, 103) for blocks in ((64, 64), (128, 128))}
+"""By architecture and blocks the kernel that should be faster than triton there, and why. Not timed on a GPU by us."""
+
+
+def faster_than_auto(device: torch.device | str, dtype: torch.dtype, blocks: tuple[int, int]) -> str | None:
+    """Which kernel should be faster here than what "auto" takes for such blocks, why, and how to have it; or None."""
+    needs = KernelRequirements(blocks)
+    name, why = _FASTER.get((arch_of(device) or 0, blocks), ("", ""))
+    if not name or choose_kernel("auto", device, dtype, needs).name in (name, os.environ.get("DBSP_KERNEL")):
+        return None
+    reason = KERNELS[name].why_unsupported(device, dtype, needs)
+    how = f"set kernel: {name}" if reason is None else reason
+    return f"{name} should be faster ({why}): {how}"
 
 
 def returns_lse(kernel: str) -> bool:

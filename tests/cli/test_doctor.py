@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from dbsp_cli.commands import doctor
 from dbsp_cli.commands.doctor import HOSTS, Importable
 from dbsp_cli.generate import hosts
+from dbsp_kernels import KERNELS
 from tests.support.programs import children_forked
 from tests.support.repository import ROOT
 
@@ -52,6 +54,40 @@ def test_what_is_installed_and_cannot_be_imported_is_not_ok(tmp_path, monkeypatc
     assert check.state == "missing"
     assert check.detail == "cannot be imported: ModuleNotFoundError: No module named 'dbsp_no_such_module'"
     assert check.fix == "pip install 'dbsp-attention[xdit]'"
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels"),
+    [((8, 0), {}), ((9, 0), {64: "cudnn", 128: "fa4"}), ((10, 0), {64: "cudnn", 128: "cudnn"}), ((12, 0), {})],
+)
+def test_on_a_gpu_it_names_the_kernel_for_each_block_and_what_would_be_faster(monkeypatch, capability, kernels):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.delenv("DBSP_KERNEL", raising=False)
+    for name in ("fa4", "cudnn"):
+        monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], why_unavailable=lambda: "it is not installed"))
+    monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], why_unavailable=lambda: None))
+    said = {check.what: check for check in doctor._kernels()}
+    for size in (64, 128):
+        check = said[f"kernel auto, blocks of {size}×{size}"]
+        assert check.ok
+        assert check.detail.startswith("triton, the best that serves")
+        faster = kernels.get(size)
+        assert ("should be faster" in check.detail) is (faster is not None)
+        assert faster is None or f"; {faster} should be faster" in check.detail
+        assert faster is None or check.detail.endswith(": it is not installed")
+
+
+def test_a_kernel_that_is_faster_and_installed_is_taken_or_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.delenv("DBSP_KERNEL", raising=False)
+    for name in ("fa4", "cudnn", "triton"):
+        monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], why_unavailable=lambda: None))
+    said = {check.what: check.detail for check in doctor._kernels()}
+    assert said["kernel auto, blocks of 128×128"].startswith("fa4, ")
+    assert "should be faster" not in said["kernel auto, blocks of 128×128"]
+    assert said["kernel auto, blocks of 64×64"].endswith(": set kernel: cudnn")
 
 
 def test_version(dbsp):

@@ -8,18 +8,22 @@ from types import ModuleType
 
 import dbsp_kernels.triton
 
+_IN_TURN = ("loop = padded(width), tiles.loop", 'loop = padded(width), "plain"')
 CHANGES: dict[str, tuple[tuple[str, str], ...]] = {
-    "index carried from step to step": (
+    "products and softmax in turn": (_IN_TURN,),
+    "the same, index carried from step to step": (
+        _IN_TURN,
         (
-            "        block = tl.load(indices + step // STEPS).to(tl.int64)\n",
+            "        block = tl.load(indices + step // STEPS).to(tl.int64)\n        inside",
             "        coming = (step + 1) // STEPS\n"
-            "        following = tl.load(indices + coming, mask=coming < last, other=0).to(tl.int64)\n",
+            "        following = tl.load(indices + coming, mask=coming < last, other=0).to(tl.int64)\n        inside",
         ),
         (
-            "    for step in tl.range(",
-            "    block = tl.load(indices + first, mask=first < last, other=0).to(tl.int64)\n    for step in tl.range(",
+            "    for step in tl.range(first",
+            "    block = tl.load(indices + first, mask=first < last, other=0).to(tl.int64)\n"
+            "    for step in tl.range(first",
         ),
-        ("        top = new_top\n", "        top = new_top\n        block = following\n"),
+        ("    return top, total, acc, second\n", "        block = following\n    return top, total, acc, second\n"),
     ),
     "no fused multiply-add": (("enable_fp_fusion=True", "enable_fp_fusion=False"),),
     "every step masked": (("FULL_FIRST=not short_only and ", "FULL_FIRST=False and "),),

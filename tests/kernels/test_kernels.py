@@ -375,11 +375,11 @@ class TestCapabilities:
         [
             (
                 KernelRequirements(lse=True),
-                r"returns no log-sum-exp.*use cpu or fa4 or triton or .*reference or triton-ws or cudnn or fastvideo",
+                r"returns no log-sum-exp.*use cpu or fa4 or triton or .*reference or cudnn or fastvideo",
             ),
             (
                 KernelRequirements(ragged_rows=True),
-                r"only whole heads.*use cpu or fa4 or triton or .*reference or triton-ws or cudnn or fastvideo",
+                r"only whole heads.*use cpu or fa4 or triton or .*reference or cudnn or fastvideo",
             ),
             (
                 KernelRequirements(width=32),

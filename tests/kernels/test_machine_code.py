@@ -35,12 +35,15 @@ def variants(*options: str, status: int = 0, **environment: str) -> list[dict]:
 )
 def test_on_hopper_tiles_come_ahead_products_overlap_and_nothing_spills(blocks):
     found = variants("--arch", "sm90", "--dtype", "bf16", "--width", "128", "--blocks", blocks)
-    assert all(v["local_accesses"] == v["stack"] == 0 for v in found), found
     assert {f"{v['block_q']}x{v['block_k']}" for v in found} == {blocks}
     for v in found:
         assert v.keys() >= FIELDS
+        if v["kernel"] == "triton" and blocks == "128x128":  # its last lines, once a row
+            assert (v["local_in_loops"], v["spills"] <= 64) == (0, True), v
+        else:
+            assert (v["local_accesses"], v["stack"], v["spills"]) == (0, 0, 0), v
         assert v["tile_distance"] >= 2, f"tiles of keys and values are fetched while others are worked on: {v}"
-        assert (v["serialised"], v["spills"]) == (False, 0), v
+        assert not v["serialised"], v
         assert v["waits"] <= 6 < v["products"], v
         assert v["fused"] >= v["exponentials"] - 2, (
             f"scores are scaled and their maximum taken off in one instruction: {v}"
@@ -74,8 +77,8 @@ def test_loops_without_tensor_cores_live_in_registers(arch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arch", ["sm90", "sm100"])
-def test_no_loop_of_attention_has_local_memory_on_big_gpus(arch):
+@pytest.mark.parametrize("arch", ["sm80", "sm86", "sm89", "sm90", "sm100", "sm110", "sm120"])
+def test_no_loop_of_attention_has_local_memory(arch):
     found = variants("--arch", arch, "--dtype", "bf16", "fp16", "--kernel", "triton", "triton-dq", "triton-dkv")
     assert [v for v in found if v["local_in_loops"]] == []
 
@@ -106,7 +109,7 @@ def test_the_cycle_model_ranks_128_rows_on_hopper():
     assert done.returncode == 0, done.stderr
     plain, ours = map(float, done.stdout.splitlines())
     assert 0.61 / 1.15 <= plain <= 0.61 * 1.15
-    assert ours >= max(0.55, plain)
+    assert ours >= max(0.68, 1.15 * plain)
 
 
 @pytest.mark.long
@@ -120,15 +123,15 @@ def test_the_cycle_model_gives_flash_attention_3_its_overlap():
 
 @pytest.mark.long
 def test_the_cycle_model_holds_the_other_shares():
-    assert (
-        modelled("--arch", "sm90", "--blocks", "128x128", "--kernel", "triton-ws")["triton-ws", 128, 128]["H100"]
-        > 0.75
-    )
-    assert modelled("--arch", "sm90", "--blocks", "64x64", "--kernel", "triton")["triton", 64, 64]["H100"] > 0.7
+    hopper = modelled("--arch", "sm90", "--blocks", "64x64", "64x128", "--kernel", "triton")
+    assert hopper["triton", 64, 64]["H100"] > 0.78
+    assert hopper["triton", 64, 128]["H100"] > 0.8
     ampere = modelled("--arch", "sm80", "--kernel", "triton", "--blocks", "128x128", "64x64")
-    assert ampere["triton", 128, 128]["A100"] >= ampere["dense-reference", 128, 64]["A100"] > 0.5
+    assert ampere["triton", 128, 128]["A100"] > 1.15 * ampere["dense-reference", 128, 64]["A100"] > 0.57
+    assert ampere["triton", 64, 64]["A100"] > 0.47
+    assert modelled("--arch", "sm89", "--kernel", "triton", "--blocks", "64x64")["triton", 64, 64]["L40S"] > 0.8
     small = modelled("--arch", "sm120", "--kernel", "triton", "--blocks", "64x64")["triton", 64, 64]
-    assert 0.5 < small["RTX PRO 6000"] < small["RTX 5090"]  # slower tensor cores, the same softmax
+    assert 0.73 < small["RTX PRO 6000"] < small["RTX 5090"]  # slower tensor cores, the same softmax
 
 
 PTXAS = """#!/bin/sh
@@ -186,7 +189,8 @@ from tests.kernels.kernel_changes import without
 from scripts.checks.machine_code import variants
 from scripts.checks.machine_code.records import examined
 
-variants.triton_attention = without("index carried from step to step", pathlib.Path(sys.argv[1])).triton_attention
+change = "the same, index carried from step to step"
+variants.triton_attention = without(change, pathlib.Path(sys.argv[1])).triton_attention
 print(json.dumps(examined(variants.Variant("triton", 90, 64, 64))))
 """
 

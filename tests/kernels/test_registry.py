@@ -23,10 +23,10 @@ SERVING = [
     ((8, 0), torch.float64, RING, "reference"),
     ((8, 0), torch.bfloat16, HEADS, "triton flex reference sparge"),
     ((8, 0), torch.bfloat16, TRAINING, "triton flex reference"),
-    ((9, 0), torch.bfloat16, RING, "triton flex reference triton-ws cudnn fastvideo"),
-    ((9, 0), torch.float16, RING, "triton flex reference triton-ws cudnn"),
-    ((9, 0), torch.bfloat16, HEADS, "triton flex reference triton-ws"),
-    ((9, 0), torch.bfloat16, replace(HEADS, blocks=(64, 128)), "triton flex reference sparge triton-ws"),
+    ((9, 0), torch.bfloat16, RING, "triton flex reference cudnn fastvideo"),
+    ((9, 0), torch.float16, RING, "triton flex reference cudnn"),
+    ((9, 0), torch.bfloat16, HEADS, "triton flex reference"),
+    ((9, 0), torch.bfloat16, replace(HEADS, blocks=(64, 128)), "triton flex reference sparge"),
     ((9, 0), torch.bfloat16, TRAINING, "triton flex reference cudnn"),
     ((9, 0), torch.float16, TRAINING, "triton flex reference"),
     ((9, 0), torch.bfloat16, NARROW, "triton reference"),
@@ -52,6 +52,4 @@ def test_who_serves(monkeypatch, capability, dtype, needs, names):
 
 
 def test_auto_takes_none_that_no_gpu_has_shown_right_and_faster():
-    assert {name for name, kernel in KERNELS.items() if kernel.by_name_only} == {
-        *("sparge", "triton-ws", "cudnn", "fastvideo")
-    }
+    assert {name for name, kernel in KERNELS.items() if kernel.by_name_only} == {*("sparge", "cudnn", "fastvideo")}

@@ -16,6 +16,9 @@ from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
+from dbsp_kernels.triton.tile_config import HOPPER, Tiles, padded, tiles_for
+
+LOOPS = ("plain", "late", "halves")
 ANY_ORDER = torch.tensor([[2, 0, 3, -7], [-7, -7, -7, -7], [1, 3, 0, 2]]).int()
 MOST_ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -46,15 +49,35 @@ def assert_right(p: Packed, scale: float | None = None, kv_full: torch.Tensor | 
     assert torch.isneginf(lse[~some]).all()
 
 
+def assert_twice_is_merged(p: Packed, kv_full: torch.Tensor, **options) -> None:
+    """Merged with itself an attention has the same output, and twice the sum of weights."""
+    from dbsp_kernels.triton.forward import triton_attention
+
+    inputs = KernelInputs(*vars(p).values(), p.q.shape[-1] ** -0.5, kv_full)
+    out, lse = (t.clone() for t in triton_attention(inputs, **options))
+    twice, twice_lse = triton_attention(replace(inputs, partial=(out.clone(), lse.clone())), **options)
+    torch.testing.assert_close(twice, out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(twice_lse, lse + torch.log(torch.tensor(2.0)), rtol=1e-5, atol=1e-5)
+
+
+def tiles(p: Packed, loop: str) -> Tiles:
+    """Those of Hopper with this loop; widths of 16 and less have no halves that can be multiplied."""
+    _, block_q, width = p.q.shape
+    if loop == "halves" and padded(width) < 32:
+        loop = "plain"
+    return replace(tiles_for(block_q, p.k.shape[1], width, p.q.dtype, HOPPER), loop=loop)
+
+
 @pytest.mark.usefixtures("interpreter")
 class TestInterpreted:
+    @pytest.mark.parametrize("loop", LOOPS)
     @pytest.mark.parametrize("dtype", MOST_ERROR, ids=str)
-    @pytest.mark.parametrize(("block_q", "block_k"), itertools.product((64, 128), repeat=2))
-    def test_every_mix_of_blocks(self, dtype, block_q, block_k):
+    @pytest.mark.parametrize(("block_q", "block_k"), list(itertools.product((64, 128), repeat=2)))
+    def test_every_mix_of_blocks(self, dtype, block_q, block_k, loop):
         p = packed(rows=3, blocks=4, block_q=block_q, block_k=block_k, width=64, dtype=dtype, seed=4)
         p = kinder(replace(p, kv_index=ANY_ORDER, kv_count=torch.tensor([3, 0, 4]).int()))
         assert 0 < full_counts(p).sum() < p.kv_count.sum(), "full blocks and short ones"
-        assert_right(p, kv_full=full_counts(p))
+        assert_right(p, kv_full=full_counts(p), tiles=tiles(p, loop))
 
     @given(
         rows=st.integers(0, 4),
@@ -64,33 +87,60 @@ class TestInterpreted:
         width=st.integers(1, 40),
         dtype=st.sampled_from(list(MOST_ERROR)),
         hint=st.booleans(),
+        loop=st.sampled_from(LOOPS),
+        seed=SEEDS,
+    )
+    @examples(60)
+    def test_any_shape(self, hint, loop, **shape):
+        p = kinder(packed(**shape))
+        assert_right(p, kv_full=full_counts(p) if hint else None, tiles=tiles(p, loop))
+
+    @given(
+        counts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=4),
+        steps=st.sampled_from([1, 2, 4]),
+        loop=st.sampled_from(LOOPS),
+        use_tma=st.booleans(),
         seed=SEEDS,
     )
     @examples(40)
-    def test_any_shape(self, hint, **shape):
-        p = kinder(packed(**shape))
-        assert_right(p, kv_full=full_counts(p) if hint else None)
+    def test_every_loop_over_any_number_of_full_blocks(self, counts, steps, loop, use_tma, seed):
+        """Rows of `counts` full and short blocks, in random order each, a block in one step or several."""
+        p = packed(rows=len(counts), blocks=6, block_q=16, block_k=64, width=32, seed=seed)
+        p = replace(p, k=p.k.clamp(-3, 3), v=p.v.clamp(-3, 3))
+        length = torch.tensor([64, 64, 64, 64, 7, 33]).int()
+        order = torch.Generator().manual_seed(seed)
+
+        def entries(full: int) -> torch.Tensor:
+            short = 4 + torch.randperm(2, generator=order)
+            return torch.cat([torch.randperm(4, generator=order)[:full], short, torch.full((6,), -7)])[:6]
+
+        index = torch.stack([entries(full) for full, _ in counts])
+        p = replace(p, kv_index=index.int(), kv_count=torch.tensor([sum(of) for of in counts]).int(), kv_len=length)
+        full = torch.tensor([full for full, _ in counts]).int()
+        options = {"tiles": Tiles(16, 64 // steps, 4, 3, loop), "use_tma": use_tma}
+        assert_right(p, kv_full=full, **options)
+        assert_twice_is_merged(p, full, **options)
 
     @pytest.mark.parametrize("hint", [True, False])
     @pytest.mark.parametrize("width", [128, 40])
-    def test_tiles_fetched_by_the_copy_engine(self, width, hint):
+    @pytest.mark.parametrize("loop", LOOPS)
+    def test_tiles_fetched_by_the_copy_engine(self, width, hint, loop):
         p = kinder(packed(rows=3, blocks=4, block_q=64, block_k=64, width=width, dtype=torch.float16))
-        assert_right(p, use_tma=True, kv_full=full_counts(p) if hint else None)
+        assert_right(p, use_tma=True, kv_full=full_counts(p) if hint else None, tiles=tiles(p, loop))
 
     def test_blocks_larger_than_tiles(self):
-        from dbsp_kernels.triton.tile_config import Tiles
-
         p = kinder(packed(rows=3, blocks=3, block_q=96, block_k=64, width=16))
         for hint, use_tma in itertools.product((full_counts(p), None), (True, False)):
             assert_right(p, tiles=Tiles(32, 16, warps=4, stages=2), kv_full=hint, use_tma=use_tma)
 
+    @pytest.mark.parametrize("loop", LOOPS)
     @pytest.mark.parametrize("use_tma", [True, False])
-    def test_what_lies_beyond_short_blocks_is_not_seen_even_if_not_finite(self, use_tma):
-        p = kinder(packed(blocks=6, block_q=16, block_k=16))
+    def test_what_lies_beyond_short_blocks_is_not_seen_even_if_not_finite(self, use_tma, loop):
+        p = kinder(packed(blocks=6, block_q=16, block_k=16, width=32))
         k, v = p.k.clone(), p.v.clone()
         for block, n in enumerate(p.kv_len.tolist()):
             k[block, n:], v[block, n:] = torch.nan, torch.inf
-        assert_right(replace(p, k=k, v=v), kv_full=full_counts(p), use_tma=use_tma)
+        assert_right(replace(p, k=k, v=v), kv_full=full_counts(p), use_tma=use_tma, tiles=tiles(p, loop))
 
     @pytest.mark.parametrize("scale", [-0.7, 0.0, 3.0])
     def test_any_scale(self, scale):

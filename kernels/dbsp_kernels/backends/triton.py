@@ -8,12 +8,10 @@ import torch
 
 from dbsp_kernels.backward import BackwardInputs, Gradients
 from dbsp_kernels.inputs import KernelInputs
-from dbsp_kernels.kernel import FLOATS, HALVES, Kernel, interpreted
+from dbsp_kernels.kernel import FLOATS, Kernel, interpreted
 from dbsp_kernels.merge import PartialAttention
 
-__all__ = ["KERNEL", "WARP_SPECIALIZED", "why_unavailable"]
-
-_WARP_SPECIALIZED_BLOCKS = frozenset((q, k) for q in (64, 128) for k in (64, 128))
+__all__ = ["KERNEL", "why_unavailable"]
 
 
 def why_unavailable() -> str | None:
@@ -39,12 +37,6 @@ def _attention_backward(inputs: BackwardInputs) -> Gradients:
     return triton_attention_backward(inputs)
 
 
-def _warp_specialized_attention(inputs: KernelInputs) -> PartialAttention:
-    from dbsp_kernels.triton.hopper import hopper_attention
-
-    return hopper_attention(inputs)
-
-
 KERNEL = Kernel(
     name="triton",
     run=_attention,
@@ -55,15 +47,4 @@ KERNEL = Kernel(
     merges=True,
     why_unavailable=why_unavailable,
     interpreted=True,
-)
-WARP_SPECIALIZED = Kernel(
-    name="triton-ws",
-    run=_warp_specialized_attention,
-    devices=frozenset({"cuda"}),
-    dtypes=HALVES,
-    archs=frozenset({90}),
-    blocks=lambda *_: _WARP_SPECIALIZED_BLOCKS,
-    widths=frozenset({64, 128}),
-    why_unavailable=why_unavailable,
-    by_name_only=True,
 )

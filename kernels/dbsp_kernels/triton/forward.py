@@ -20,42 +20,58 @@ LOG2_E = 1 / math.log(2)
 
 @triton.jit
 def _keys_tile(  # type: ignore[no-untyped-def]
-    source, block, start, block_stride, token_stride, real,
+    source, block, start, block_stride, token_stride, real, FIRST: tl.constexpr,
     BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
-    USE_TMA: tl.constexpr, MASKED: tl.constexpr,
+    USE_TMA: tl.constexpr, MASKED: tl.constexpr, INTERPRET_FP32: tl.constexpr,
 ):  # fmt: skip
-    """[TILE_K, TILE_D] of keys or values: tokens `start` and following of `block`; zero beyond WIDTH, and, where
-    MASKED, at tokens that are not real."""
+    """[TILE_K, TILE_D] of keys or values: tokens `start` and following of `block`, columns FIRST and following; zero
+    beyond WIDTH, and, where MASKED, at tokens that are not real."""
     if USE_TMA:
-        tile = source.load([(block * BLOCK_K + start).to(tl.int32), 0])
+        tile = source.load([(block * BLOCK_K + start).to(tl.int32), FIRST])
         if MASKED:
             tile = tl.where(real[:, None], tile, 0.0)
     else:
         keys = start + tl.arange(0, TILE_K)
-        width = tl.arange(0, TILE_D)
+        width = FIRST + tl.arange(0, TILE_D)
         at = source + block * block_stride + keys[:, None] * token_stride + width[None, :]
         if MASKED:
             tile = tl.load(at, mask=real[:, None] & (width[None, :] < WIDTH), other=0.0)
-        elif TILE_D != WIDTH:
+        elif FIRST + TILE_D > WIDTH:
             tile = tl.load(at, mask=width[None, :] < WIDTH, other=0.0)
         else:
             tile = tl.load(at)
+    if INTERPRET_FP32:
+        tile = tile.to(tl.float32)
     return tile
 
 
 @triton.jit
+def _online_softmax(scores, top, total, scale_log2):  # type: ignore[no-untyped-def]
+    """One step of it, in base 2. Returns weights, the factor of what was summed before, and the new top and total."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_top[:, None])
+    decay = tl.exp2(top - new_top)
+    return weights, decay, new_top, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    q, k_source, v_source, top, total, acc, indices, length_ptr, first, last, scale_log2,
+    q, k_source, v_source, top, total, acc, second, indices, length_ptr, first, last, scale_log2,
     k_block, k_token, v_block, v_token,
-    BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, HALVES: tl.constexpr,
     USE_TMA: tl.constexpr, MASKED: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax in base 2 over entries first … last − 1 of a row; unless MASKED all of them are full blocks.
+    """Online softmax over entries first … last − 1 of a row; unless MASKED all of them are full blocks.
 
     One flat loop that reads each step's index in that step: so Triton's pipeliner sees index → tile → product and
     keeps all three in flight. An index carried over from the step before would tie each tile's copy to its own use.
+
+    With HALVES the output is two tiles of half its width, acc and second; else second is not used. The compiler lays
+    the warps of a product along rows only where its result is no wider than the scores: then each warp has its rows'
+    weights in registers already, and none go through shared memory.
     """
     STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
+    OUT_D: tl.constexpr = acc.shape[1]
     for step in tl.range(first * STEPS, last * STEPS, num_stages=STAGES):
         start = step % STEPS * TILE_K
         block = tl.load(indices + step // STEPS).to(tl.int64)
@@ -65,26 +81,71 @@ def _attend(  # type: ignore[no-untyped-def]
             real = start + tl.arange(0, TILE_K) < tl.load(length_ptr + block)
         # Scores of keys that are not real are masked, whatever they are; but a NaN in a value survives a weight of 0.
         k = _keys_tile(
-            k_source, block, start, k_block, k_token, inside,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, BLOCK_K % TILE_K != 0 and not USE_TMA,
+            k_source, block, start, k_block, k_token, inside, 0,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, BLOCK_K % TILE_K != 0 and not USE_TMA, INTERPRET_FP32,
         )  # fmt: skip
         v = _keys_tile(
-            v_source, block, start, v_block, v_token, real,
-            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, MASKED,
+            v_source, block, start, v_block, v_token, real, 0,
+            BLOCK_K, WIDTH, TILE_K, OUT_D, USE_TMA, MASKED, INTERPRET_FP32,
         )  # fmt: skip
-        if INTERPRET_FP32:
-            k = k.to(tl.float32)
-            v = v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             scores = tl.where(real[None, :], scores, float("-inf"))
-        # The first step of a block has a real key, so new_top is finite from the first step on.
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
+        # The first step of a block has a real key, so the new top is finite from the first step on.
+        weights, decay, top, total = _online_softmax(scores, top, total, scale_log2)
+        weights = weights.to(v.dtype)
+        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+        if HALVES:
+            other = _keys_tile(
+                v_source, block, start, v_block, v_token, real, OUT_D,
+                BLOCK_K, WIDTH, TILE_K, OUT_D, USE_TMA, MASKED, INTERPRET_FP32,
+            )  # fmt: skip
+            second = tl.dot(weights, other, second * decay[:, None], input_precision="ieee")
+    return top, total, acc, second
+
+
+@triton.jit
+def _attend_late(  # type: ignore[no-untyped-def]
+    q, k_source, v_source, top, total, acc, indices, full, scale_log2,
+    k_block, k_token, v_block, v_token,
+    BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
+    USE_TMA: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same over the first `full` entries, full blocks: weights meet their values one step late.
+
+    So the tensor cores compute a step's scores and the step before's output in one go, and that output is not waited
+    for while exponentials run (the second of FlashAttention-3's devices, arXiv 2407.08608, section 3.2). Weights are
+    carried in fp32: cast before they are, they would need their registers twice.
+    """
+    STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
+    inside = tl.arange(0, TILE_K) < TILE_K
+    weights = tl.zeros([acc.shape[0], TILE_K], tl.float32)
+    decay = tl.full([acc.shape[0]], 1.0, tl.float32)
+    for step in tl.range(0, full * STEPS, num_stages=STAGES):
+        start = step % STEPS * TILE_K
+        block = tl.load(indices + step // STEPS).to(tl.int64)
+        before = tl.maximum(step - 1, 0)
+        v_start = before % STEPS * TILE_K
+        v_at = tl.load(indices + before // STEPS).to(tl.int64)
+        k = _keys_tile(
+            k_source, block, start, k_block, k_token, inside, 0,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, False, INTERPRET_FP32,
+        )  # fmt: skip
+        v = _keys_tile(
+            v_source, v_at, v_start, v_block, v_token, inside, 0,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, False, INTERPRET_FP32,
+        )  # fmt: skip
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        top = new_top
+        weights, decay, top, total = _online_softmax(scores, top, total, scale_log2)
+    if full > 0:
+        end = full * STEPS - 1
+        v_at = tl.load(indices + end // STEPS).to(tl.int64)
+        v = _keys_tile(
+            v_source, v_at, end % STEPS * TILE_K, v_block, v_token, inside, 0,
+            BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, False, INTERPRET_FP32,
+        )  # fmt: skip
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return top, total, acc
 
 
@@ -96,7 +157,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
     USE_TMA: tl.constexpr, FULL_FIRST: tl.constexpr, SHORT_ONLY: tl.constexpr, RUNNING: tl.constexpr,
-    INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
+    INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """One program, up to TILE_Q queries of one row; see `triton_attention` for the arguments.
 
@@ -104,6 +165,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         q, out, running: [rows, BLOCK_Q, WIDTH].
         k, v: [blocks, BLOCK_K, WIDTH], the last dimension contiguous: pointers, or with USE_TMA tensor descriptors
             over [blocks · BLOCK_K, WIDTH].
+        LOOP: See `Tiles.loop`.
         FULL_FIRST: The first full[row] entries are full blocks, and BLOCK_K is a multiple of TILE_K.
         SHORT_ONLY: Those entries are left out.
         RUNNING: The result is merged with running and running_lse, which may be out and lse themselves.
@@ -118,39 +180,63 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         q = q.to(tl.float32)
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
-    acc = tl.zeros([TILE_Q, TILE_D], tl.float32)
+    HALVES: tl.constexpr = LOOP == "halves"
+    acc = tl.zeros([TILE_Q, TILE_D // 2 if HALVES else TILE_D], tl.float32)
+    second = tl.zeros([TILE_Q, TILE_D // 2 if HALVES else 1], tl.float32)
     indices = index_ptr + row * index_width
     count = tl.load(count_ptr + row)
     full = 0
     if FULL_FIRST or SHORT_ONLY:
         full = tl.load(full_ptr + row)
-    if FULL_FIRST:
-        top, total, acc = _attend(
-            q, k_source, v_source, top, total, acc, indices, length_ptr, 0, full, scale_log2,
-            k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, False, INTERPRET_FP32, STAGES,
+    if FULL_FIRST and LOOP != "late":
+        top, total, acc, second = _attend(
+            q, k_source, v_source, top, total, acc, second, indices, length_ptr, 0, full, scale_log2,
+            k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, HALVES,
+            USE_TMA, False, INTERPRET_FP32, STAGES,
         )  # fmt: skip
-    top, total, acc = _attend(
-        q, k_source, v_source, top, total, acc, indices, length_ptr, full, count, scale_log2,
-        k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, True, INTERPRET_FP32,
-        1 if FULL_FIRST or SHORT_ONLY else STAGES,
+    top, total, acc, second = _attend(
+        q, k_source, v_source, top, total, acc, second, indices, length_ptr, full, count, scale_log2,
+        k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, HALVES,
+        USE_TMA, True, INTERPRET_FP32, 1 if FULL_FIRST or SHORT_ONLY else STAGES,
     )  # fmt: skip
+    if FULL_FIRST and LOOP == "late":  # last, or its values would be held while the other loop runs
+        top, total, acc = _attend_late(
+            q, k_source, v_source, top, total, acc, indices, full, scale_log2,
+            k_block, k_token, v_block, v_token, BLOCK_K, WIDTH, TILE_K, TILE_D, USE_TMA, INTERPRET_FP32, STAGES,
+        )  # fmt: skip
     empty = total == 0.0  # a row without blocks: out 0, lse −inf
     lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
-    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    share, other_share = 1.0 / tl.where(empty, 1.0, total), tl.zeros([TILE_Q], tl.float32)
     places = row * BLOCK_Q + queries
-    out_at = places[:, None] * WIDTH + width[None, :]
     if RUNNING:
         other_lse = tl.load(running_lse_ptr + places, mask=queries < BLOCK_Q, other=0.0) * 1.4426950408889634
-        other = tl.load(running_ptr + out_at, mask=in_q, other=0.0).to(tl.float32)
         both = tl.maximum(lse, other_lse)
         both = tl.where(both == float("-inf"), 0.0, both)
-        share, other_share = tl.exp2(lse - both), tl.exp2(other_lse - both)
-        sum_of_shares = share + other_share
-        lse = both + tl.log2(sum_of_shares)
-        sum_of_shares = tl.where(sum_of_shares == 0.0, 1.0, sum_of_shares)
-        acc = acc * (share / sum_of_shares)[:, None] + other * (other_share / sum_of_shares)[:, None]
-    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=in_q)
+        weight, other_weight = tl.exp2(lse - both), tl.exp2(other_lse - both)
+        sum_of_weights = weight + other_weight
+        lse = both + tl.log2(sum_of_weights)
+        sum_of_weights = tl.where(sum_of_weights == 0.0, 1.0, sum_of_weights)
+        share, other_share = share * (weight / sum_of_weights), other_weight / sum_of_weights
+    _store_merged(out_ptr, running_ptr, acc, share, other_share, places, queries, 0, BLOCK_Q, WIDTH, RUNNING)
+    if HALVES:
+        HALF: tl.constexpr = TILE_D // 2
+        _store_merged(out_ptr, running_ptr, second, share, other_share, places, queries, HALF, BLOCK_Q, WIDTH, RUNNING)
     tl.store(lse_ptr + places, lse * 0.6931471805599453, mask=queries < BLOCK_Q)
+
+
+@triton.jit
+def _store_merged(  # type: ignore[no-untyped-def]
+    out_ptr, running_ptr, acc, share, other_share, places, queries, FIRST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr, RUNNING: tl.constexpr,
+):  # fmt: skip
+    """Writes share · acc, if RUNNING with other_share of what was there, to columns FIRST and following of `out`."""
+    width = FIRST + tl.arange(0, acc.shape[1])
+    at = places[:, None] * WIDTH + width[None, :]
+    inside = (queries[:, None] < BLOCK_Q) & (width[None, :] < WIDTH)
+    acc = acc * share[:, None]
+    if RUNNING:
+        acc += tl.load(running_ptr + at, mask=inside, other=0.0).to(tl.float32) * other_share[:, None]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def triton_attention(
@@ -175,8 +261,10 @@ def triton_attention(
     if use_tma is None:
         use_tma = capability >= HOPPER and q.itemsize == 2 and not interpreted
     use_tma = use_tma and _copyable(k) and _copyable(v)
-    tile_d = padded(width)
-    k_source, v_source = (_described(t, tiles.keys, tile_d) if use_tma else t for t in (k, v))
+    tile_d, loop = padded(width), tiles.loop
+    v_columns = tile_d // 2 if loop == "halves" else tile_d
+    k_source = _described(k, tiles.keys, tile_d) if use_tma else k
+    v_source = _described(v, tiles.keys, v_columns) if use_tma else v
     schedule = inputs.row_schedule
     if schedule is None:
         schedule = torch.arange(rows, dtype=torch.int32, device=q.device)
@@ -192,7 +280,7 @@ def triton_attention(
         USE_TMA=use_tma, FULL_FIRST=not short_only and kv_full is not None and block_k % tiles.keys == 0,
         SHORT_ONLY=short_only,
         RUNNING=partial is not None, INTERPRET_FP32=q.dtype == torch.bfloat16 and interpreted,
-        STAGES=tiles.stages, num_warps=tiles.warps, enable_fp_fusion=True,
+        STAGES=tiles.stages, LOOP=loop, num_warps=tiles.warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out, lse
 
@@ -218,6 +306,6 @@ def _copyable(t: torch.Tensor) -> bool:
     return one_matrix and t.numel() > 0 and t.data_ptr() % 16 == 0 and t.stride(1) * t.itemsize % 16 == 0
 
 
-def _described(t: torch.Tensor, tile: int, tile_d: int) -> TensorDescriptor:
+def _described(t: torch.Tensor, tile: int, columns: int) -> TensorDescriptor:
     blocks, size, width = t.shape
-    return TensorDescriptor(t, [blocks * size, width], [t.stride(1), 1], [tile, tile_d])
+    return TensorDescriptor(t, [blocks * size, width], [t.stride(1), 1], [tile, columns])

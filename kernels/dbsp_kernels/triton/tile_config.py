@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -19,12 +20,15 @@ class Tiles:
         queries: Queries of a row per program.
         keys: Keys per step of its loop; a block larger than that takes several.
         warps, stages: Triton's num_warps and num_stages (tiles of keys and values in flight).
+        loop: How forward computes full blocks. "plain": products and softmax in turn; "late": weights meet their
+            values one step late; "halves": the output as two tiles of half its width.
     """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    loop: Literal["plain", "late", "halves"] = "plain"
 
 
 def padded(size: int) -> int:
@@ -43,15 +47,26 @@ def tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype, capabi
         return Tiles(min(block_q, 64), min(block_k, 16), warps=4, stages=3 if width <= 128 else 1)
     if width > 128:
         return Tiles(min(block_q, 64), min(block_k, 32), warps=4, stages=3 if width <= 256 else 1)
-    if capability // 10 not in (9, 10):  # consumer GPUs, of 12.0 too, have 99 KB
-        queries = min(block_q, 128)
-        return Tiles(queries, min(block_k, 64), warps=8 if queries == 128 else 4, stages=3)
+    if capability // 10 in (8, 12):
+        return _tiles_of_warps(block_q, block_k, width, capability)
     if block_q < 128:
         # Two programs fit a multiprocessor, 113 KB each at width 128: one's softmax hides behind the other's products.
-        return Tiles(block_q, min(block_k, 64), warps=4, stages=5)
-    if block_k < 128:
-        return Tiles(128, block_k, warps=8, stages=5)
-    return Tiles(128, 128, warps=8, stages=5)
+        return Tiles(block_q, min(block_k, 64), warps=4, stages=5, loop="late")
+    return Tiles(128, min(block_k, 128), warps=8, stages=5, loop="late")
+
+
+def _tiles_of_warps(block_q: int, block_k: int, width: int, capability: int) -> Tiles:
+    """The same where each warp multiplies for itself (sm80 to 89, 120, 121); 99 KB of shared memory but on sm80.
+
+    Four warps, two programs a multiprocessor. Few keys a step leave registers for a wide output; the more rows a warp
+    has, the less it reads from shared memory.
+    """
+    if width > 64:
+        rows = 64 if capability >= 120 else 128
+        return Tiles(min(block_q, rows), min(block_k, 32), warps=4, stages=3, loop="halves")
+    if capability == 80 and block_q >= 128:
+        return Tiles(128, min(block_k, 64), warps=4, stages=3)
+    return Tiles(min(block_q, 64), min(block_k, 32), warps=4, stages=3)
 
 
 def backward_tiles_for(block_q: int, block_k: int, width: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:

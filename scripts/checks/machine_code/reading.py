@@ -103,6 +103,8 @@ def program_from(sass: str, threads: int, programs: int) -> Program:
     step = steady_loop(code, ("HGMMA", "HMMA"))
     if step is None:
         raise ValueError("no loop with products that the cycle model knows (HGMMA, HMMA)")
+    if threads < 128:  # fewer warps than schedulers: several programs have one warp on each
+        return Program(step, 1, max(1, programs * threads // 128))
     specialised = any(one.name == "USETMAXREG" for one in code)
     return Program(step, threads // 128 - specialised, programs)
 
@@ -132,23 +134,20 @@ def is_serialised(log: str) -> bool:
 
 
 def tile_distance(ttgir: str) -> int:
-    """How many steps before its use a tile's copy is issued in the first loop with products.
+    """How many steps before its use a tile's copy is issued, in the loop with products that fetches furthest ahead.
 
-    Where warps are specialised, the producer runs ahead by all but one of the ring's buffers. Elsewhere the pipeliner
-    has moved the first steps' copies before the loop: those of keys and of values for each step of distance, less what
-    has been used before the loop, too.
+    The pipeliner has moved the first steps' copies before the loop: a step's tiles for each step of distance, less
+    what has been used before the loop, too.
     """
-    if "ttg.warp_specialize" in ttgir:
-        rings = Counter(re.findall(r"ttg.local_alloc : \(\) -> !ttg.memdesc<(\d+)x\d+x\d+x\w+", ttgir))
-        return min(int(slots) for slots, number in rings.items() if number == 2) - 1  # of keys, and of values
     # Only loops are indented further than the kernel's body, and only the kernel's own body has loops.
-    before = []
+    distance, before = 0, 0
     for position in (match.start() for match in re.finditer(r"scf\.for", ttgir)):
-        if re.search(_DOT, ttgir[position : ttgir.index("tt.num_stages", position)]):
-            before = ttgir[:position].splitlines()
-            break
-    copies = sum(re.search(_TILE_COPY, line) is not None for line in before)
-    return (copies - sum(re.search(_DOT, line) is not None for line in before)) // 2
+        end = ttgir.index("tt.num_stages", position)
+        if re.search(_DOT, ttgir[position:end]):
+            copies, products = (len(re.findall(what, ttgir[before:position])) for what in (_TILE_COPY, _DOT))
+            of_step = len(re.findall(_TILE_COPY, ttgir[position:end])) or 2
+            distance, before = max(distance, (copies - products) // of_step), end
+    return distance
 
 
 _DOT = r"ttng\.warp_group_dot |ttng\.tc_gen5_mma |tt\.dot "

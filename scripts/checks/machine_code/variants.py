@@ -15,7 +15,6 @@ from dbsp_kernels.prediction.block_selection import pooled_scores
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.block_selection import select_blocks_triton
 from dbsp_kernels.triton.forward import triton_attention
-from dbsp_kernels.triton.hopper import hopper_attention
 from dbsp_kernels.triton.merge import triton_merge_into
 from dbsp_kernels.triton.pooling import pool_rows_triton, sum_tokens_triton
 from dbsp_kernels.triton.row_bits import triton_expand_rows, triton_pack_rows
@@ -27,7 +26,6 @@ from scripts.checks.machine_code.launches import compiled_launches
 __all__ = ["ATTENTION", "DTYPES", "KERNELS", "Variant", "compiled", "shipped"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-HOPPER = 90
 ROWS, BLOCKS, HEADS, TOKENS = 1182, 1182, 5, 75_600
 """A head of Wan2.1-14B at 720p in blocks of 64, and the heads of a rank of eight. Only what they are multiples of,
 and how many blocks a row is chosen among, is seen in machine code."""
@@ -57,8 +55,7 @@ class Variant:
 def shipped(arch: int) -> Iterator[Variant]:
     """Everything that models here use: blocks of 64 and 128 in any mix, heads of 64 and 128, all dtypes."""
     for dtype, width, block_q, block_k in itertools.product(DTYPES, (128, 64), (64, 128), (64, 128)):
-        names = ["triton", "triton-dq", "triton-dkv", *(["triton-ws"] if arch == HOPPER and dtype != "fp32" else [])]
-        for name in names:
+        for name in ATTENTION:
             for case in ("", "ring") if name == "triton" else ("",):
                 yield Variant(name, arch, block_q, block_k, width, dtype, case)
     for dtype, width in itertools.product(DTYPES, (128, 64)):
@@ -166,19 +163,18 @@ def _dense(of: Variant) -> None:
 
 
 LAUNCHES: dict[str, Callable[[Variant], object]] = {
-    "triton": lambda of: triton_attention(_inputs(of)), "triton-ws": lambda of: hopper_attention(_inputs(of)),
-    "triton-dq": _backward, "triton-dkv": _backward, "sum-tokens": _sum_tokens, "pool-rows": _pool_rows,
-    "scores": _scores, "select": _select, "merge": _merge, "copy": _copy, "expand-rows": _expand,
-    "pack-rows": _pack, "dense-reference": _dense,
+    "triton": lambda of: triton_attention(_inputs(of)), "triton-dq": _backward, "triton-dkv": _backward,
+    "sum-tokens": _sum_tokens, "pool-rows": _pool_rows, "scores": _scores, "select": _select, "merge": _merge,
+    "copy": _copy, "expand-rows": _expand, "pack-rows": _pack, "dense-reference": _dense,
 }  # fmt: skip
 KERNELS = {
-    "triton": "forward_kernel", "triton-ws": "warp_specialized_kernel", "triton-dq": "backward_rows_kernel",
-    "triton-dkv": "backward_keys_kernel", "sum-tokens": "sum_kernel", "pool-rows": "pool_kernel",
-    "scores": "score_kernel", "select": "select_kernel", "merge": "merge_kernel", "copy": "copy_kernel",
-    "expand-rows": "expand_kernel", "pack-rows": "pack_kernel", "dense-reference": "dense_kernel",
+    "triton": "forward_kernel", "triton-dq": "backward_rows_kernel", "triton-dkv": "backward_keys_kernel",
+    "sum-tokens": "sum_kernel", "pool-rows": "pool_kernel", "scores": "score_kernel", "select": "select_kernel",
+    "merge": "merge_kernel", "copy": "copy_kernel", "expand-rows": "expand_kernel", "pack-rows": "pack_kernel",
+    "dense-reference": "dense_kernel",
 }  # fmt: skip
 """Names here, and those of the functions that Triton compiles."""
-ATTENTION = ("triton", "triton-ws", "triton-dq", "triton-dkv")
+ATTENTION = ("triton", "triton-dq", "triton-dkv")
 _OF_TOKENS = {"sum-tokens": ("",), "copy": ("blocks", "tokens", "added"), "merge": ("",)}
 _OF_TABLES = {
     "select": tuple(f"{rule} of {blocks}" for rule in ("cdf", "count") for blocks in (48, 1182, 5000)),

@@ -40,7 +40,7 @@ def assert_right(p, kernel, **options):
     assert torch.isneginf(lse.cpu()[~some]).all()
 
 
-@pytest.mark.parametrize("kernel", ["triton", "flex", "triton-ws", "fa4", "cudnn", "fastvideo"])
+@pytest.mark.parametrize("kernel", ["triton", "flex", "fa4", "cudnn", "fastvideo"])
 @pytest.mark.parametrize("dtype", MOST_ERROR, ids=str)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(("block_q", "block_k"), itertools.product((64, 128), repeat=2))
@@ -52,18 +52,6 @@ def test_every_mix_of_blocks(kernel, dtype, width, block_q, block_k):
     p = kinder(replace(p, kv_index=p.kv_index.clamp(min=0)))
     for hint in (None, full_counts(p).cuda()):
         assert_right(p, kernel, kv_full=hint)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_rows_in_pairs_that_share_little_or_much(seed):
-    """The warp-specialised kernel's two groups pass tiles of each other: lists of every kind, odd numbers of rows."""
-    reason = KERNELS["triton-ws"].why_unsupported("cuda", torch.bfloat16)
-    if reason is not None:
-        pytest.skip(reason)
-    p = packed(rows=7 + seed % 2, blocks=40, block_q=64, block_k=64, width=128, dtype=torch.bfloat16, seed=seed)
-    p = kinder(replace(p, kv_index=p.kv_index.clamp(min=0)))
-    for _ in range(3):
-        assert_right(p, "triton-ws", kv_full=full_counts(p).cuda())
 
 
 @pytest.mark.parametrize("dtype", MOST_ERROR, ids=str)
