@@ -93,8 +93,9 @@ def peak_bytes(
         kept = read_slots[0] if gradients and not first else 0.0
         handed_on = came_slots[period] if apart and assignment.keys.lockstep and not last else 0.0
         moments.append(rows + read_slots[period] + handed_on + coming + out + kept)
-        if apart:
-            moments.append(rows + came_slots[period] + read_slots[period] + coming + running)
+        if apart:  # what is fetched is in its buffers yet
+            in_flight = coming if assignment.keys.lockstep or last else buffers[period]
+            moments.append(rows + came_slots[period] + read_slots[period] + in_flight + running)
     # 3. Combine: the output, what is sent of it, what comes, and its place at home.
     kept = rows + read_slots[0] + rows + lse if gradients else np.zeros_like(rows)
     sent_out, came_out = (traffic.combine.sum(axis=axis) * token for axis in (1, 0))

@@ -177,7 +177,7 @@ def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, sessi
     """The batch, with what its sequences are to attention."""
     element_bytes = next(transformer.parameters()).element_size()
     sizes = session.layers, session.heads, transformer.config.attention_head_dim, packing.token_flops(transformer)
-    layer = LayerSize(*sizes, element_bytes=element_bytes)
+    layer = LayerSize(*sizes, element_bytes=element_bytes, wire=session.config.exchange.wire)
     return replace(batch, videos=tuple(packing.videos(transformer, batch)), layer=layer)
 
 
