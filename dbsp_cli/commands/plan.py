@@ -118,7 +118,7 @@ class _FileRequest:
 class _FilePlan(NamedTuple):
     plan: Plan
     kv_received: float
-    """K and V that a rank receives, mean, in shares of one rank's Q as the model has it, of which `TOKEN` is assumed."""
+    """K and V that a rank receives, mean, in shares of one rank's Q in the model's precision, of tokens of `TOKEN`."""
 
 
 def _plans(source: MaskFile, mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
