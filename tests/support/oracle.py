@@ -63,9 +63,9 @@ def dense_attention(
 
 def rounded_to_int8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
     """What int8 with a scale a token makes of q, k less its mean, and v, each [B, H, N, D]; by integers, in numpy."""
-    units = np.floor(k.double().numpy() * 2.0**32).astype(np.int64)
+    units = np.floor(k.float().double().numpy() * 2.0**32).astype(np.int64)
     mean = (units.sum(axis=2, keepdims=True) * 2.0**-32 / k.shape[2]).astype(np.float32)
-    numbers = [q.numpy().astype(np.float32), k.numpy().astype(np.float32) - mean, v.numpy().astype(np.float32)]
+    numbers = [q.float().numpy(), k.float().numpy() - mean, v.float().numpy()]
     rows = [int8_of(one) for one in numbers]
     return [torch.from_numpy(payload.astype(np.float32) * scale[..., None]).to(q.dtype) for payload, scale in rows]
 

@@ -21,7 +21,7 @@ def test_nothing_waits_for_the_device(pool, world, mask):
 
 @pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
 def test_int8_on_the_wire_waits_for_nothing_and_launches_little(pool, strategy):
-    """The mean of keys takes a sum, an exchange and its arithmetic; reading, one launch for queries and each period."""
+    """The mean of keys takes a sum, an exchange and arithmetic; reading, a launch for queries and each period."""
     settings = {"mask": WINDOW, "exchange": {"precision": "int8"}}
     assert pool(2).run(waits_of_a_steady_step, settings, strategy) == [{}] * 2
     periods = Strategy.parse(strategy).ring
