@@ -1,8 +1,8 @@
 """Tokens as int8 with a scale each: rounded while they are packed into a send buffer, and restored at their owner.
 
 A token of D numbers becomes a row of 32-bit words: its D numbers as int8, four a word, and behind them the scale's
-float32. Scale and numbers follow from the token alone (and from what is subtracted from all of them), in IEEE
-operations: the same bits wherever it is rounded, on CPU and GPU.
+float32. Scale and numbers follow from the token alone, and from what is subtracted from all of them. Every step is an
+IEEE operation, so that bits are the same wherever a token is rounded, on CPU and GPU.
 """
 
 from __future__ import annotations

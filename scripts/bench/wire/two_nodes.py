@@ -29,7 +29,7 @@ from scripts.bench.nodes import NODES, add_rank_options, run_on_two_nodes, sent_
 from scripts.reproduce.common import RESULTS, write_csv
 
 HEADS, WIDTH = 8, 128
-REQUEST = MaskRequest(0, HEADS, (6, 16, 24))
+REQUEST = MaskRequest(0, HEADS, (12, 16, 24))
 SOURCE = WindowSource(window=(3, 5, 7), block_q=64, block_k=64)
 
 
