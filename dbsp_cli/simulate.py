@@ -16,6 +16,7 @@ from dbsp_core.models.spec import ModelSpec
 from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig, require_planner
+from dbsp_core.planning.wire_format import MODEL, require_wire_format
 
 __all__ = [
     "MODELLED",
@@ -39,11 +40,12 @@ class RunConfig:
     strategy: Strategy
     planner: str
     keys: str = "ring"
+    precision: str = MODEL.name
 
     def layout(self, mask: BlockMask, cost: Callable[[Plan, SequenceLayout], float] | None = None) -> SequenceLayout:
         """Returns the layout for this mask; `cost` chooses the token order in which needed keys are laid out."""
         if KEYS[self.keys].known_masks:
-            return least_keys_layout([mask], self.strategy, cost=cost)
+            return least_keys_layout([mask], self.strategy, cost=cost, precision=self.precision)
         return SequenceLayout.named(require_planner(self.planner).layout, mask.grid, self.strategy)
 
 
@@ -71,6 +73,7 @@ class SimulationResult:
     attention_speedup: float = 1.0
     speedup: float = 1.0
     keys: str = "ring"
+    precision: str = MODEL.name
     label: str = MODELLED
 
     @property
@@ -92,11 +95,11 @@ def simulate_layer(
     """Plans one layer's mask and predicts one call of it, of one batch item."""
     shape = AttentionShape(1, mask.heads, mask.grid.tokens, model.head_dim, ELEMENT_BYTES[hardware.dtype])
     layout = run.layout(mask, lambda plan, on: in_ns(predict(plan, shape, hardware, topology, on)))
-    cost = exchange_cost_of(mask, run.strategy, shape, hardware, topology)
+    cost = exchange_cost_of(mask, run.strategy, shape, hardware, topology, require_wire_format(run.precision))
 
     def make(planner: str, equal_heads: bool) -> Plan:
         config = PlannerConfig(planner, exchange_cost=cost, paper=PaperConfig(equal_heads=equal_heads))
-        return make_plan(mask, run.strategy, config, layout=layout, keys=run.keys)
+        return make_plan(mask, run.strategy, config, layout=layout, keys=run.keys, precision=run.precision)
 
     if run.planner == "dbsp":
         plan = fastest_plan(make, shape, hardware, topology, layout)
@@ -121,6 +124,7 @@ def summarize(run: RunConfig, times: Sequence[LayerTime], model: ModelSpec, hard
         exposed_p2p_s=calls * sum(t.prediction.times.exposed_s for t in times),
         pack_s=calls * sum(t.prediction.pack_s for t in times),
         keys=run.keys,
+        precision=run.precision,
         other_s=model.calls * model.linear_flops / known.linear_flops_per_s / world + known.serial_s,
     )
 
@@ -136,6 +140,7 @@ def simulate(
     node_size: int | None = None,
     merges: bool = True,
     keys: Sequence[str] = ("ring",),
+    precisions: Sequence[str] = (MODEL.name,),
 ) -> list[SimulationResult]:
     """Models every strategy and planner for every number of GPUs.
 
@@ -145,13 +150,15 @@ def simulate(
         node_size: GPUs per node; None for the hardware's.
         merges: Whether the kernel can merge partial attentions; "all" leaves out rings where it cannot.
         keys: Names in `KEYS`; "needed" is planned by "local" alone.
+        precisions: Names in `WIRE_FORMATS`: how q, k and v are written on their way.
     """
     results = []
     for one, topology in strategies_for(masks[0], hardware, gpus, strategy, node_size, merges):
         found = {}
         runs = []
         for way in (way for way in KEYS.values() if way.name in keys):
-            runs += [RunConfig(one, by, way.name) for by in ((way.planner,) if way.known_masks else planners)]
+            by_planner = (way.planner,) if way.known_masks else planners
+            runs += [RunConfig(one, by, way.name, precision) for by in by_planner for precision in precisions]
         contiguous = RunConfig(one, "contiguous")
         for run in dict.fromkeys([contiguous, *runs]):
             times = [simulate_layer(run, mask, model, hardware, topology) for mask in masks]

@@ -18,6 +18,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.schedule import DenseSchedule
 from dbsp_core.models.lookup import model_title
 from dbsp_core.models.signature import ModelSignature, model_signature, variant_of
+from dbsp_core.planning.wire_format import MODEL
 from dbsp_core.sources import SOURCES, DenseSource
 from dbsp_core.utils.errors import UserError, kind_of
 from dbsp_core.utils.log import log
@@ -76,6 +77,8 @@ def log_config(
     chosen_later = config.searches_layout and config.keys == "auto" and group.size > 1
     layout = "auto" if chosen_later else config.effective_layout
     layout = f"planner {config.planner.name}, layout {layout}, kernel {kernel}"
+    if config.exchange.wire is not MODEL:
+        layout += f", exchange {config.exchange.precision}"
     _log_once(f"{model_title(identity)} on {ranks}, strategy {strategy or 'auto'}, {layout}")
     origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {config.origin}"
     _log_once(f"mask {describe_mask(config)}" + (f"; {origin}" if origin else ""))

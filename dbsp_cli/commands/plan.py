@@ -23,10 +23,13 @@ from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.keys import require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, PaperConfig, PlannerConfig, require_planner
+from dbsp_core.planning.wire_format import MODEL, require_wire_format
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["plan_command"]
 
+TOKEN = 128, 2
+"""Numbers of a token of one head, and bytes of each, as most models have them."""
 _VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
 
 
@@ -45,6 +48,7 @@ def plan_command(
         str | None, typer.Option(help=f"Sequence layout: {', '.join(LAYOUT_ORDERS)}; default: the planner's own.")
     ] = None,
     keys: Annotated[str, typer.Option(help="ring, all, needed, or kept: what ranks are sent.")] = "ring",
+    precision: Annotated[str, typer.Option(help="model or int8: how q, k and v travel.")] = MODEL.name,
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
     sequences: Annotated[
         str | None,
@@ -88,7 +92,7 @@ def plan_command(
     of_layer = source.layer(layer)
     plans = _plans(source, of_layer, request)
     if as_json:
-        rows = [_record(one, keys) for one in plans]
+        rows = [_record(one, keys, precision) for one in plans]
         print_json(file=str(file), gpus=gpus, density=of_layer.density, plans=rows)
         return
     if source.per_layer:
@@ -108,12 +112,13 @@ class _FileRequest:
     target_rho: float | None
     layout: str | None
     keys: str
+    precision: str
 
 
 class _FilePlan(NamedTuple):
     plan: Plan
     kv_received: float
-    """K and V that a rank receives, mean, in shares of one rank's Q."""
+    """K and V that a rank receives, mean, in shares of one rank's Q in the model's precision, of tokens of `TOKEN`."""
 
 
 def _plans(source: MaskFile, mask: BlockMask, request: _FileRequest) -> list[_FilePlan]:
@@ -124,32 +129,32 @@ def _plans(source: MaskFile, mask: BlockMask, request: _FileRequest) -> list[_Fi
         strategy.require_world(request.gpus)
     learned = request.layout == "learned"
     profile = MaskProfile.of(map(source.layer, range(source.layers))) if learned else None
-    way = require_keys(request.keys)
+    way, wire = require_keys(request.keys), require_wire_format(request.precision)
     names = tuple(PLANNERS) if request.planner == "all" else tuple(request.planner.split(","))
     for name in names:
         require_planner(name)
-    share = mask.heads * mask.grid.tokens / request.gpus
+    share = mask.heads * mask.grid.tokens / request.gpus / (wire.token_bytes(*TOKEN) / MODEL.token_bytes(*TOKEN))
     plans = []
     for strategy in strategies:
         for name in names:
             chosen = request.layout or require_planner(way.planner_for(name)).layout
             if chosen == "local":
-                layout = least_keys_layout([mask], strategy)
+                layout = least_keys_layout([mask], strategy, precision=request.precision)
             else:
                 layout = SequenceLayout.named(chosen, mask.grid, strategy, profile=profile)
             config = PlannerConfig(name, request.target_rho, paper=PaperConfig(request.reward, request.equal_heads))
-            plan = make_plan(mask, strategy, config, layout=layout, keys=request.keys)
+            plan = make_plan(mask, strategy, config, layout=layout, keys=request.keys, precision=request.precision)
             plans.append(_FilePlan(plan, traffic_of(plan.assignment, layout).kv_received / share))
     return plans
 
 
-def _record(one: _FilePlan, keys: str) -> dict[str, Any]:
+def _record(one: _FilePlan, keys: str, precision: str) -> dict[str, Any]:
     plan = one.plan
     return (
         {"strategy": str(plan.strategy)}
         | {name: getattr(plan, name) for name in _VALUES}
         | {"split_heads": plan.assignment.split_heads, "extra_kv": plan.assignment.extra_kv, "plan_ms": plan.plan_ms}
-        | {"keys": keys, "kv_received": one.kv_received}
+        | {"keys": keys, "precision": precision, "kv_received": one.kv_received}
     )
 
 

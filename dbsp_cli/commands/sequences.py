@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dbsp_cli.output import TextTable, print_json, print_tables
@@ -29,6 +29,7 @@ from dbsp_core.planning.sequences.streams import (
     draw,
     parse_streams,
 )
+from dbsp_core.planning.wire_format import MODEL, require_wire_format
 from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.byte_sizes import in_bytes
 from dbsp_core.utils.errors import UserError
@@ -53,6 +54,7 @@ class SequenceRequest:
     node_size: int = 8
     max_tokens: int | None = None
     seed: int = 0
+    precision: str = MODEL.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +72,7 @@ def print_sequence_plans(request: SequenceRequest, as_json: bool) -> None:
     """Draws sequences, shares them out in every way asked for, and prints the results. Times are modelled."""
     streams, hardware = parse_streams(request.sequences), load_hardware(request.hardware)
     layer = FLUX if request.model.casefold() == FLUX_NAME else LayerSize.of(require_model(request.model))
+    layer = replace(layer, wire=require_wire_format(request.precision))
     world = sum(stream.gpus for stream in streams) if request.gpus is None else request.gpus
     assumptions = StreamAssumptions() if layer.text else StreamAssumptions(text=(0, 0))
     drawn = draw(streams, world, request.seed, assumptions)
@@ -85,6 +88,7 @@ def print_sequence_plans(request: SequenceRequest, as_json: bool) -> None:
             "sources": dict(hardware.sources),
             "gamma": gamma_of(layer, hardware),
             "mask": request.mask,
+            "precision": request.precision,
             "assumed": {"text_tokens": assumptions.text, "aspect_ratio": assumptions.area, "seed": request.seed},
             "tokens": work.tokens.tolist(),
         }

@@ -24,6 +24,7 @@ from dbsp_core.models.spec import ModelSpec
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.keys import require_keys
 from dbsp_core.planning.planners import require_planner
+from dbsp_core.planning.wire_format import MODEL, require_wire_format
 from dbsp_core.sources import SOURCES, MaskRequest, StaticMaskSource, SyntheticSource
 from dbsp_core.sources.synthetic.presets import PRESETS
 from dbsp_core.utils.atomic_io import write_atomically
@@ -52,6 +53,9 @@ def simulate_command(
         str | None,
         typer.Option(help="ring, all, needed, kept, with commas; default: ring, with --nodes ring,needed."),
     ] = None,
+    precision: Annotated[
+        str, typer.Option(help="In which q, k and v travel: model, int8, or both with a comma between.")
+    ] = MODEL.name,
     hardware: Annotated[str, typer.Option(help="a800, h800, h200, cpu-demo, or a file from dbsp calibrate.")] = "a800",
     mask: Annotated[
         str | None,
@@ -84,6 +88,9 @@ def simulate_command(
     ways = (keys or ("ring" if nodes is None else "ring,needed")).split(",")
     for way in ways:
         require_keys(way)
+    precisions = precision.split(",")
+    for name in precisions:
+        require_wire_format(name)
     planners = planner.split(",")
     for name in planners:
         require_planner(name)
@@ -100,6 +107,7 @@ def simulate_command(
         node_size=node_size,
         merges=returns_lse(kernel),
         keys=ways,
+        precisions=precisions,
     )
     records = [asdict(row) | {"end_to_end_s": row.end_to_end_s} for row in rows]
     if out is not None:
@@ -207,7 +215,8 @@ def _table(model: ModelSpec, machine: Hardware, masks: list[BlockMask], rows: Se
     for row in rows:
         seconds = (f"{t:.1f}" for t in (row.attention_s, row.exchange_s, row.exposed_p2p_s, row.end_to_end_s))
         speedups = (f"{row.attention_speedup:.2f}", f"{row.speedup:.2f}")
-        cells.append((str(row.gpus), row.strategy, row.planner, row.keys, f"{row.rho:.3f}", *seconds, *speedups))
+        keys = row.keys if row.precision == MODEL.name else f"{row.keys}, {row.precision}"
+        cells.append((str(row.gpus), row.strategy, row.planner, keys, f"{row.rho:.3f}", *seconds, *speedups))
     return TextTable(
         f"{model.name} on {machine.name}, density {masks[0].density:.3f}, {model.steps} steps: modelled times",
         names,
@@ -226,5 +235,6 @@ def _conclusion(rows: Sequence[SimulationResult]) -> str:
         return ""
     best = min(rows, key=lambda row: row.end_to_end_s)
     keys = "" if best.keys == "ring" else f", {best.keys} keys"
+    keys += "" if best.precision == MODEL.name else f", {best.precision}"
     plan = f"{best.gpus} GPUs, {best.strategy}, {best.planner}{keys}"
     return f"fastest: {plan}: {best.end_to_end_s:.1f} s a video, {best.speedup:.2f}× contiguous\n"

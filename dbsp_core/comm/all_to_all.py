@@ -9,17 +9,19 @@ over memory packs what is sent, from the host's own strides, and one unpacks wha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.planning.assignment import Assignment
+from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
 
-__all__ = ["Exchange", "PendingKeys", "Route", "by_batch", "exchange_q_separately"]
+__all__ = ["Exchange", "KeysAtHome", "PendingKeys", "Route", "by_batch", "exchange_q_separately"]
 
 UNEVEN = 1.05
 """Most rows of a rank over the mean. Above it, saving memory is worth an exchange more."""
@@ -33,13 +35,15 @@ class Exchange:
         sent: Tokens by destination.
         received: Tokens by source.
         pack: Copies input tensors to the send buffer, in which the tokens for one destination are together.
-        unpack: Copies the receive buffer to output tensors.
+        unpack: Copies the receive buffer to output tensors, which are written as the buffer is.
+        wire: How tokens are written in the buffers.
     """
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
     pack: tuple[CopySegments, ...]
     unpack: tuple[CopySegments, ...]
+    wire: WireFormat = MODEL
 
     def to(self, device: torch.device) -> Exchange:
         """The same with its tables on a device."""
@@ -49,27 +53,43 @@ class Exchange:
         """Tokens that `rank`, whose side this is, sends to others."""
         return sum(self.sent) - self.sent[rank]
 
-    def send_buffer(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """[tokens sent, B, D], packed from tensors [B, heads, n, D] of any strides."""
+    def send_buffer(self, *tensors: torch.Tensor, less: Sequence[torch.Tensor | None] | None = None) -> torch.Tensor:
+        """[tokens sent, B, W], written from tensors [B, heads, n, D] of any strides.
+
+        `less` has for each tensor float32[B, heads, D] to be subtracted from all of its tokens, or None.
+        """
         first = tensors[0]
-        buffer = first.new_empty(sum(self.sent), first.shape[0], first.shape[3])
-        for tensor, segments in zip(tensors, self.pack, strict=True):
-            copy_segments(tensor, by_batch(buffer), segments)
+        buffer = self.wire.empty(first, sum(self.sent), first.shape[0])
+        for tensor, segments, mean in zip(tensors, self.pack, less or [None] * len(tensors), strict=True):
+            self.wire.write(tensor, by_batch(buffer), segments, mean)
         return buffer
 
     def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-        """Exchanges a send buffer for [tokens received, B, D]."""
+        """Exchanges a send buffer for [tokens received, B, W]."""
         return group.all_to_all(buffer, self.received, self.sent)
 
-    def start(self, k: torch.Tensor, v: torch.Tensor, blocks: int, block_k: int, group: SequenceGroup) -> PendingKeys:
-        """Starts to fetch keys and values, of which so many blocks come, from [B, H, n_local, D]. Collective."""
-        transfer = group.start_all_to_all(self.send_buffer(k, v), self.received, self.sent)
+    def start(self, keys: KeysAtHome, blocks: int, block_k: int, group: SequenceGroup) -> PendingKeys:
+        """Starts to fetch keys and values, of which so many blocks come, from those of all ranks. Collective."""
+        buffer = self.send_buffer(keys.k, keys.v, less=(keys.mean, None))
+        transfer = group.start_all_to_all(buffer, self.received, self.sent)
         return PendingKeys(transfer, self.unpack[0], blocks, block_k)
+
+
+class KeysAtHome(NamedTuple):
+    """A rank's keys and values, [B, H, n_local, D] of any strides, outside attention.
+
+    Attributes:
+        mean: float32[B, H, D], what keys travel less, equal on all ranks. None: nothing.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    mean: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class PendingKeys:
-    """Keys and values in flight. `wait` returns them as [2, B, Ck, Bk, D], zero beyond short blocks."""
+    """Keys and values in flight. `wait` returns them as [2, B, Ck, Bk, W], zero beyond short blocks."""
 
     transfer: PendingTransfer
     unpack: CopySegments
@@ -121,31 +141,31 @@ class Route:
         """Tokens of one head that `rank`, whose route this is, sends to others: in dispatch, and in combine."""
         return sum(one.to_others(rank) for one in self.key_exchanges), self.combine_exchange.to_others(rank)
 
-    def dispatch(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Brings q, k and v, [B, H, n_local, D] of any strides, to their owners. Collective.
+    def dispatch(self, q: torch.Tensor, keys: KeysAtHome, group: SequenceGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Brings q [B, H, n_local, D] of any strides, and keys and values, to their owners. Collective.
 
         Returns:
-            Packed q [B, Rq·Bq, D], and packed k and v [2, B, Ck·Bk, D]; zero beyond short blocks.
+            Packed q [B, Rq·Bq, W], and packed k and v [2, B, Ck·Bk, W], as they are written on the way; zero beyond
+            short blocks.
         """
-        batch, _, _, width = q.shape
-        first, *second = self.dispatch_exchanges
-        came = first.run(first.send_buffer(*((q,) if second else (q, k, v))), group)
-        packed_q = q.new_empty(batch, self.q_places, width)
+        (k, v, mean), (first, *second) = keys, self.dispatch_exchanges
+        together = first.send_buffer(q) if second else first.send_buffer(q, k, v, less=(None, mean, None))
+        came = first.run(together, group)
+        del together
+        packed_q = came.new_empty(len(q), self.q_places, came.shape[-1])
         copy_segments(by_batch(came), packed_q[:, None], first.unpack[0])
         if second:
             del came
-            came = second[0].run(second[0].send_buffer(k, v), group)
-        packed_kv = q.new_empty(2, batch, self.kv_places, width)
+            came = second[0].run(second[0].send_buffer(k, v, less=(mean, None)), group)
+        packed_kv = came.new_empty(2, len(q), self.kv_places, came.shape[-1])
         copy_segments(by_batch(came), packed_kv.transpose(0, 1), self.dispatch_exchanges[-1].unpack[-1])
         return packed_q, packed_kv
 
-    def fetch(self, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup) -> Iterator[PendingKeys]:
-        """Yields the keys and values of later periods, in flight: k and v are [B, H, n_local, D]. Collective."""
+    def fetch(self, keys: KeysAtHome, group: SequenceGroup) -> Iterator[PendingKeys]:
+        """Yields the keys and values of later periods, in flight. Collective."""
 
         started: Iterator[PendingKeys] = (
-            exchange.start(k, v, blocks, self.block_k, group)
+            exchange.start(keys, blocks, self.block_k, group)
             for exchange, blocks in zip(self.fetch_exchanges, self.fetched_blocks, strict=True)
         )
         if not self.at_once:

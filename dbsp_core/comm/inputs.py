@@ -21,11 +21,18 @@ def needs_gradients(*tensors: torch.Tensor) -> bool:
 
 
 def problem_of_inputs(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, tokens: int, why: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    tokens: int,
+    why: str,
+    no_gradients: str | None = None,
 ) -> str | None:
     """Returns what is wrong with this rank's inputs, or None.
 
-    q, k and v must be [B, `heads`, `tokens`, D]; `why` says in the message where these numbers come from.
+    q, k and v must be [B, `heads`, `tokens`, D]; `why` says in the message where these numbers come from, and
+    `no_gradients` why gradients cannot be had, if so.
     """
     lost = unfollowed(q, k, v)
     if lost is not None:
@@ -42,6 +49,8 @@ def problem_of_inputs(
         return f"q, k, v must be of one dtype, got {dtypes}; cast them to one"
     if 0 in (q.shape[0], q.shape[3]):
         return f"q, k, v of shape {tuple(q.shape)} hold nothing to attend with; leave such a call out, on all ranks"
+    if no_gradients is not None and needs_gradients(q, k, v):
+        return no_gradients
     if needs_gradients(q, k, v) and any(t.is_inference() for t in (q, k, v)):
         return INFERENCE_TENSORS
     return None

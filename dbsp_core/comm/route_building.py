@@ -14,6 +14,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.row_owners import places_of
+from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_kernels.packing.segment_copy import CopySegments
 
 __all__ = ["build_fetch", "build_route"]
@@ -23,7 +24,7 @@ def build_route(
     assignment: Assignment, layout: SequenceLayout, rank: int, n_local: int, device: torch.device
 ) -> Route:
     """The route of one rank, which holds `n_local` tokens (padding included) outside attention."""
-    world, grid = assignment.strategy.world, assignment.grid
+    world, grid, wire = assignment.strategy.world, assignment.grid, assignment.wire
     queries, keys = _axes(assignment, layout)
     own_rows, (own_blocks, *later) = assignment.rows_of(rank), assignment.blocks_by_period(rank)
     # 1. Places of this rank's pieces: at home by the rank that needs them, packed by the rank they come from.
@@ -37,10 +38,10 @@ def build_route(
     # 2. Which tensors travel together.
     of_q, of_kv = _Travelling.of_one(q_home, q_packed), _Travelling.of_keys(kv_homes[0], kv_packed)
     apart = exchange_q_separately(assignment)
-    dispatch = [_exchange(world, part, device) for part in (([of_q], [of_kv]) if apart else ([of_q, of_kv],))]
+    dispatch = [_exchange(world, part, device, wire) for part in (([of_q], [of_kv]) if apart else ([of_q, of_kv],))]
     # 3. Keys that are fetched for later periods have exchanges of their own.
     fetch = tuple(
-        _exchange(world, [_Travelling.of_keys(home, keys.packed(*blocks))], device)
+        _exchange(world, [_Travelling.of_keys(home, keys.packed(*blocks))], device, wire)
         for home, blocks in zip(kv_homes[1:], later, strict=False)
     )
     fetched_blocks = tuple(len(head) for head, _ in later[: len(fetch)])
@@ -63,7 +64,7 @@ def build_fetch(assignment: Assignment, layout: SequenceLayout, rank: int, sent:
         return np.where(sent[:, heads[:, None], blocks].transpose(1, 2, 0), np.arange(world), -1)
 
     home, packed = keys.at_home(rank, holders), keys.packed(*places_of(sent[rank]))
-    return _exchange(world, [_Travelling.of_keys(home, packed)], torch.device("cpu"))
+    return _exchange(world, [_Travelling.of_keys(home, packed)], torch.device("cpu"), assignment.wire)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,11 @@ class _Travelling:
 
 
 def _exchange(
-    world: int, parts: Sequence[_Travelling], device: torch.device, zeros: np.ndarray | None = None
+    world: int,
+    parts: Sequence[_Travelling],
+    device: torch.device,
+    wire: WireFormat = MODEL,
+    zeros: np.ndarray | None = None,
 ) -> Exchange:
     """The exchange of several tensors together; `zeros` is added to the table that unpacks the first one."""
     sent, send = _buffer_places(world, *(here for part in parts for here in part.here))
@@ -94,7 +99,7 @@ def _exchange(
     unpack = [np.concatenate([_from_buffer(next(starts), there) for there in part.there]) for part in parts]
     if zeros is not None:
         unpack[0] = np.concatenate([unpack[0], zeros])
-    return Exchange(sent, received, _segments(pack, device), _segments(unpack, device))
+    return Exchange(sent, received, _segments(pack, device), _segments(unpack, device), wire)
 
 
 def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopySegments, ...]:

@@ -18,6 +18,7 @@ from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.keys import KEYS
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.sequences.sequence_plan import BagConfig
+from dbsp_core.planning.wire_format import MODEL, WIRE_FORMATS, WireFormat
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource
 from dbsp_core.sources.spec import mask_settings, names_mask
 from dbsp_core.utils.errors import SettingError, UserError, bad_value, blame_setting, did_you_mean, in_short
@@ -27,7 +28,7 @@ from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, requ
 from dbsp_kernels import KERNELS, KernelRequirements, require_supported
 from dbsp_kernels.registry import returns_lse
 
-__all__ = ["ConfigLike", "DbspConfig", "ReuseConfig"]
+__all__ = ["ConfigLike", "DbspConfig", "ExchangeConfig", "ReuseConfig"]
 
 MODES = ("auto", "sync", "async")
 
@@ -59,6 +60,25 @@ class ReuseConfig:
         if self.budget is not None and not self.budget > 0:
             raise bad_value(self, "budget", "must be positive, or null to replan by the threshold alone", "reuse.")
         require_choice("mode", self.mode, MODES, "reuse.")
+
+
+@dataclass(frozen=True)
+class ExchangeConfig:
+    """How queries, keys and values travel between ranks.
+
+    Attributes:
+        precision: "model": as the model has them; "int8": rounded, with a scale for each token and head.
+    """
+
+    precision: str = MODEL.name
+
+    def __post_init__(self) -> None:
+        require_choice("precision", self.precision, tuple(WIRE_FORMATS), "exchange.")
+
+    @property
+    def wire(self) -> WireFormat:
+        """The format of that name."""
+        return WIRE_FORMATS[self.precision]
 
 
 def _read_strategy(value: Any, name: str) -> Any:
@@ -105,6 +125,7 @@ class DbspConfig:
             where they live; "needed": those that its rows need, for masks that are known beforehand; "kept": those
             that they needed under an earlier mask, and in a second exchange what this one adds; "auto": whichever is
             predicted to be fastest at each attention. See docs/needed-keys.md.
+        exchange: An `ExchangeConfig`, or a mapping for one.
         reuse: A `ReuseConfig`, or a mapping for one.
         cost_model: Whose constants predict times: a name or file for `dbsp_core.cost.hardware.load_hardware`; None:
             shipped ones that come nearest.
@@ -127,6 +148,7 @@ class DbspConfig:
     layout: str | None = None
     planner: PlannerConfig = field(default_factory=PlannerConfig, metadata={"read": _read_planner})
     keys: str = "ring"
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     cost_model: str | None = None
     kernel: str = "auto"

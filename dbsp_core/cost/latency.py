@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dbsp_core.comm.all_to_all import exchange_q_separately
+from dbsp_core.comm.token_mean import mean_bytes
 from dbsp_core.cost.comm_volume import Traffic, traffic_of
 from dbsp_core.cost.hardware import Constants, Hardware
 from dbsp_core.cost.periods import PeriodTimes, chunk_times, ring_times
@@ -20,6 +21,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.planning.plan import Plan
+from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["AttentionShape", "Prediction", "Topology", "exchange_cost_of", "predict"]
@@ -60,8 +62,12 @@ class AttentionShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of one head, over the batch: of q, k, v or the output."""
+        """Bytes of one token of one head, over the batch: of q, k, v or the output, in memory."""
         return self.batch * self.head_dim * self.element_bytes
+
+    def sent_bytes(self, wire: WireFormat) -> int:
+        """The same of q, k or v as it is written on its way."""
+        return self.batch * wire.token_bytes(self.head_dim, self.element_bytes)
 
 
 @dataclass(frozen=True)
@@ -147,18 +153,22 @@ def predict(
     require_fit(plan, shape, topology)
     require_network(hardware, topology)
     traffic = traffic or traffic_of(plan.assignment, layout)
-    exchanged = [traffic.dispatch, traffic.combine]
+    dispatched = [traffic.dispatch]
     if exchange_q_separately(plan.assignment):
-        exchanged = [traffic.queries, 2 * traffic.keys[0], traffic.combine]
+        dispatched = [traffic.queries, 2 * traffic.keys[0]]
+    sent_bytes = shape.sent_bytes(plan.assignment.wire)
+    exchanged = [*(tokens * sent_bytes for tokens in dispatched), traffic.combine * shape.token_bytes]
+    if plan.assignment.wire.centred:
+        exchanged.append(_of_means(shape, strategy.world))
     compute, keys = _compute_s(plan, traffic, shape, known), plan.assignment.keys
     if keys.lockstep:
-        held = traffic.blocks[:-1] * (2 * plan.grid.block_k * shape.token_bytes)
+        held = traffic.blocks[:-1] * (2 * plan.grid.block_k * sent_bytes)
         times = ring_times(compute, hand_overs_s(strategy, held, known, topology), strategy, known.overlap)
     else:
-        fetches = fetches_s(traffic, shape, known, topology)
+        fetches = fetches_s(traffic, sent_bytes, known, topology)
         times = chunk_times(compute, fetches, known.overlap, keys.at_once, ADDED_S if keys.adds else None)
     return Prediction(
-        exchange_s=sum(exchange_s(tokens * shape.token_bytes, known, topology) for tokens in exchanged),
+        exchange_s=sum(exchange_s(sent, known, topology) for sent in exchanged),
         times=times,
         pack_s=packed_bytes(plan, traffic, layout, shape) / known.pack_bytes_per_s,
         launch_s=known.call_s,
@@ -203,9 +213,14 @@ def _busiest(sent: np.ndarray) -> float:
     return float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
 
 
-def fetches_s(traffic: Traffic, shape: AttentionShape, known: Constants, topology: Topology) -> list[float]:
-    """Seconds of each exchange of further keys, which is beside the period before."""
-    return [exchange_s(sent * shape.token_bytes, known, topology) for sent in traffic.key_exchanges[1:]]
+def fetches_s(traffic: Traffic, sent_bytes: int, known: Constants, topology: Topology) -> list[float]:
+    """Seconds of each exchange of further keys, of so many bytes a token, which is beside the period before."""
+    return [exchange_s(sent * sent_bytes, known, topology) for sent in traffic.key_exchanges[1:]]
+
+
+def _of_means(shape: AttentionShape, world: int) -> np.ndarray:
+    """float64[P, P], bytes that ranks send one another for the mean of all keys."""
+    return np.full((world, world), float(mean_bytes(shape.batch, shape.heads, shape.head_dim, 2)))
 
 
 def _compute_s(plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants) -> np.ndarray:
@@ -236,18 +251,31 @@ def hand_overs_s(strategy: Strategy, held: np.ndarray, known: Constants, topolog
 def packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
     """Bytes of the rank that gathers and places most: q, k, v and output at home, and the same packed at their owner.
 
-    Keys that come in chunks are gathered once for each of their readers.
+    Keys that come in chunks are gathered once for each of their readers. What is written otherwise on its way is
+    placed as it came, and then read; and keys that travel less their mean are read once more before.
     """
+    wire, token = plan.assignment.wire, shape.token_bytes
     at_home: np.ndarray | float = 4 * shape.heads * layout.shard
     exchanged = traffic.blocks[: len(traffic.keys)].sum(axis=0)
-    packed = 2 * traffic.rows * plan.grid.block_q + 2 * exchanged * plan.grid.block_k
+    placed = traffic.rows * plan.grid.block_q + 2 * exchanged * plan.grid.block_k
+    packed = placed + traffic.rows * plan.grid.block_q
     if not plan.assignment.keys.lockstep:
         at_home = 2 * shape.heads * layout.shard + np.sum(traffic.key_exchanges, axis=(0, 2))
-    return float((at_home + packed).max()) * shape.token_bytes
+    total = (at_home + packed) * token
+    if wire is not MODEL:
+        total = total + placed * shape.sent_bytes(wire)
+    if wire.centred:
+        total = total + shape.heads * layout.shard * token
+    return float(np.max(total))
 
 
 def exchange_cost_of(
-    mask: BlockMask, strategy: Strategy, shape: AttentionShape, hardware: Hardware, topology: Topology
+    mask: BlockMask,
+    strategy: Strategy,
+    shape: AttentionShape,
+    hardware: Hardware,
+    topology: Topology,
+    wire: WireFormat = MODEL,
 ) -> float:
     """`PlannerConfig.exchange_cost` for a mask: the time to send Q, K and V once, over that of balanced attention.
 
@@ -258,8 +286,7 @@ def exchange_cost_of(
     rate = known.exchange_bytes_per_s if topology.one_node else known.network_bytes_per_s
     if dense_blocks == 0 or rate is None:
         return 0.0
-    sent_s = (
-        3 * shape.heads * shape.tokens * shape.token_bytes / strategy.world / min(rate, known.exchange_bytes_per_s)
-    )
+    sent = 3 * shape.heads * shape.tokens * shape.sent_bytes(wire) / strategy.world
+    sent_s = sent / min(rate, known.exchange_bytes_per_s)
     block = block_s(grid.block_q, grid.block_k, shape.head_dim, known)
     return float(f"{sent_s / (shape.batch * dense_blocks * block / strategy.world):.4e}")

@@ -37,6 +37,7 @@ def least_keys_layout(
     strategy: Strategy,
     named: Callable[[BlockGrid], SequenceLayout] | None = None,
     cost: Callable[[Plan, SequenceLayout], float] | None = None,
+    precision: str = "model",
 ) -> SequenceLayout:
     """Layout "local" in the order of tokens that costs least, summed over the masks.
 
@@ -48,6 +49,7 @@ def least_keys_layout(
         named: Makes layout "local" on a grid. Default: text and video sharded together.
         cost: Of a plan in a layout, such as its predicted time. Default: what is sent between ring rows, by the rank
             that sends or receives most: keys and values, and the queries and outputs that change rows.
+        precision: In which q, k and v travel; see `make_plan`.
     """
     named = named or (lambda grid: SequenceLayout.named("local", grid, strategy))
     grid = masks[0].grid
@@ -57,7 +59,7 @@ def least_keys_layout(
 
     if len(layouts) == 1:
         return layouts[0]
-    plan = partial(make_plan, strategy=strategy, planner="local", compare=False, keys="needed")
+    plan = partial(make_plan, strategy=strategy, planner="local", compare=False, keys="needed", precision=precision)
     costs = cost or _sent_between_rows
     return min(layouts, key=lambda layout: sum(costs(plan(mask, layout=layout), layout) for mask in _some(masks)))
 
@@ -80,6 +82,7 @@ def fastest_layout(
     hardware: Hardware | None,
     topology: Topology,
     element_bytes: int,
+    precision: str = "model",
 ) -> SequenceLayout:
     """The layout in which the masks' attentions are predicted to take least: equal on all ranks, like their masks.
 
@@ -93,6 +96,7 @@ def fastest_layout(
         hardware: Whose constants predict times. None: there is one strategy, and no rings.
         topology: Of the ranks.
         element_bytes: Of q, k and v, assumed.
+        precision: In which these travel; see `make_plan`.
     """
 
     def shape(plan: Plan) -> AttentionShape:
@@ -104,13 +108,14 @@ def fastest_layout(
         return in_ns(predict(plan, shape(plan), hardware, topology, layout))
 
     def least_ns(mask: BlockMask, layout: SequenceLayout, among: Sequence[Strategy], keys: str) -> int:
-        plans = (make_plan(mask, one, planner, layout=layout, compare=False, keys=keys) for one in among)
+        make = partial(make_plan, mask, layout=layout, compare=False, keys=keys, precision=precision)
+        plans = (make(strategy=one, planner=planner) for one in among)
         plans = (in_fastest_chunks(plan, mask, shape(plan), hardware, topology, layout) for plan in plans)
         return min(predicted_ns(plan, layout) for plan in plans)
 
     def local(strategy: Strategy) -> SequenceLayout:
         cost = None if hardware is None else predicted_ns
-        return least_keys_layout(masks, strategy, lambda grid: named(grid, strategy), cost)
+        return least_keys_layout(masks, strategy, lambda grid: named(grid, strategy), cost, precision)
 
     found: list[tuple[SequenceLayout, Sequence[Strategy], str]] = []
     for way in ways:

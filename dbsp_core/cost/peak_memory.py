@@ -19,6 +19,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.assignment import Assignment
 from dbsp_core.planning.plan import Plan
+from dbsp_core.planning.wire_format import MODEL
 from dbsp_kernels.prediction.block_selection import pairs_at_once
 
 __all__ = ["MemoryLimit", "head_caps", "mask_bytes", "peak_bytes", "prediction_bytes", "within_limit"]
@@ -52,19 +53,23 @@ def peak_bytes(
             slot, the output and its log-sum-exp stay until it ends.
     """
     strategy, grid, token = assignment.strategy, assignment.grid, float(shape.token_bytes)
+    wire, sent = assignment.wire, float(shape.sent_bytes(assignment.wire))
+    apart = wire is not MODEL  # then what came is read into tensors of their own
     traffic, periods = traffic_of(assignment, layout), assignment.periods
     wide = max(4, shape.element_bytes) / shape.element_bytes  # of a running output's bytes over the output's
     rows = traffic.rows * grid.block_q * token
     lse = traffic.rows * grid.block_q * float(shape.batch * max(4, shape.element_bytes))
     # Buffers of exchanges in flight, sent and received, stand beside what is unpacked from the first to come.
     buffers, further = np.zeros((periods - 1, len(rows))), traffic.keys[1:]
-    buffers[: len(further)] = 2 * (further.sum(axis=1) + further.sum(axis=2)) * token
+    buffers[: len(further)] = 2 * (further.sum(axis=1) + further.sum(axis=2)) * sent
     if assignment.keys.at_once:
         known = buffers[: periods - 1 - assignment.keys.adds]  # what a mask adds sets off one ahead
         known[:] = known[::-1].cumsum(axis=0)[::-1]
-    slots = traffic.blocks * (2 * grid.block_k * token)  # by period, what a rank computes with
-    sent_q, came_q = traffic.queries.sum(axis=1) * token, traffic.queries.sum(axis=0) * token
-    sent_kv, came_kv = (2 * traffic.keys[0].sum(axis=axis) * token for axis in (1, 0))
+    slots = traffic.blocks * (2.0 * grid.block_k)  # by period, tokens of what a rank computes with
+    came_slots, read_slots = slots * sent, slots * token
+    came_rows = traffic.rows * grid.block_q * sent
+    sent_q, came_q = (traffic.queries.sum(axis=axis) * sent for axis in (1, 0))
+    sent_kv, came_kv = (2 * traffic.keys[0].sum(axis=axis) * sent for axis in (1, 0))
     alone = strategy.world == 1  # then what is sent is what came
 
     def exchange(sent: np.ndarray, came: np.ndarray) -> np.ndarray:
@@ -72,23 +77,30 @@ def peak_bytes(
 
     # 1. Dispatch: buffers sent and received; then what came beside what is packed from it.
     if exchange_q_separately(assignment):
-        moments = [exchange(sent_q, came_q), came_q + rows]
-        moments += [rows + exchange(sent_kv, came_kv), rows + came_kv + slots[0]]
+        moments = [exchange(sent_q, came_q), came_q + came_rows]
+        moments += [came_rows + exchange(sent_kv, came_kv), came_rows + came_kv + came_slots[0]]
     else:
-        moments = [exchange(sent_q + sent_kv, came_q + came_kv), came_q + came_kv + rows + slots[0]]
+        moments = [exchange(sent_q + sent_kv, came_q + came_kv), came_q + came_kv + came_rows + came_slots[0]]
+    if apart:
+        moments.append(came_rows + came_slots[0] + rows)
     # 2. The ring: packed q, the slot in use, the next one, the running output, and in the end the output beside it.
     for period in range(periods):
         first, last = period == 0, period + 1 == periods
-        coming = 0.0 if last else slots[period + 1] + buffers[period]
+        coming = 0.0 if last else came_slots[period + 1] + buffers[period]
         running = 0.0 if first else rows * wide + lse
         made = rows * (1.0 if last else wide) + lse
         out = made if first else running + made if last and wide > 1 else running
-        kept = slots[0] if gradients and not first else 0.0
-        moments.append(rows + slots[period] + coming + out + kept)
+        kept = read_slots[0] if gradients and not first else 0.0
+        handed_on = came_slots[period] if apart and assignment.keys.lockstep and not last else 0.0
+        moments.append(rows + read_slots[period] + handed_on + coming + out + kept)
+        if apart:  # what is fetched is in its buffers yet
+            in_flight = coming if assignment.keys.lockstep or last else buffers[period]
+            moments.append(rows + came_slots[period] + read_slots[period] + in_flight + running)
     # 3. Combine: the output, what is sent of it, what comes, and its place at home.
-    kept = rows + slots[0] + rows + lse if gradients else np.zeros_like(rows)
-    moments.append((kept if gradients else rows) + came_q)
-    moments += [kept + exchange(came_q, sent_q), kept + sent_q + shape.heads * layout.shard * token]
+    kept = rows + read_slots[0] + rows + lse if gradients else np.zeros_like(rows)
+    sent_out, came_out = (traffic.combine.sum(axis=axis) * token for axis in (1, 0))
+    moments.append((kept if gradients else rows) + sent_out)
+    moments += [kept + exchange(sent_out, came_out), kept + came_out + shape.heads * layout.shard * token]
     peak: np.ndarray = np.max(moments, axis=0)
     return peak
 

@@ -64,8 +64,9 @@ def fastest_plan(
     if not topology.one_node and hardware.constants.network_bytes_per_s is None:  # nothing can be predicted
         return plan
     predicted, known, x = predict(plan, shape, hardware, topology, layout), hardware.constants, plan.strategy.ulysses
-    share_s = shape.heads * shape.tokens * shape.token_bytes / topology.world / known.exchange_bytes_per_s
-    least_exchange_s = 2 * known.exchange_latency_s + 4 * share_s * (x - 1) / x  # nothing between ring ranks
+    share_s = shape.heads * shape.tokens / topology.world / known.exchange_bytes_per_s  # for each byte of a token
+    sent = 3 * shape.sent_bytes(plan.assignment.wire) + shape.token_bytes
+    least_exchange_s = 2 * known.exchange_latency_s + sent * share_s * (x - 1) / x  # nothing between ring ranks
     times = predicted.times
     gain_s = times.attention_s - times.even_compute_s + predicted.exchange_s - least_exchange_s
     if gain_s <= WORTH_A_LOOK * predicted.total_s:

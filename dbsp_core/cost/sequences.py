@@ -27,6 +27,7 @@ from dbsp_core.planning.key_travel import RingKeys
 from dbsp_core.planning.planner_input import PlannerInput
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import SequencePlan
+from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource, StaticMaskSource
 from dbsp_core.utils.errors import UserError
 
@@ -52,6 +53,7 @@ class LayerSize:
         token_flops: FLOP a token of everything but self-attention's scores and values.
         text: Whether text tokens are part of self-attention's sequence.
         element_bytes: Of a number of the hidden states, and of q, k and v.
+        wire: How q, k and v are written on their way.
     """
 
     layers: int
@@ -60,6 +62,7 @@ class LayerSize:
     token_flops: float
     text: bool = True
     element_bytes: int = 2
+    wire: WireFormat = MODEL
 
     @classmethod
     def of(cls, model: ModelSpec) -> LayerSize:
@@ -199,6 +202,7 @@ def evaluate(
         loader: int64[n], the rank that loads each sequence.
     """
     topology, token_bytes = plan.topology, layer.head_dim * layer.element_bytes
+    both_ways = np.array([layer.wire.token_bytes(layer.head_dim, layer.element_bytes), token_bytes])
     lengths = work.tokens
     tokens, blocks = plan.runs.by_rank(topology.world), np.zeros(topology.world, dtype=np.int64)
     sent_bytes, rhos, exchanges = np.zeros(topology.world), [1.0], np.zeros(len(topology.ranks))
@@ -212,7 +216,8 @@ def evaluate(
         if ranks == 1:
             continue
         rhos.append(imbalance_ratio(blocks[here][None]))
-        sent = _sent(owner, [work.grids[one] for one in own], bag_layout(plan, lengths, bag)) * token_bytes
+        sent = _sent(owner, [work.grids[one] for one in own], bag_layout(plan, lengths, bag))
+        sent = sent * both_ways[:, None, None]
         both = sent.sum(axis=0)
         sent_bytes[here] = both.sum(axis=1) - both.diagonal()
         exchanges[bag] = sum(_exchange_s(matrix, first, hardware, node_size) for matrix in sent)

@@ -13,6 +13,7 @@ from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.planning.imbalance import owned_work
 from dbsp_core.planning.key_travel import KeyTravel
 from dbsp_core.planning.row_owners import RowOwners
+from dbsp_core.planning.wire_format import MODEL, WireFormat
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["Assignment", "work_of_both"]
@@ -25,9 +26,11 @@ class Assignment(RowOwners):
     Attributes:
         q_owner: int64[H, nq], rank of each (head, query block).
         keys: Which KV blocks are where in which period.
+        wire: How queries, keys and values are written on their way.
     """
 
     keys: KeyTravel
+    wire: WireFormat = MODEL
 
     def __repr__(self) -> str:
         blocks = f"{self.grid.nq} × {self.grid.nk} blocks"
@@ -46,7 +49,8 @@ class Assignment(RowOwners):
     @cached_property
     def fingerprint(self) -> int:
         """63 bits that differ between assignments: equal on all ranks or the job would hang or be wrong."""
-        digest = hashlib.blake2b(str((self.strategy, self.grid, self.keys.name)).encode(), digest_size=8)
+        names = self.strategy, self.grid, self.keys.name, self.wire.name
+        digest = hashlib.blake2b(str(names).encode(), digest_size=8)
         digest.update(self.q_owner.astype(np.uint16).tobytes())  # no more ranks than that, and a quarter of the bytes
         for part in self.keys.identity():
             digest.update(part.tobytes())
@@ -55,7 +59,7 @@ class Assignment(RowOwners):
     def equals(self, other: Assignment) -> bool:
         """Whether both send the same pieces to the same ranks."""
         return self is other or (
-            (self.strategy, self.grid) == (other.strategy, other.grid)
+            (self.strategy, self.grid, self.wire) == (other.strategy, other.grid, other.wire)
             and np.array_equal(self.q_owner, other.q_owner)
             and self.keys.equals(other.keys)
         )

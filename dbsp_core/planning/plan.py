@@ -21,6 +21,7 @@ from dbsp_core.planning.majority import baseline_assignment, block_positions, ma
 from dbsp_core.planning.planner_input import PlannerInput
 from dbsp_core.planning.planners import PlannerConfig, require_planner
 from dbsp_core.planning.row_owners import RowOwners
+from dbsp_core.planning.wire_format import require_wire_format
 from dbsp_core.utils.compiling import not_compiled
 from dbsp_core.utils.errors import UserError
 
@@ -181,6 +182,7 @@ def make_plan(
     layout: SequenceLayout | None = None,
     compare: bool = True,
     keys: str = "ring",
+    precision: str = "model",
 ) -> Plan:
     """Plans one attention. Deterministic: equal arguments give equal plans on every rank.
 
@@ -194,16 +196,19 @@ def make_plan(
             "needed": those that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2). Planner "dbsp" then
             cuts rows as "local" does, and the plan serves masks only that need no further keys; or "kept": those that
             its rows need under `mask`, and at each call what the call's mask adds, in one more exchange.
+        precision: "model": queries, keys and values travel as they are; "int8": rounded, with a scale for each token
+            and head, and without gradients. No plan assigns other rows for it.
 
     Returns:
         Owners of rows and slots of KV blocks, with their numbers for this mask.
 
     Raises:
-        UserError: For an unknown planner or way of keys, more ring ranks than KV blocks, or a layout of another size.
+        UserError: For an unknown planner, way of keys or precision, more ring ranks than KV blocks, or a layout of
+            another size.
     """
     require_mask(mask)
     strategy = Strategy.parse(strategy)
-    way = require_keys(keys)
+    way, wire = require_keys(keys), require_wire_format(precision)
     config = planner if isinstance(planner, PlannerConfig) else PlannerConfig(planner)
     config = replace(config, name=way.planner_for(config.name))
     chosen = require_planner(config.name)
@@ -229,7 +234,7 @@ def make_plan(
     q_owner, kv_slot = chosen.assign(inputs, config)
     travel = way.of(RowOwners(strategy, grid, q_owner), kv_slot, mask)
     seconds = time.perf_counter() - start - (counts.seconds - counting)
-    assignment = Assignment(strategy, grid, q_owner, travel)
+    assignment = Assignment(strategy, grid, q_owner, travel, wire)
     return Plan(
         assignment=assignment,
         metrics=PlanMetrics.of(assignment, mask, config, compare=compare),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from dbsp_core.comm.token_mean import mean_bytes
 from dbsp_core.cost.latency import AttentionShape
 from dbsp_core.masks.schedule import DenoisingStep, StepCounter
 from dbsp_core.planning.assignment import Assignment
@@ -35,7 +36,8 @@ class BytesByStage:
     """Bytes that this rank sends to other ranks in each stage of one attention.
 
     Attributes:
-        dispatch: Queries, keys and values, in all exchanges of theirs.
+        dispatch: Queries, keys and values, in all exchanges of theirs, and sums for the mean of keys that travel less
+            it.
         ring: KV slots passed on.
         combine: Outputs.
         usp: What it would send in all stages of plain USP: equal shards, whole heads, the same strategy.
@@ -51,16 +53,18 @@ class BytesByStage:
         """Counts what the executor passes to its collectives for q [B, H, n_local, D]."""
         plan = executor.plan
         x, y = plan.strategy.ulysses, plan.strategy.ring
-        token_bytes = AttentionShape.of(q, plan.heads, plan.grid.tokens).token_bytes
+        shape, wire = AttentionShape.of(q, plan.heads, plan.grid.tokens), plan.assignment.wire
+        token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(wire)
         rank, keys = executor.group.rank, plan.assignment.keys
+        means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if wire.centred else 0
         dispatched, combined = executor.route.tokens_sent(rank)
         if executor.last is not None:
             dispatched += executor.last.exchange.to_others(rank)
         passed_on = sum(len(table.kv_len) for table in executor.tables[:-1]) if keys.lockstep else 0
         tensor = plan.heads * q.shape[2] * token_bytes  # one of q, k, v or the output, at home
         return cls(
-            dispatch=dispatched * token_bytes,
-            ring=passed_on * 2 * plan.grid.block_k * token_bytes,
+            dispatch=dispatched * sent_bytes + means,
+            ring=passed_on * 2 * plan.grid.block_k * sent_bytes,
             combine=combined * token_bytes,
             usp=4 * tensor * (x - 1) // x + 2 * tensor * (y - 1),
         )

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dbsp_core.comm.all_to_all import Exchange, PendingKeys
+from dbsp_core.comm.all_to_all import Exchange, KeysAtHome, PendingKeys
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.route_building import build_fetch
 from dbsp_core.masks.block_mask import BlockMask
@@ -40,9 +40,9 @@ class AddedPeriod:
     layout: TableLayout
     table: RingStepTable
 
-    def fetch(self, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup) -> PendingKeys:
-        """Its keys and values, in flight, from [B, H, n_local, D]. Collective."""
-        return self.exchange.start(k, v, len(self.table.kv_len), self.table.block_k, group)
+    def fetch(self, keys: KeysAtHome, group: SequenceGroup) -> PendingKeys:
+        """Its keys and values, in flight. Collective."""
+        return self.exchange.start(keys, len(self.table.kv_len), self.table.block_k, group)
 
     @cached_property
     def transposed(self) -> TransposedLayout:

@@ -142,7 +142,7 @@ class DualBalancedAttention(AttentionExecutor):
         """
         heads, tokens = self.plan.heads, self.part.n_local
         why = f"the plan has {heads} heads and rank {self.group.rank} holds {tokens} tokens"
-        problem = problem_of_inputs(q, k, v, heads, tokens, why)
+        problem = problem_of_inputs(q, k, v, heads, tokens, why, self.wire.no_gradients)
         if self.debug or not self._agreed:
             agree_on_attention(self.group, q, k, v, scale, problem, executor=self, debug=self.debug)
             self._agreed = True
@@ -179,6 +179,7 @@ def dual_balanced_attention(
     kernel: str = "auto",
     debug: bool = False,
     keys: str = "ring",
+    precision: str = "model",
 ) -> torch.Tensor:
     """Block-sparse attention over all ranks of `group`, called by every one of them.
 
@@ -197,6 +198,7 @@ def dual_balanced_attention(
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
         debug: See `DualBalancedAttention.prepare`.
         keys: "ring", "all", "needed" or "kept": how keys and values travel; see `make_plan`.
+        precision: "model" or "int8": how q, k and v are written on their way; see `make_plan`.
 
     Returns:
         [B, H, n_local, D], zero at padding and at queries whose row has no blocks.
@@ -211,7 +213,7 @@ def dual_balanced_attention(
         parsed = Strategy.parse(strategy)
         parsed.require_world(group.size)
         placed = layout or SequenceLayout.contiguous(mask.grid.tokens, parsed.world)
-        return make_plan(mask, parsed, planner, layout=placed, keys=keys), placed
+        return make_plan(mask, parsed, planner, layout=placed, keys=keys, precision=precision), placed
 
     with outside_transforms():  # planning is no part of what is differentiated
         plan, layout = run_consistently(

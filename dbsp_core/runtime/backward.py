@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from dbsp_core.comm.all_to_all import KeysAtHome
 from dbsp_core.comm.groups import PendingTransfer
 from dbsp_core.runtime.forward import PreparedAttention, forward
 from dbsp_core.runtime.ring import hand_over
@@ -174,7 +175,7 @@ def _chunks_backward(call: _Call, first: torch.Tensor, k: torch.Tensor, v: torch
     Returns:
         dq [B·Rq, Bq, D] and by chunk dk, dv, [2, B, Ck, Bk, D], of lse's dtype.
     """
-    fetched = call.prepared.keys_to_come(k, v)
+    fetched = call.prepared.keys_to_come(KeysAtHome(k, v))
     dq = torch.zeros_like(call.rows, dtype=call.lse.dtype)
     chunk, dkv = first, []
     for period in range(len(call.prepared.tables) + (call.prepared.last is not None)):

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dbsp_core.comm.all_to_all import KeysAtHome
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.token_mean import mean_of_tokens
 from dbsp_core.planning.plan import Plan
+from dbsp_core.planning.wire_format import WireFormat
 from dbsp_core.runtime.added_keys import AddedKeys, AddedPeriod
 from dbsp_core.runtime.kernel_tables import RingStepTable
 from dbsp_core.runtime.rank_plan import RankPlan
@@ -50,11 +53,20 @@ class PreparedAttention:
         """Its table."""
         return None if self.last is None else self.last.table
 
-    def keys_to_come(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Pending]:
-        """Keys and values of later periods in flight, from [B, H, n_local, D]; not those that go round a ring."""
-        yield from self.part.route.fetch(k, v, self.group)
+    @property
+    def wire(self) -> WireFormat:
+        """How queries, keys and values are written on their way."""
+        return self.part.assignment.wire
+
+    def keys_at_home(self, k: torch.Tensor, v: torch.Tensor) -> KeysAtHome:
+        """This rank's k and v [B, H, n_local, D], with what is to be known before they travel. Collective then."""
+        return KeysAtHome(k, v, mean_of_tokens(k, self.part.layout, self.group) if self.wire.centred else None)
+
+    def keys_to_come(self, keys: KeysAtHome) -> Iterator[Pending]:
+        """Keys and values of later periods in flight; not those that go round a ring."""
+        yield from self.part.route.fetch(keys, self.group)
         if self.last is not None:
-            yield self.last.fetch(k, v, self.group)
+            yield self.last.fetch(keys, self.group)
 
 
 def forward(
@@ -91,33 +103,34 @@ def _at_owners(
     """[B, Rq·Bq, D], the output of this rank's rows. What they were computed from is released with it."""
     batch, _, _, width = q.shape
     plan, route = prepared.plan, prepared.part.route
-    packed_q, packed_kv = route.dispatch(q, k, v, prepared.group)
-    rows = packed_q.view(-1, plan.grid.block_q, width)
-    first_slot = [packed_kv.view(2, batch, -1, plan.grid.block_k, width)]
+    keys, wire = prepared.keys_at_home(k, v), prepared.wire
+    packed_q, packed_kv = route.dispatch(q, keys, prepared.group)
+    first_slot = [packed_kv.view(2, batch, -1, plan.grid.block_k, packed_kv.shape[-1])]
     del packed_kv  # or slot 0 would be held while all others pass
+    rows = wire.read(packed_q, q).view(-1, plan.grid.block_q, width)
+    del packed_q
     kept_slot = None if keep is None else first_slot[0]
     out, lse = ring_attention(
         rows,
         first_slot.pop,
-        _next_keys(prepared, k, v),
+        _next_keys(prepared, keys),
         prepared.tables,
         scale,
         kernel,
         prepared.part.head_layout,
         lse=keep is not None,
         last=None if prepared.added is None else lambda: prepared.last_table,
+        read=lambda written: wire.read(written, q),
     )
     if keep is not None and kept_slot is not None:
         keep(rows, kept_slot, out, lse)
     return out.view(batch, -1, width)
 
 
-def _next_keys(
-    prepared: PreparedAttention, k: torch.Tensor, v: torch.Tensor
-) -> Callable[[torch.Tensor, int], Pending]:
+def _next_keys(prepared: PreparedAttention, keys: KeysAtHome) -> Callable[[torch.Tensor, int], Pending]:
     """What starts the transfer of the next period's keys; see `ring_attention`."""
     if prepared.part.route.fetch_exchanges or prepared.added is not None:
-        coming = prepared.keys_to_come(k, v)
+        coming = prepared.keys_to_come(keys)
         return lambda kv, next_blocks: next(coming)
     strategy, group = prepared.plan.strategy, prepared.group
     return lambda kv, next_blocks: hand_over(kv, next_blocks, strategy, group)

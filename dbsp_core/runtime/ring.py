@@ -29,7 +29,7 @@ __all__ = ["Pending", "hand_over", "ring_attention"]
 
 
 class Pending(Protocol):
-    """Keys and values in flight. wait: returns [2, B, Ck, Bk, D]"""
+    """Keys and values in flight. wait: returns [2, B, Ck, Bk, W]"""
 
     def wait(self) -> torch.Tensor: ...
 
@@ -45,6 +45,7 @@ def ring_attention(
     *,
     lse: bool = False,
     last: Callable[[], RingStepTable | None] | None = None,
+    read: Callable[[torch.Tensor], torch.Tensor] = lambda written: written,
 ) -> PartialAttention:
     """All periods of one attention on one rank.
 
@@ -54,7 +55,7 @@ def ring_attention(
 
     Args:
         q: [B·Rq, Bq, D], the rank's packed rows.
-        first_slot: Hands over [2, B, Ck, Bk, D], keys and values of the slot it starts with: called once, so that
+        first_slot: Hands over [2, B, Ck, Bk, W], keys and values of the slot it starts with: called once, so that
             nobody else holds them while other slots pass.
         next_keys: Starts the transfer of the next period's keys: (this period's, blocks of the next) → those coming.
         tables: One per period, not yet expanded for the batch.
@@ -62,6 +63,8 @@ def ring_attention(
         lse: Whether the log-sum-exp is wanted.
         last: Asked for the table of one more period, the last, once the first one's kernel has been started; None:
             there is none.
+        read: Makes [2, B, Ck, Bk, D] of q's dtype of keys and values as they are written on their way. What is handed
+            on is as it came.
 
     Returns:
         out [B·Rq, Bq, D] and its log-sum-exp [B·Rq, Bq].
@@ -76,6 +79,7 @@ def ring_attention(
         if to_do:
             coming = next_keys(kv, len(to_do[0].kv_len))
         more = coming is not None or last is not None
+        kv = read(kv)
         keys, values = kv.flatten(1, 2).unbind(0)
         dense = table.dense if kernel.returns_lse and dense_supported(q) else None
         if dense is not None:

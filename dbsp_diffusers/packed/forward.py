@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.sequences import LayerSize
 from dbsp_core.planning.sequences.sequence_plan import BagConfig, SequencePlan
@@ -65,6 +66,7 @@ def packed_forward(
     batch = PackedBatch(tuple(samples), sizes, samples[0].latents.device, step, bags=bags)
     if session is None:
         return list(packing.alone(transformer, batch)[:-2])
+    _require_no_gradients(transformer, samples, session)
     return list(model(_for_attention(batch, transformer, packing, session))[:-2])
 
 
@@ -141,6 +143,7 @@ def _gathered(
     shared_by: BagConfig | None = None
     try:
         check_samples(samples, spec)
+        _require_no_gradients(transformer, samples, session)
         rows = [_described(sample) for sample in samples]
         shared_by = session.config.bags if bags is None else DbspConfig.load({"bags": bags}).bags
         if shared_by is not None:
@@ -173,11 +176,24 @@ def _gathered(
     )
 
 
+def _require_no_gradients(transformer: Any, samples: Sequence[PackedSample], session: AttentionSession) -> None:
+    """Raises UserError where gradients are recorded that this session's attention does not have.
+
+    Before anything is shared out: of several bags some may have nothing to attend to, and would not notice.
+    """
+    refusal = session.config.exchange.wire.no_gradients
+    if refusal is None:
+        return
+    of_samples = (sample.latents for sample in samples)
+    if needs_gradients(*transformer.parameters(), *of_samples):
+        raise UserError(refusal)
+
+
 def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, session: AttentionSession) -> PackedBatch:
     """The batch, with what its sequences are to attention."""
     element_bytes = next(transformer.parameters()).element_size()
     sizes = session.layers, session.heads, transformer.config.attention_head_dim, packing.token_flops(transformer)
-    layer = LayerSize(*sizes, element_bytes=element_bytes)
+    layer = LayerSize(*sizes, element_bytes=element_bytes, wire=session.config.exchange.wire)
     return replace(batch, videos=tuple(packing.videos(transformer, batch)), layer=layer)
 
 

@@ -12,12 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dbsp_core.comm.all_to_all
+import dbsp_core.runtime.forward
 import dbsp_core.runtime.ring
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.planning import wire_format
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_kernels.packing.int8_rows import row_words
 
 __all__ = ["Alive", "peak_of_attention"]
 
@@ -95,13 +98,28 @@ def peak_of_attention(
     def copy_segments(*_: Any) -> None:
         pass
 
-    alive = Alive(q, k, v)
+    def restore_rows(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return rows.new_empty(*rows.shape[:-1], width, dtype=dtype)
+
+    mean = torch.zeros(1, plan.heads, head_dim)
+
+    def empty(_: wire_format.WireFormat, like: torch.Tensor, *places: int) -> torch.Tensor:
+        return like.new_empty(
+            *places, row_words(like.shape[-1]), dtype=torch.float32
+        )  # which counts, as int32 does not
+
+    alive = Alive(q, k, v, mean)
     with (
         mock.patch.object(SequenceGroup, "all_to_all", all_to_all),
         mock.patch.object(SequenceGroup, "start_all_to_all", start_all_to_all),
         mock.patch.object(SequenceGroup, "shift", shift),
         mock.patch.object(dbsp_core.runtime.ring, "block_attention", kernel),
         mock.patch.object(dbsp_core.comm.all_to_all, "copy_segments", copy_segments),
+        mock.patch.object(wire_format, "copy_segments", copy_segments),
+        mock.patch.object(wire_format, "quantise_segments", copy_segments),
+        mock.patch.object(wire_format, "restore_rows", restore_rows),
+        mock.patch.object(wire_format.Int8Format, "empty", empty),
+        mock.patch.object(dbsp_core.runtime.forward, "mean_of_tokens", return_value=mean),
         alive,
     ):
         attend(q, k, v)

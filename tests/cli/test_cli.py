@@ -47,6 +47,7 @@ class TestPlan:
             "extra_kv",
             "plan_ms",
             "keys",
+            "precision",
             "kv_received",
         ]
         assert list(plan) == names
@@ -125,6 +126,17 @@ class TestPlan:
         free, capped = (json.loads(dbsp(*ask, *flag)[1])["plans"][0]["rho"] for flag in ([], ["--equal-heads"]))
         assert (free, capped) == (91 / 47, 92 / 47)
 
+    def test_int8_receives_fewer_bytes_by_the_same_plan(self, dbsp, mask_file):
+        ask = ("plan", mask_file, "--gpus", 4, "--json")
+        whole, rounded = (json.loads(dbsp(*ask, "--precision", one)[1])["plans"] for one in ("model", "int8"))
+        for one, other in zip(whole, rounded, strict=True):
+            assert other["kv_received"] == pytest.approx(one["kv_received"] * 132 / 256)
+            assert [one[name] for name in ("strategy", "rho", "moved")] == [
+                other[name] for name in ("strategy", "rho", "moved")
+            ]
+        code, _, err = dbsp(*ask, "--precision", "int4")
+        assert (code, err.count("\n")) == (2, 1) or "precision cannot be 'int4'" in err
+
     def test_each_layer_has_its_own_plan(self, dbsp, mask_file):
         densities = [
             json.loads(dbsp("plan", mask_file, "--gpus", 2, "--layer", i, "--json")[1])["density"] for i in (0, 1)
@@ -146,8 +158,8 @@ class TestPlanSequences:
         code, out, err = dbsp(*self.ASK, "--bags", "g2n2,g4n1", "--mask", "radial:block_q=16,block_k=16", "--json")
         report = json.loads(out)
         assert (code, err) == (0, "")
-        names = ["sequences", "gpus", "model", "hardware", "sources", "gamma", "mask", "assumed", "tokens"]
-        assert list(report) == [*names, "plans", "proposed"]
+        names = ["sequences", "gpus", "model", "hardware", "sources", "gamma", "mask", "precision", "assumed"]
+        assert list(report) == [*names, "tokens", "plans", "proposed"]
         assert report["sequences"] == ["g2b2i128f1s0", "g1b1i256f1s0", "g1b1i128f17s1"]
         gamma = gamma_of(FLUX, load_hardware(report["hardware"]))
         assert (report["gpus"], report["model"], report["gamma"]) == (4, "flux.1", gamma)

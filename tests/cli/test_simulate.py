@@ -104,6 +104,19 @@ class TestCommand:
         named = f"fastest: 8 GPUs, {best['strategy']}, {best['planner']}: {float(best['end_to_end_s']):.1f} s a video"
         assert f"{named}, {float(best['speedup']):.2f}× contiguous\n" in text
 
+    def test_int8_is_modelled_beside_the_models_precision(self, dbsp):
+        given = ("simulate", "--model", "wan2.1-t2v-1.3b", *COARSE, "--mask", 0.3, "--strategy", "U8R1")
+        code, out, _ = dbsp(*given, "--planner", "dbsp", "--precision", "model,int8", "--json")
+        model, int8 = json.loads(out)["rows"]
+        assert (code, model["precision"], int8["precision"]) == (0, "model", "int8")
+        assert int8["exchange_s"] < 0.75 * model["exchange_s"]
+        assert int8["attention_s"] < model["attention_s"]
+        code, text, _ = dbsp(*given, "--precision", "model,int8")
+        assert (code, text.count("ring, int8")) == (0, 3)
+        code, _, err = dbsp(*given, "--precision", "int4")
+        assert code != 0
+        assert "precision cannot be 'int4': use one of model, int8" in err
+
     def test_nodes_show_where_needed_keys_win(self, dbsp):
         window = "window:window=[5,13,21],block_q=240,block_k=240"
         given = ("simulate", "--nodes", "2", "--mask", window, "--planner", "dbsp", "--strategy", "U8R2")

@@ -60,7 +60,18 @@ def test_on_ampere_it_fits_the_smallest_gpus():
         assert v["shared_bytes"] <= 99 << 10, v
 
 
-OTHERS = ("sum-tokens", "pool-rows", "scores", "select", "merge", "copy", "expand-rows", "pack-rows")
+OTHERS = (
+    "sum-tokens",
+    "pool-rows",
+    "scores",
+    "select",
+    "merge",
+    "copy",
+    "quantise",
+    "restore",
+    "expand-rows",
+    "pack-rows",
+)
 
 
 @pytest.mark.parametrize("arch", ["sm90", *(pytest.param(f"sm{n}", marks=pytest.mark.long) for n in (80, 86, 120))])

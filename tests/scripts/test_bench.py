@@ -44,6 +44,13 @@ def test_json_has_the_documented_cases(options, strategies, label):
         assert (case["communication_s"] > 0) == label.startswith("replayed")
 
 
+def test_rounding_errors_on_the_wire():
+    done = run_module("scripts.bench.wire.rounding_error", "--tokens", 512, "--heads", 1, "--json")
+    assert done.returncode == 0, done.stderr
+    for errors in json.loads(done.stdout)["relative_errors"].values():
+        assert errors["fp8 e4m3"] > 3 * errors["int8, k less its mean"] > 5e-3
+
+
 def test_planning_of_sequences():
     done = run_module("scripts.bench.sequences.sharing", "--repeats", 1, "--json")
     assert done.returncode == 0, done.stderr

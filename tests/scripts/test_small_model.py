@@ -41,6 +41,17 @@ def test_denser_masks_give_videos_nearer_to_the_dense_one(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
+def test_int8_on_the_wire_is_near_to_what_was_not_rounded(tmp_path):
+    few = ("--prompts", 1, "--seeds", 1, "--steps", 1, "--masks", "dense", "--out", tmp_path)
+    done = run_module("scripts.training.trained_model.int8_exchange", *few)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with (tmp_path / "int8-videos.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["psnr"]) > 40
+    assert 3e-3 < float(row["attention_error"]) < 8e-3
+
+
 def test_what_fine_tuning_did_is_drawn_and_written(tmp_path):
     from scripts.training.trained_model.healing import Row, draw, publish
 

@@ -18,7 +18,7 @@ from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.planners import PaperConfig, PlannerConfig
 from dbsp_core.planning.row_owners import RowOwners
 from tests.support.interpreter import interpreted
-from tests.support.oracle import dense_attention, largest_difference
+from tests.support.oracle import dense_attention, largest_difference, rounded_to_int8
 from tests.support.shared import shared
 
 RUBBISH = 1e4  # fills padding, which must not be seen
@@ -58,6 +58,7 @@ class Case:
     band: bool = False
     chunk_shares: tuple[int, ...] = (1,)
     one_ahead: bool = False
+    precision: str = "model"
 
     @property
     def grid(self) -> BlockGrid:
@@ -133,9 +134,14 @@ def _layout(attention: Case, strategy: str, name: str, streams: Streams) -> Sequ
 
 @shared
 def reference(attention: Case) -> torch.Tensor:
-    """Dense attention of all tokens, float64."""
+    """Dense attention of all tokens, float64, of what they are rounded to."""
     mask, full = whole(attention)
-    return dense_attention(*full, mask, queries=torch.arange(attention.tokens))
+    return dense_attention(*as_sent(attention, full), mask, queries=torch.arange(attention.tokens))
+
+
+def as_sent(case: Case, full: list[torch.Tensor]) -> list[torch.Tensor]:
+    """q, k and v as owners have them, but for what is subtracted from all keys alike."""
+    return full if case.precision == "model" else rounded_to_int8(*full)
 
 
 def run_case(rank: int, world: int, case: Case) -> float:
@@ -147,7 +153,7 @@ def run_case(rank: int, world: int, case: Case) -> float:
 def run_case_apart(rank: int, world: int, case: Case) -> float:
     """The same, for ranks that are processes: each has a reference of its own tokens alone."""
     given = Inputs.of(case, rank)
-    q, k, v = given.full
+    q, k, v = as_sent(case, given.full)
     return _error(case, given, dense_attention(q[:, :, given.mine], k, v, given.mask, queries=given.mine))
 
 
@@ -176,7 +182,7 @@ def attend(case: Case, mask: BlockMask, layout: SequenceLayout, local: list[torc
     planner = "contiguous" if case.planner == "random" else case.planner
     config = PlannerConfig(planner, paper=PaperConfig(case.reward, case.equal_heads))
     planned = drifted(case, mask) if case.keys == "kept" else mask
-    plan = make_plan(planned, strategy, config, layout=layout, keys=case.keys)
+    plan = make_plan(planned, strategy, config, layout=layout, keys=case.keys, precision=case.precision)
     if case.planner == "random":
         rng = np.random.default_rng(case.seed)
         owners = rng.integers(strategy.world, size=plan.assignment.q_owner.shape)

@@ -61,6 +61,22 @@ def dense_attention(
     return (weights @ v.double()).masked_fill(~some, 0.0)
 
 
+def rounded_to_int8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """What int8 with a scale a token makes of q, k less its mean, and v, each [B, H, N, D]; by integers, in numpy."""
+    units = np.floor(k.float().double().numpy() * 2.0**32).astype(np.int64)
+    mean = (units.sum(axis=2, keepdims=True) * 2.0**-32 / k.shape[2]).astype(np.float32)
+    numbers = [q.float().numpy(), k.float().numpy() - mean, v.float().numpy()]
+    rows = [int8_of(one) for one in numbers]
+    return [torch.from_numpy(payload.astype(np.float32) * scale[..., None]).to(q.dtype) for payload, scale in rows]
+
+
+def int8_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int8[..., D] and float32[...], the scale of each token, of float32[..., D]."""
+    scale = np.abs(tokens).max(axis=-1) / np.float32(127)
+    divisor = np.where(scale > 0, scale, np.float32(1))
+    return np.rint(tokens / divisor[..., None]).astype(np.int8), scale
+
+
 def largest_difference(out: torch.Tensor, expected: torch.Tensor) -> float:
     """0 where there are no numbers."""
     return float((out - expected).detach().abs().max()) if out.numel() else 0.0

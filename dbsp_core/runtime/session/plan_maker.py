@@ -183,7 +183,16 @@ class ConfiguredPlanMaker:
         planner = settings.config.planner
 
         def make_by(config: PlannerConfig) -> Plan:
-            return make_plan(mask, strategy, config, layout=settings.layout, compare=settings.compare, keys=way.name)
+            precision = settings.config.exchange.precision
+            return make_plan(
+                mask,
+                strategy,
+                config,
+                layout=settings.layout,
+                compare=settings.compare,
+                keys=way.name,
+                precision=precision,
+            )
 
         if way.planner_for(planner.name) == "dbsp":
             planner = replace(planner, exchange_cost=self._exchange_cost(strategy, mask))
@@ -245,7 +254,8 @@ class ConfiguredPlanMaker:
             return settings.config.planner.exchange_cost
         if settings.hardware is None:
             return 0.0
-        return exchange_cost_of(mask, strategy, self.shape, settings.hardware, settings.topology)
+        wire = settings.config.exchange.wire
+        return exchange_cost_of(mask, strategy, self.shape, settings.hardware, settings.topology, wire)
 
 
 def _load_constants(

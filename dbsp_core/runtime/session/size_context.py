@@ -274,6 +274,7 @@ def _layout(
         machine.hardware,
         session.topology,
         element_bytes=2 if device.type == "cuda" else 4,
+        precision=config.exchange.precision,
     )
     if len(config.key_ways) > 1 and group.rank == 0:
         name = config.effective_layout if fastest is fixed else "local"

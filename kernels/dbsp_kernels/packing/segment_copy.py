@@ -15,7 +15,7 @@ import torch
 
 from dbsp_kernels.packing.h2d import to_device
 
-__all__ = ["COLUMNS", "CopySegments", "copy_segments"]
+__all__ = ["COLUMNS", "CopySegments", "copy_segments", "put_tokens", "take_tokens"]
 
 COLUMNS = ("from_head", "from_token", "to_head", "to_token", "length", "zeros")
 
@@ -89,18 +89,31 @@ def copy_segments(
         return
     from_head, from_token, to_head, to_token, zero_head, zero_token = segments.places
     for one, other in zip(source, destination, strict=True):
-        read, write = _token_matrix(one), _token_matrix(other)
         if add:
             other[to_head, to_token] += one[from_head, from_token]
             continue
-        if read is None or write is None:
-            other[to_head, to_token] = one[from_head, from_token]
-        else:  # several times as fast as indexing by head and token
-            (tokens, by_head, by_token), (places, to_by_head, to_by_token) = read, write
-            values = tokens.index_select(0, from_head * by_head + from_token * by_token)
-            places.index_copy_(0, to_head * to_by_head + to_token * to_by_token, values)
+        put_tokens(other, to_head, to_token, take_tokens(one, from_head, from_token))
         if len(zero_head):
             other[zero_head, zero_token] = 0
+
+
+def take_tokens(tokens: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """[n, D], `tokens[head, token]` of [heads, tokens, D], by indices int64[n]."""
+    found = _token_matrix(tokens)
+    if found is None:
+        return tokens[head, token]
+    rows, by_head, by_token = found  # several times as fast as indexing by head and token
+    return rows.index_select(0, head * by_head + token * by_token)
+
+
+def put_tokens(tokens: torch.Tensor, head: torch.Tensor, token: torch.Tensor, values: torch.Tensor) -> None:
+    """Sets `tokens[head, token]` of [heads, tokens, D], by indices int64[n], to values [n, D]."""
+    found = _token_matrix(tokens)
+    if found is None:
+        tokens[head, token] = values
+        return
+    rows, by_head, by_token = found
+    rows.index_copy_(0, head * by_head + token * by_token, values)
 
 
 def _token_matrix(t: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:

@@ -130,17 +130,20 @@ def _expected(full: Sequence[torch.Tensor], mask: BlockMask) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, allowed)
 
 
-def crossing_bytes(plan: Plan, layout: SequenceLayout, ranks_per_node: int, head_dim: int) -> float:
-    """What a call sends from either node to the other, both together: float32, counted on the plan."""
+def crossing_bytes(
+    plan: Plan, layout: SequenceLayout, ranks_per_node: int, head_dim: int, element_bytes: int = 4
+) -> float:
+    """What a call sends from either node to the other, both together, counted on the plan."""
     traffic, strategy = traffic_of(plan.assignment, layout), plan.strategy
     node = torch.arange(strategy.world).numpy() // ranks_per_node
     apart = node[:, None] != node
-    tokens = sum(float(sent[apart].sum()) for sent in (traffic.queries, traffic.combine, *traffic.key_exchanges))
+    tokens = sum(float(sent[apart].sum()) for sent in (traffic.queries, *traffic.key_exchanges))
     for rank in range(strategy.world):  # what rank (r, u) is handed on comes from (r + 1, u)
         ring_rank, column = divmod(rank, strategy.ulysses)
         source = (ring_rank + 1) % strategy.ring * strategy.ulysses + column
         tokens += float(apart[rank, source] * traffic.handed_on[rank])
-    return tokens * head_dim * 4
+    out = float(traffic.combine[apart].sum()) * head_dim * element_bytes
+    return out + tokens * plan.assignment.wire.token_bytes(head_dim, element_bytes)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.comm.route_building import build_route
+from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_kernels import KernelInputs, KernelRequirements, available, block_attention
 from dbsp_kernels.packing.segment_copy import copy_segments
 from dbsp_kernels.triton.tile_config import HOPPER, Tiles, tiles_for
@@ -222,7 +223,10 @@ def variants(job: GenerateJob, sampler: Sampler) -> Iterator[Row]:
 
 
 def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
-    """Packing and unpacking q, k, v of a rank over copies of the same bytes; the exchange itself is left out."""
+    """Packing and unpacking q, k, v of a rank over copies of the same bytes; the exchange itself is left out.
+
+    And the same as int8, which is also read back; without the mean of keys.
+    """
     grid = BlockGrid.uniform(setting.tokens, setting.blocks[-1])
     plan = make_plan(BlockMask.dense(setting.all_heads, grid), f"U{setting.world}R1")
     layout = SequenceLayout.contiguous(setting.tokens, setting.world)
@@ -235,6 +239,9 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
     rows = torch.empty(1, 1, route.q_places, width, **options)
     blocks = torch.empty(1, 2, route.kv_places, width, **options)
     twins = [torch.empty_like(buffer) for buffer in (sent[0], came[0])]
+    wire, mean = WIRE_FORMATS["int8"], torch.zeros(1, heads, width, device=setting.device)
+    written = [wire.empty(rows, *buffer.shape[:2]).zero_() for buffer in (sent[0], came[0])]
+    written_packed = [wire.empty(rows, *packed.shape[:3]).zero_() for packed in (rows, blocks)]
     for strides, order in (("[B,H,n,D]", (0, 1, 2)), ("[B,n,H,D]", (0, 2, 1))):
         shape = (3, heads, layout.shard, width) if order == (0, 1, 2) else (3, layout.shard, heads, width)
         hosts = [torch.randn(shape, **options).permute(*order, 3)[:, None] for _ in range(setting.sets)]
@@ -248,12 +255,21 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
             for packed, segments in zip((rows, blocks), exchange.unpack, strict=True):
                 copy_segments(arrived, packed, segments)
 
+        def as_int8(i: int, hosts: list[torch.Tensor] = hosts) -> None:
+            buffer, arrived = (one.transpose(0, 1)[:, None] for one in written)
+            for tensor, runs, less in zip(hosts[i % setting.sets], exchange.pack, (None, mean, None), strict=True):
+                wire.write(tensor, buffer, runs, less)
+            for packed, segments in zip(written_packed, exchange.unpack, strict=True):
+                copy_segments(arrived, packed, segments)
+                wire.read(packed, rows)
+
         def copies(i: int) -> None:
             twins[0].copy_(sent[i % setting.sets])
             twins[1].copy_(came[i % setting.sets])
 
-        ms = sampler.medians({"ours": ours, "copies": copies})
+        ms = sampler.medians({"ours": ours, "copies": copies, "int8": as_int8})
         yield Row(f"pack + unpack of {strides} / device copies", ms["ours"] / ms["copies"], "", "≤ 1.3")
+        yield Row(f"int8: pack + unpack + read of {strides} / as it is", ms["int8"] / ms["ours"], "")
         moved = 2 * (sent[0].nbytes + came[0].nbytes)
         yield Row(f"device copies beside {strides}", moved / ms["copies"] / 1e9, "TB/s")
 

@@ -10,11 +10,13 @@ import torch
 
 from dbsp_kernels.backward import BackwardInputs, TransposedTable
 from dbsp_kernels.inputs import KernelInputs
+from dbsp_kernels.packing.int8_rows import row_words
 from dbsp_kernels.prediction import pooling
 from dbsp_kernels.prediction.block_selection import pooled_scores
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.block_selection import select_blocks_triton
 from dbsp_kernels.triton.forward import triton_attention
+from dbsp_kernels.triton.int8_rows import triton_quantise_segments, triton_restore_rows
 from dbsp_kernels.triton.merge import triton_merge_into
 from dbsp_kernels.triton.pooling import pool_rows_triton, sum_tokens_triton
 from dbsp_kernels.triton.row_bits import triton_expand_rows, triton_pack_rows
@@ -142,6 +144,18 @@ def _copy(of: Variant) -> None:
     triton_copy_segments(hosts, hosts.contiguous(), _tensor(5000, 6), mean, of.case == "added")
 
 
+def _quantise(of: Variant) -> None:
+    mean = {"tokens": 1.0, "blocks": 64.0, "less a mean": 64.0}[of.case]
+    hosts = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)
+    buffer = _tensor(TOKENS * HEADS, 1, row_words(of.width)).transpose(0, 1)[:, None]
+    less = _tensor(1, HEADS, of.width, dtype=torch.float32) if of.case == "less a mean" else None
+    triton_quantise_segments(hosts, buffer, _tensor(5000, 6), mean, less)
+
+
+def _restore(of: Variant) -> None:
+    triton_restore_rows(_tensor(2, 1, BLOCKS, 64, row_words(of.width)), of.width, DTYPES[of.dtype])
+
+
 def _expand(of: Variant) -> None:
     bits = _tensor(ROWS, -(-BLOCKS // 8), dtype=torch.uint8)
     triton_expand_rows(bits, _tensor(ROWS), _tensor(BLOCKS), _tensor(ROWS), BLOCKS, 64, 1)
@@ -165,17 +179,21 @@ def _dense(of: Variant) -> None:
 LAUNCHES: dict[str, Callable[[Variant], object]] = {
     "triton": lambda of: triton_attention(_inputs(of)), "triton-dq": _backward, "triton-dkv": _backward,
     "sum-tokens": _sum_tokens, "pool-rows": _pool_rows, "scores": _scores, "select": _select, "merge": _merge,
-    "copy": _copy, "expand-rows": _expand, "pack-rows": _pack, "dense-reference": _dense,
+    "copy": _copy, "quantise": _quantise, "restore": _restore, "expand-rows": _expand, "pack-rows": _pack,
+    "dense-reference": _dense,
 }  # fmt: skip
 KERNELS = {
     "triton": "forward_kernel", "triton-dq": "backward_rows_kernel", "triton-dkv": "backward_keys_kernel",
     "sum-tokens": "sum_kernel", "pool-rows": "pool_kernel", "scores": "score_kernel", "select": "select_kernel",
-    "merge": "merge_kernel", "copy": "copy_kernel", "expand-rows": "expand_kernel", "pack-rows": "pack_kernel",
-    "dense-reference": "dense_kernel",
+    "merge": "merge_kernel", "copy": "copy_kernel", "quantise": "quantise_kernel", "restore": "restore_kernel",
+    "expand-rows": "expand_kernel", "pack-rows": "pack_kernel", "dense-reference": "dense_kernel",
 }  # fmt: skip
 """Names here, and those of the functions that Triton compiles."""
 ATTENTION = ("triton", "triton-dq", "triton-dkv")
-_OF_TOKENS = {"sum-tokens": ("",), "copy": ("blocks", "tokens", "added"), "merge": ("",)}
+_OF_TOKENS = {
+    "sum-tokens": ("",), "copy": ("blocks", "tokens", "added"), "merge": ("",),
+    "quantise": ("blocks", "tokens", "less a mean"), "restore": ("",),
+}  # fmt: skip
 _OF_TABLES = {
     "select": tuple(f"{rule} of {blocks}" for rule in ("cdf", "count") for blocks in (48, 1182, 5000)),
     "expand-rows": ("",),

@@ -220,7 +220,7 @@ class TestOverrides:
 
 MISTAKES = {
     "an unknown key": ({"planer": "paper"}, "unknown key 'planer' in the configuration; did you mean 'planner'?"),
-    "a key unlike any": ({"zzz": 1}, "known keys: mask, dense_schedule, strategy, layout, planner, keys, reuse"),
+    "a key unlike any": ({"zzz": 1}, "known keys: mask, dense_schedule, strategy, layout, planner, keys, exchange"),
     "a key that is no text": ({3: 1}, "unknown key 3"),
     "an unknown key of a source": (
         {"mask": {"source": "window", "windw": [1, 1, 1]}},

@@ -27,6 +27,52 @@ from tests.support.attention_cases import in_chunks
 from tests.support.generators import random_bits
 
 
+class TestInt8OnTheWire:
+    @staticmethod
+    def plans(strategy: str, tokens: int = 4096, heads: int = 8):
+        grid = BlockGrid.uniform(tokens, 64)
+        mask = BlockMask(np.ones((heads, grid.nq, grid.nk), dtype=bool), grid)
+        return [make_plan(mask, strategy, "contiguous", precision=name) for name in ("model", "int8")]
+
+    def test_queries_keys_and_values_shrink_and_the_output_does_not(self):
+        shape, known = AttentionShape(1, 8, 4096, 128), machine(exchange_bytes_per_s=1.0)
+        model, int8 = (predict(plan, shape, known).exchange_s for plan in self.plans("U2R1"))
+        leaves = 4096 * 8 // 4  # tokens of one head
+        assert model == leaves * (3 * 256 + 256)
+        assert int8 == leaves * (3 * 132 + 256) + 8 * 8 * 128, "with int64 sums of keys"
+
+    def test_ring_slots_shrink(self):
+        shape, known = AttentionShape(1, 8, 4096, 128), machine(p2p_bytes_per_s=1.0)
+        model, int8 = (predict(plan, shape, known).times.attention_s for plan in self.plans("U1R2"))
+        assert (model, int8) == (2048 * 8 * 2 * 256, 2048 * 8 * 2 * 132)
+
+    def test_keys_in_chunks_shrink(self):
+        plan, mask, layout = a_plan("U1R4")
+        shape, known = shape_of(plan, head_dim=64), machine(exchange_bytes_per_s=1.0)
+        times = [
+            predict(
+                make_plan(mask, "U1R4", layout=layout, keys="all", precision=name), shape, known, None, layout
+            ).times.attention_s
+            for name in ("model", "int8")
+        ]
+        assert times[1] == pytest.approx(times[0] * 68 / 128)
+
+    def test_the_mean_takes_one_more_exchange_and_reading_one_more_pass(self):
+        shape = AttentionShape(1, 8, 4096, 128)
+        waits = [predict(plan, shape, machine(exchange_latency_s=1.0)).exchange_s for plan in self.plans("U2R1")]
+        assert waits == [2, 3]
+        packs = [predict(plan, shape, machine(pack_bytes_per_s=1.0)).pack_s for plan in self.plans("U2R1")]
+        assert packs[1] - packs[0] == 4096 * 8 // 2 * (3 * 132 + 256)
+
+    def test_the_price_of_moving_follows(self):
+        mask = BlockMask(np.ones((8, 64, 64), dtype=bool), BlockGrid.uniform(4096, 64))
+        known = machine(exchange_bytes_per_s=1.0, flops_per_s=1.0)
+        shape, one = AttentionShape(1, 8, 4096, 128), Topology(2, 2)
+        wires = [plan.assignment.wire for plan in self.plans("U2R1")]
+        model, int8 = (exchange_cost_of(mask, Strategy(2, 1), shape, known, one, wire) for wire in wires)
+        assert int8 == pytest.approx(model * 132 / 256, rel=1e-4)
+
+
 class TestCompute:
     def test_a_rank_s_periods_take_what_its_blocks_do(self):
         plan, _, _ = a_plan()

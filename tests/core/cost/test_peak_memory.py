@@ -46,6 +46,20 @@ def test_every_ranks_peak_is_the_counted_one(heads, dtype, gradients):
         assert (formula / unit).tolist() == pytest.approx(counted, abs=1e-9), str(strategy)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("keys", ["ring", "all", "needed"])
+def test_every_ranks_peak_with_int8_on_the_wire(keys, dtype):
+    mask = a_mask(12)
+    for strategy in (*Strategy.all_for(8), Strategy(3, 2), Strategy(1, 1)):
+        layout = SequenceLayout.striped(mask.grid, strategy)
+        plan = make_plan(mask, strategy, layout=layout, keys=keys, precision="int8")
+        shape = AttentionShape(1, 12, mask.grid.tokens, D, dtype.itemsize)
+        unit = 12 * layout.shard * D * dtype.itemsize
+        counted = [peak_of_attention(plan, mask, layout, rank, D, dtype) for rank in range(strategy.world)]
+        formula = peak_bytes(plan.assignment, shape, layout)
+        assert (formula / unit).tolist() == pytest.approx(counted, abs=1e-9), str(strategy)
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("keys", ["all", "needed"])
 def test_every_ranks_peak_with_keys_in_chunks(gradients, keys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from dbsp_core.config.config import DbspConfig
 from dbsp_core.cost.hardware import Hardware, load_hardware
 from dbsp_core.cost.latency import AttentionShape, Topology, predict
 from dbsp_core.cost.selection import StrategySelector, candidates
+from tests.core.cost.latency_cases import machine
 from tests.core.cost.selection_cases import choose_together
 from tests.para.para_cases import ParaCase, run_sparge_case
 
@@ -35,6 +37,20 @@ def selector(hysteresis: float = 0.0, **constants: float) -> StrategySelector:
 
 def planned(mask: BlockMask):
     return lambda strategy: make_plan(mask, strategy, layout=HOME)
+
+
+def test_int8_makes_another_strategy_the_fastest():
+    """It spares a ring all that it sends, and Ulysses all but the output."""
+    grid = BlockGrid.uniform(4096, 64)
+    mask = BlockMask(np.ones((8, grid.nq, grid.nk), dtype=bool), grid)
+    known = machine(exchange_bytes_per_s=1.0, p2p_bytes_per_s=0.9)
+    layout, shape = SequenceLayout.contiguous(4096, 2), AttentionShape(1, 8, 4096, 128)
+    chosen = {}
+    for precision in ("model", "int8"):
+        make = functools.partial(make_plan, mask, planner="contiguous", layout=layout, precision=precision)
+        chooser = StrategySelector((Strategy(2, 1), Strategy(1, 2)), known, Topology(2, 2), layout)
+        chosen[precision] = str(chooser.choose(lambda one, make=make: make(strategy=one), shape, None).strategy)
+    assert chosen == {"model": "U2R1", "int8": "U1R2"}
 
 
 @pytest.mark.parametrize("seed", range(5))

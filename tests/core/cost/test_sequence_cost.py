@@ -25,6 +25,7 @@ from dbsp_core.planning.sequences.bags import BagTopology
 from dbsp_core.planning.sequences.cost import PICO, SequenceCost
 from dbsp_core.planning.sequences.sequence_plan import BALANCERS, plan_sequences
 from dbsp_core.planning.sequences.streams import StreamAssumptions, draw, parse_streams
+from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource, WindowSource
 from dbsp_core.utils.errors import UserError
 from tests.core.cost.latency_cases import machine
@@ -71,6 +72,19 @@ def test_ranks_compute_and_send_what_packed_plans_say(bags, balancer):
     assert np.array_equal(found.picoseconds, cost.picoseconds(found.tokens, found.blocks))
     assert found.rehomed_bytes == plan.runs.moved(loader, 1)[0] * HEADS * 16 * 2
     assert found.seconds >= found.picoseconds.max() / PICO
+
+
+def test_int8_shrinks_what_bags_send_but_their_outputs():
+    grid, cost = BlockGrid(960, 0, 16, 16), SequenceCost(1e-15, 0.0)
+    work, loader = SequenceWork.dense([grid, grid], HEADS), np.array([0, 1])
+    plan = plan_sequences(
+        cost.picoseconds(work.tokens, work.blocks), work.tokens, loader, BagTopology.parse("g2n1", 2)
+    )
+    sent = [
+        evaluate(plan, work, loader, cost, LayerSize(1, HEADS, 16, 1e6, wire=wire), machine(), 2).sent_bytes.sum()
+        for wire in WIRE_FORMATS.values()
+    ]
+    assert sent[1] / sent[0] == pytest.approx((3 * 20 + 32) / (4 * 32))
 
 
 def test_a_bag_that_crosses_nodes_pays_for_the_network_and_others_do_not():

@@ -44,6 +44,7 @@ def assert_fails_alike(pool, message, function, *args):
             "kernel 'sparge' cannot serve this plan: it returns no log-sum-exp",
         ),
         ({"kernel": "magic"}, "unknown kernel 'magic'; use auto or one of"),
+        ({"precision": "in8"}, "precision cannot be 'in8': use one of model, int8; did you mean 'int8'?"),
         ({"keys": "neded"}, "keys cannot be 'neded' here: use one of ring, all, needed, kept; did you mean 'needed'"),
     ],
 )

@@ -19,6 +19,17 @@ def test_nothing_waits_for_the_device(pool, world, mask):
         assert pool(world).run(waits_of_a_steady_step, settings, str(strategy)) == [{}] * world
 
 
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+def test_int8_on_the_wire_waits_for_nothing_and_launches_little(pool, strategy):
+    """The mean of keys takes a sum, an exchange and arithmetic; reading, a launch for queries and each period."""
+    settings = {"mask": WINDOW, "exchange": {"precision": "int8"}}
+    assert pool(2).run(waits_of_a_steady_step, settings, strategy) == [{}] * 2
+    periods = Strategy.parse(strategy).ring
+    for seen in pool(2).run(launches_of_a_steady_step, settings, strategy, 8, (4, 8, 8)):
+        assert (seen["quantise_segments"], seen["restore_rows"]) == (3, 1 + periods)
+        assert sum(seen.values()) <= 9 + 2 * periods + 9 + (1 + periods), seen
+
+
 def test_planning_at_once_would_be_seen(pool):
     for waits in pool(2).run(waits_of_a_steady_step, {"mask": SPARGE, "reuse": {"mode": "sync"}}, "U1R2"):
         assert waits.get("cpu", 0) > 0

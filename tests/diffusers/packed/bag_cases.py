@@ -184,3 +184,26 @@ def bad_bags(rank: int, world: int, kind: str) -> None:
     finally:
         dist.barrier()
         dbsp_diffusers.disable(transformer)
+
+
+def int8_in_bags(rank: int, world: int, case: BagCase) -> tuple[float, str]:
+    """Samples that travel as int8 in their bags: largest difference of predictions, as a share of the largest.
+
+    And what is said where gradients are wanted.
+    """
+    config = {"mask": CONFIGS[case.mask], "exchange": {"precision": "int8"}}
+    with wide_floats(case.dtype):
+        transformer = make_model(case.model, case.dtype)
+        dbsp_diffusers.enable(transformer, config)
+        samples, loaders = case.step(0, world)
+        mine = [one for one, loader in enumerate(loaders) if loader == rank]
+        expected, _ = alone(case, 0, world)
+        try:
+            packed_forward_local(transformer, [samples[one] for one in mine], bags=case.settings)
+            said = "nothing was raised"
+        except ValueError as error:
+            said = str(error)
+        with torch.no_grad():
+            found = packed_forward_local(transformer, [samples[one] for one in mine], bags=case.settings).samples
+    pairs = [(a, expected[one]) for a, one in zip(found, mine, strict=True)]
+    return max((float((a - b).abs().max() / b.abs().max()) for a, b in pairs), default=0.0), said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.diffusers.packed.bag_cases import BagCase, bad_bags, groups_of_attention, in_bags, tokens_held
+from tests.diffusers.packed.bag_cases import BagCase, bad_bags, groups_of_attention, in_bags, int8_in_bags, tokens_held
 from tests.support.workers import assert_all_raise
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -41,6 +41,15 @@ def test_predictions_and_gradients_are_those_of_one_by_one(pool, world, case):
         for of_predictions, of_gradients, _ in steps:
             assert of_predictions <= TOLERANCE[case.dtype], steps
             assert of_gradients <= TOLERANCE[case.dtype], steps
+
+
+@pytest.mark.parametrize(("bags", "samples"), [("g2n2", 6), ("g4n1", 6), ("g1n4", 6), ("g1n2+g2n1", 1)])
+def test_int8_travels_within_bags_and_has_no_gradients(pool, bags, samples):
+    """Refused on all ranks, also where a bag has nothing to attend to."""
+    errors, said = zip(*pool(4).run(int8_in_bags, BagCase(bags, "dense", samples=(samples,), seed=3)), strict=True)
+    assert 1e-6 < max(errors) < 0.02
+    refusal = "exchange.precision: int8 has no gradients"
+    assert all(refusal in one and "\n" not in one for one in said), said
 
 
 def test_a_bag_without_sequences_computes_nothing_and_another_all(pool):

@@ -14,6 +14,7 @@ from dbsp_core.runtime.executor import AttentionExecutor
 from dbsp_core.runtime.kernel_tables import build_tables, table_layout
 from dbsp_core.runtime.rank_plan import RankPlan
 from dbsp_kernels import KERNELS, KernelRequirements, block_attention, merge_into, merge_states
+from dbsp_kernels.packing.int8_rows import quantise_segments, restore_rows, row_words
 from dbsp_kernels.packing.row_bits import expand_rows
 from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
 from tests.kernels.packed_inputs import full_counts, kinder, packed, relative_error
@@ -140,6 +141,27 @@ def test_tables_equal_the_cpu_twin(batch):
     index = expand_rows(*(t.cuda() for t in arguments), 1200, 64, batch).cpu()
     used = (torch.arange(1200) < needed.sum(1)[:, None]).repeat(batch, 1)
     assert torch.equal(index[used], expected[used])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("mean", "width"), [(1, 128), (64, 128), (20, 23), (64, 64)])
+def test_int8_rows_have_the_cpu_twins_bits(mean, width, dtype):
+    count, rng = 500, np.random.default_rng(mean)
+    length = rng.integers(1, 2 * mean + 1, count)
+    to = np.cumsum(length) - length
+    table = np.stack([rng.integers(5, size=count), rng.integers(0, 400, count), 0 * to, to, length, 0 * to], axis=1)
+    source = (torch.randn(2, 600, 5, width) * 10.0 ** torch.randint(-4, 4, (2, 600, 5, 1))).to(dtype).transpose(1, 2)
+    source[0, 0, ::7], source[1, 2, 5, 3] = 0, torch.inf
+    less = torch.randn(2, 5, width)
+    expected = torch.zeros(2, 1, int(length.sum()), row_words(width), dtype=torch.int32)
+    found = torch.full_like(expected, 7, device="cuda")
+    quantise_segments(source, expected, CopySegments.of(table, torch.device("cpu")), less)
+    quantise_segments(source.cuda(), found, CopySegments.of(table, torch.device("cuda")), less.cuda())
+    scales = [rows.view(torch.float32)[..., -1].cpu().nan_to_num(-1.0) for rows in (found, expected)]
+    assert torch.equal(*scales)
+    assert torch.equal(found[..., :-1].cpu(), expected[..., :-1])
+    restored = [restore_rows(rows, width, dtype).cpu().nan_to_num(-1.0) for rows in (found, expected)]
+    assert torch.equal(*restored)
 
 
 @pytest.mark.parametrize("mean", [1, 64])

@@ -40,7 +40,7 @@ class Draw:
 
     sequences: packed where there are several
     orders:    of tokens, one for all heads or one per head; for mask source "random"
-    keys:      as for `make_plan`;  padded: whether ranks hold padding too
+    keys, precision: as for `make_plan`;  padded: whether ranks hold padding too
     chunk_shares, one_ahead: of keys in chunks, as for `KeysInChunks`
     planner:   a name, or "random" for any owner and any slot
     layout:    a name, "shuffled" for tokens in no order, or "least" for the one in which the fewest keys travel
@@ -70,6 +70,7 @@ class Draw:
     backward: bool
     debug: bool
     seed: int
+    precision: str = "model"
 
     @property
     def predicted(self) -> bool:
@@ -95,6 +96,7 @@ class Draw:
             and not text_alone
             and batch
             and rightly_typed
+            and not (self.backward and self.precision == "int8")
         )
 
 
@@ -143,6 +145,7 @@ def _draw(rng: random.Random, world: int) -> Draw:
         backward=not small and rng.random() < 0.25,
         debug=rng.random() < 0.3,
         seed=rng.randrange(2**31),
+        precision=rng.choice(["model", "model", "int8"]),
     )
 
 

@@ -30,7 +30,7 @@ from dbsp_core.sources import LocalQK
 from scripts.checks.campaign.oracle.attention_case import Draw
 from scripts.checks.campaign.oracle.drawn_masks import mask_of, sources_of
 from tests.support.interpreter import interpreted
-from tests.support.oracle import dense_attention
+from tests.support.oracle import dense_attention, rounded_to_int8
 
 RUBBISH = 1e4  # fills padding, which must not be seen
 
@@ -86,7 +86,8 @@ def _run(rank: int, world: int, case: Draw, scale: float) -> dict[str, float]:
         out = _attend(case, strategy, mask, layout, group, local, scale)
         if case.backward:
             (out[:, :, places] * full[3][:, :, mine]).sum().backward()
-    leaves = [t.double().requires_grad_(case.backward) for t in full[:3]]
+    sent = full[:3] if case.precision == "model" else rounded_to_int8(full[0], full[1], full[2])
+    leaves = [t.double().requires_grad_(case.backward) for t in sent]
     asked = torch.arange(tokens) if case.backward else mine
     expected = _expected(mask, leaves, asked)
     errors = {"output": _error(out[:, :, places], expected[:, :, mine] if case.backward else expected)}
@@ -148,7 +149,7 @@ def _earlier(case: Draw, mask: BlockMask) -> BlockMask:
 def _plan_of(case: Draw, strategy: Strategy, mask: BlockMask, layout: SequenceLayout) -> Plan:
     name = "contiguous" if case.planner == "random" else case.planner
     config = PlannerConfig(name, paper=PaperConfig(case.reward, case.equal_heads))
-    plan = make_plan(mask, strategy, config, layout=layout, keys=case.keys)
+    plan = make_plan(mask, strategy, config, layout=layout, keys=case.keys, precision=case.precision)
     if case.planner != "random":
         return _in_chunks(plan, mask, case)
     rng = np.random.default_rng(case.seed)

@@ -27,6 +27,7 @@ def variants(case: Draw) -> Iterator[Draw]:
         "keys": ("ring",),
         "chunk_shares": ((1,),),
         "one_ahead": (False,),
+        "precision": ("model",),
         "dtype": ("float64", "float32"),
         "backward": (False,),
         "debug": (False,),

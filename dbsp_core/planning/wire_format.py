@@ -1,0 +1,109 @@
+"""How queries, keys and values are written while they travel: as the model has them, or rounded to int8."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from dbsp_core.utils.errors import UserError, did_you_mean
+from dbsp_kernels.packing.int8_rows import quantise_segments, restore_rows, row_words
+from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
+
+__all__ = ["MODEL", "WIRE_FORMATS", "Int8Format", "ModelFormat", "WireFormat", "require_wire_format"]
+
+
+class WireFormat(ABC):
+    """One way to write the tokens of a head in exchanges and in ring slots. The output travels as the model has it.
+
+    Attributes:
+        name: Its value of the setting `exchange.precision`.
+        centred: Whether keys are written less the mean of all tokens, which softmax does not see.
+        no_gradients: Why attention with it has no gradients, and what to do. None: it has.
+    """
+
+    name: ClassVar[str]
+    centred: ClassVar[bool] = False
+    no_gradients: ClassVar[str | None] = None
+
+    def __repr__(self) -> str:
+        return f"<WireFormat {self.name}>"
+
+    @abstractmethod
+    def token_bytes(self, head_dim: int, element_bytes: int) -> int:
+        """Bytes of a token of one head, of q, k or v, whose numbers have `element_bytes` in the model."""
+
+    @abstractmethod
+    def empty(self, like: torch.Tensor, *places: int) -> torch.Tensor:
+        """Room for written tokens, [*places, W], of q, k or v `like` [..., D]."""
+
+    @abstractmethod
+    def write(
+        self, tokens: torch.Tensor, buffer: torch.Tensor, segments: CopySegments, less: torch.Tensor | None
+    ) -> None:
+        """Writes tokens [B, heads, n, D] into a buffer [B, 1, places, W], less float32[B, heads, D] if given."""
+
+    @abstractmethod
+    def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Tokens [..., D] from contiguous [..., W], in the dtype and with the D of `like`."""
+
+
+class ModelFormat(WireFormat):
+    """Tokens as the model has them."""
+
+    name = "model"
+
+    def token_bytes(self, head_dim: int, element_bytes: int) -> int:
+        return head_dim * element_bytes
+
+    def empty(self, like: torch.Tensor, *places: int) -> torch.Tensor:
+        return like.new_empty(*places, like.shape[-1])
+
+    def write(
+        self, tokens: torch.Tensor, buffer: torch.Tensor, segments: CopySegments, less: torch.Tensor | None
+    ) -> None:
+        if less is not None:
+            raise ValueError("tokens in the model's precision travel as they are")
+        copy_segments(tokens, buffer, segments)
+
+    def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return written
+
+
+class Int8Format(WireFormat):
+    """A token's numbers as int8, and behind them its scale as float32: see `dbsp_kernels.packing.int8_rows`."""
+
+    name = "int8"
+    centred = True
+    no_gradients = (
+        "exchange.precision: int8 has no gradients, as rounding has none; leave it out to train, or call attention "
+        "under torch.no_grad()"
+    )
+
+    def token_bytes(self, head_dim: int, element_bytes: int) -> int:
+        return 4 * row_words(head_dim)
+
+    def empty(self, like: torch.Tensor, *places: int) -> torch.Tensor:
+        return like.new_empty(*places, row_words(like.shape[-1]), dtype=torch.int32)
+
+    def write(
+        self, tokens: torch.Tensor, buffer: torch.Tensor, segments: CopySegments, less: torch.Tensor | None
+    ) -> None:
+        quantise_segments(tokens, buffer, segments, less)
+
+    def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return restore_rows(written, like.shape[-1], like.dtype)
+
+
+MODEL = ModelFormat()
+WIRE_FORMATS: dict[str, WireFormat] = {one.name: one for one in (MODEL, Int8Format())}
+"""The ways to write tokens, by the value of setting `exchange.precision`."""
+
+
+def require_wire_format(precision: str) -> WireFormat:
+    """The format of that name. Raises UserError for what is not one of `WIRE_FORMATS`."""
+    if precision not in WIRE_FORMATS:
+        known = f"use one of {', '.join(WIRE_FORMATS)}" + did_you_mean(precision, WIRE_FORMATS)
+        raise UserError(f"the exchange's precision cannot be {precision!r}: {known}")
+    return WIRE_FORMATS[precision]

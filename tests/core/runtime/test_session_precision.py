@@ -1,0 +1,168 @@
+"""Sessions whose exchanges are int8: results, bytes, refused gradients, and masks that don't see any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dbsp_core import SequenceGroup, Strategy
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.masks.video import Video
+from dbsp_core.reports.observed_session import observed_session
+from dbsp_core.reports.observer import run_observer
+from dbsp_core.runtime.session.mask_provider import MaskProvider
+from dbsp_core.sources import LocalQK
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.reference import masked_attention
+from tests.support.oracle import rounded_to_int8
+from tests.support.thread_group import Meeting
+from tests.support.thread_ranks import once
+
+HEADS, WIDTH = 5, 24
+INT8 = {"exchange": {"precision": "int8"}}
+BLOCKS = {"block_q": 16, "block_k": 16}
+WINDOW = {"mask": {"source": "window", "window": [3, 5, 7], **BLOCKS}}
+PREDICTED = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, **BLOCKS}}
+ONE, TWO = (Video((4, 6, 10), 7),), (Video((4, 6, 10), 7), Video((2, 5, 9), 3))
+
+
+@dataclass
+class Transport:
+    """Bytes that ranks send to others, of those that are watched."""
+
+    watched: set[int] = field(default_factory=set)
+    sent: dict[int, int] = field(default_factory=dict)
+
+    def post(self, post: Any, meeting: Meeting, rank: int, kind: str, parcels: dict[int, torch.Tensor]) -> int:
+        if rank in self.watched:
+            others = sum(parcel.nbytes for to, parcel in parcels.items() if to != rank)
+            self.sent[rank] = self.sent.get(rank, 0) + others
+        return post(meeting, rank, kind, parcels)
+
+
+def attended(
+    rank: int, world: int, settings: dict[str, Any], strategy: str, videos: tuple[Video, ...], transport: Transport
+) -> tuple[float, int, int]:
+    """Two passes. Returns the error of the second, the bytes that the report counts of it, and those that went."""
+    config = DbspConfig.load(settings | {"report": "nowhere"})
+    session = observed_session(config, SequenceGroup.of(), Strategy.parse(strategy), HEADS, 1)
+    for timestep in (900.0, 800.0):
+        layout = session.begin(*videos, timestep=timestep)
+        full, expected = once(partial(alone, config, videos, timestep, layout.tokens))
+        token, place = (torch.from_numpy(one) for one in layout.tokens_at(rank))
+        local = [torch.full((1, HEADS, layout.shard, WIDTH), 50.0) for _ in full]
+        for shard, whole in zip(local, full, strict=True):
+            shard[:, :, place] = whole[:, :, token]
+        if timestep == 800.0:
+            transport.watched.add(rank)
+        out = session.attend(0, *local)
+        transport.watched.discard(rank)
+    observer = run_observer(session)
+    assert observer is not None
+    sent = observer.calls[-1].sent
+    error = float((out[:, :, place] - expected[:, :, token]).abs().max())
+    return error, sent.dispatch + sent.ring + sent.combine, transport.sent.get(rank, 0)
+
+
+def alone(
+    config: DbspConfig, videos: tuple[Video, ...], timestep: float, tokens: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k and v of all tokens, and attention to what they are rounded to, under the mask of what they are."""
+    generator = torch.Generator().manual_seed(int(timestep))
+    full = [torch.randn(1, HEADS, tokens, WIDTH, generator=generator) for _ in range(3)]
+    full[1] += 3 * torch.randn(1, HEADS, 1, WIDTH, generator=generator)
+    provider = MaskProvider(config.mask, config.dense_schedule, HEADS, 1, SequenceGroup(0, 1), lambda: None)
+    provider.begin(videos, timestep)
+    mask = provider.mask(0, LocalQK.alone(full[0], full[1]))
+    sent = rounded_to_int8(*full) if config.exchange.precision == "int8" else full
+    return full, masked_attention(*sent, mask)
+
+
+@contextmanager
+def transported() -> Iterator[Transport]:
+    """What goes from rank to rank within the block."""
+    transport, post = Transport(), Meeting.post
+
+    def counted(meeting: Meeting, *args: Any) -> int:
+        return transport.post(post, meeting, *args)
+
+    with mock.patch.object(Meeting, "post", counted):
+        yield transport
+
+
+WAYS = [
+    (2, "U2R1", WINDOW, ONE), (2, "U1R2", WINDOW, TWO), (4, "U2R2", WINDOW, ONE), (3, "U1R3", WINDOW, ONE),
+    (4, "U2R2", WINDOW | {"keys": "needed"}, ONE), (3, "U1R3", WINDOW | {"keys": "all"}, TWO),
+    (2, "U1R2", PREDICTED, ONE), (4, "U4R1", PREDICTED, TWO), (1, "U1R1", WINDOW, ONE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "strategy", "settings", "videos"), WAYS)
+def test_equals_one_process_and_sends_what_is_reported(threads, world, strategy, settings, videos):
+    """A predicted mask is that of queries and keys as they are, at home."""
+    with transported() as transport:
+        found = threads(world).run(attended, settings | INT8, strategy, videos, transport)
+    for error, reported, sent in found:
+        assert error <= 1e-5
+        assert settings is PREDICTED or reported == sent  # predicting sends, too
+
+
+def test_int8_sends_less(threads):
+    def sent(settings: dict[str, Any]) -> list[int]:
+        with transported() as transport:
+            return [sent for _, _, sent in threads(2).run(attended, settings, "U1R2", ONE, transport)]
+
+    for less, more in zip(sent(WINDOW | INT8), sent(WINDOW), strict=True):
+        assert 0 < less < 0.4 * more
+
+
+def training_pass(rank: int, world: int) -> str:
+    """What is said where inputs need gradients; a session's first attention and a later one."""
+    session = observed_session(DbspConfig.load(WINDOW | INT8), SequenceGroup.of(), Strategy(world, 1), HEADS, 1)
+    said = []
+    for needs in (True, False, True):
+        layout = session.begin(*ONE, timestep=900.0)
+        q, k, v = torch.randn(3, 1, HEADS, layout.shard, WIDTH).unbind(0)
+        try:
+            session.attend(0, q.requires_grad_(needs), k, v)
+            said.append("")
+        except UserError as error:
+            said.append(str(error))
+    return " | ".join(said)
+
+
+def test_gradients_are_refused_in_one_line_on_all_ranks(threads):
+    for said in threads(2).run(training_pass):
+        first, fine, later = said.split(" | ")
+        assert "exchange.precision: int8 has no gradients" in first
+        assert (fine, "\n" in said) == ("", False)
+        assert later in first
+
+
+@pytest.mark.parametrize("given", [{"precision": "int4"}, {"precison": "int8"}, "int8"])
+def test_mistakes_are_one_line(given):
+    with pytest.raises(UserError) as caught:
+        DbspConfig.load({"exchange": given})
+    assert "exchange" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_with_different_precisions_do_not_begin(threads):
+    found = threads(2).run(_differing)
+    assert all("the settings differ on rank(s) [1]" in said for said in found)
+
+
+def _differing(rank: int, world: int) -> str:
+    config = DbspConfig.load(WINDOW | ({} if rank == 0 else INT8))
+    try:
+        observed_session(config, SequenceGroup.of(), Strategy(world, 1), HEADS, 1)
+    except UserError as error:
+        return str(error)
+    return "nothing was raised"
