@@ -60,8 +60,7 @@ class Exchange:
         """
         first = tensors[0]
         buffer = self.wire.empty(first, sum(self.sent), first.shape[0])
-        for tensor, segments, mean in zip(tensors, self.pack, less or [None] * len(tensors), strict=True):
-            self.wire.write(tensor, by_batch(buffer), segments, mean)
+        self.wire.write(tensors, by_batch(buffer), self.pack, less or [None] * len(tensors))
         return buffer
 
     def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_kernels.packing.int8_rows import quantise_segments, restore_rows, row_words
-from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
+from dbsp_kernels.packing.segment_copy import CopySegments, gather_segments
 
 __all__ = ["MODEL", "WIRE_FORMATS", "Int8Format", "ModelFormat", "WireFormat", "require_wire_format"]
 
@@ -40,9 +41,18 @@ class WireFormat(ABC):
 
     @abstractmethod
     def write(
-        self, tokens: torch.Tensor, buffer: torch.Tensor, segments: CopySegments, less: torch.Tensor | None
+        self,
+        tensors: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        segments: Sequence[CopySegments],
+        less: Sequence[torch.Tensor | None],
     ) -> None:
-        """Writes tokens [B, heads, n, D] into a buffer [B, 1, places, W], less float32[B, heads, D] if given."""
+        """Writes tokens of tensors [B, heads, n, D] into a buffer [B, 1, places, W].
+
+        Args:
+            segments: Of each tensor.
+            less: For each tensor, float32[B, heads, D] to be subtracted from all of its tokens, or None.
+        """
 
     @abstractmethod
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -61,11 +71,15 @@ class ModelFormat(WireFormat):
         return like.new_empty(*places, like.shape[-1])
 
     def write(
-        self, tokens: torch.Tensor, buffer: torch.Tensor, segments: CopySegments, less: torch.Tensor | None
+        self,
+        tensors: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        segments: Sequence[CopySegments],
+        less: Sequence[torch.Tensor | None],
     ) -> None:
-        if less is not None:
+        if any(mean is not None for mean in less):
             raise ValueError("tokens in the model's precision travel as they are")
-        copy_segments(tokens, buffer, segments)
+        gather_segments(tensors, buffer, segments)
 
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return written
@@ -88,9 +102,14 @@ class Int8Format(WireFormat):
         return like.new_empty(*places, row_words(like.shape[-1]), dtype=torch.int32)
 
     def write(
-        self, tokens: torch.Tensor, buffer: torch.Tensor, segments: CopySegments, less: torch.Tensor | None
+        self,
+        tensors: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        segments: Sequence[CopySegments],
+        less: Sequence[torch.Tensor | None],
     ) -> None:
-        quantise_segments(tokens, buffer, segments, less)
+        for tensor, of_tensor, mean in zip(tensors, segments, less, strict=True):
+            quantise_segments(tensor, buffer, of_tensor, mean)
 
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return restore_rows(written, like.shape[-1], like.dtype)

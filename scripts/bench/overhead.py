@@ -161,7 +161,7 @@ class NothingButHost:
             mock.patch.object(SequenceGroup, "shift", shift),
             mock.patch.object(dbsp_core.runtime.ring, "block_attention", kernel),
             mock.patch.object(dbsp_core.comm.all_to_all, "copy_segments", return_value=None),
-            mock.patch.object(dbsp_core.planning.wire_format, "copy_segments", return_value=None),
+            mock.patch.object(dbsp_core.planning.wire_format, "gather_segments", return_value=None),
             mock.patch("dbsp_core.runtime.kernel_tables.expand_rows", lambda bits, *_: bits),
             mock.patch("dbsp_core.runtime.kernel_tables.pack_rows", pack_rows),
         ]

@@ -115,7 +115,7 @@ def peak_of_attention(
         mock.patch.object(SequenceGroup, "shift", shift),
         mock.patch.object(dbsp_core.runtime.ring, "block_attention", kernel),
         mock.patch.object(dbsp_core.comm.all_to_all, "copy_segments", copy_segments),
-        mock.patch.object(wire_format, "copy_segments", copy_segments),
+        mock.patch.object(wire_format, "gather_segments", copy_segments),
         mock.patch.object(wire_format, "quantise_segments", copy_segments),
         mock.patch.object(wire_format, "restore_rows", restore_rows),
         mock.patch.object(wire_format.Int8Format, "empty", empty),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_kernels.packing import segment_copy as runs_module
-from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments
+from dbsp_kernels.packing.segment_copy import CopySegments, copy_segments, gather_segments
 from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
 
@@ -96,7 +96,39 @@ def test_the_triton_kernel_equals_its_twin(case):
     expected = one_by_one(source, destination, table)
     with interpreted():
         segments = CopySegments.of(table, torch.device("cpu"))
-        triton_copy_segments(source, destination, segments.table, segments.mean)
+        triton_copy_segments((source,), destination, (segments,))
+    assert torch.equal(destination, expected)
+
+
+@given(st.lists(copies(), min_size=1, max_size=3), st.booleans())
+@examples(30)
+def test_several_sources_are_gathered_in_one_launch(cases, on_a_gpu):
+    """As q, k and v are: the destinations of all lie one behind the other."""
+    pytest.importorskip("triton")
+    from dbsp_kernels.triton.segment_copy import triton_copy_segments
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, on which the kernel is not interpreted")
+    (like, first, _), *_ = cases
+    sources = [torch.randn(like.shape) for _ in cases]
+    destination, segments, expected = torch.full_like(first.repeat(1, 3, 4, 1), UNTOUCHED), [], None
+    expected = destination.clone()
+    for i, (source, (_, _, table)) in enumerate(zip(sources, cases, strict=True)):
+        table = table.copy()
+        table[:, 0] %= like.shape[1]
+        table[:, 1] %= 3
+        kept = (table[:, 1] + table[:, 4] <= like.shape[2]) & (table[:, 3] + table[:, 4:].sum(1) <= first.shape[2])
+        table = table[kept]
+        table[:, 2] = table[:, 2] % first.shape[1] + i * first.shape[1]
+        if len({(to, at) for _, _, to, at, _, _ in table.tolist()}) < len(table):
+            table = table[:1]
+        expected = one_by_one(source, expected, table)
+        segments.append(CopySegments.of(table, torch.device("cpu")))
+    if on_a_gpu:
+        with interpreted():
+            triton_copy_segments(sources, destination, segments)
+    else:
+        gather_segments(sources, destination, segments)
     assert torch.equal(destination, expected)
 
 
@@ -123,10 +155,10 @@ def test_offsets_within_a_segment_pass_32_bits(tmp_path, axis):
     destination[:] = 99
     with interpreted():
         segments = CopySegments.of(np.array([[0, 0, 0, 0, 3, 0]]), torch.device("cpu"))
-        triton_copy_segments(source, destination, segments.table, segments.mean)
+        triton_copy_segments((source,), destination, (segments,))
         assert torch.equal(destination, source)
         segments = CopySegments.of(np.array([[0, 0, 0, 0, 0, 3]]), torch.device("cpu"))
-        triton_copy_segments(source, destination, segments.table, segments.mean)
+        triton_copy_segments((source,), destination, (segments,))
     assert not destination.any()
 
 

@@ -7,6 +7,7 @@ and no index per token in device memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +16,7 @@ import torch
 
 from dbsp_kernels.packing.h2d import to_device
 
-__all__ = ["COLUMNS", "CopySegments", "copy_segments", "put_tokens", "take_tokens"]
+__all__ = ["COLUMNS", "CopySegments", "copy_segments", "gather_segments", "put_tokens", "take_tokens"]
 
 COLUMNS = ("from_head", "from_token", "to_head", "to_token", "length", "zeros")
 
@@ -76,7 +77,7 @@ def copy_segments(
     if source.is_cuda:
         from dbsp_kernels.triton.segment_copy import triton_copy_segments  # here: triton need not be installed
 
-        triton_copy_segments(source, destination, segments.table, segments.mean, add)
+        triton_copy_segments((source,), destination, (segments,), add)
         return
     if segments.mean >= SLICED:
         for a, i, b, j, length, zeros in segments.entries:
@@ -95,6 +96,24 @@ def copy_segments(
         put_tokens(other, to_head, to_token, take_tokens(one, from_head, from_token))
         if len(zero_head):
             other[zero_head, zero_token] = 0
+
+
+def gather_segments(
+    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments]
+) -> None:
+    """Copies segments of up to three sources, such as q, k and v, to one destination: on a GPU in one launch.
+
+    Args:
+        sources: [B, heads, tokens, D] each, as in `copy_segments`.
+        segments: Of each source; no two segments of all write to one place.
+    """
+    if destination.is_cuda and len({source.stride() for source in sources}) == 1:
+        from dbsp_kernels.triton.segment_copy import triton_copy_segments  # here: triton need not be installed
+
+        triton_copy_segments(sources, destination, segments)
+        return
+    for source, of_source in zip(sources, segments, strict=True):
+        copy_segments(source, destination, of_source)
 
 
 def take_tokens(tokens: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
+from dbsp_kernels.packing.segment_copy import CopySegments
 from dbsp_kernels.triton.tile_config import padded
 
 __all__ = ["copy_kernel", "triton_copy_segments"]
@@ -15,14 +18,25 @@ ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each 
 
 @triton.jit
 def copy_kernel(  # type: ignore[no-untyped-def]
-    from_ptr, to_ptr, table_ptr, segments,
+    from_ptr, second_from_ptr, third_from_ptr, to_ptr, table_ptr, second_table_ptr, third_table_ptr,
+    segments, second_segments, third_segments,
     from_batch, from_head_stride, from_token_stride, from_width, to_batch, to_head_stride, to_token_stride, to_width,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
+    SOURCES: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens at a time: TOKENS of each of ROWS / TOKENS segments, of one element of the batch."""
+    """ROWS tokens at a time: TOKENS of each of ROWS / TOKENS segments of one source, of one element of the batch."""
+    PROGRAM: tl.constexpr = ROWS // TOKENS
+    program = tl.program_id(0)
+    if SOURCES > 1:
+        of_first, of_second = tl.cdiv(segments, PROGRAM), tl.cdiv(second_segments, PROGRAM)
+        if SOURCES > 2 and program >= of_first + of_second:
+            program -= of_first + of_second
+            from_ptr, table_ptr, segments = third_from_ptr, third_table_ptr, third_segments
+        elif program >= of_first:
+            program -= of_first
+            from_ptr, table_ptr, segments = second_from_ptr, second_table_ptr, second_segments
     row = tl.arange(0, ROWS)
-    segment = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
+    segment = program * PROGRAM + row // TOKENS
     batch = tl.program_id(1).to(tl.int64)
     there = segment < segments
     entry = table_ptr + segment.to(tl.int64) * 6
@@ -51,16 +65,26 @@ def copy_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_copy_segments(
-    source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float, add: bool = False
+    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], add: bool = False
 ) -> None:
-    """The contract of `dbsp_kernels.packing.segment_copy.copy_segments`, given the fields of its `CopySegments`."""
-    count, width = len(table), source.shape[-1]
-    if count == 0 or source.shape[0] == 0:
+    """The contract of `dbsp_kernels.packing.segment_copy.copy_segments` and `gather_segments`, in one launch.
+
+    Args:
+        sources: One to three, all of the same strides.
+    """
+    given = [(source, one.table) for source, one in zip(sources, segments, strict=True) if len(one.table)]
+    if not given or destination.shape[0] == 0:
         return
+    counts = [len(table) for _, table in given]
+    (first, second, third), tables = zip(*[*given, given[-1], given[-1]][:3], strict=True)
+    width = first.shape[-1]
     rows = max(1, ELEMENTS // padded(width))
     # Where segments are short (heads with token orders of their own), a program takes many of them at once.
+    mean = sum(one.mean * len(one.table) for one in segments) / sum(counts)
     tokens = min(rows, 1 << (max(1, round(mean)) - 1).bit_length())
-    copy_kernel[(-(-count // (rows // tokens)), source.shape[0])](
-        source, destination, table, count, *source.stride(), *destination.stride(),
-        WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), ADD=add, num_warps=4,
+    programs = sum(-(-count // (rows // tokens)) for count in counts)
+    copy_kernel[(programs, destination.shape[0])](
+        first, second, third, destination, *tables, *[*counts, 0, 0][:3],
+        *first.stride(), *destination.stride(),
+        SOURCES=len(given), WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), ADD=add, num_warps=4,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from dbsp_kernels.backward import BackwardInputs, TransposedTable
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.packing.int8_rows import row_words
+from dbsp_kernels.packing.segment_copy import CopySegments
 from dbsp_kernels.prediction import pooling
 from dbsp_kernels.prediction.block_selection import pooled_scores
 from dbsp_kernels.triton.backward import triton_attention_backward
@@ -139,9 +140,10 @@ def _merge(of: Variant) -> None:
 
 
 def _copy(of: Variant) -> None:
-    mean = {"tokens": 1.0, "blocks": 64.0, "added": 64.0}[of.case]
     hosts = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)
-    triton_copy_segments(hosts, hosts.contiguous(), _tensor(5000, 6), mean, of.case == "added")
+    segments = CopySegments(_tensor(5000, 6), 1.0 if of.case == "tokens" else 64.0)
+    sources = 3 if of.case == "q, k, v" else 1
+    triton_copy_segments([hosts] * sources, hosts.contiguous(), [segments] * sources, of.case == "added")
 
 
 def _quantise(of: Variant) -> None:
@@ -191,7 +193,7 @@ KERNELS = {
 """Names here, and those of the functions that Triton compiles."""
 ATTENTION = ("triton", "triton-dq", "triton-dkv")
 _OF_TOKENS = {
-    "sum-tokens": ("",), "copy": ("blocks", "tokens", "added"), "merge": ("",),
+    "sum-tokens": ("",), "copy": ("blocks", "tokens", "added", "q, k, v"), "merge": ("",),
     "quantise": ("blocks", "tokens", "less a mean"), "restore": ("",),
 }  # fmt: skip
 _OF_TABLES = {
