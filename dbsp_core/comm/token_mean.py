@@ -30,7 +30,8 @@ class _OwnTokens(NamedTuple):
 def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: SequenceGroup) -> torch.Tensor:
     """float32[B, H, D], the mean over all tokens of a layout, from a rank's [B, H, n_local, D]. Collective.
 
-    Padding does not count. Sums are of integers: no order, and no number of ranks, changes them.
+    Padding does not count. Sums are of integers: no order, and no number of ranks, changes them. What is not finite,
+    and magnitudes beyond 2^15, count as `sum_tokens` has them.
     """
     own = _own_tokens(layout, group.rank, tokens.device)
     width = tokens.shape[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -183,16 +184,8 @@ class ConfiguredPlanMaker:
         planner = settings.config.planner
 
         def make_by(config: PlannerConfig) -> Plan:
-            precision = settings.config.exchange.precision
-            return make_plan(
-                mask,
-                strategy,
-                config,
-                layout=settings.layout,
-                compare=settings.compare,
-                keys=way.name,
-                precision=precision,
-            )
+            how = partial(make_plan, layout=settings.layout, compare=settings.compare, keys=way.name)
+            return how(mask, strategy, config, precision=settings.config.exchange.precision)
 
         if way.planner_for(planner.name) == "dbsp":
             planner = replace(planner, exchange_cost=self._exchange_cost(strategy, mask))

@@ -281,7 +281,8 @@ class AttentionSession:
         """
         now, tokens = self._now, self._now.layout.shard if executor is None else executor.part.n_local
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
-        problem, debug = problem_of_inputs(q, k, v, self.heads, tokens, why, self._no_gradients), self.config.debug
+        refusal, debug = self.config.exchange.wire.no_gradients, self.config.debug
+        problem = problem_of_inputs(q, k, v, self.heads, tokens, why, refusal)
         if debug or not now.inputs_agreed:
             if debug and problem is None and executor is None:
                 executor = now.known_executor(layer, q, k)
@@ -291,11 +292,6 @@ class AttentionSession:
         elif problem is not None:
             raise UserError(problem)
         return executor
-
-    @property
-    def _no_gradients(self) -> str | None:
-        """Why attention has no gradients as it is configured. None: it has."""
-        return self.config.exchange.wire.no_gradients
 
     def _drop_oldest_size(self) -> None:
         """Drops a size once what is being planned for it is done: on all ranks alike."""
