@@ -15,7 +15,7 @@ from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
 from dbsp_core.comm.route_building import build_route
 from dbsp_core.planning.wire_format import WIRE_FORMATS
 from dbsp_kernels import KernelInputs, KernelRequirements, available, block_attention
-from dbsp_kernels.packing.segment_copy import copy_segments
+from dbsp_kernels.packing.segment_copy import copy_segments, gather_segments
 from dbsp_kernels.triton.tile_config import HOPPER, Tiles, tiles_for
 from scripts.checks.gpu.clock import Sampler
 from scripts.checks.gpu.setting import GenerateJob, Setting
@@ -249,16 +249,14 @@ def packing(setting: Setting, sampler: Sampler) -> Iterator[Row]:
         def ours(i: int, hosts: list[torch.Tensor] = hosts) -> None:
             turn = i % setting.sets
             buffer = sent[turn].transpose(0, 1)[:, None]
-            for tensor, runs in zip(hosts[turn], exchange.pack, strict=True):
-                copy_segments(tensor, buffer, runs)
+            gather_segments(tuple(hosts[turn]), buffer, exchange.pack)
             arrived = came[turn].transpose(0, 1)[:, None]
             for packed, segments in zip((rows, blocks), exchange.unpack, strict=True):
                 copy_segments(arrived, packed, segments)
 
         def as_int8(i: int, hosts: list[torch.Tensor] = hosts) -> None:
             buffer, arrived = (one.transpose(0, 1)[:, None] for one in written)
-            for tensor, runs, less in zip(hosts[i % setting.sets], exchange.pack, (None, mean, None), strict=True):
-                wire.write(tensor, buffer, runs, less)
+            wire.write(tuple(hosts[i % setting.sets]), buffer, exchange.pack, (None, mean, None))
             for packed, segments in zip(written_packed, exchange.unpack, strict=True):
                 copy_segments(arrived, packed, segments)
                 wire.read(packed, rows)

@@ -45,20 +45,32 @@ class OwnMean(Int8Format):
         self.rank = rank
 
     def write(
-        self, tokens: torch.Tensor, buffer: torch.Tensor, segments: CopySegments, less: torch.Tensor | None
+        self,
+        tensors: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        segments: Sequence[CopySegments],
+        less: Sequence[torch.Tensor | None],
     ) -> None:
-        super().write(tokens, buffer, segments, None if less is None else less + 0.1 * self.rank)
+        own = [None if mean is None else mean + 0.1 * self.rank for mean in less]
+        super().write(tensors, buffer, segments, own)
 
 
 class OneScaleForAll(Int8Format):
     """All that a rank holds of a head is rounded by one scale: payloads depend on who holds what."""
 
     def write(
-        self, tokens: torch.Tensor, buffer: torch.Tensor, segments: CopySegments, less: torch.Tensor | None
+        self,
+        tensors: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+        segments: Sequence[CopySegments],
+        less: Sequence[torch.Tensor | None],
     ) -> None:
-        whole = tokens.float() if less is None else tokens.float() - less[:, :, None]
-        step = whole.abs().amax(dim=(2, 3), keepdim=True) / 127
-        super().write((whole / step).round() * step, buffer, segments, None)
+        rounded = []
+        for tokens, mean in zip(tensors, less, strict=True):
+            whole = tokens.float() if mean is None else tokens.float() - mean[:, :, None]
+            step = whole.abs().amax(dim=(2, 3), keepdim=True) / 127
+            rounded.append((whole / step).round() * step)
+        super().write(rounded, buffer, segments, [None] * len(rounded))
 
 
 FAULTS = {
