@@ -77,7 +77,7 @@ def copy_segments(
     if source.is_cuda:
         from dbsp_kernels.triton.segment_copy import triton_copy_segments  # here: triton need not be installed
 
-        triton_copy_segments((source,), destination, (segments,), add)
+        triton_copy_segments((source,), destination, (segments.table,), segments.mean, add)
         return
     if segments.mean >= SLICED:
         for a, i, b, j, length, zeros in segments.entries:
@@ -110,7 +110,9 @@ def gather_segments(
     if destination.is_cuda and len({source.stride() for source in sources}) == 1:
         from dbsp_kernels.triton.segment_copy import triton_copy_segments  # here: triton need not be installed
 
-        triton_copy_segments(sources, destination, segments)
+        tables = [one.table for one in segments]
+        mean = sum(one.mean * len(one.table) for one in segments) / max(1, sum(map(len, tables)))
+        triton_copy_segments(sources, destination, tables, mean)
         return
     for source, of_source in zip(sources, segments, strict=True):
         copy_segments(source, destination, of_source)

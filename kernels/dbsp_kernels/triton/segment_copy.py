@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.packing.segment_copy import CopySegments
 from dbsp_kernels.triton.tile_config import padded
 
 __all__ = ["copy_kernel", "triton_copy_segments"]
@@ -65,26 +64,30 @@ def copy_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_copy_segments(
-    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], add: bool = False
+    sources: Sequence[torch.Tensor],
+    destination: torch.Tensor,
+    tables: Sequence[torch.Tensor],
+    mean: float,
+    add: bool = False,
 ) -> None:
     """The contract of `dbsp_kernels.packing.segment_copy.copy_segments` and `gather_segments`, in one launch.
 
     Args:
         sources: One to three, all of the same strides.
+        tables, mean: Of their `CopySegments`; the mean over all segments.
     """
-    given = [(source, one.table) for source, one in zip(sources, segments, strict=True) if len(one.table)]
+    given = [(source, table) for source, table in zip(sources, tables, strict=True) if len(table)]
     if not given or destination.shape[0] == 0:
         return
     counts = [len(table) for _, table in given]
-    (first, second, third), tables = zip(*[*given, given[-1], given[-1]][:3], strict=True)
+    (first, second, third), copied = zip(*[*given, given[-1], given[-1]][:3], strict=True)
     width = first.shape[-1]
     rows = max(1, ELEMENTS // padded(width))
     # Where segments are short (heads with token orders of their own), a program takes many of them at once.
-    mean = sum(one.mean * len(one.table) for one in segments) / sum(counts)
     tokens = min(rows, 1 << (max(1, round(mean)) - 1).bit_length())
     programs = sum(-(-count // (rows // tokens)) for count in counts)
     copy_kernel[(programs, destination.shape[0])](
-        first, second, third, destination, *tables, *[*counts, 0, 0][:3],
+        first, second, third, destination, *copied, *[*counts, 0, 0][:3],
         *first.stride(), *destination.stride(),
         SOURCES=len(given), WIDTH=width, TOKENS=tokens, ROWS=rows, TILE_D=padded(width), ADD=add, num_warps=4,
     )  # fmt: skip

@@ -11,7 +11,6 @@ import torch
 from dbsp_kernels.backward import BackwardInputs, TransposedTable
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.packing.int8_rows import row_words
-from dbsp_kernels.packing.segment_copy import CopySegments
 from dbsp_kernels.prediction import pooling
 from dbsp_kernels.prediction.block_selection import pooled_scores
 from dbsp_kernels.triton.backward import triton_attention_backward
@@ -141,9 +140,8 @@ def _merge(of: Variant) -> None:
 
 def _copy(of: Variant) -> None:
     hosts = _tensor(1, TOKENS, HEADS, of.width, dtype=DTYPES[of.dtype]).transpose(1, 2)
-    segments = CopySegments(_tensor(5000, 6), 1.0 if of.case == "tokens" else 64.0)
-    sources = 3 if of.case == "q, k, v" else 1
-    triton_copy_segments([hosts] * sources, hosts.contiguous(), [segments] * sources, of.case == "added")
+    mean, sources = 1.0 if of.case == "tokens" else 64.0, 3 if of.case == "q, k, v" else 1
+    triton_copy_segments([hosts] * sources, hosts.contiguous(), [_tensor(5000, 6)] * sources, mean, of.case == "added")
 
 
 def _quantise(of: Variant) -> None:
