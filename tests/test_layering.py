@@ -22,10 +22,11 @@ PACKAGES = {
     "dbsp_diffusers": {"dbsp_core", "dbsp_kernels"},
     "dbsp_xdit": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
     "dbsp_para": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
+    "dbsp_vllm_omni": {"dbsp_core", "dbsp_kernels"},
     "dbsp_cli": {"dbsp_xdit", "dbsp_para", "dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
 }
 """Our packages, and which of them each may name: in imports, and in strings that are modules."""
-HOSTS = {"xfuser", "para_attn", "diffusers", "transformers"}
+HOSTS = {"xfuser", "para_attn", "diffusers", "transformers", "vllm_omni", "vllm"}
 OPTIONAL = {*HOSTS, "matplotlib", "tokenizers", "accelerate", "imageio", "imageio_ffmpeg", "ftfy", "yunchang"}
 
 

@@ -1,0 +1,99 @@
+"""Makes db-SP known to vLLM-Omni, in every process that loads its plug-ins: `register`, and its undo.
+
+vLLM-Omni 0.30 has a closed list of attention backends, no sign by which a backend says that it communicates itself,
+and a split that refuses to pad where there is a ring. So three of its functions are wrapped; see `NAMES`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["NAMES", "register", "unregister"]
+
+NAMES = (
+    "vllm_omni.diffusion.attention.backends.registry.DiffusionAttentionBackendEnum",
+    "vllm_omni.diffusion.attention.layer.Attention",
+    "vllm_omni.diffusion.attention.selector.get_attn_backend_for_capability",
+    "vllm_omni.diffusion.distributed.parallel_state.get_ring_parallel_world_size",
+    "vllm_omni.diffusion.distributed.parallel_state.get_sp_group",
+    "vllm_omni.diffusion.forward_context.get_forward_context",
+    "vllm_omni.diffusion.hooks.sequence_parallel.SequenceParallelSplitHook._shard_with_auto_pad",
+    "vllm_omni.diffusion.registry._apply_sequence_parallel_if_enabled",
+)
+"""What is used of vLLM-Omni beyond its backends' interface; `scripts/engines check` looks each up."""
+_TRANSFORMERS = ("transformer", "transformer_2", "dit", "unet")
+_undo: list[Callable[[], None]] = []
+
+
+def register() -> None:
+    """Adds backend DBSP. Nothing changes for models that do not name it. Called again, it does nothing."""
+    from aenum import extend_enum
+    from vllm_omni.diffusion import registry
+    from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum
+    from vllm_omni.diffusion.hooks.sequence_parallel import SequenceParallelSplitHook
+
+    if _undo:
+        return
+    if "DBSP" not in DiffusionAttentionBackendEnum.__members__:
+        extend_enum(DiffusionAttentionBackendEnum, "DBSP", "dbsp_vllm_omni.backend.DbspBackend")
+    _wrap(registry, "_apply_sequence_parallel_if_enabled", _attaching)
+    _wrap(SequenceParallelSplitHook, "_shard_with_auto_pad", _padding_with_a_ring)
+
+
+def unregister() -> None:
+    """Takes the wrappers off; the backend's name stays, as a member of an enumeration cannot be removed."""
+    while _undo:
+        _undo.pop()()
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    stock = getattr(owner, name)
+    setattr(owner, name, functools.wraps(stock)(wrapper(stock)))
+    _undo.append(lambda: setattr(owner, name, stock))
+
+
+def _attaching(stock: Callable[..., None]) -> Callable[..., None]:
+    def apply(model: Any, od_config: Any) -> None:
+        from dbsp_vllm_omni.backend import attach
+
+        stock(model, od_config)
+        names = getattr(model, "_dit_modules", None) or _TRANSFORMERS
+        for transformer in filter(None, (getattr(model, name, None) for name in names)):
+            attach(transformer, od_config.parallel_config)
+
+    return apply
+
+
+def _padding_with_a_ring(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def shard(hook: Any, *args: Any, **options: Any) -> Any:
+        if not _serves():
+            return stock(hook, *args, **options)
+        with _as_without_a_ring():
+            return stock(hook, *args, **options)
+
+    return shard
+
+
+def _serves() -> bool:
+    """Whether self-attention of the running model is DBSP's: to it, padding is no key, in a ring either."""
+    from vllm_omni.diffusion.attention.selector import get_attn_backend_for_capability
+    from vllm_omni.diffusion.forward_context import get_forward_context
+
+    config = get_forward_context().omni_diffusion_config
+    attention = None if config is None else config.diffusion_attention_config
+    return get_attn_backend_for_capability(role="self", attention_config=attention).get_name() == "DBSP"
+
+
+@contextmanager
+def _as_without_a_ring() -> Iterator[None]:
+    from vllm_omni.diffusion.distributed import parallel_state
+
+    stock = parallel_state.get_ring_parallel_world_size
+    parallel_state.get_ring_parallel_world_size = lambda: 1
+    try:
+        yield
+    finally:
+        parallel_state.get_ring_parallel_world_size = stock

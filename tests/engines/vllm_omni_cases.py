@@ -1,0 +1,187 @@
+"""vLLM-Omni's own Wan, tiny and random, on CPU ranks, against one process of it: a line of JSON a case.
+
+torchrun --nproc_per_node N vllm_omni_cases.py ULYSSES RING CASES     CASES: a JSON list of the fields of `Case`
+
+Replaced for the test: vLLM-Omni's platform (it has none for CPUs), and torchvision, which PyPI has for GPUs alone; its
+image-to-video pipelines, which are not used here, import it.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers.utils
+
+transformers.utils.is_torchvision_available()  # remembers that there is none
+for missing in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
+    sys.modules[missing] = types.ModuleType(missing)
+    sys.modules[missing].__spec__ = importlib.machinery.ModuleSpec(missing, None)
+    sys.modules[missing].__path__ = []
+sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]
+sys.modules["torchvision.transforms"].functional = sys.modules["torchvision.transforms.functional"]
+
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm_omni.diffusion import registry  # noqa: E402
+from vllm_omni.diffusion.config import set_current_diffusion_config  # noqa: E402
+from vllm_omni.diffusion.data import AttentionConfig, DiffusionParallelConfig, OmniDiffusionConfig  # noqa: E402
+from vllm_omni.diffusion.distributed.parallel_state import (  # noqa: E402
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm_omni.diffusion.forward_context import get_forward_context, set_forward_context  # noqa: E402
+from vllm_omni.diffusion.models.wan2_2.wan2_2_transformer import WanTransformer3DModel  # noqa: E402
+from vllm_omni.diffusion.vllm_config import create_diffusion_vllm_config  # noqa: E402
+from vllm_omni.plugins import OMNI_DEFAULT_PLUGINS_GROUP, load_omni_plugins_by_group  # noqa: E402
+
+from dbsp_core.config.config import DbspConfig  # noqa: E402
+from dbsp_core.sources import LocalQK  # noqa: E402
+from dbsp_core.sources.base import MaskRequest  # noqa: E402
+from dbsp_diffusers.reference import masked_attention  # noqa: E402
+
+LAYERS, STEPS = 3, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """sizes: of the video in turn, in tokens; mask: None is the engine's own dense attention; pair: Wan2.2's two
+    transformers; passes: of guidance a step; wrong: another mask than the reference's, which must be seen."""
+
+    heads: int
+    sizes: tuple[tuple[int, int, int], ...]
+    mask: str | None
+    pair: bool = False
+    passes: int = 1
+    wrong: str | None = None
+
+
+def settings(ulysses: int, ring: int, backend: str | None) -> OmniDiffusionConfig:
+    return OmniDiffusionConfig(
+        parallel_config=DiffusionParallelConfig(
+            ulysses_degree=ulysses, ring_degree=ring, sequence_parallel_size=ulysses * ring
+        ),
+        diffusion_attention_config=AttentionConfig(per_role={} if backend is None else {"self": backend}),
+        dtype=torch.float32,
+    )
+
+
+def tiny(config: OmniDiffusionConfig, vllm_config: Any, heads: int, seed: int) -> WanTransformer3DModel:
+    sizes = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 48}
+    with set_current_diffusion_config(config), set_forward_context(vllm_config, config):
+        model = WanTransformer3DModel(
+            num_attention_heads=heads, attention_head_dim=24, num_layers=LAYERS, **sizes
+        ).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name and parameter.ndim == 1:
+            parameter.data = 1 + 0.1 * noise
+        else:
+            spread = 0.9 if parameter.ndim > 1 else 0.3
+            parameter.data = noise * spread / max(1, parameter[0].numel()) ** 0.5
+    for module in model.modules():  # what vLLM's loader does after loading
+        if getattr(module, "quant_method", None) is not None:
+            module.quant_method.process_weights_after_loading(module)
+    return model
+
+
+def mask_attention(model: WanTransformer3DModel, mask: str, heads: int, thw: tuple[int, int, int]) -> None:
+    """Replaces self-attention by torch's own under the mask spread over tokens: no plan, route or kernel of db-SP."""
+    source = DbspConfig.load(mask).mask
+    for layer, block in enumerate(model.blocks):
+
+        def attend(query: Any, key: Any, value: Any, metadata: Any = None, layer: int = layer) -> torch.Tensor:
+            q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+            request = MaskRequest(layer, heads, thw, layers=LAYERS)
+            known = source.changes != "per_call"
+            bits = source.mask(request) if known else source.mask(request, LocalQK.alone(q, k))
+            return masked_attention(q, k, v, bits).transpose(1, 2)
+
+        block.attn1.attn.attention.forward = attend
+
+
+class Pipeline(torch.nn.Module):
+    def __init__(self, *transformers: torch.nn.Module) -> None:
+        super().__init__()
+        self.transformer, self.transformer_2 = transformers[0], transformers[-1] if transformers[1:] else None
+
+
+def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
+    """The largest difference from one process over all outputs, and how far dense attention is from it."""
+    alone = settings(1, 1, None)
+    parallel = settings(ulysses, ring, None if case.mask is None else "DBSP")
+    vllm_config = create_diffusion_vllm_config(torch.device("cpu"), parallel)
+    os.environ["DBSP_CONFIG"] = case.wrong or case.mask or ""
+    seeds = (0, 1) if case.pair else (0,)
+    with torch.no_grad(), set_current_vllm_config(vllm_config):
+        pipeline = Pipeline(*(tiny(parallel, vllm_config, case.heads, seed) for seed in seeds))
+        with set_forward_context(vllm_config, parallel):
+            registry._apply_sequence_parallel_if_enabled(pipeline, parallel)
+            applied = get_forward_context().sp_plan_hooks_applied
+        worst, dense_away, padding = 0.0, 0.0, 0
+        for number, thw in enumerate(map(tuple, case.sizes)):
+            references = [tiny(alone, vllm_config, case.heads, seed) for seed in seeds]
+            for step in range(STEPS):
+                for branch in range(case.passes):
+                    inputs = of_a_pass(thw, number, step, branch)
+                    second = case.pair and step > 0
+                    one = references[-1 if second else 0]
+                    with set_forward_context(vllm_config, alone):
+                        dense = one(**inputs)[0]
+                    expected = dense
+                    if case.mask is not None:
+                        stock = [block.attn1.attn.attention.forward for block in one.blocks]
+                        mask_attention(one, case.mask, case.heads, thw)
+                        with set_forward_context(vllm_config, alone):
+                            expected = one(**inputs)[0]
+                        for block, forward in zip(one.blocks, stock, strict=True):
+                            block.attn1.attn.attention.forward = forward
+                    model = pipeline.transformer_2 if second else pipeline.transformer
+                    with set_forward_context(vllm_config, parallel, denoise_step_idx=step):
+                        get_forward_context().sp_plan_hooks_applied = applied
+                        out = model(**inputs)[0]
+                        padding = max(padding, get_forward_context().sp_padding_size)
+                    worst = max(worst, float((out - expected).abs().max()))
+                    dense_away = max(dense_away, float((dense - expected).abs().max()))
+    return {"error": worst, "dense": dense_away, "padding": padding}
+
+
+def of_a_pass(thw: tuple[int, int, int], number: int, step: int, branch: int) -> dict[str, Any]:
+    """The inputs of a forward pass, equal on all ranks."""
+    generator = torch.Generator().manual_seed(1000 * number + 10 * step)
+    t, h, w = thw
+    hidden = torch.randn(1, 4, t, 2 * h, 2 * w, generator=generator)
+    text = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(branch))
+    timestep = torch.tensor([900.0 - 300 * step])
+    return {"hidden_states": hidden, "timestep": timestep, "encoder_hidden_states": text, "return_dict": False}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ulysses, ring = int(sys.argv[1]), int(sys.argv[2])
+    for plugin in load_omni_plugins_by_group(OMNI_DEFAULT_PLUGINS_GROUP).values():  # as each worker does
+        plugin()
+    parallel = settings(ulysses, ring, None)
+    vllm_config = create_diffusion_vllm_config(torch.device("cpu"), parallel)
+    with set_forward_context(vllm_config, parallel), set_current_vllm_config(vllm_config):
+        init_distributed_environment(world_size=int(os.environ["WORLD_SIZE"]), rank=int(os.environ["RANK"]))
+        initialize_model_parallel(
+            sequence_parallel_size=ulysses * ring, ulysses_degree=ulysses, ring_degree=ring, data_parallel_size=1
+        )
+    for fields in json.loads(sys.argv[3]):
+        try:
+            found: dict[str, Any] = error_of(Case(**fields), ulysses, ring)
+        except Exception as error:  # the engine's own refusal, on every rank before anything is sent
+            found = {"refused": f"{type(error).__name__}: {error}"}
+        if os.environ["RANK"] == "0":
+            print("CASE " + json.dumps(found), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+main()
