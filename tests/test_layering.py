@@ -23,10 +23,22 @@ PACKAGES = {
     "dbsp_xdit": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
     "dbsp_para": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
     "dbsp_vllm_omni": {"dbsp_core", "dbsp_kernels"},
-    "dbsp_cli": {"dbsp_xdit", "dbsp_para", "dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
+    "dbsp_sglang": {"dbsp_core", "dbsp_kernels"},
+    "dbsp_lightx2v": {"dbsp_core", "dbsp_kernels"},
+    "dbsp_cli": {"dbsp_sglang", "dbsp_xdit", "dbsp_para", "dbsp_diffusers", "dbsp_core", "dbsp_kernels", "dbsp_start"},
 }
 """Our packages, and which of them each may name: in imports, and in strings that are modules."""
-HOSTS = {"xfuser", "para_attn", "diffusers", "transformers", "vllm_omni", "vllm"}
+HOSTS = {
+    "xfuser",
+    "para_attn",
+    "diffusers",
+    "transformers",
+    "vllm_omni",
+    "vllm",
+    "sglang",
+    "lightx2v",
+    "lightx2v_platform",
+}
 OPTIONAL = {*HOSTS, "matplotlib", "tokenizers", "accelerate", "imageio", "imageio_ffmpeg", "ftfy", "yunchang"}
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables, worki
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.packages import installed_version, missing_packages
 from dbsp_kernels import KERNELS, KernelRequirements, available, explain_auto, faster_than_auto
+from dbsp_sglang import plugin as sglang_plugin
 
 __all__ = ["Check", "Importable", "doctor_command", "own_version", "run_checks"]
 
@@ -112,8 +115,42 @@ _PACKAGES = (
 )
 
 
+@dataclass(frozen=True)
+class Engine:
+    """A serving engine that looks for plug-ins itself; nothing is said of one that is not installed.
+
+    Attributes:
+        package: As pip knows it.
+        group: Entry points that it loads, db-SP's among them.
+        knows: Whether db-SP's plug-in was made for a version.
+    """
+
+    what: str
+    package: str
+    group: str
+    knows: Callable[[str], bool] = lambda found: True
+
+    def check(self) -> Check | None:
+        found = installed_version(self.package)
+        if found is None:
+            return None
+        if "dbsp" not in {one.name for one in entry_points(group=self.group)}:
+            fix = "install dbsp-attention again, so that pip writes its entry points"
+            return Check(self.what, "missing", f"{found}, which does not see db-SP", fix)
+        if not self.knows(found):
+            return Check(self.what, "missing", f"{found} is not known to db-SP", "see docs/engines.md for versions")
+        return Check(self.what, "ok", f"{found}, sees db-SP")
+
+
+ENGINES = (
+    Engine("vLLM-Omni", "vllm-omni", "vllm_omni.general_plugins"),
+    Engine("SGLang Diffusion", "sglang", "sglang.multimodal_gen.plugins", sglang_plugin.knows),
+    Engine("LightX2V", "lightx2v", "lightx2v.platform_plugins"),
+)
+
+
 def run_checks() -> list[Check]:
-    """Checks versions, devices, communication, kernels and hosts. What is called ok has been imported."""
+    """Checks versions, devices, communication, kernels, hosts and engines. What hosts are called ok are imported."""
     with ThreadPoolExecutor() as threads:
         imported = list(threads.map(Importable.check, (*HOSTS, *_PACKAGES)))
     return [
@@ -123,6 +160,7 @@ def run_checks() -> list[Check]:
         _device(),
         _communication(),
         *imported,
+        *filter(None, (engine.check() for engine in ENGINES)),
         *_kernels(),
     ]
 

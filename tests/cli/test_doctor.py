@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -54,6 +55,24 @@ def test_what_is_installed_and_cannot_be_imported_is_not_ok(tmp_path, monkeypatc
     assert check.state == "missing"
     assert check.detail == "cannot be imported: ModuleNotFoundError: No module named 'dbsp_no_such_module'"
     assert check.fix == "pip install 'dbsp-attention[xdit]'"
+
+
+@pytest.mark.parametrize(
+    ("found", "seen", "said"),
+    [
+        (None, ("dbsp",), None),
+        ("0.5.23", ("dbsp",), ("ok", "0.5.23, sees db-SP")),
+        ("0.5.23.post1", ("dbsp",), ("ok", "0.5.23.post1, sees db-SP")),
+        ("0.6.0", ("dbsp",), ("missing", "0.6.0 is not known to db-SP")),
+        ("0.5.23", ("another",), ("missing", "0.5.23, which does not see db-SP")),
+    ],
+)
+def test_it_says_of_each_engine_that_is_installed_whether_it_sees_dbsp(monkeypatch, found, seen, said):
+    monkeypatch.setattr(doctor, "installed_version", lambda package: found)
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [EntryPoint(name, "", group) for name in seen])
+    check = next(engine for engine in doctor.ENGINES if engine.package == "sglang").check()
+    assert (check and (check.state, check.detail)) == said
+    assert check is None or bool(check.fix) != check.ok
 
 
 @pytest.mark.parametrize(

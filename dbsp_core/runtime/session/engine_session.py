@@ -11,7 +11,7 @@ import os
 import torch
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config.config import DbspConfig
+from dbsp_core.config.config import ConfigLike, DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.video import Video
@@ -39,7 +39,7 @@ class EngineSession:
     """
 
     def __init__(
-        self, group: SequenceGroup, strategy: Strategy, heads: int, layers: int, config: str | DbspConfig | None = None
+        self, group: SequenceGroup, strategy: Strategy, heads: int, layers: int, config: ConfigLike = None
     ) -> None:
         loaded = DbspConfig.load(os.environ.get(CONFIG_VARIABLE) if config is None else config)
         if loaded.layout not in (None, "contiguous"):

@@ -1,31 +1,25 @@
 """vLLM-Omni's own Wan, tiny and random, on CPU ranks, against one process of it: a line of JSON a case.
 
-torchrun --nproc_per_node N vllm_omni_cases.py ULYSSES RING CASES     CASES: a JSON list of the fields of `Case`
+torchrun --nproc_per_node N -m scripts.checks.engines.vllm_omni_cases ULYSSES RING CASES FILE
 
-Replaced for the test: vLLM-Omni's platform (it has none for CPUs), and torchvision, which PyPI has for GPUs alone; its
+Replaced: vLLM-Omni's platform (it has none for CPUs), and torchvision, which PyPI has for GPUs alone; its
 image-to-video pipelines, which are not used here, import it.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
-import json
 import os
 import sys
-import types
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers.utils
 
+from scripts.checks.engines.reference import attend_under, fill, inputs_of, stand_in_for
+from scripts.checks.engines.runs import LAYERS, STEPS, Case, cases_of, report
+
 transformers.utils.is_torchvision_available()  # remembers that there is none
-for missing in ("torchvision", "torchvision.transforms", "torchvision.transforms.functional"):
-    sys.modules[missing] = types.ModuleType(missing)
-    sys.modules[missing].__spec__ = importlib.machinery.ModuleSpec(missing, None)
-    sys.modules[missing].__path__ = []
-sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]
-sys.modules["torchvision.transforms"].functional = sys.modules["torchvision.transforms.functional"]
+stand_in_for("torchvision", "torchvision.transforms", "torchvision.transforms.functional")
 
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm_omni.diffusion import registry  # noqa: E402
@@ -39,26 +33,6 @@ from vllm_omni.diffusion.forward_context import get_forward_context, set_forward
 from vllm_omni.diffusion.models.wan2_2.wan2_2_transformer import WanTransformer3DModel  # noqa: E402
 from vllm_omni.diffusion.vllm_config import create_diffusion_vllm_config  # noqa: E402
 from vllm_omni.plugins import OMNI_DEFAULT_PLUGINS_GROUP, load_omni_plugins_by_group  # noqa: E402
-
-from dbsp_core.config.config import DbspConfig  # noqa: E402
-from dbsp_core.sources import LocalQK  # noqa: E402
-from dbsp_core.sources.base import MaskRequest  # noqa: E402
-from dbsp_diffusers.reference import masked_attention  # noqa: E402
-
-LAYERS, STEPS = 3, 3
-
-
-@dataclass(frozen=True)
-class Case:
-    """sizes: of the video in turn, in tokens; mask: None is the engine's own dense attention; pair: Wan2.2's two
-    transformers; passes: of guidance a step; wrong: another mask than the reference's, which must be seen."""
-
-    heads: int
-    sizes: tuple[tuple[int, int, int], ...]
-    mask: str | None
-    pair: bool = False
-    passes: int = 1
-    wrong: str | None = None
 
 
 def settings(ulysses: int, ring: int, backend: str | None) -> OmniDiffusionConfig:
@@ -79,29 +53,18 @@ def tiny(config: OmniDiffusionConfig, vllm_config: Any, heads: int, seed: int) -
         ).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name and parameter.ndim == 1:
-            parameter.data = 1 + 0.1 * noise
-        else:
-            spread = 0.9 if parameter.ndim > 1 else 0.3
-            parameter.data = noise * spread / max(1, parameter[0].numel()) ** 0.5
+        parameter.data = fill(name, parameter.shape, generator)
     for module in model.modules():  # what vLLM's loader does after loading
         if getattr(module, "quant_method", None) is not None:
             module.quant_method.process_weights_after_loading(module)
     return model
 
 
-def mask_attention(model: WanTransformer3DModel, mask: str, heads: int, thw: tuple[int, int, int]) -> None:
-    """Replaces self-attention by torch's own under the mask spread over tokens: no plan, route or kernel of db-SP."""
-    source = DbspConfig.load(mask).mask
+def mask_attention(model: WanTransformer3DModel, mask: str, thw: tuple[int, int, int]) -> None:
     for layer, block in enumerate(model.blocks):
 
         def attend(query: Any, key: Any, value: Any, metadata: Any = None, layer: int = layer) -> torch.Tensor:
-            q, k, v = (one.transpose(1, 2) for one in (query, key, value))
-            request = MaskRequest(layer, heads, thw, layers=LAYERS)
-            known = source.changes != "per_call"
-            bits = source.mask(request) if known else source.mask(request, LocalQK.alone(q, k))
-            return masked_attention(q, k, v, bits).transpose(1, 2)
+            return attend_under(mask, layer, LAYERS, thw, query, key, value)
 
         block.attn1.attn.attention.forward = attend
 
@@ -113,7 +76,6 @@ class Pipeline(torch.nn.Module):
 
 
 def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
-    """The largest difference from one process over all outputs, and how far dense attention is from it."""
     alone = settings(1, 1, None)
     parallel = settings(ulysses, ring, None if case.mask is None else "DBSP")
     vllm_config = create_diffusion_vllm_config(torch.device("cpu"), parallel)
@@ -125,7 +87,7 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
             registry._apply_sequence_parallel_if_enabled(pipeline, parallel)
             applied = get_forward_context().sp_plan_hooks_applied
         worst, dense_away, padding = 0.0, 0.0, 0
-        for number, thw in enumerate(map(tuple, case.sizes)):
+        for number, thw in enumerate(case.sizes):
             references = [tiny(alone, vllm_config, case.heads, seed) for seed in seeds]
             for step in range(STEPS):
                 for branch in range(case.passes):
@@ -137,7 +99,7 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
                     expected = dense
                     if case.mask is not None:
                         stock = [block.attn1.attn.attention.forward for block in one.blocks]
-                        mask_attention(one, case.mask, case.heads, thw)
+                        mask_attention(one, case.mask, thw)
                         with set_forward_context(vllm_config, alone):
                             expected = one(**inputs)[0]
                         for block, forward in zip(one.blocks, stock, strict=True):
@@ -153,13 +115,9 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
 
 
 def of_a_pass(thw: tuple[int, int, int], number: int, step: int, branch: int) -> dict[str, Any]:
-    """The inputs of a forward pass, equal on all ranks."""
-    generator = torch.Generator().manual_seed(1000 * number + 10 * step)
-    t, h, w = thw
-    hidden = torch.randn(1, 4, t, 2 * h, 2 * w, generator=generator)
-    text = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(branch))
+    latents, text = inputs_of(thw, number, step, branch)
     timestep = torch.tensor([900.0 - 300 * step])
-    return {"hidden_states": hidden, "timestep": timestep, "encoder_hidden_states": text, "return_dict": False}
+    return {"hidden_states": latents, "timestep": timestep, "encoder_hidden_states": text, "return_dict": False}
 
 
 def main() -> None:
@@ -174,13 +132,11 @@ def main() -> None:
         initialize_model_parallel(
             sequence_parallel_size=ulysses * ring, ulysses_degree=ulysses, ring_degree=ring, data_parallel_size=1
         )
-    for fields in json.loads(sys.argv[3]):
+    for case in cases_of(sys.argv[3]):
         try:
-            found: dict[str, Any] = error_of(Case(**fields), ulysses, ring)
+            report(error_of(case, ulysses, ring))
         except Exception as error:  # the engine's own refusal, on every rank before anything is sent
-            found = {"refused": f"{type(error).__name__}: {error}"}
-        if os.environ["RANK"] == "0":
-            print("CASE " + json.dumps(found), flush=True)
+            report({"refused": f"{type(error).__name__}: {error}"})
     torch.distributed.destroy_process_group()
 
 

@@ -1,0 +1,124 @@
+"""Attention "dbsp" of LightX2V, as `parallel.seq_p_attn_type` on several GPUs or `self_attn_1_type` on one.
+
+LightX2V makes one object per layer, and tells each call the layer, the scheduler and the grid, but not the
+transformer: the object of layer 0 has the session of its transformer, and the layers after it use the one begun last.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.video import Video
+from dbsp_core.runtime.session.engine_session import EngineSession
+from dbsp_core.utils.compiling import not_compiled
+from dbsp_core.utils.errors import UserError
+
+__all__ = ["DbspAttention"]
+
+_SETTING = "dbsp"
+_running: ContextVar[EngineSession | None] = ContextVar("_running", default=None)
+"""Begun last by a layer 0: the transformers of a rank run one after the other."""
+_UNSAFE_CACHES = ("Ada", "FirstBlock", "DualBlock", "DynamicBlock")
+"""Values of `feature_caching` that decide by the tokens of one rank."""
+
+
+class DbspAttention:
+    """The self-attention of one layer; it has no weights."""
+
+    def __init__(self, **_: Any) -> None:
+        self._session: EngineSession | None = None
+
+    def apply_new(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        aux_q: torch.Tensor | None = None,
+        aux_k: torch.Tensor | None = None,
+        aux_v: torch.Tensor | None = None,
+        seq_p_group: Any = None,
+        quant_scheme: str | None = None,
+        attention_kwargs: dict[str, Any] | None = None,
+        **_: Any,  # how Ulysses would send
+    ) -> tuple[torch.Tensor, None]:
+        """Attention of q, k, v [this rank's tokens, H, D], padding of the last rank included.
+
+        Returns:
+            [this rank's tokens, H · D], and None: no model with tokens that all ranks hold is served.
+        """
+        if aux_q is not None or aux_k is not None or aux_v is not None:
+            raise UserError("dbsp does not serve models whose ranks all hold the text; use seq_p_attn_type ulysses")
+        if quant_scheme is not None:
+            raise UserError(
+                f"seq_p_quant_scheme {quant_scheme} is for LightX2V's own exchange; leave it out, and set exchange: "
+                "{precision: int8} in db-SP's configuration"
+            )
+        return self._attend(q, k, v, SequenceGroup.of(seq_p_group), attention_kwargs or {}), None
+
+    def apply(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **context: Any) -> torch.Tensor:
+        """On one GPU: as `apply_new`, of all tokens."""
+        if "seq_p_group" in context:
+            raise UserError(
+                "this model calls LightX2V's older interface of sequence parallelism, which dbsp does not serve; use "
+                "seq_p_attn_type ulysses"
+            )
+        return self._attend(q, k, v, SequenceGroup(0, 1), context)
+
+    @not_compiled
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup, context: dict[str, Any]
+    ) -> torch.Tensor:
+        layer, grid = context.get("block_idx"), context.get("grid_sizes")
+        if layer is None or grid is None or q.shape != k.shape:
+            raise UserError(
+                "dbsp serves self-attention over a grid of video tokens, as LightX2V's Wan has it; this model gives "
+                "none, or keeps keys of earlier frames; use seq_p_attn_type ulysses"
+            )
+        if layer == 0:
+            frames, height, width = map(int, grid)
+            self._begin(Video((frames, height, width)), q, group, context["scheduler"])
+        session = _running.get()
+        if session is None:
+            raise UserError("LightX2V called an attention of a later layer before the first")
+        out = session.attend(layer, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
+        return out.squeeze(0).flatten(1)
+
+    def _begin(self, video: Video, q: torch.Tensor, group: SequenceGroup, scheduler: Any) -> None:
+        if self._session is None:
+            config = scheduler.config
+            cache = config.get("feature_caching", "NoCaching")
+            if group.size > 1 and cache in _UNSAFE_CACHES:
+                raise UserError(
+                    f"feature_caching {cache} decides by the tokens of one rank, so that ranks would skip different "
+                    "layers; use Tea, Mag, TaylorSeer, Custom or NoCaching"
+                )
+            setting = (config.get("parallel") or {}).get(_SETTING, config.get(_SETTING))
+            ulysses = Strategy(group.size, 1)
+            self._session = EngineSession(group, ulysses, q.shape[1], config["num_layers"], setting)
+        guided = bool(scheduler.config.get("enable_cfg", False))
+        branch = int(not scheduler.infer_condition) if guided else None
+        self._session.begin(video, q.device, scheduler.step_index, branch)
+        _running.set(self._session)
+
+    # What LightX2V asks of each part of a model, and an attention without weights has no answer to.
+
+    def load(self, weight_dict: Any) -> None: ...
+
+    def set_config(self, config: Any = None) -> None: ...
+
+    def to_cpu(self, non_blocking: bool = False) -> None: ...
+
+    def to_cuda(self, non_blocking: bool = False) -> None: ...
+
+    def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {} if destination is None else destination
+
+    def load_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict_from_disk(self, *_: Any, **__: Any) -> None: ...

@@ -1,0 +1,112 @@
+"""Runs an engine's own Wan, tiny and random, on CPU ranks: cases in, what each found out.
+
+A case is a dict with the fields of `Case`. What it found is {"error": largest difference from one process over all
+outputs, "dense": how far dense attention is from it, "padding": places}, or {"refused": the engine's own error}.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LAYERS", "LEAVE_OUT", "STEPS", "Case", "cases_of", "report", "run"]
+
+LAYERS, STEPS = 3, 3
+LEAVE_OUT = "DBSP_LEAVE_OUT"
+"""Set, LightX2V's plug-in of db-SP is not loaded; the other engines have a setting of their own for that."""
+_STAND_INS = {
+    "vllm_omni": ("vllm_omni.platform_plugins", "scripts.checks.engines.vllm_omni_platform:platform"),
+    "lightx2v": ("lightx2v.platform_plugins", "scripts.checks.engines.lightx2v_device:register"),
+}
+"""Group and target of the entry point by which an engine finds a CPU, where it ships none."""
+_ENVIRONMENT = {
+    "vllm_omni": {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"},
+    "sglang": {"SGLANG_LOGGING_LEVEL": "ERROR"},
+    "lightx2v": {"PLATFORM": "cpu"},
+}
+_SEPARATE_REFERENCE = {"sglang"}
+"""Engines whose models cannot run on one rank of several: a process of its own makes what they are compared with."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to run.
+
+    Attributes:
+        heads: Of each layer.
+        sizes: Of the video in turn, in tokens.
+        mask: None is the engine's own dense attention.
+        pair: Whether Wan2.2's two transformers take turns.
+        passes: Of guidance in each step.
+        wrong: Another mask than the reference's, which must be seen.
+        strategy: None is the engine's degrees.
+    """
+
+    heads: int
+    sizes: tuple[tuple[int, int, int], ...]
+    mask: str | None
+    pair: bool = False
+    passes: int = 1
+    wrong: str | None = None
+    strategy: str | None = None
+
+
+def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) -> list[dict[str, Any]]:
+    """What each case found on ulysses · ring ranks. Raises RuntimeError with their output where they end otherwise."""
+    module = f"scripts.checks.engines.{engine}_cases"
+    with tempfile.TemporaryDirectory() as folder:
+        settings = os.environ | _ENVIRONMENT[engine] | environment
+        settings["PYTHONPATH"] = f"{_stand_in(engine, Path(folder))}:{settings['PYTHONPATH']}"
+        if cases[0].mask is not None:  # SGLang's plug-in looks at it when it is loaded
+            settings.setdefault("DBSP_CONFIG", cases[0].mask)
+        what = [str(ulysses), str(ring), json.dumps([asdict(one) for one in cases]), str(Path(folder, "reference.pt"))]
+        if engine in _SEPARATE_REFERENCE:
+            alone = {name: value for name, value in settings.items() if name != "DBSP_CONFIG"}
+            _succeed([sys.executable, "-m", module, *what], alone)
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ulysses * ring), "-m", module]
+        printed = _succeed([sys.executable, *ranks, *what], settings)
+    found = [json.loads(line[5:]) for line in printed.splitlines() if line.startswith("CASE ")]
+    if len(found) != len(cases):
+        raise RuntimeError(f"{len(cases)} cases were asked for, {len(found)} found:\n{printed}")
+    return found
+
+
+def cases_of(text: str) -> list[Case]:
+    """The cases of a program's argument. First it looks up the names that $DBSP_LOOK_UP lists, where it is set."""
+    listing, _, attribute = os.environ.get("DBSP_LOOK_UP", "").partition(":")
+    for name in getattr(importlib.import_module(listing), attribute) if listing else ():
+        pkgutil.resolve_name(name)
+    return [Case(**fields | {"sizes": tuple(map(tuple, fields["sizes"]))}) for fields in json.loads(text)]
+
+
+def report(found: dict[str, Any]) -> None:
+    """Prints what a case found, on rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print("CASE " + json.dumps(found), flush=True)
+
+
+def _stand_in(engine: str, folder: Path) -> Path:
+    """A folder with the entry point, as pip would install it."""
+    if engine in _STAND_INS:
+        group, target = _STAND_INS[engine]
+        info = folder / "cpu_stand_in-0.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-stand-in\nVersion: 0.0\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\ncpu = {target}\n")
+    return folder
+
+
+def _succeed(command: list[str], settings: dict[str, str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=settings)
+    if done.returncode:
+        of_ranks = done.stderr.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
+        raise RuntimeError(f"exit code {done.returncode}:\n{done.stdout[-2000:]}\n{of_ranks[-8000:]}")
+    return done.stdout

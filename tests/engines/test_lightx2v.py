@@ -1,0 +1,58 @@
+"""LightX2V with attention "dbsp": its own Wan on CPU ranks equals one process of it; stock it refuses or is wrong.
+
+Runs in an environment of its own: `scripts/engines test`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("lightx2v") is None:
+    pytest.skip("run scripts/engines test", allow_module_level=True)
+from scripts.checks.engines.runs import Case, run
+from tests.engines.cases import (
+    EVEN,
+    KNOWN,
+    SPLITS,
+    UNEVEN,
+    assert_another_mask_is_seen,
+    assert_equal_to_one_process,
+    assert_exact,
+    assert_names_found,
+)
+
+ENGINE = "lightx2v"
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
+def test_it_equals_one_process(ulysses, ring):
+    assert_equal_to_one_process(ENGINE, ulysses, ring)
+
+
+def test_on_one_rank_too():
+    case = Case(3, (UNEVEN,), KNOWN)
+    assert_exact([case], run(ENGINE, 1, 1, case))
+
+
+def test_another_mask_would_be_seen():
+    assert_another_mask_is_seen(ENGINE)
+
+
+def test_what_lightx2v_refuses_or_computes_otherwise_without_it():
+    heads, padded = run(ENGINE, 2, 1, Case(3, (EVEN,), None), Case(4, (UNEVEN,), None))
+    assert "must be divisible by world_size" in heads["refused"]
+    assert padded["error"] > 1e-3, "padding is attended to"
+    (ring,) = run(ENGINE, 1, 2, Case(4, (UNEVEN,), None))
+    assert "RingAttn requires attention_module.apply_with_lse()" in ring["refused"]
+
+
+def test_nothing_changes_where_dbsp_is_not_named():
+    """The plug-in only adds a name: without it the same differences, to the bit."""
+    case = Case(4, (EVEN, UNEVEN), None)
+    assert run(ENGINE, 2, 1, case) == run(ENGINE, 2, 1, case, DBSP_LEAVE_OUT="1")
+
+
+def test_the_names_that_it_uses_are_there():
+    assert_names_found(ENGINE)
