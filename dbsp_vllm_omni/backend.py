@@ -107,13 +107,13 @@ class DbspBackend(AttentionBackend):
         return []  # any
 
 
-def attach(transformer: torch.nn.Module, parallel: Any) -> EngineSession | None:
+def attach(transformer: torch.nn.Module, config: Any) -> EngineSession | None:
     """Gives the DBSP layers of a transformer one session. Collective where several ranks share the sequence.
 
     Their exchange of vLLM-Omni's own is switched off: a layer hands over its rank's shard as it is.
 
     Args:
-        parallel: vLLM-Omni's DiffusionParallelConfig.
+        config: vLLM-Omni's OmniDiffusionConfig.
 
     Returns:
         None: the transformer has no such layer.
@@ -122,10 +122,16 @@ def attach(transformer: torch.nn.Module, parallel: Any) -> EngineSession | None:
     layers = [one for one in attentions if isinstance(one.attention, DbspImpl)]
     if not layers:
         return None
+    parallel = config.parallel_config
     if getattr(parallel, "allgather_degree", 1) > 1:
         raise UserError("DBSP takes Ulysses × Ring, not AllGather-KV; set --allgather-degree 1 and --usp or --ring")
     layers.sort(key=lambda layer: _numbers(layer.prefix))
     world = parallel.sequence_parallel_size or 1
+    if world > 1 and (config.cache_backend or "none") != "none":
+        raise UserError(
+            f"cache_backend {config.cache_backend} decides by the tokens of one rank, so that ranks would skip "
+            "different layers; set it to none, or name another attention backend"
+        )
     group = SequenceGroup.of(get_sp_group().device_group) if world > 1 else SequenceGroup(0, 1)
     strategy = Strategy(parallel.ulysses_degree or 1, parallel.ring_degree or 1)
     session = EngineSession(group, strategy, layers[0].num_heads, len(layers))

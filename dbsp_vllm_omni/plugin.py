@@ -62,7 +62,7 @@ def _attaching(stock: Callable[..., None]) -> Callable[..., None]:
         stock(model, od_config)
         names = getattr(model, "_dit_modules", None) or _TRANSFORMERS
         for transformer in filter(None, (getattr(model, name, None) for name in names)):
-            attach(transformer, od_config.parallel_config)
+            attach(transformer, od_config)
 
     return apply
 

@@ -46,6 +46,11 @@ def test_what_vllm_omni_refuses_or_computes_otherwise_without_it():
     assert "Cannot use Ring attention which does not support attention_mask" in ring["refused"]
 
 
+def test_a_step_cache_is_refused_on_several_ranks():
+    (found,) = run(ENGINE, 2, 1, Case(3, (EVEN,), KNOWN, cache="tea_cache"))
+    assert "cache_backend tea_cache decides by the tokens of one rank" in found["refused"]
+
+
 def test_nothing_changes_where_dbsp_is_not_named():
     case = Case(4, (EVEN, UNEVEN), None)
     assert run(ENGINE, 2, 1, case) == run(ENGINE, 2, 1, case, VLLM_PLUGINS="cpu")

@@ -48,6 +48,7 @@ class Case:
         passes: Of guidance in each step.
         wrong: Another mask than the reference's, which must be seen.
         strategy: None is the engine's degrees.
+        cache: The engine's step cache, by its name there.
     """
 
     heads: int
@@ -57,6 +58,7 @@ class Case:
     passes: int = 1
     wrong: str | None = None
     strategy: str | None = None
+    cache: str | None = None
 
 
 def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) -> list[dict[str, Any]]:

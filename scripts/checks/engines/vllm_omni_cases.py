@@ -78,6 +78,7 @@ class Pipeline(torch.nn.Module):
 def error_of(case: Case, ulysses: int, ring: int) -> dict[str, float]:
     alone = settings(1, 1, None)
     parallel = settings(ulysses, ring, None if case.mask is None else "DBSP")
+    parallel.cache_backend = case.cache or "none"
     vllm_config = create_diffusion_vllm_config(torch.device("cpu"), parallel)
     os.environ["DBSP_CONFIG"] = case.wrong or case.mask or ""
     seeds = (0, 1) if case.pair else (0,)
