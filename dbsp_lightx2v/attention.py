@@ -1,7 +1,7 @@
 """Attention "dbsp" of LightX2V, as `parallel.seq_p_attn_type` on several GPUs or `self_attn_1_type` on one.
 
-LightX2V makes one object per layer, and tells each call the layer, the scheduler and the grid, but not the
-transformer: the object of layer 0 has the session of its transformer, and the layers after it use the one begun last.
+LightX2V makes one object per layer, and tells each call the layer, the scheduler and the grid, but not which
+transformer calls. So the object of layer 0 has its transformer's session, and later layers use the one begun last.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ stand_in_for(
     *("torchvision", "torchvision.transforms", "torchvision.transforms.functional"),
     *("torchvision.transforms.v2", "torchvision.transforms.v2.functional", "torchvision.io", "torchvision.utils"),
 )
-_OPERATORS = torch.library.Library("sgl_kernel", "FRAGMENT")
+_OPERATORS = torch.library.Library("sgl_kernel", "DEF")
 _TENSORS = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str kind, float eps"
 _OPERATORS.define(f"fused_norm_scale_shift_cpu(Tensor x, {_TENSORS}) -> Tensor")
 _RESIDUAL = f"Tensor residual, Tensor x, Tensor? gate, {_TENSORS}"
