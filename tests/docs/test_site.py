@@ -1,0 +1,28 @@
+"""The site of docs/ builds without a warning, and its API page is what the docstrings say today."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from scripts.docs_site import api_page
+from tests.support.programs import run
+from tests.support.repository import ROOT
+
+
+def test_the_site_builds_strictly(tmp_path):
+    strict = ["--fail-on-warning", "--keep-going", "--quiet", "-c", "scripts/docs_site"]
+    done = run([sys.executable, "-m", "sphinx", *strict, "docs", str(tmp_path)], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "README.html").exists()
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    listed = {f"{name}.md" for name in re.findall(r"\]\(([\w/-]+)\.md\)", index)}
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert listed == pages - {"README.md"}
+
+
+def test_the_api_page_says_what_docstrings_say():
+    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.page(), "run scripts/docs api"
