@@ -65,7 +65,7 @@ def test_the_pages_have_links_and_pictures():
 def test_the_results_that_are_named_are_there():
     """`x.csv`, `.png` names two files, and is no link."""
     folder, stem, named = ROOT / "docs" / "results", "", []
-    for name in re.findall(r"`([\w-]*\.(?:csv|json|png))`", (folder / "README.md").read_text(encoding="utf-8")):
+    for name in re.findall(r"`([\w-]*\.(?:csv|json|png))`", (folder / "files.md").read_text(encoding="utf-8")):
         named.append(stem + name if name.startswith(".") else name)
         stem = named[-1].partition(".")[0]
     assert [name for name in named if not (folder / name).is_file()] == []
