@@ -20,7 +20,7 @@ from dbsp_core.sources import LocalQK
 from dbsp_diffusers.models import TokenSequence, architecture_of
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 from dbsp_diffusers.resolve import resolve_config
-from dbsp_diffusers.sharding.intercept import intercept_self_attention
+from dbsp_diffusers.sharding.intercept import intercept_attention
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 
@@ -75,7 +75,7 @@ def attach_single_process(
 
     patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
     for layer, attention in enumerate(attentions):
-        intercept_self_attention(
+        intercept_attention(
             attention, functools.partial(attend, layer=layer), patches, any_mask=architecture.padded_text
         )
     return patches

@@ -1,4 +1,4 @@
-"""Replaces the attention inside a self-attention module, whose projections and norms stay."""
+"""Replaces the attention inside an attention module, whose projections and norms stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["Attend", "intercept_self_attention"]
+__all__ = ["Attend", "intercept_attention"]
 
 Attend = Callable[..., torch.Tensor]
 """attend(q, k, v, scale=…) with q, k, v [B, H, n, D]; returns [B, H, n, D]"""
@@ -91,10 +91,8 @@ class SdpaOverride(TorchFunctionMode):
         return out
 
 
-def intercept_self_attention(
-    attention: nn.Module, attend: Attend, patches: PatchSet, *, any_mask: bool = False
-) -> None:
-    """Lets `attend` compute the attention inside one self-attention module, whose projections and norms stay.
+def intercept_attention(attention: nn.Module, attend: Attend, patches: PatchSet, *, any_mask: bool = False) -> None:
+    """Lets `attend` compute the attention inside one attention module, whose projections and norms stay.
 
     The module raises ValueError, before anything is exchanged, when its attention is not reached: another backend
     would silently attend to only this rank's tokens.

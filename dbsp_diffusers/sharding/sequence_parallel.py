@@ -22,7 +22,7 @@ from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
-from dbsp_diffusers.sharding.intercept import intercept_self_attention
+from dbsp_diffusers.sharding.intercept import intercept_attention
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
@@ -145,7 +145,7 @@ class _SequenceSharding:
                 patches.hook(module.register_forward_hook, functools.partial(self._gather, cut))
         for layer, attention in enumerate(self._architecture.attentions_of(self._transformer)):
             attend = functools.partial(self._attend, layer)
-            intercept_self_attention(attention, attend, patches, any_mask=self._architecture.padded_text)
+            intercept_attention(attention, attend, patches, any_mask=self._architecture.padded_text)
 
     @property
     def video(self) -> StreamShards:
