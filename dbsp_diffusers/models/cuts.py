@@ -43,11 +43,13 @@ class Cuts:
         inputs: Arguments of each module by name; "" is the transformer itself.
         outputs: Outputs of each module by index.
         gathered: The output of each module that holds a rank's share, and is made whole again.
+        whole: Modules whose output, a part of the transformer's, every rank computes whole: its gradient counts once.
     """
 
     inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
     outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
     gathered: Mapping[str, Cut] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
 
     def of(self, transformer: nn.Module) -> Cuts:
         """Returns these cuts, for every transformer of the class."""
@@ -92,7 +94,7 @@ class DerivedCuts:
                     outputs.setdefault(path, {})[name] = cut
                 else:
                     inputs.setdefault(path, {})[name] = cut
-        return Cuts(inputs, outputs, gathered)
+        return Cuts(inputs, outputs, gathered, self.more.whole)
 
 
 OUTPUT = {"proj_out": Cut("video", 1)}

@@ -24,7 +24,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 REFUSED = {
     "HeliosTransformer3DModel": "it cuts and gathers its sequence at every layer",
     "Kandinsky5Transformer3DModel": "it brings a sparse mask of its own (NABLA), and has no entry yet",
-    "LTX2VideoTransformer3DModel": "audio attends to video in modules that db-SP does not shard",
     "SanaVideoTransformer3DModel": "its attention is linear, without a softmax that a mask could apply to",
     "WanAnimateTransformer3DModel": "its face adapter mixes tokens by frame outside self-attention",
 }

@@ -13,6 +13,7 @@ from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.runtime.replicated import attend_shared_keys, count_gradient_once
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import BagSessions, Sharing
@@ -128,7 +129,9 @@ class _SequenceSharding:
     def attach(self, patches: PatchSet) -> None:
         self._caches.look()
         patches.on_detach(self._caches.release)
-        self._backend = NativeBackend(self._transformer, self._architecture.attentions_of(self._transformer), patches)
+        attentions = self._architecture.attentions_of(self._transformer)
+        to_video = self._architecture.attentions_to_video_of(self._transformer)
+        self._backend = NativeBackend(self._transformer, [*attentions, *to_video], patches)
         self._branch = guidance_branch(self._transformer, patches)
         self._cut_own = self._arguments_cut(self._transformer, self._cuts.inputs.get("", {}))
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
@@ -143,9 +146,17 @@ class _SequenceSharding:
         for path, cut in self._cuts.gathered.items():
             for module in modules_at(self._transformer, path):
                 patches.hook(module.register_forward_hook, functools.partial(self._gather, cut))
-        for layer, attention in enumerate(self._architecture.attentions_of(self._transformer)):
-            attend = functools.partial(self._attend, layer)
-            intercept_attention(attention, attend, patches, any_mask=self._architecture.padded_text)
+        for path in self._cuts.whole:
+            for module in modules_at(self._transformer, path):
+                patches.hook(module.register_forward_hook, self._count_gradient_once)
+        options: dict[str, Any] = {
+            "any_mask": self._architecture.padded_text,
+            "skipped_by": self._architecture.skipped_by,
+        }
+        for layer, attention in enumerate(attentions):
+            intercept_attention(attention, functools.partial(self._attend, layer), patches, **options)
+        for attention in to_video:
+            intercept_attention(attention, self._attend_to_video, patches, other_keys=True)
 
     @property
     def video(self) -> StreamShards:
@@ -198,6 +209,14 @@ class _SequenceSharding:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
         return self._attention.attend(layer, q, k, v, scale=scale)
+
+    @torch.compiler.disable
+    def _attend_to_video(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+    ) -> torch.Tensor:
+        """q: [B, H, n, D], whole; k, v: [B, H, shard, D], this rank's video tokens, then padding."""
+        here, scale = self.video.tokens_here, q.shape[-1] ** -0.5 if scale is None else scale
+        return attend_shared_keys(q, k[:, :, :here], v[:, :, :here], scale, self._session.group)
 
     def _step_of(self, module: nn.Module, timestep: torch.Tensor | float | None) -> torch.Tensor | float | None:
         """The timestep that distinguishes denoising steps; None in training, which draws one for each sample."""
@@ -260,6 +279,10 @@ class _SequenceSharding:
     @torch.compiler.disable
     def _gather(self, cut: Cut, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         return self._pass.gather(output, cut)
+
+    @torch.compiler.disable
+    def _count_gradient_once(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+        return count_gradient_once(output, self._session.group)
 
 
 def _ignoring_module(cut: Callable[[Args, Kwargs], Arguments]) -> Callable[[nn.Module, Args, Kwargs], Arguments]:

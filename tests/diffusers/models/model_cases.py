@@ -16,7 +16,9 @@ MASKS = {
     "synthetic": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},
     "sparge": {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 16, "block_k": 8, "dense_text": False},
 }
-DENSE: dict[str, Any] = {"mask": {"source": "dense"}}
+DENSE: dict[str, Any] = {"mask": {"source": "dense", "block_q": 16, "block_k": 16}}
+SKIPPED = {("ltx2.3", 1): 1}
+"""By model and batch: layers in which its inputs say that nothing is attended to."""
 
 
 def outputs(transformer: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
@@ -66,7 +68,7 @@ def run_model(
             session = dbsp_diffusers.enable(transformer, config)
             for batch in (2, 1) if name == "sparge" else (1, 2):
                 out = outputs(transformer, tiny_inputs(model, batch=batch))
-                assert session.end() == session.layers
+                assert session.end() == session.layers - SKIPPED.get((model, batch), 0)
                 found[name, batch] = apart(out, expected[batch][name]), apart(out, expected[batch]["stock"])
             dbsp_diffusers.disable(transformer)
             assert fingerprint(transformer) == before, "disable left something behind"

@@ -13,6 +13,8 @@ HEADS = 6
 WIDTH = 24
 TEXT = 9
 """Tokens of text that count."""
+AUDIO = 11
+"""Tokens of audio."""
 LATENTS = {"in_channels": 16, "out_channels": 16, "text_dim": 32}
 """Sizes with which Wan's transformers fit the VAE and the text encoder of its tiny pipeline."""
 _DRAWING = threading.Lock()  # torch's generator is one for all threads
@@ -128,6 +130,23 @@ def _ltx_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
     return _ltx(noise, thw, batch) | sizes | {"video_coords": places.expand(batch, 3, -1), "timestep": timestep}
 
 
+def _ltx2(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    text = _padded(batch, TEXT - 2, 2)
+    audio = {"audio_hidden_states": noise(batch, AUDIO, 8), "audio_num_frames": AUDIO}
+    audio |= {"audio_encoder_hidden_states": noise(batch, TEXT, 16), "audio_encoder_attention_mask": text}
+    return _ltx(noise, thw, batch) | audio | {"encoder_attention_mask": text}
+
+
+def _ltx23(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    """LTX-2.3 of a given first frame, with guidance that skips the first item's attention in the first layer."""
+    time = {"timestep": _ti2v(noise, thw, batch)["timestep"], "use_cross_timestep": True}
+    time |= dict.fromkeys(("audio_timestep", "sigma"), torch.full((batch,), 500.0))
+    skipped = {"spatio_temporal_guidance_blocks": [0], "perturbation_mask": torch.arange(batch).clamp(max=1).float()}
+    keyframes = torch.zeros(batch, time["timestep"].shape[1], 1)
+    keyframes[:, ::4] = 1
+    return _ltx2(noise, thw, batch) | time | skipped | {"video_keyframes_mask": keyframes}
+
+
 def _flux(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
     _, h, w = thw
     ids = torch.zeros(h * w, 3)
@@ -209,6 +228,19 @@ _LTX_SIZES = _SIZES | {
     "cross_attention_dim": HEADS * WIDTH,
     "caption_channels": 16,
 }
+_LTX2_SIZES = _LTX_SIZES | {
+    "num_attention_heads": 3,
+    "cross_attention_dim": 3 * WIDTH,
+    "audio_in_channels": 8,
+    "audio_out_channels": 8,
+    "audio_num_attention_heads": 2,
+    "audio_attention_head_dim": 12,
+    "audio_cross_attention_dim": 24,
+}
+_LTX23_SIZES = _LTX2_SIZES | {"rope_type": "split", "use_keyframes_abs_pos_embedding": True}
+_LTX23_SIZES |= dict.fromkeys(
+    ("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod", "perturbed_attn"), True
+)
 _FLUX_SIZES = {"patch_size": 1, "pooled_projection_dim": 32, "guidance_embeds": False, "axes_dims_rope": (8, 8, 8)}
 TINY = {
     "wan": Tiny(_WAN_CLASS, _SIZES | _WAN, _wan),
@@ -247,6 +279,8 @@ TINY = {
     ),
     "ltx": Tiny("LTXVideoTransformer3DModel", _LTX_SIZES, _ltx),
     "ltx-i2v": Tiny("LTXVideoTransformer3DModel", _LTX_SIZES, _ltx_image),
+    "ltx2": Tiny("LTX2VideoTransformer3DModel", _LTX2_SIZES, _ltx2),
+    "ltx2.3": Tiny("LTX2VideoTransformer3DModel", _LTX23_SIZES, _ltx23),
     "flux": Tiny("FluxTransformer2DModel", _SIZES | _IMAGE | _FLUX_SIZES, _flux),
     "flux-reference": Tiny("FluxTransformer2DModel", _SIZES | _IMAGE | _FLUX_SIZES, _flux_reference),
     "flux2": Tiny(
