@@ -1,4 +1,4 @@
-"""HunyuanVideo, 1.0 and 1.5."""
+"""HunyuanVideo, 1.0 and 1.5, and HunyuanImage 2.1."""
 
 from __future__ import annotations
 
@@ -26,17 +26,28 @@ def _hunyuan(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 
 def _hunyuan_15(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Text is an image's embedding, and two prompts', of which the model itself puts the valid tokens first."""
+    """Text is an image's embedding, and two prompts'."""
+    text, image = _two_texts(inputs), inputs["image_embeds"]
+    if not read_once(image, lambda image: bool((image == 0).all())):
+        text += image.shape[1]
+    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+
+
+def _hunyuan_image(transformer: Any, inputs: Inputs) -> TokenSequence:
+    two = transformer.context_embedder_2 is not None and inputs.get("encoder_hidden_states_2") is not None
+    text = _two_texts(inputs) if two else valid_tokens(inputs["encoder_attention_mask"])
+    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+
+
+def _two_texts(inputs: Inputs) -> int:
+    """Tokens of two prompts, of which the model itself puts the valid ones first."""
     text = 0
     for name in ("encoder_attention_mask", "encoder_attention_mask_2"):
         lengths = set(read_once(inputs[name], lambda mask: mask.bool().sum(dim=1).tolist()))
         if len(lengths) > 1:
             raise UserError("the texts of one batch differ in length; run them one after the other")
         text += lengths.pop()
-    image = inputs["image_embeds"]
-    if not read_once(image, lambda image: bool((image == 0).all())):
-        text += image.shape[1]
-    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+    return text
 
 
 def _token_replace(transformer: Any) -> str | None:
@@ -72,6 +83,15 @@ ARCHITECTURES = {
                 "transformer_blocks.0": {"encoder_hidden_states": Cut("text", 1)},
                 "transformer_blocks.*": {"attention_mask": Cut("text", 1)},
             },
+            outputs={"x_embedder": {0: Cut("video", 1)}, "rope": {0: Cut("video", 0), 1: Cut("video", 0)}},
+            gathered=OUTPUT,
+        ),
+    ),
+    "HunyuanImageTransformer2DModel": replace(
+        _HUNYUAN,
+        sequence=_hunyuan_image,
+        cuts=Cuts(
+            inputs={"transformer_blocks.0": {"encoder_hidden_states": Cut("text", 1)}},
             outputs={"x_embedder": {0: Cut("video", 1)}, "rope": {0: Cut("video", 0), 1: Cut("video", 0)}},
             gathered=OUTPUT,
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models import cogvideox, flux, hunyuan, ltx, minimax, qwen, wan
+from dbsp_diffusers.models import cogvideox, cosmos, flux, hunyuan, ltx, minimax, qwen, wan, z_image
 from dbsp_diffusers.models.architecture import Architecture
 
 __all__ = ["ARCHITECTURES", "REFUSED", "architecture_of", "register_architecture"]
@@ -15,8 +15,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     **cogvideox.ARCHITECTURES,
     **hunyuan.ARCHITECTURES,
     **ltx.ARCHITECTURES,
+    **cosmos.ARCHITECTURES,
     **flux.ARCHITECTURES,
     **qwen.ARCHITECTURES,
+    **z_image.ARCHITECTURES,
     **minimax.ARCHITECTURES,
 }
 """Architectures by class name: diffusers need not be imported to look one up."""

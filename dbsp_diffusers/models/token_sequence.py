@@ -81,11 +81,16 @@ class TokenSequence:
 
 
 def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2) -> tuple[int, int, int]:
-    """(t, h, w) of a sample [B, C, F, H, W], or [B, F, C, H, W] with frames_dim 1, by the configured patch size."""
+    """(t, h, w) of a sample by the configured patch size.
+
+    The sample is [B, C, F, H, W], or [B, F, C, H, W] with frames_dim 1, or an image [B, C, H, W].
+    """
     sample: torch.Tensor = inputs["hidden_states"]
     patch = transformer.config.patch_size
     if isinstance(patch, int):
         patch = (getattr(transformer.config, "patch_size_t", None) or 1, patch, patch)
+    if sample.ndim == 4:
+        sample, patch = sample.unsqueeze(frames_dim), (1, *patch[-2:])
     frames, height, width = sample.shape[frames_dim], *sample.shape[3:]
     return frames // patch[0], height // patch[1], width // patch[2]
 

@@ -20,7 +20,7 @@ from dbsp_diffusers.bags import BagSessions, Sharing
 from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
 from dbsp_diffusers.models.cuts import modules_at
 from dbsp_diffusers.packed_samples import PackedBatch
-from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
+from dbsp_diffusers.patching import PatchSet, guidance_branch, sample_of, signature_of
 from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
 from dbsp_diffusers.sharding.intercept import intercept_attention
@@ -177,7 +177,8 @@ class _SequenceSharding:
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
         sequence.require_grid(self._session.config.mask)
-        device = inputs["hidden_states"].device
+        sample = sample_of(inputs)
+        device = (sample[0] if isinstance(sample, list) else sample).device
         layout = self._session.begin(
             sequence.video,
             timestep=self._step_of(module, sequence.timestep),

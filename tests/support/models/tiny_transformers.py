@@ -190,6 +190,73 @@ def _qwen(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
     }
 
 
+def _qwen_edit(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    """With two images beside the generated one; timesteps of the edited ones are 0."""
+    _, h, w = thw
+    shapes = [(1, h, w), (1, h - 1, w + 1), (1, 2, 3)]
+    tokens = noise(batch, sum(t * h * w for t, h, w in shapes), 16)
+    return _qwen(noise, thw, batch) | {"hidden_states": tokens, "img_shapes": [shapes] * batch}
+
+
+def _qwen_layered(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    """Two layers, and the image that they are of."""
+    _, h, w = thw
+    more = {"hidden_states": noise(batch, 3 * h * w, 16), "img_shapes": [[(1, h, w)] * 3] * batch}
+    return _qwen(noise, thw, batch) | more | {"additional_t_cond": torch.zeros(batch, dtype=torch.long)}
+
+
+def _cosmos(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    return _wan(noise, thw, batch) | {"fps": 24}
+
+
+def _cosmos_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    """Cosmos 2.5 of a given first frame, each frame with a timestep of its own."""
+    t, h, w = thw
+    timestep = torch.full((batch, 1, t, 1, 1), 0.5)
+    timestep[:, :, 0] = 0.1
+    given = {"timestep": timestep, "condition_mask": noise(batch, 1, t, 2 * h, 2 * w)}
+    return (
+        _cosmos(noise, thw, batch) | given | {"encoder_hidden_states": (noise(batch, TEXT, 16), noise(batch, 4, 12))}
+    )
+
+
+def _hunyuan_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    _, h, w = thw
+    return {
+        "hidden_states": noise(batch, 4, h, w),
+        "timestep": torch.full((batch,), 500.0),
+        "encoder_hidden_states": noise(batch, 10, 16),
+        "encoder_attention_mask": _padded(batch, 6, 4),
+        "encoder_hidden_states_2": noise(batch, 6, 32),
+        "encoder_attention_mask_2": _padded(batch, 3, 3),
+        "guidance": torch.full((batch,), 3500.0),
+    }
+
+
+def _hunyuan_image_refiner(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    image, (_, h, w) = _hunyuan_image(noise, thw, batch), thw
+    others = ("timestep", "encoder_hidden_states", "encoder_attention_mask", "guidance")
+    return {"hidden_states": noise(batch, 8, 2, h, w)} | {name: image[name] for name in others}
+
+
+def _z_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    """Captions of several lengths are filled up to one."""
+    _, h, w = thw
+    images, captions = noise(batch, 4, 1, 2 * h, 2 * w), noise(batch, TEXT + batch, 16)
+    return {
+        "x": list(images),
+        "t": torch.full((batch,), 0.5),
+        "cap_feats": [caption[: TEXT + item] for item, caption in enumerate(captions)],
+    }
+
+
+def _ltx_condition(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+    """With the tokens of a frame that is given beside the video's own."""
+    inputs, more = _ltx_image(noise, thw, batch), _ltx_image(noise, (1, *thw[1:]), batch)
+    tokens = {name: torch.cat([inputs[name], more[name]], 1) for name in ("hidden_states", "timestep")}
+    return inputs | tokens | {"video_coords": torch.cat([inputs["video_coords"], more["video_coords"]], 2)}
+
+
 def _minimax_h3(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
     """Packed as [text, an image that is given, audio, video]."""
     (t, h, w), audio = thw, 6
@@ -241,6 +308,12 @@ _LTX23_SIZES = _LTX2_SIZES | {"rope_type": "split", "use_keyframes_abs_pos_embed
 _LTX23_SIZES |= dict.fromkeys(
     ("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod", "perturbed_attn"), True
 )
+_QWEN_SIZES = _SIZES | {"patch_size": 2, "in_channels": 16, "out_channels": 4, "joint_attention_dim": 16}
+_QWEN_SIZES |= {"guidance_embeds": False, "axes_dims_rope": (8, 8, 8)}
+_COSMOS_SIZES = _SIZES | {"in_channels": 4, "out_channels": 4, "mlp_ratio": 2, "text_embed_dim": 16}
+_COSMOS_SIZES |= {"concat_padding_mask": False, "adaln_lora_dim": 4, "max_size": (4, 32, 32), "patch_size": (1, 2, 2)}
+_HUNYUAN_IMAGE_SIZES = _SIZES | {"num_single_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 16}
+_HUNYUAN_IMAGE_SIZES |= {"guidance_embeds": True}
 _FLUX_SIZES = {"patch_size": 1, "pooled_projection_dim": 32, "guidance_embeds": False, "axes_dims_rope": (8, 8, 8)}
 TINY = {
     "wan": Tiny(_WAN_CLASS, _SIZES | _WAN, _wan),
@@ -279,6 +352,7 @@ TINY = {
     ),
     "ltx": Tiny("LTXVideoTransformer3DModel", _LTX_SIZES, _ltx),
     "ltx-i2v": Tiny("LTXVideoTransformer3DModel", _LTX_SIZES, _ltx_image),
+    "ltx-condition": Tiny("LTXVideoTransformer3DModel", _LTX_SIZES, _ltx_condition),
     "ltx2": Tiny("LTX2VideoTransformer3DModel", _LTX2_SIZES, _ltx2),
     "ltx2.3": Tiny("LTX2VideoTransformer3DModel", _LTX23_SIZES, _ltx23),
     "flux": Tiny("FluxTransformer2DModel", _SIZES | _IMAGE | _FLUX_SIZES, _flux),
@@ -292,10 +366,40 @@ TINY = {
     ),
     "qwen": Tiny(
         "QwenImageTransformer2DModel",
-        _SIZES
-        | {"patch_size": 2, "in_channels": 16, "out_channels": 4, "joint_attention_dim": 16, "guidance_embeds": False}
-        | {"axes_dims_rope": (8, 8, 8)},
+        _QWEN_SIZES,
         _qwen,
+    ),
+    "qwen-edit": Tiny("QwenImageTransformer2DModel", _QWEN_SIZES | {"zero_cond_t": True}, _qwen_edit),
+    "qwen-layered": Tiny(
+        "QwenImageTransformer2DModel",
+        _QWEN_SIZES | {"use_layer3d_rope": True, "use_additional_t_cond": True},
+        _qwen_layered,
+    ),
+    "cosmos": Tiny("CosmosTransformer3DModel", _COSMOS_SIZES, _cosmos),
+    "cosmos2.5": Tiny(
+        "CosmosTransformer3DModel",
+        _COSMOS_SIZES
+        | {"in_channels": 5, "extra_pos_embed_type": None, "img_context_dim_in": 12, "img_context_num_tokens": 4}
+        | {"img_context_dim_out": HEADS * WIDTH},
+        _cosmos_image,
+    ),
+    "hunyuan-image": Tiny(
+        "HunyuanImageTransformer2DModel",
+        _HUNYUAN_IMAGE_SIZES
+        | {"in_channels": 4, "out_channels": 4, "text_embed_2_dim": 32, "rope_axes_dim": (12, 12)},
+        _hunyuan_image,
+    ),
+    "hunyuan-image-refiner": Tiny(
+        "HunyuanImageTransformer2DModel",
+        _HUNYUAN_IMAGE_SIZES
+        | {"in_channels": 8, "out_channels": 4, "patch_size": (1, 1, 1), "rope_axes_dim": (8, 8, 8)},
+        _hunyuan_image_refiner,
+    ),
+    "z-image": Tiny(
+        "ZImageTransformer2DModel",
+        {"in_channels": 4, "dim": HEADS * WIDTH, "n_layers": 2, "n_refiner_layers": 1, "n_heads": HEADS}
+        | {"n_kv_heads": HEADS, "cap_feat_dim": 16, "axes_dims": [8, 8, 8], "axes_lens": [128, 32, 32]},
+        _z_image,
     ),
     "minimax-h3": Tiny(
         "MiniMaxH3Transformer3DModel",
