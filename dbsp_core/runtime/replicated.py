@@ -17,7 +17,7 @@ from dbsp_core.comm.transforms import unfollowed
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import attend_dense, attend_dense_backward, merge_states
 
-__all__ = ["attend_shared_keys", "count_gradient_once"]
+__all__ = ["attend_shared_keys", "count_gradient_once", "sum_gradient"]
 
 
 def attend_shared_keys(
@@ -71,7 +71,7 @@ class _SharedKeys(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dout = sum(ctx.group.all_gather(dout.to(lse.dtype)), torch.zeros_like(dout, dtype=lse.dtype))
+        dout = _sum(dout.to(lse.dtype), ctx.group)
         grads = attend_dense_backward(q, k, v, out, lse, dout, ctx.scale)
         return (*(grad.to(q.dtype) for grad in grads), None, None)
 
@@ -98,3 +98,32 @@ class _CountedOnce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         return gradient if ctx.rank == 0 else torch.zeros_like(gradient), None
+
+
+def sum_gradient(whole: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    """A tensor that was made whole for what every rank computes alike, and of which each then uses its own part.
+
+    Each rank has its part of the gradient, and what made the tensor whole wants all of it (`gather_shards`): backward
+    adds the parts up. Collective in backward.
+    """
+    if group.size == 1:
+        return whole
+    summed: torch.Tensor = _Summed.apply(whole, group)
+    return summed
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return _sum(gradient, ctx.group), None
+
+
+def _sum(mine: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    """The sum over ranks, in their order: the same bits on each."""
+    return functools.reduce(torch.add, group.all_gather(mine))

@@ -13,7 +13,7 @@ from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.runtime.replicated import attend_shared_keys, count_gradient_once
+from dbsp_core.runtime.replicated import attend_shared_keys, count_gradient_once, sum_gradient
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import BagSessions, Sharing
@@ -76,7 +76,9 @@ class _VideoPass:
         return self._shards[name]
 
     def cut(self, value: Any, cut: Cut) -> Any:
-        """This rank's share of a tensor, or of each tensor in a list."""
+        """This rank's share of a tensor, or of each tensor in a list or mapping."""
+        if isinstance(value, Mapping):
+            return {name: self.cut(one, cut) for name, one in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(self.cut(one, cut) for one in value)
         if not isinstance(value, torch.Tensor) or cut.ndim not in (None, value.ndim):
@@ -140,12 +142,16 @@ class _SequenceSharding:
                 if module is not self._transformer:  # whose own are cut once the pass has begun
                     hook = _ignoring_module(self._arguments_cut(module, arguments))
                     patches.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
+        for path, arguments in self._cuts.gathered_inputs.items():
+            for module in modules_at(self._transformer, path):
+                hook = _ignoring_module(self._arguments_changed(module, arguments, self._gather_input))
+                patches.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
         for path, outputs in self._cuts.outputs.items():
             for module in modules_at(self._transformer, path):
                 patches.hook(module.register_forward_hook, functools.partial(self._cut_outputs, outputs))
         for path, cut in self._cuts.gathered.items():
             for module in modules_at(self._transformer, path):
-                patches.hook(module.register_forward_hook, functools.partial(self._gather, cut))
+                patches.hook(module.register_forward_hook, functools.partial(self._gather_output, cut))
         for path in self._cuts.whole:
             for module in modules_at(self._transformer, path):
                 patches.hook(module.register_forward_hook, self._count_gradient_once)
@@ -244,13 +250,20 @@ class _SequenceSharding:
         text, video = shards["text"], shards["video"]
         assert isinstance(text, StreamShards)
         assert isinstance(video, StreamShards)
-        return {**shards, "packed": PackedShards(text, video, sequence.packed.to(device))}
+        length = sequence.packed_length or len(sequence.packed)
+        return {**shards, "packed": PackedShards(text, video, sequence.packed.to(device), length)}
 
     def _arguments_cut(self, module: nn.Module, arguments: Mapping[str, Cut]) -> Callable[[Args, Kwargs], Arguments]:
-        """Cuts arguments of a module's forward, positional or by name as they came.
+        """Cuts arguments of a module's forward.
 
         Not torch.compiler.disable'd: what is cut at a block is compiled with it.
         """
+        return self._arguments_changed(module, arguments, lambda value, cut: self._pass.cut(value, cut))
+
+    def _arguments_changed(
+        self, module: nn.Module, arguments: Mapping[str, Cut], change: Callable[[Any, Cut], Any]
+    ) -> Callable[[Args, Kwargs], Arguments]:
+        """Changes arguments of a module's forward, positional or by name as they came."""
         names = list(signature_of(module).parameters)
         unknown = [name for name in arguments if name not in names]
         if unknown:
@@ -260,26 +273,33 @@ class _SequenceSharding:
             )
         places = {name: names.index(name) for name in arguments}
 
-        def cut(args: Args, kwargs: Kwargs) -> Arguments:
+        def changed(args: Args, kwargs: Kwargs) -> Arguments:
             given, named = list(args), dict(kwargs)
             for name, part in arguments.items():
                 if name in named:
-                    named[name] = self._pass.cut(named[name], part)
+                    named[name] = change(named[name], part)
                 elif places[name] < len(given):
-                    given[places[name]] = self._pass.cut(given[places[name]], part)
+                    given[places[name]] = change(given[places[name]], part)
             return tuple(given), named
 
-        return cut
+        return changed
 
     @torch.compiler.disable
     def _cut_outputs(self, cuts: Mapping[int, Cut], module: nn.Module, args: Args, output: Any) -> Any:
-        if isinstance(output, torch.Tensor):
+        if isinstance(output, (torch.Tensor, Mapping)):
             return self._pass.cut(output, cuts[0])
         return tuple(self._pass.cut(one, cuts[index]) if index in cuts else one for index, one in enumerate(output))
 
     @torch.compiler.disable
-    def _gather(self, cut: Cut, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-        return self._pass.gather(output, cut)
+    def _gather_output(self, cut: Cut | Mapping[int, Cut], module: nn.Module, args: Args, output: Any) -> Any:
+        if isinstance(cut, Cut):
+            return self._pass.gather(output, cut)
+        return tuple(self._pass.gather(one, cut[index]) if index in cut else one for index, one in enumerate(output))
+
+    @torch.compiler.disable
+    def _gather_input(self, value: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """Of what each rank then computes alike, it keeps its share: gradients are its part of a sum."""
+        return sum_gradient(self._pass.gather(value, cut), self._session.group)
 
     @torch.compiler.disable
     def _count_gradient_once(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ MASKS = {
     "sparge": {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 16, "block_k": 8, "dense_text": False},
 }
 DENSE: dict[str, Any] = {"mask": {"source": "dense", "block_q": 16, "block_k": 16}}
-WITHOUT_GRID = {"flux-reference", "ltx-condition", "qwen-edit", "qwen-layered"}
+WITHOUT_GRID = {"flux-reference", "flux3-reference", "framepack", "ltx-condition", "qwen-edit", "qwen-layered"}
 """Models whose inputs' tokens make no grid."""
 SKIPPED = {("ltx2.3", 1): 1}
 """By model and batch: layers in which its inputs say that nothing is attended to."""
