@@ -115,7 +115,7 @@ def signature_of(module: nn.Module) -> inspect.Signature:
 
 
 def sample_of(arguments: Mapping[str, Any]) -> Any:
-    """The latents among a forward pass's arguments, a tensor or a list: the first, in all transformers of diffusers."""
+    """The latents among a forward pass's arguments, a tensor or a list: the first, in all diffusers transformers."""
     return next(iter(arguments.values()))
 
 

@@ -101,10 +101,10 @@ class _CountedOnce(torch.autograd.Function):
 
 
 def sum_gradient(whole: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """A tensor that was made whole for what every rank computes alike, and of which each then uses its own part.
+    """A tensor that was made whole for what every rank computes alike.
 
-    Each rank has its part of the gradient, and what made the tensor whole wants all of it (`gather_shards`): backward
-    adds the parts up. Collective in backward.
+    Of its gradient each rank has its part of a sum, and what made the tensor whole wants all of it (`gather_shards`):
+    backward adds the parts up. Collective in backward.
     """
     if group.size == 1:
         return whole

@@ -23,18 +23,19 @@ def _easyanimate(transformer: Any, inputs: Inputs) -> TokenSequence:
     return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
 
 
+_CUTS = Cuts(
+    inputs={
+        "": {"image_rotary_emb": Cut("video", 0)},
+        # Only there, as the embedding's output is cut by the length of all text.
+        "transformer_blocks.0": {"encoder_hidden_states": Cut("text", 1)},
+    },
+    outputs={"patch_embed": {0: Cut("video", 1, after_text=True)}},
+    gathered=OUTPUT,
+)
 _COGVIDEOX = Architecture(
     attention=("transformer_blocks.*.attn1",),
     sequence=_cogvideox,
-    cuts=Cuts(
-        inputs={
-            "": {"image_rotary_emb": Cut("video", 0)},
-            # Only there, as the embedding's output is cut by the length of all text.
-            "transformer_blocks.0": {"encoder_hidden_states": Cut("text", 1)},
-        },
-        outputs={"patch_embed": {0: Cut("video", 1, after_text=True)}},
-        gathered=OUTPUT,
-    ),
+    cuts=_CUTS,
     text="first",
 )
 
@@ -43,7 +44,12 @@ ARCHITECTURES = {
     "ConsisIDTransformer3DModel": replace(
         _COGVIDEOX,
         # There, as text is then cut off by the length of all of it.
-        cuts=replace(_COGVIDEOX.cuts, gathered={"transformer_blocks.-1": {0: Cut("video", 1), 1: Cut("text", 1)}}),
+        cuts=replace(
+            _CUTS,
+            gathered={},
+            gathered_early={"transformer_blocks.-1": {0: Cut("video", 1), 1: Cut("text", 1)}},
+            whole=("proj_out",),
+        ),
     ),
     "EasyAnimateTransformer3DModel": replace(
         _COGVIDEOX,

@@ -42,15 +42,18 @@ class Cuts:
     Attributes:
         inputs: Arguments of each module by name; "" is the transformer itself.
         outputs: Outputs of each module by index.
-        gathered: The output of each module that holds a rank's share, and is made whole again; of several, by index.
+        gathered: The output of each module that holds a rank's share of the transformer's, and is made whole.
+        gathered_early: Outputs, of several by index, that are made whole for modules after them, which every rank then
+            computes alike.
         gathered_inputs: Arguments that hold a rank's share and are made whole for a module that mixes tokens: every
             rank computes it alike, and its output is cut again.
-        whole: Modules whose output, a part of the transformer's, every rank computes whole: its gradient counts once.
+        whole: Modules whose output every rank computes whole, and that is the transformer's, or a part of it.
     """
 
     inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
     outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
-    gathered: Mapping[str, Cut | Mapping[int, Cut]] = field(default_factory=dict)
+    gathered: Mapping[str, Cut] = field(default_factory=dict)
+    gathered_early: Mapping[str, Cut | Mapping[int, Cut]] = field(default_factory=dict)
     gathered_inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
 

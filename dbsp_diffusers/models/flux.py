@@ -84,7 +84,8 @@ ARCHITECTURES = {
                 },
             },
             # There, as the generated image's tokens are then taken from all images'.
-            gathered={"single_transformer_blocks.-1": {1: Cut("video", 1)}},
+            gathered_early={"single_transformer_blocks.-1": {1: Cut("video", 1)}},
+            whole=("proj_out",),
         ),
     ),
     "LongCatImageTransformer2DModel": _WITHOUT_PLAN,

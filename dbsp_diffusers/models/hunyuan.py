@@ -111,7 +111,8 @@ ARCHITECTURES = {
                 "single_transformer_blocks.*": {"image_rotary_emb": Cut("video", 0)},
             },
             # There, as the video's own tokens are then taken from the end.
-            gathered={"single_transformer_blocks.-1": {0: Cut("video", 1)}},
+            gathered_early={"single_transformer_blocks.-1": {0: Cut("video", 1)}},
+            whole=("proj_out",),
         ),
     ),
     "HunyuanImageTransformer2DModel": replace(

@@ -47,7 +47,8 @@ ARCHITECTURES = {
                 "transformer_blocks.*": {"image_rotary_emb": Cut("packed", 0)},
             },
             # There, as text is then cut off.
-            gathered={"transformer_blocks.-1": Cut("packed", 1)},
+            gathered_early={"transformer_blocks.-1": Cut("packed", 1)},
+            whole=("final_layer",),
         ),
         text="first",
         padded_text=True,

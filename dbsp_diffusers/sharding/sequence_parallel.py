@@ -144,7 +144,7 @@ class _SequenceSharding:
                     patches.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
         for path, arguments in self._cuts.gathered_inputs.items():
             for module in modules_at(self._transformer, path):
-                hook = _ignoring_module(self._arguments_changed(module, arguments, self._gather_input))
+                hook = _ignoring_module(self._arguments_changed(module, arguments, self._gather_for_all))
                 patches.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
         for path, outputs in self._cuts.outputs.items():
             for module in modules_at(self._transformer, path):
@@ -152,6 +152,9 @@ class _SequenceSharding:
         for path, cut in self._cuts.gathered.items():
             for module in modules_at(self._transformer, path):
                 patches.hook(module.register_forward_hook, functools.partial(self._gather_output, cut))
+        for path, cuts in self._cuts.gathered_early.items():
+            for module in modules_at(self._transformer, path):
+                patches.hook(module.register_forward_hook, functools.partial(self._gather_early, cuts))
         for path in self._cuts.whole:
             for module in modules_at(self._transformer, path):
                 patches.hook(module.register_forward_hook, self._count_gradient_once)
@@ -291,14 +294,20 @@ class _SequenceSharding:
         return tuple(self._pass.cut(one, cuts[index]) if index in cuts else one for index, one in enumerate(output))
 
     @torch.compiler.disable
-    def _gather_output(self, cut: Cut | Mapping[int, Cut], module: nn.Module, args: Args, output: Any) -> Any:
-        if isinstance(cut, Cut):
-            return self._pass.gather(output, cut)
-        return tuple(self._pass.gather(one, cut[index]) if index in cut else one for index, one in enumerate(output))
+    def _gather_output(self, cut: Cut, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+        return self._pass.gather(output, cut)
 
     @torch.compiler.disable
-    def _gather_input(self, value: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """Of what each rank then computes alike, it keeps its share: gradients are its part of a sum."""
+    def _gather_early(self, cuts: Cut | Mapping[int, Cut], module: nn.Module, args: Args, output: Any) -> Any:
+        if isinstance(cuts, Cut):
+            return self._gather_for_all(output, cuts)
+        return tuple(
+            self._gather_for_all(one, cuts[index]) if index in cuts else one for index, one in enumerate(output)
+        )
+
+    @torch.compiler.disable
+    def _gather_for_all(self, value: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """Makes a tensor whole for what every rank computes alike: of its gradient each has its part of a sum."""
         return sum_gradient(self._pass.gather(value, cut), self._session.group)
 
     @torch.compiler.disable

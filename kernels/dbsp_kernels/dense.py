@@ -1,4 +1,4 @@
-"""Dense attention with log-sum-exp on torch's own kernels (cuDNN's or FlashAttention): alone, or part of a packed one."""
+"""Dense attention with log-sum-exp on torch's own kernels (cuDNN's or FlashAttention), alone or in a packed one."""
 
 from __future__ import annotations
 

@@ -16,6 +16,9 @@ CASES = [
     ("flux", 2, "U2R1", "synthetic", True),
     ("ltx2", 3, "U3R1", "synthetic", False),
     ("ltx2.3", 2, "U1R2", "sparge", True),
+    ("animate", 3, "U3R1", "synthetic", True),
+    ("consisid", 2, "U1R2", "synthetic", False),
+    ("krea2", 3, "U1R3", "synthetic", True),
 ]
 
 

@@ -235,7 +235,7 @@ def _flux3(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
 
 
 def _flux3_reference(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    reference, target = _flux3(noise, (1, thw[1] - 1, thw[2] + 1), batch), torch.full((batch,), 0.25)
+    reference, target = _flux3(noise, (1, thw[1] + 1, thw[2] - 1), batch), torch.full((batch,), 0.25)
     given = {"image_cond_hidden_states": reference["hidden_states"], "image_cond_ids": reference["img_ids"] + 1}
     return _flux3(noise, thw, batch) | given | {"target_timestep": target}
 
