@@ -1,0 +1,79 @@
+"""Denoising steps and guidance passes of every model's own pipeline, as diffusers calls it in its published dtype.
+
+Pipelines cast timesteps to their latents' dtype; of bfloat16's 8 bits, neighbours are equal. Steps must not be told
+from them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dbsp_diffusers
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.runtime.session.observer import SessionObserver
+from dbsp_diffusers.models import ARCHITECTURES
+from dbsp_diffusers.sharding.generations import LEFT_OUT, Generations
+from tests.diffusers.models.pipeline_cases import BF16, CASES, WITHOUT_PIPELINE, make_pipe
+from tests.support.models.tiny_transformers import TINY
+
+
+class Moments(SessionObserver):
+    """(step, guidance pass) of each forward pass."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def begin(self, step: Any, *others: Any) -> None:
+        self.seen.append((step.step, step.cfg_branch))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.pipeline)
+def test_steps_and_passes_of_a_pipeline_in_bfloat16(case):
+    torch.manual_seed(0)
+    pipe, ends = make_pipe(case), {"first_steps": 3, "last_steps": 4}
+    config = {"mask": {"source": "window", "block_q": 16, "block_k": 16}, "dense_schedule": ends}
+    session = dbsp_diffusers.enable(pipe, config)
+    dense: list[bool] = []
+    moments = Moments()
+    session.observers = [*session.observers, moments]
+    provider = session._mask_provider
+    moments.mask_used = lambda layer, key: dense.append(provider._is_dense(layer)) if layer == 0 else None
+    for steps in (50, 9):  # a second call begins anew
+        moments.seen.clear()
+        dense.clear()
+        with case.around(BF16):
+            pipe(num_inference_steps=steps, output_type=case.output, **case.arguments(BF16))
+        assert moments.seen == [(step, branch) for step in range(steps) for branch in range(case.passes)]
+        assert dense == [step < 3 or step >= steps - 4 for step, _ in moments.seen]
+
+
+def test_the_pipelines_whose_loops_leave_out_the_last_step_are_known():
+    import diffusers
+
+    families = ("chronoedit", "cogvideo", "flux", "flux2", "hunyuan_video", "hunyuan_video1_5", "ltx", "qwenimage")
+    folders = [Path(diffusers.__file__).parent / "pipelines" / name for name in (*families, "skyreels_v2", "wan")]
+    files = [path for folder in folders for path in folder.glob("pipeline_*.py")]
+    assert len(files) > 40
+    sources = [path.read_text() for path in files]
+    left_out = [source for source in sources if "timesteps[:-1]" in source]
+    assert {name for source in left_out for name in re.findall(r"class (\w+Pipeline)\(", source)} == set(LEFT_OUT)
+
+
+def test_their_steps_are_counted_without_it():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipe = type(
+        "LTXI2VLongMultiPromptPipeline", (), {"scheduler": FlowMatchEulerDiscreteScheduler()}
+    )()  # stands for the pipeline
+    pipe.scheduler.set_timesteps(8)
+    assert Generations(pipe, SequenceGroup(0, 1)).steps() == 7
+
+
+def test_every_known_class_has_a_pipeline_here():
+    covered = {TINY[case.tiny].cls for case in CASES}
+    assert covered | set(WITHOUT_PIPELINE) == set(ARCHITECTURES)
