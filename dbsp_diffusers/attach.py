@@ -21,6 +21,7 @@ from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils import env
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import STATE, Attached, transformers_of
+from dbsp_diffusers.models import heads_of
 from dbsp_diffusers.packed.packing import packing_of
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.report_hook import report_calls
@@ -78,12 +79,13 @@ def attach_host(
         own = _own_config(config, name, transformer, host, pipe, several=len(transformers) > 1)
         choose = functools.partial(_choose_strategy, host, own)
         strategy = run_consistently(host.everyone.control(), choose, _CPU)
+        attentions = host.attentions(transformer)
         session = observed_session(
             own,
             host.sequence,
             strategy,
-            transformer.config.num_attention_heads,
-            len(host.attentions(transformer)),
+            heads_of(attentions[0]),
+            len(attentions),
             steps or generations.steps,
             clock,
             before=sessions[0][1] if sessions else None,

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -21,6 +21,7 @@ __all__ = [
     "around_calls",
     "guidance_branch",
     "in_float64",
+    "sample_of",
     "signature_of",
 ]
 
@@ -111,6 +112,11 @@ def signature_of(module: nn.Module) -> inspect.Signature:
     """How a module is called, by its class: libraries replace an instance's forward by one that takes anything."""
     signature = inspect.signature(type(module).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def sample_of(arguments: Mapping[str, Any]) -> Any:
+    """The latents among a forward pass's arguments, a tensor or a list: the first, in all diffusers transformers."""
+    return next(iter(arguments.values()))
 
 
 def in_float64(pipe: Any) -> Any:

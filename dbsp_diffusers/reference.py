@@ -17,10 +17,10 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.schedule import StepClock
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
-from dbsp_diffusers.models import TokenSequence, architecture_of
+from dbsp_diffusers.models import TokenSequence, architecture_of, heads_of
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 from dbsp_diffusers.resolve import resolve_config
-from dbsp_diffusers.sharding.intercept import intercept_self_attention
+from dbsp_diffusers.sharding.intercept import intercept_attention
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 
@@ -46,7 +46,7 @@ def attach_single_process(
     architecture = architecture_of(transformer)
     config = resolve_config(config, transformer, _ALONE)
     attentions = architecture.attentions_of(transformer)
-    heads = transformer.config.num_attention_heads
+    heads = heads_of(attentions[0])
     provider = MaskProvider(
         config.mask, config.dense_schedule, heads, len(attentions), _ALONE, steps, clock=clock or StepClock()
     )
@@ -75,8 +75,12 @@ def attach_single_process(
 
     patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
     for layer, attention in enumerate(attentions):
-        intercept_self_attention(
-            attention, functools.partial(attend, layer=layer), patches, any_mask=architecture.padded_text
+        intercept_attention(
+            attention,
+            functools.partial(attend, layer=layer),
+            patches,
+            any_mask=architecture.padded_text,
+            skipped_by=architecture.skipped_by,
         )
     return patches
 

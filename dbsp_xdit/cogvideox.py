@@ -21,7 +21,7 @@ from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.patching import PatchSet, signature_of
-from dbsp_diffusers.sharding.intercept import intercept_self_attention
+from dbsp_diffusers.sharding.intercept import intercept_attention
 from dbsp_diffusers.sharding.step_caches import refuse_step_caches
 
 __all__ = ["attach_strips", "gather_latents", "strips_layout"]
@@ -86,7 +86,7 @@ class _StripSharding:
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         for layer, block in enumerate(self._transformer.transformer_blocks):
             patches.set_attribute(block.attn1, "processor", _StockProcessor())
-            intercept_self_attention(block.attn1, functools.partial(self._attend, layer), patches)
+            intercept_attention(block.attn1, functools.partial(self._attend, layer), patches)
 
     @torch.compiler.disable
     def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

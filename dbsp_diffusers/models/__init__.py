@@ -1,6 +1,6 @@
 """What db-SP must know of a transformer class, as data: where self-attention is, what is cut, what the tokens are."""
 
-from dbsp_diffusers.models.architecture import Architecture
+from dbsp_diffusers.models.architecture import Architecture, heads_of
 from dbsp_diffusers.models.cuts import Cut, Cuts, DerivedCuts
 from dbsp_diffusers.models.table import ARCHITECTURES, REFUSED, architecture_of, register_architecture
 from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, valid_tokens
@@ -14,6 +14,7 @@ __all__ = [
     "DerivedCuts",
     "TokenSequence",
     "architecture_of",
+    "heads_of",
     "register_architecture",
     "sample_grid",
     "valid_tokens",

@@ -12,18 +12,21 @@ from dbsp_core.layout.sequence_layout import Streams
 from dbsp_diffusers.models.cuts import Cuts, DerivedCuts, modules_at
 from dbsp_diffusers.models.token_sequence import TokenSequence
 
-__all__ = ["Architecture"]
+__all__ = ["Architecture", "heads_of"]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What db-SP must know of a transformer class. Its self-attentions have `config.num_attention_heads` heads.
+    """What db-SP must know of a transformer class.
 
     Attributes:
         attention: Paths of the self-attention modules, in the order of their layers; "*" is each element of a list.
         sequence: Returns the tokens of a forward pass, given the transformer and the pass's arguments by name; raises
             UserError for arguments that db-SP does not know.
         cuts: The tensors that hold tokens.
+        attention_to_video: Paths of cross-attention modules whose queries every rank has whole, such as audio's, and
+            whose keys are the video's tokens: each rank attends to its own, and the ranks' outputs are merged.
+        skipped_by: Argument of the self-attention modules by which they may be told to attend to nothing.
         text: Place of text in the sequence that is attended over: "first", "last", or None, not in it.
         padded_text: Whether a mask of its self-attention says only which text is padding, which `sequence` leaves out.
         pipeline: Class name of the pipeline that it is usually in, where published checkpoints are known by it.
@@ -33,6 +36,8 @@ class Architecture:
     attention: tuple[str, ...]
     sequence: Callable[[Any, Mapping[str, Any]], TokenSequence]
     cuts: Cuts | DerivedCuts
+    attention_to_video: tuple[str, ...] = ()
+    skipped_by: str = ""
     text: Streams = None
     padded_text: bool = False
     pipeline: str = ""
@@ -42,7 +47,16 @@ class Architecture:
         """The self-attention of each layer."""
         return [module for path in self.attention for module in modules_at(transformer, path)]
 
+    def attentions_to_video_of(self, transformer: nn.Module) -> list[nn.Module]:
+        """The modules by which whole sequences attend to the video."""
+        return [module for path in self.attention_to_video for module in modules_at(transformer, path)]
+
     def blocks_of(self, transformer: nn.Module) -> list[nn.Module]:
         """The block of each layer, of which the self-attention is a part."""
         blocks = (path.rpartition(".")[0] for path in self.attention)
         return [module for path in blocks for module in modules_at(transformer, path)]
+
+
+def heads_of(attention: nn.Module) -> int:
+    """The number of heads of an attention module, by whichever of diffusers' names its class has for it."""
+    return next(int(vars(attention)[name]) for name in ("heads", "num_heads", "n_heads") if name in vars(attention))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -18,7 +18,7 @@ Stream = Literal["video", "text", "packed"]
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor, or a list of tensors, of whose tokens a rank keeps its share.
+    """A tensor, or a list or mapping of tensors, of whose tokens a rank keeps its share.
 
     Attributes:
         stream: Whose tokens. Text after the tokens that count is padding, and is left out.
@@ -37,17 +37,25 @@ class Cut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """All cuts of a transformer, like diffusers' `_cp_plan`: modules by path, with "*" for each element of a list.
+    """All cuts of a transformer, like diffusers' `_cp_plan`: modules by path (`modules_at`).
 
     Attributes:
         inputs: Arguments of each module by name; "" is the transformer itself.
         outputs: Outputs of each module by index.
-        gathered: The output of each module that holds a rank's share, and is made whole again.
+        gathered: The output of each module that holds a rank's share of the transformer's, and is made whole.
+        gathered_early: Outputs, of several by index, that are made whole for modules after them, which every rank then
+            computes alike.
+        gathered_inputs: Arguments that hold a rank's share and are made whole for a module that mixes tokens: every
+            rank computes it alike, and its output is cut again.
+        whole: Modules whose output every rank computes whole, and that is the transformer's, or a part of it.
     """
 
     inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
     outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
     gathered: Mapping[str, Cut] = field(default_factory=dict)
+    gathered_early: Mapping[str, Cut | Mapping[int, Cut]] = field(default_factory=dict)
+    gathered_inputs: Mapping[str, Mapping[str, Cut]] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
 
     def of(self, transformer: nn.Module) -> Cuts:
         """Returns these cuts, for every transformer of the class."""
@@ -92,7 +100,7 @@ class DerivedCuts:
                     outputs.setdefault(path, {})[name] = cut
                 else:
                     inputs.setdefault(path, {})[name] = cut
-        return Cuts(inputs, outputs, gathered)
+        return replace(self.more, inputs=inputs, outputs=outputs, gathered=gathered)
 
 
 OUTPUT = {"proj_out": Cut("video", 1)}
@@ -100,8 +108,14 @@ OUTPUT = {"proj_out": Cut("video", 1)}
 
 
 def modules_at(root: nn.Module, path: str) -> list[nn.Module]:
-    """The modules that a path names: "" is the root, "*" each element of a list."""
+    """The modules that a path names: "" is the root, "*" each element of a list, "-1" its last one."""
     found = [root]
     for part in filter(None, path.split(".")):
-        found = [child for one in found for child in (one.children() if part == "*" else (one.get_submodule(part),))]
+        found = [child for one in found for child in _children(one, part)]
     return found
+
+
+def _children(module: nn.Module, part: str) -> list[nn.Module]:
+    if part in ("*", "-1"):
+        return list(module.children())[-1 if part == "-1" else 0 :]
+    return [module.get_submodule(part)]

@@ -1,11 +1,15 @@
-"""FLUX.1 and FLUX.2."""
+"""FLUX.1, FLUX.2 and FLUX.3, and what is built like the first: Ovis-Image, LongCat-Image."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from dbsp_diffusers.models.architecture import Architecture
-from dbsp_diffusers.models.cuts import DerivedCuts
+from dbsp_diffusers.models.cuts import OUTPUT, Cut, Cuts, DerivedCuts
 from dbsp_diffusers.models.token_sequence import (
     Inputs,
     TokenSequence,
@@ -28,6 +32,15 @@ def _flux(transformer: Any, inputs: Inputs) -> TokenSequence:
     return TokenSequence(thw or (1, 1, tokens), text, timestep_of(inputs), no_grid=problem)
 
 
+def _flux3(transformer: Any, inputs: Inputs) -> TokenSequence:
+    """Reference images follow the generated one. Joint blocks' rotary tables are those of text and images packed."""
+    sequence, references = _flux(transformer, inputs), inputs.get("image_cond_hidden_states")
+    if references is not None:
+        tokens = math.prod(sequence.thw) + references.shape[1]
+        sequence = replace(sequence, thw=(1, 1, tokens), no_grid=no_grid("image_cond_hidden_states"))
+    return replace(sequence, packed=torch.arange(sequence.text + math.prod(sequence.thw)))
+
+
 _FLUX = Architecture(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     sequence=_flux,
@@ -35,7 +48,46 @@ _FLUX = Architecture(
     text="first",
 )
 
+_WITHOUT_PLAN = replace(
+    _FLUX,
+    cuts=Cuts(
+        inputs={
+            "": {
+                "hidden_states": Cut("video", 1),
+                "encoder_hidden_states": Cut("text", 1),
+                "img_ids": Cut("video", 0),
+                "txt_ids": Cut("text", 0),
+            }
+        },
+        gathered=OUTPUT,
+    ),
+)
+
 ARCHITECTURES = {
     "FluxTransformer2DModel": _FLUX,
     "Flux2Transformer2DModel": _FLUX,
+    # Not the first few layers, of each kind of token alone: every rank computes them.
+    "Flux3Transformer2DModel": replace(
+        _FLUX,
+        attention=("single_transformer_blocks.*.attn",),
+        sequence=_flux3,
+        cuts=Cuts(
+            inputs={
+                "single_transformer_blocks.0": {
+                    "hidden_states": Cut("video", 1),
+                    "encoder_hidden_states": Cut("text", 1),
+                },
+                "single_transformer_blocks.*": {
+                    "temb_mod": Cut("video", 1),
+                    "temb_mod_context": Cut("text", 1),
+                    "image_rotary_emb": Cut("packed", 0),
+                },
+            },
+            # There, as the generated image's tokens are then taken from all images'.
+            gathered_early={"single_transformer_blocks.-1": {1: Cut("video", 1)}},
+            whole=("proj_out",),
+        ),
+    ),
+    "LongCatImageTransformer2DModel": _WITHOUT_PLAN,
+    "OvisImageTransformer2DModel": _WITHOUT_PLAN,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models import cogvideox, flux, hunyuan, ltx, minimax, qwen, wan
+from dbsp_diffusers.models import cogvideox, cosmos, ernie, flux, hunyuan, krea, ltx, minimax, qwen, wan, z_image
 from dbsp_diffusers.models.architecture import Architecture
 
 __all__ = ["ARCHITECTURES", "REFUSED", "architecture_of", "register_architecture"]
@@ -15,8 +15,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     **cogvideox.ARCHITECTURES,
     **hunyuan.ARCHITECTURES,
     **ltx.ARCHITECTURES,
+    **cosmos.ARCHITECTURES,
     **flux.ARCHITECTURES,
     **qwen.ARCHITECTURES,
+    **z_image.ARCHITECTURES,
+    **krea.ARCHITECTURES,
+    **ernie.ARCHITECTURES,
     **minimax.ARCHITECTURES,
 }
 """Architectures by class name: diffusers need not be imported to look one up."""
@@ -24,9 +28,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 REFUSED = {
     "HeliosTransformer3DModel": "it cuts and gathers its sequence at every layer",
     "Kandinsky5Transformer3DModel": "it brings a sparse mask of its own (NABLA), and has no entry yet",
-    "LTX2VideoTransformer3DModel": "audio attends to video in modules that db-SP does not shard",
     "SanaVideoTransformer3DModel": "its attention is linear, without a softmax that a mask could apply to",
-    "WanAnimateTransformer3DModel": "its face adapter mixes tokens by frame outside self-attention",
 }
 """Why classes that look alike are not run."""
 

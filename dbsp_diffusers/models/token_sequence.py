@@ -25,6 +25,7 @@ __all__ = [
     "require_position_grid",
     "sample_grid",
     "timestep_of",
+    "valid_places",
     "valid_tokens",
 ]
 
@@ -46,6 +47,7 @@ class TokenSequence:
         timestep: Timestep of the denoising, which falls from step to step; None if nothing distinguishes steps.
         packed: int64[tokens], place of each token in a model's packed sequence, those of text (whatever is no video)
             first; None: text and video are streams of their own.
+        packed_length: Number of the packed sequence's places, where some are padding.
         no_grid: Why tokens make no grid: thw is then (1, 1, tokens), for masks that do not depend on places.
     """
 
@@ -53,6 +55,7 @@ class TokenSequence:
     text: int = 0
     timestep: torch.Tensor | float | None = None
     packed: torch.Tensor | None = None
+    packed_length: int | None = None
     no_grid: str | None = None
 
     def require_grid(self, source: MaskSource) -> None:
@@ -81,11 +84,16 @@ class TokenSequence:
 
 
 def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2) -> tuple[int, int, int]:
-    """(t, h, w) of a sample [B, C, F, H, W], or [B, F, C, H, W] with frames_dim 1, by the configured patch size."""
+    """(t, h, w) of a sample by the configured patch size.
+
+    The sample is [B, C, F, H, W], or [B, F, C, H, W] with frames_dim 1, or an image [B, C, H, W].
+    """
     sample: torch.Tensor = inputs["hidden_states"]
     patch = transformer.config.patch_size
     if isinstance(patch, int):
         patch = (getattr(transformer.config, "patch_size_t", None) or 1, patch, patch)
+    if sample.ndim == 4:
+        sample, patch = sample.unsqueeze(frames_dim), (1, *patch[-2:])
     frames, height, width = sample.shape[frames_dim], *sample.shape[3:]
     return frames // patch[0], height // patch[1], width // patch[2]
 
@@ -107,6 +115,24 @@ def valid_tokens(mask: torch.Tensor) -> int:
         return valid
 
     return read_once(mask, count)
+
+
+def valid_places(mask: torch.Tensor) -> torch.Tensor:
+    """int64, places of the tokens of text that a mask [B, n] leaves, which must be the same in each item of the batch.
+
+    Raises UserError otherwise.
+    """
+
+    def places(mask: torch.Tensor) -> torch.Tensor:
+        rows = mask.bool().cpu()
+        if not (rows == rows[:1]).all():
+            raise UserError(
+                "the texts of one batch differ in length; give the transformer prompts of one length at a time, or "
+                "run them one after the other"
+            )
+        return rows[0].nonzero().squeeze(1)
+
+    return read_once(mask, places)
 
 
 def position_grid(positions: torch.Tensor, tokens: int) -> tuple[int, int, int] | None:

@@ -1,4 +1,4 @@
-"""Wan, and what is built like it: VACE, SkyReels V2, ChronoEdit."""
+"""Wan, and what is built like it: VACE, Animate, SkyReels V2, ChronoEdit, AnyFlow."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ def _vace(transformer: Any, inputs: Inputs) -> TokenSequence:
     return _wan(transformer, inputs)
 
 
+def _anyflow(transformer: Any, inputs: Inputs) -> TokenSequence:
+    return TokenSequence(sample_grid(transformer, inputs, frames_dim=1), timestep=timestep_of(inputs))
+
+
 def _causal(transformer: Any) -> str | None:
     causal = getattr(transformer.config, "num_frame_per_block", 1) > 1
     return "its attention has a causal mask of its own (num_frame_per_block)" if causal else None
@@ -52,6 +56,29 @@ ARCHITECTURES = {
         cuts=Cuts(outputs={"patch_embedding": _EMBEDDED, "vace_patch_embedding": _EMBEDDED, **_ROPE}, gathered=OUTPUT),
         pipeline="WanVACEPipeline",
     ),
+    "WanAnimateTransformer3DModel": replace(
+        _WAN,
+        cuts=Cuts(
+            # The pose is added to what is embedded, by frame; the face adapter attends by frame, too.
+            inputs={"blocks.0": {"hidden_states": Cut("video", 1)}},
+            outputs={**_ROPE, "face_adapter.*": {0: Cut("video", 1)}},
+            gathered=OUTPUT,
+            gathered_inputs={"face_adapter.*": {"hidden_states": Cut("video", 1)}},
+        ),
+        pipeline="WanAnimatePipeline",
+    ),
     "SkyReelsV2Transformer3DModel": replace(_WAN, refused=_causal),
     "ChronoEditTransformer3DModel": _WAN,
+    "AnyFlowTransformer3DModel": replace(
+        _WAN,
+        sequence=_anyflow,
+        cuts=Cuts(
+            outputs={
+                "patch_embedding": _EMBEDDED,
+                "rope": {0: Cut("video", 2)},
+                "condition_embedder": {0: Cut("video", 1), 1: Cut("video", 1)},
+            },
+            gathered=OUTPUT,
+        ),
+    ),
 }

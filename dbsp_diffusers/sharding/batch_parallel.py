@@ -12,10 +12,12 @@ from torch import nn
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.patching import PatchSet, signature_of
+from dbsp_diffusers.patching import PatchSet, sample_of, signature_of
 
 __all__ = ["BatchSplit", "split_batch"]
 
+LISTS = {"cap_feats", "img_shapes", "x"}
+"""Arguments, of any transformer, that are lists with an entry for each sample of the batch."""
 _CPU = torch.device("cpu")
 
 
@@ -68,7 +70,7 @@ class BatchSplit:
         """This rank's part of every argument that has one row for each sample of the batch."""
         self._aborted = False
         call = signature_of(module).bind(*args, **kwargs)
-        batch, ranks = call.arguments["hidden_states"].shape[0], self._group.size
+        batch, ranks = len(sample_of(call.arguments)), self._group.size
         self._replicated = batch % ranks > 0 and self._repeat_uneven
         if self._replicated:
             return args, kwargs
@@ -79,9 +81,10 @@ class BatchSplit:
                 "after the other, CogVideoX in one batch)"
             )
         samples = batch // ranks
+        mine = slice(self._group.rank * samples, (self._group.rank + 1) * samples)
         for name, value in call.arguments.items():
-            if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == batch:
-                call.arguments[name] = value.narrow(0, self._group.rank * samples, samples)
+            if (name in LISTS or (isinstance(value, torch.Tensor) and value.ndim > 0)) and len(value) == batch:
+                call.arguments[name] = value[mine]
         return call.args, call.kwargs
 
     @torch.compiler.disable
@@ -102,6 +105,8 @@ class BatchSplit:
         return type(output)(**{name: self._whole(value) for name, value in output.items()})
 
     def _whole(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return list(gather_shards(torch.stack(value), 0, self._group))
         return gather_shards(value, 0, self._group) if isinstance(value, torch.Tensor) else value
 
     def _check(self, problem: Exception | None) -> None:

@@ -12,7 +12,7 @@ from dbsp_core.comm.generation import GenerationAgreement, PassInputs
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.schedule import Progress
 from dbsp_diffusers.packed_samples import PackedBatch
-from dbsp_diffusers.patching import PatchSet, around_calls, signature_of
+from dbsp_diffusers.patching import PatchSet, around_calls, sample_of, signature_of
 
 __all__ = ["LEFT_OUT", "Generations", "shared_generator"]
 
@@ -132,8 +132,8 @@ class Generations:
         guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
         moment = None if timestep is None else f"{_value(timestep):.5g}"
         steps = self.steps(), moment, self._passes, guidance
-        latents = list(_tensors(inputs.get("hidden_states")))
-        others = [value for name, value in inputs.items() if name not in ("hidden_states", "timestep")]
+        latents = list(_tensors(sample_of(inputs)))
+        others = [value for name, value in list(inputs.items())[1:] if name != "timestep"]
         size = [(tuple(one.shape), one.dtype) for one in latents]
         return PassInputs(size, steps, latents, list(_tensors(others))) if whole else PassInputs(size, steps)
 

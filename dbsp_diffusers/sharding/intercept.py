@@ -1,4 +1,4 @@
-"""Replaces the attention inside a self-attention module, whose projections and norms stay."""
+"""Replaces the attention inside an attention module, whose projections and norms stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["Attend", "intercept_self_attention"]
+__all__ = ["Attend", "intercept_attention"]
 
 Attend = Callable[..., torch.Tensor]
 """attend(q, k, v, scale=…) with q, k, v [B, H, n, D]; returns [B, H, n, D]"""
@@ -54,12 +54,13 @@ class SdpaOverride(TorchFunctionMode):
 
     Args:
         number: int64, the function's number in `_attends`.
+        other_keys: Whether attention to another sequence's keys is what is replaced.
         any_mask: Whether a mask is ignored, rather than refused.
     """
 
-    def __init__(self, number: torch.Tensor, any_mask: bool) -> None:
+    def __init__(self, number: torch.Tensor, any_mask: bool, other_keys: bool) -> None:
         super().__init__()
-        self._number, self._any_mask = number, any_mask
+        self._number, self._any_mask, self._other_keys = number, any_mask, other_keys
         self.calls = 0
 
     def __torch_function__(
@@ -71,10 +72,10 @@ class SdpaOverride(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         call = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-        if call["query"].shape[-2] != call["key"].shape[-2]:
+        if not self._other_keys and call["query"].shape[-2] != call["key"].shape[-2]:
             return func(*args, **kwargs)
         if (call.get("attn_mask") is not None and not self._any_mask) or call.get("is_causal"):
-            raise UserError("db-SP replaces self-attention without a mask of its own; this model passes one")
+            raise UserError("db-SP replaces attention without a mask of its own; this model passes one")
         self.calls += 1
         q, k, v, scale = call["query"], call["key"], call["value"], call.get("scale")
         device = q.device.type
@@ -91,10 +92,16 @@ class SdpaOverride(TorchFunctionMode):
         return out
 
 
-def intercept_self_attention(
-    attention: nn.Module, attend: Attend, patches: PatchSet, *, any_mask: bool = False
+def intercept_attention(
+    attention: nn.Module,
+    attend: Attend,
+    patches: PatchSet,
+    *,
+    any_mask: bool = False,
+    other_keys: bool = False,
+    skipped_by: str = "",
 ) -> None:
-    """Lets `attend` compute the attention inside one self-attention module, whose projections and norms stay.
+    """Lets `attend` compute the attention inside one attention module, whose projections and norms stay.
 
     The module raises ValueError, before anything is exchanged, when its attention is not reached: another backend
     would silently attend to only this rank's tokens.
@@ -102,18 +109,20 @@ def intercept_self_attention(
     Args:
         attend: Called with q, k, v [B, H, n, D] and scale=…; within torch.compile it is one operator, without a break.
         any_mask: Whether a mask that the module passes is ignored, as it says only which text is padding.
+        other_keys: Whether the module attends to another sequence's keys: k and v are then [B, H, m, D].
+        skipped_by: Name of an argument by which the module may be told to attend to nothing.
     """
     key = next(_numbers)
     _attends[key] = attend
     number = torch.tensor(key, device="cpu")
 
     def intercepted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        mode = SdpaOverride(number, any_mask)
+        mode = SdpaOverride(number, any_mask, other_keys)
         with mode:
             output = forward(*args, **kwargs)
-        if mode.calls != 1:
+        if mode.calls != 1 and not (mode.calls == 0 and kwargs.get(skipped_by, False)):
             raise UserError(
-                f"self-attention reached torch's scaled_dot_product_attention {mode.calls} times, expected once; "
+                f"attention reached torch's scaled_dot_product_attention {mode.calls} times, expected once; "
                 "keep to attention backend 'native' and to processors that call it"
             )
         return output

@@ -13,16 +13,17 @@ from torch import nn
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.runtime.replicated import attend_shared_keys, count_gradient_once, sum_gradient
 from dbsp_core.runtime.session.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.bags import BagSessions, Sharing
 from dbsp_diffusers.models import Cut, TokenSequence, architecture_of
 from dbsp_diffusers.models.cuts import modules_at
 from dbsp_diffusers.packed_samples import PackedBatch
-from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
+from dbsp_diffusers.patching import PatchSet, guidance_branch, sample_of, signature_of
 from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
-from dbsp_diffusers.sharding.intercept import intercept_self_attention
+from dbsp_diffusers.sharding.intercept import intercept_attention
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
@@ -75,7 +76,9 @@ class _VideoPass:
         return self._shards[name]
 
     def cut(self, value: Any, cut: Cut) -> Any:
-        """This rank's share of a tensor, or of each tensor in a list."""
+        """This rank's share of a tensor, or of each tensor in a list or mapping."""
+        if isinstance(value, Mapping):
+            return {name: self.cut(one, cut) for name, one in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(self.cut(one, cut) for one in value)
         if not isinstance(value, torch.Tensor) or cut.ndim not in (None, value.ndim):
@@ -128,7 +131,9 @@ class _SequenceSharding:
     def attach(self, patches: PatchSet) -> None:
         self._caches.look()
         patches.on_detach(self._caches.release)
-        self._backend = NativeBackend(self._transformer, self._architecture.attentions_of(self._transformer), patches)
+        attentions = self._architecture.attentions_of(self._transformer)
+        to_video = self._architecture.attentions_to_video_of(self._transformer)
+        self._backend = NativeBackend(self._transformer, [*attentions, *to_video], patches)
         self._branch = guidance_branch(self._transformer, patches)
         self._cut_own = self._arguments_cut(self._transformer, self._cuts.inputs.get("", {}))
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
@@ -137,15 +142,30 @@ class _SequenceSharding:
                 if module is not self._transformer:  # whose own are cut once the pass has begun
                     hook = _ignoring_module(self._arguments_cut(module, arguments))
                     patches.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
+        for path, arguments in self._cuts.gathered_inputs.items():
+            for module in modules_at(self._transformer, path):
+                hook = _ignoring_module(self._arguments_changed(module, arguments, self._gather_for_all))
+                patches.hook(module.register_forward_pre_hook, hook, with_kwargs=True)
         for path, outputs in self._cuts.outputs.items():
             for module in modules_at(self._transformer, path):
                 patches.hook(module.register_forward_hook, functools.partial(self._cut_outputs, outputs))
         for path, cut in self._cuts.gathered.items():
             for module in modules_at(self._transformer, path):
-                patches.hook(module.register_forward_hook, functools.partial(self._gather, cut))
-        for layer, attention in enumerate(self._architecture.attentions_of(self._transformer)):
-            attend = functools.partial(self._attend, layer)
-            intercept_self_attention(attention, attend, patches, any_mask=self._architecture.padded_text)
+                patches.hook(module.register_forward_hook, functools.partial(self._gather_output, cut))
+        for path, cuts in self._cuts.gathered_early.items():
+            for module in modules_at(self._transformer, path):
+                patches.hook(module.register_forward_hook, functools.partial(self._gather_early, cuts))
+        for path in self._cuts.whole:
+            for module in modules_at(self._transformer, path):
+                patches.hook(module.register_forward_hook, self._count_gradient_once)
+        options: dict[str, Any] = {
+            "any_mask": self._architecture.padded_text,
+            "skipped_by": self._architecture.skipped_by,
+        }
+        for layer, attention in enumerate(attentions):
+            intercept_attention(attention, functools.partial(self._attend, layer), patches, **options)
+        for attention in to_video:
+            intercept_attention(attention, self._attend_to_video, patches, other_keys=True)
 
     @property
     def video(self) -> StreamShards:
@@ -166,7 +186,8 @@ class _SequenceSharding:
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
         sequence.require_grid(self._session.config.mask)
-        device = inputs["hidden_states"].device
+        sample = sample_of(inputs)
+        device = (sample[0] if isinstance(sample, list) else sample).device
         layout = self._session.begin(
             sequence.video,
             timestep=self._step_of(module, sequence.timestep),
@@ -199,6 +220,14 @@ class _SequenceSharding:
     ) -> torch.Tensor:
         return self._attention.attend(layer, q, k, v, scale=scale)
 
+    @torch.compiler.disable
+    def _attend_to_video(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+    ) -> torch.Tensor:
+        """q: [B, H, n, D], whole; k, v: [B, H, shard, D], this rank's video tokens, then padding."""
+        here, scale = self.video.tokens_here, q.shape[-1] ** -0.5 if scale is None else scale
+        return attend_shared_keys(q, k[:, :, :here], v[:, :, :here], scale, self._session.group)
+
     def _step_of(self, module: nn.Module, timestep: torch.Tensor | float | None) -> torch.Tensor | float | None:
         """The timestep that distinguishes denoising steps; None in training, which draws one for each sample."""
         if not (module.training and torch.is_grad_enabled()):
@@ -224,13 +253,20 @@ class _SequenceSharding:
         text, video = shards["text"], shards["video"]
         assert isinstance(text, StreamShards)
         assert isinstance(video, StreamShards)
-        return {**shards, "packed": PackedShards(text, video, sequence.packed.to(device))}
+        length = sequence.packed_length or len(sequence.packed)
+        return {**shards, "packed": PackedShards(text, video, sequence.packed.to(device), length)}
 
     def _arguments_cut(self, module: nn.Module, arguments: Mapping[str, Cut]) -> Callable[[Args, Kwargs], Arguments]:
-        """Cuts arguments of a module's forward, positional or by name as they came.
+        """Cuts arguments of a module's forward.
 
         Not torch.compiler.disable'd: what is cut at a block is compiled with it.
         """
+        return self._arguments_changed(module, arguments, lambda value, cut: self._pass.cut(value, cut))
+
+    def _arguments_changed(
+        self, module: nn.Module, arguments: Mapping[str, Cut], change: Callable[[Any, Cut], Any]
+    ) -> Callable[[Args, Kwargs], Arguments]:
+        """Changes arguments of a module's forward, positional or by name as they came."""
         names = list(signature_of(module).parameters)
         unknown = [name for name in arguments if name not in names]
         if unknown:
@@ -240,26 +276,43 @@ class _SequenceSharding:
             )
         places = {name: names.index(name) for name in arguments}
 
-        def cut(args: Args, kwargs: Kwargs) -> Arguments:
+        def changed(args: Args, kwargs: Kwargs) -> Arguments:
             given, named = list(args), dict(kwargs)
             for name, part in arguments.items():
                 if name in named:
-                    named[name] = self._pass.cut(named[name], part)
+                    named[name] = change(named[name], part)
                 elif places[name] < len(given):
-                    given[places[name]] = self._pass.cut(given[places[name]], part)
+                    given[places[name]] = change(given[places[name]], part)
             return tuple(given), named
 
-        return cut
+        return changed
 
     @torch.compiler.disable
     def _cut_outputs(self, cuts: Mapping[int, Cut], module: nn.Module, args: Args, output: Any) -> Any:
-        if isinstance(output, torch.Tensor):
+        if isinstance(output, (torch.Tensor, Mapping)):
             return self._pass.cut(output, cuts[0])
         return tuple(self._pass.cut(one, cuts[index]) if index in cuts else one for index, one in enumerate(output))
 
     @torch.compiler.disable
-    def _gather(self, cut: Cut, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+    def _gather_output(self, cut: Cut, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         return self._pass.gather(output, cut)
+
+    @torch.compiler.disable
+    def _gather_early(self, cuts: Cut | Mapping[int, Cut], module: nn.Module, args: Args, output: Any) -> Any:
+        if isinstance(cuts, Cut):
+            return self._gather_for_all(output, cuts)
+        return tuple(
+            self._gather_for_all(one, cuts[index]) if index in cuts else one for index, one in enumerate(output)
+        )
+
+    @torch.compiler.disable
+    def _gather_for_all(self, value: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """Makes a tensor whole for what every rank computes alike: of its gradient each has its part of a sum."""
+        return sum_gradient(self._pass.gather(value, cut), self._session.group)
+
+    @torch.compiler.disable
+    def _count_gradient_once(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+        return count_gradient_once(output, self._session.group)
 
 
 def _ignoring_module(cut: Callable[[Args, Kwargs], Arguments]) -> Callable[[nn.Module, Args, Kwargs], Arguments]:

@@ -61,12 +61,12 @@ class PackedShards:
 
     Args:
         packed: int64[tokens], place of each token in the packed sequence, those of text first.
+        length: Number of places in the packed sequence; those of no token are padding.
     """
 
-    def __init__(self, text: StreamShards, video: StreamShards, packed: torch.Tensor) -> None:
+    def __init__(self, text: StreamShards, video: StreamShards, packed: torch.Tensor, length: int) -> None:
         self._text, self._video = text, video
-        self._packed = packed
-        self._back = packed.argsort()
+        self._packed, self._length = packed, length
 
     def take(self, full: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's shares of a tensor that has all tokens along `dim`, as they are packed."""
@@ -76,7 +76,9 @@ class PackedShards:
         return torch.cat([self._text.take(text, dim), self._video.take(video, dim)], dim)
 
     def gather(self, shares: torch.Tensor, dim: int) -> torch.Tensor:
-        """All tokens along `dim`, as they are packed. Collective."""
+        """All tokens along `dim`, as they are packed, and zeros for padding. Collective."""
         text, video = shares.split([self._text.shard, self._video.shard], dim)
         whole = torch.cat([self._text.gather(text, dim), self._video.gather(video, dim)], dim)
-        return whole.index_select(dim, self._back.to(whole.device))
+        places = self._packed.to(whole.device)
+        packed = whole.new_zeros(*whole.shape[:dim], self._length, *whole.shape[dim + 1 :])
+        return packed.index_copy(dim, places, whole)

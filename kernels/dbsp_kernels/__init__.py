@@ -2,7 +2,13 @@
 
 from dbsp_kernels.attention import block_attention, block_attention_backward
 from dbsp_kernels.backward import BackwardInputs, Gradients, TransposedTable
-from dbsp_kernels.dense import DensePart, attend_dense_part, dense_supported
+from dbsp_kernels.dense import (
+    DensePart,
+    attend_dense,
+    attend_dense_backward,
+    attend_dense_part,
+    dense_supported,
+)
 from dbsp_kernels.inputs import DenseHeadLayout, KernelInputs
 from dbsp_kernels.kernel import Kernel, KernelRequirements
 from dbsp_kernels.merge import PartialAttention, merge_into, merge_states
@@ -26,6 +32,8 @@ __all__ = [
     "KernelRequirements",
     "PartialAttention",
     "TransposedTable",
+    "attend_dense",
+    "attend_dense_backward",
     "attend_dense_part",
     "available",
     "block_attention",

@@ -16,12 +16,17 @@ MASKS = {
     "synthetic": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},
     "sparge": {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 16, "block_k": 8, "dense_text": False},
 }
-DENSE: dict[str, Any] = {"mask": {"source": "dense"}}
+DENSE: dict[str, Any] = {"mask": {"source": "dense", "block_q": 16, "block_k": 16}}
+WITHOUT_GRID = {"flux-reference", "flux3-reference", "framepack", "ltx-condition", "qwen-edit", "qwen-layered"}
+"""Models whose inputs' tokens make no grid."""
+SKIPPED = {("ltx2.3", 1): 1}
+"""By model and batch: layers in which its inputs say that nothing is attended to."""
 
 
 def outputs(transformer: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """A sample, and with MiniMax-H3 audio."""
-    return [part for part in transformer(**inputs) if isinstance(part, torch.Tensor)]
+    """A sample, or a list of one for each item, and audio."""
+    parts = transformer(**inputs)
+    return [one for part in parts for one in (part if isinstance(part, list) else [part]) if torch.is_tensor(one)]
 
 
 def apart(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
@@ -43,7 +48,7 @@ def one_process(model: str, batch: int) -> dict[str, list[torch.Tensor]]:
 
 def _masks_for(model: str) -> dict[str, dict[str, Any]]:
     """The patterns of "synthetic" are those of one grid."""
-    return {name: mask for name, mask in MASKS.items() if (name, model) != ("synthetic", "flux-reference")}
+    return {name: mask for name, mask in MASKS.items() if name != "synthetic" or model not in WITHOUT_GRID}
 
 
 def run_model(
@@ -66,7 +71,7 @@ def run_model(
             session = dbsp_diffusers.enable(transformer, config)
             for batch in (2, 1) if name == "sparge" else (1, 2):
                 out = outputs(transformer, tiny_inputs(model, batch=batch))
-                assert session.end() == session.layers
+                assert session.end() == session.layers - SKIPPED.get((model, batch), 0)
                 found[name, batch] = apart(out, expected[batch][name]), apart(out, expected[batch]["stock"])
             dbsp_diffusers.disable(transformer)
             assert fingerprint(transformer) == before, "disable left something behind"

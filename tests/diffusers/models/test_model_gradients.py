@@ -14,6 +14,11 @@ CASES = [
     ("cogvideox", 4, "U4R1", "sparge", False),
     ("hunyuan", 2, "U1R2", "synthetic", False),
     ("flux", 2, "U2R1", "synthetic", True),
+    ("ltx2", 3, "U3R1", "synthetic", False),
+    ("ltx2.3", 2, "U1R2", "sparge", True),
+    ("animate", 3, "U3R1", "synthetic", True),
+    ("consisid", 2, "U1R2", "synthetic", False),
+    ("krea2", 3, "U1R3", "synthetic", True),
 ]
 
 

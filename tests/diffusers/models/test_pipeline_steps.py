@@ -7,10 +7,7 @@ from them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,206 +18,8 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.session.observer import SessionObserver
 from dbsp_diffusers.models import ARCHITECTURES
 from dbsp_diffusers.sharding.generations import LEFT_OUT, Generations
-from tests.support.models.tiny_transformers import TINY, make_tiny_transformer
-
-BF16 = torch.bfloat16
-
-
-class StubVae(torch.nn.Module):
-    """What pipelines ask of their VAE, which has nothing to say here. Stands for published weights."""
-
-    dtype, device = BF16, torch.device("cpu")
-    temporal_compression_ratio, spatial_compression_ratio, temperal_downsample = 4, 8, (False, True, True)
-    config = SimpleNamespace(
-        latent_channels=4,
-        z_dim=4,
-        scaling_factor=1.0,
-        shift_factor=0.0,
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-        block_out_channels=(1, 1, 1, 1),
-        temporal_compression_ratio=4,
-        scale_factor_temporal=4,
-        scale_factor_spatial=8,
-    )
-
-    def encode(self, video: torch.Tensor) -> Any:
-        batch, _, *size = video.shape
-        frames = [(size[0] - 1) // 4 + 1] if len(size) == 3 else []
-        return SimpleNamespace(latents=torch.zeros(batch, 4, *frames, size[-2] // 8, size[-1] // 8, dtype=BF16))
-
-
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=BF16)
-
-
-def ones(*shape: int) -> torch.Tensor:
-    return torch.ones(*shape, dtype=torch.long)
-
-
-def _image() -> Any:
-    from PIL import Image
-
-    return Image.new("RGB", (64, 64))
-
-
-def _euler(**settings: Any) -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(**settings)
-
-
-def _unipc() -> Any:
-    from diffusers import UniPCMultistepScheduler
-
-    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 5.0}
-    return UniPCMultistepScheduler(**flow)
-
-
-def _ddim() -> Any:
-    from diffusers import CogVideoXDDIMScheduler
-
-    return CogVideoXDDIMScheduler()
-
-
-def _dynamic() -> Any:
-    return _euler(shift=3.0, use_dynamic_shifting=True)
-
-
-def _guided(text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return text | {f"negative_{name}": value for name, value in text.items()}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A pipeline's class in diffusers, the tiny transformer in it, its scheduler, and how it is called.
-
-    passes: of guidance, in a step;  settings: further ones of the transformer;  parts: further ones of the pipeline
-    """
-
-    pipeline: str
-    tiny: str
-    scheduler: Callable[[], Any]
-    passes: int
-    call: Callable[[], dict[str, Any]]
-    settings: dict[str, Any] | None = None
-    parts: Callable[[], dict[str, Any]] = dict
-
-
-def _video(channels: int = 4) -> dict[str, Any]:
-    return {"latents": noise(1, channels, 3, 8, 8), "height": 64, "width": 64, "num_frames": 9}
-
-
-def _hunyuan_text(tokens: int = 13) -> dict[str, torch.Tensor]:
-    return {
-        "prompt_embeds": noise(1, tokens, 16),
-        "pooled_prompt_embeds": noise(1, 8),
-        "prompt_attention_mask": ones(1, tokens),
-    }
-
-
-def _hunyuan_15() -> dict[str, Any]:
-    text = {"prompt_embeds": noise(1, 10, 16), "prompt_embeds_2": noise(1, 6, 32)}
-    masks = {"prompt_embeds_mask": ones(1, 10), "prompt_embeds_mask_2": ones(1, 6)}
-    return _video() | _guided(text | masks)
-
-
-def _guider() -> dict[str, Any]:
-    from diffusers.guiders import ClassifierFreeGuidance
-
-    return {"guider": ClassifierFreeGuidance(guidance_scale=6.0)}
-
-
-def _wan() -> dict[str, Any]:
-    return _video() | _guided({"prompt_embeds": noise(1, 9, 16)})
-
-
-def _flux() -> dict[str, Any]:
-    text = {"prompt_embeds": noise(1, 9, 32), "pooled_prompt_embeds": noise(1, 32)}
-    return {"latents": noise(1, 16, 4), "height": 64, "width": 64} | text
-
-
-_FRAMES = [_image() for _ in range(9)]
-_PAIR = {"in_channels": 9, "image_condition_type": "latent_concat", "guidance_embeds": False}
-CASES = [
-    Case("WanPipeline", "wan", _unipc, 2, _wan),
-    Case("WanVACEPipeline", "vace", _unipc, 2, lambda: _wan() | {"video": _FRAMES}, {"vace_in_channels": 72}),
-    Case("SkyReelsV2Pipeline", "skyreels", _unipc, 2, _wan),
-    Case(
-        "ChronoEditPipeline",
-        "chronoedit",
-        _unipc,
-        2,
-        lambda: _wan() | {"image": _image(), "latents": noise(1, 4, 2, 8, 8)},
-        {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 144},
-    ),
-    Case(
-        "CogVideoXPipeline",
-        "cogvideox",
-        _ddim,
-        1,
-        lambda: (
-            _guided({"prompt_embeds": noise(1, 32, 16)})
-            | {"latents": noise(1, 4, 4, 16, 16), "height": 128, "width": 128, "num_frames": 13}
-        ),
-        {"attention_head_dim": 32},  # rotary tables need a multiple of 16
-    ),
-    Case("HunyuanVideoPipeline", "hunyuan", lambda: _euler(shift=7.0), 1, lambda: _video() | _hunyuan_text()),
-    Case(
-        "HunyuanVideoImageToVideoPipeline",
-        "hunyuan",
-        lambda: _euler(shift=7.0),
-        2,
-        lambda: _video() | _guided(_hunyuan_text()) | {"image": _image(), "true_cfg_scale": 6.0},
-        _PAIR,
-    ),
-    Case("HunyuanVideo15Pipeline", "hunyuan1.5", lambda: _euler(shift=9.0), 2, _hunyuan_15, None, _guider),
-    Case(
-        "LTXPipeline",
-        "ltx",
-        _dynamic,
-        1,
-        lambda: (
-            _guided({"prompt_embeds": noise(1, 9, 16), "prompt_attention_mask": ones(1, 9)})
-            | {"latents": noise(1, 48, 8), "height": 32, "width": 32, "num_frames": 9}
-        ),
-    ),
-    Case("FluxPipeline", "flux", _dynamic, 1, _flux),
-    Case(
-        "FluxKontextPipeline",
-        "flux",
-        _dynamic,
-        2,
-        lambda: _guided(_flux_text()) | {"true_cfg_scale": 2.0, "height": 64, "width": 64, "max_area": 64 * 64},
-    ),
-    Case(
-        "Flux2Pipeline",
-        "flux2",
-        _dynamic,
-        1,
-        lambda: {"prompt_embeds": noise(1, 9, 32), "latents": noise(1, 4, 4, 4), "height": 64, "width": 64},
-    ),
-    Case(
-        "QwenImagePipeline",
-        "qwen",
-        _dynamic,
-        2,
-        lambda: (
-            _guided({"prompt_embeds": noise(1, 9, 16), "prompt_embeds_mask": ones(1, 9)})
-            | {"latents": noise(1, 16, 16), "height": 64, "width": 64}
-        ),
-    ),
-]
-_WITHOUT_PIPELINE = {"MiniMaxH3Transformer3DModel": "diffusers has blocks for it, and no pipeline"}
-
-
-def _flux_text() -> dict[str, torch.Tensor]:
-    return {"prompt_embeds": noise(1, 9, 32), "pooled_prompt_embeds": noise(1, 32)}
-
-
-_ONE_OF_EACH = {"num_single_layers": 1}
-ONE_LAYER = {"vace": {"vace_layers": [0]}, **dict.fromkeys(("hunyuan", "flux", "flux2"), _ONE_OF_EACH)}
-"""Beside num_layers."""
+from tests.diffusers.models.pipeline_cases import BF16, CASES, WITHOUT_PIPELINE, make_pipe
+from tests.support.models.tiny_transformers import TINY
 
 
 class Moments(SessionObserver):
@@ -231,25 +30,6 @@ class Moments(SessionObserver):
 
     def begin(self, step: Any, *others: Any) -> None:
         self.seen.append((step.step, step.cfg_branch))
-
-
-def make_pipe(case: Case) -> Any:
-    import inspect
-
-    import diffusers
-
-    cls = getattr(diffusers, case.pipeline)
-    parts = dict.fromkeys(list(inspect.signature(cls.__init__).parameters)[1:])
-    own = {name: value for name, value in parts.items() if name in ("text_encoder", "tokenizer")}
-    for name, parameter in inspect.signature(cls.__init__).parameters.items():
-        if name != "self" and parameter.default is inspect.Parameter.empty:
-            own[name] = None
-    settings = {"num_layers": 1} | ONE_LAYER.get(case.tiny, {}) | (case.settings or {})
-    transformer = make_tiny_transformer(case.tiny, **settings).to(BF16)
-    pipe = cls(**own | {"vae": StubVae(), "transformer": transformer, "scheduler": case.scheduler()} | case.parts())
-    pipe.encode_image = lambda *_: noise(1, 17, 20)  # stands for an image encoder, where the pipeline has one
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.pipeline)
@@ -266,7 +46,8 @@ def test_steps_and_passes_of_a_pipeline_in_bfloat16(case):
     for steps in (50, 9):  # a second call begins anew
         moments.seen.clear()
         dense.clear()
-        pipe(num_inference_steps=steps, output_type="latent", **case.call())
+        with case.around(BF16):
+            pipe(num_inference_steps=steps, output_type=case.output, **case.arguments(BF16))
         assert moments.seen == [(step, branch) for step in range(steps) for branch in range(case.passes)]
         assert dense == [step < 3 or step >= steps - 4 for step, _ in moments.seen]
 
@@ -284,11 +65,15 @@ def test_the_pipelines_whose_loops_leave_out_the_last_step_are_known():
 
 
 def test_their_steps_are_counted_without_it():
-    pipe = type("LTXI2VLongMultiPromptPipeline", (), {"scheduler": _euler()})()  # stands for the pipeline
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipe = type(
+        "LTXI2VLongMultiPromptPipeline", (), {"scheduler": FlowMatchEulerDiscreteScheduler()}
+    )()  # stands for the pipeline
     pipe.scheduler.set_timesteps(8)
     assert Generations(pipe, SequenceGroup(0, 1)).steps() == 7
 
 
 def test_every_known_class_has_a_pipeline_here():
     covered = {TINY[case.tiny].cls for case in CASES}
-    assert covered | set(_WITHOUT_PIPELINE) == set(ARCHITECTURES)
+    assert covered | set(WITHOUT_PIPELINE) == set(ARCHITECTURES)

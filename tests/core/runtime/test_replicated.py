@@ -1,0 +1,77 @@
+"""Queries that every rank has, attending to keys that ranks share: as in one process, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from dbsp_core import SequenceGroup
+from dbsp_core.runtime.replicated import attend_shared_keys, count_gradient_once
+from dbsp_kernels import dense
+
+KEYS = {2: (0, 7), 3: (5, 1, 30), 4: (9, 0, 0, 2)}
+"""How many each rank has, by the number of ranks."""
+SCALE = 0.3
+
+
+def tensors(world: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """q [2, 3, 11, 8], k and v of all ranks, and weights of a loss."""
+    draws = torch.Generator().manual_seed(world)
+    shapes = ((11,), (sum(KEYS[world]),), (sum(KEYS[world]),), (11,))
+    return [torch.randn(2, 3, *shape, 8, generator=draws, dtype=dtype) for shape in shapes]
+
+
+def expected(world: int) -> list[torch.Tensor]:
+    """The output, and the gradients of q, k and v."""
+    *leaves, weights = tensors(world)
+    for leaf in leaves:
+        leaf.requires_grad_(True)
+    out = scaled_dot_product_attention(*leaves, scale=SCALE)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+def attend(rank: int, world: int, merged: bool = True) -> list[torch.Tensor]:
+    """The output, this rank's part of q's gradient, and the gradients of its own k and v."""
+    q, k, v, weights = tensors(world)
+    k, v = (whole.split(KEYS[world], dim=2)[rank] for whole in (k, v))
+    leaves = [t.clone().requires_grad_(True) for t in (q, k, v)]
+    group = SequenceGroup.of()
+    out = attend_shared_keys(*leaves, SCALE, group if merged else SequenceGroup(0, 1))
+    (count_gradient_once(out, group) * weights).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("at_a_time", [4096, 4])
+@pytest.mark.parametrize("world", KEYS)
+def test_equals_one_process_with_its_gradients(threads, monkeypatch, world, at_a_time):
+    monkeypatch.setattr(dense, "KEYS_AT_A_TIME", at_a_time)
+    found, (out, dq, dk, dv) = threads(world).run(attend), expected(world)
+    assert all(torch.equal(one[0], found[0][0]) for one in found), "the same bits on every rank"
+    assert (found[0][0] - out).abs().max() < 1e-14
+    assert (sum(one[1] for one in found) - dq).abs().max() < 1e-14
+    assert (torch.cat([one[2] for one in found], dim=2) - dk).abs().max() < 1e-14
+    assert (torch.cat([one[3] for one in found], dim=2) - dv).abs().max() < 1e-14
+
+
+def test_a_rank_alone_would_be_wrong(threads):
+    found = threads(3).run(attend, False)
+    assert min((one[0] - expected(3)[0]).abs().max() for one in found) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_torch_has_no_kernel_for_it_the_result_is_the_same(monkeypatch, dtype):
+    q, k, v, _ = tensors(3, dtype)
+    with_kernel = dense.attend_dense(q, k, v, SCALE)
+    monkeypatch.setattr(dense, "dense_supported", lambda q: False)
+    without = dense.attend_dense(q, k, v, SCALE)
+    for one, other, like in zip(with_kernel, without, (dtype, torch.float32), strict=True):
+        assert one.dtype == other.dtype == like
+        torch.testing.assert_close(one, other, atol=1e-6 if dtype == torch.float32 else 0.02, rtol=0)
+
+
+def test_inference_tensors_are_refused():
+    with torch.inference_mode():
+        q, k, v, _ = tensors(2)
+    with pytest.raises(ValueError, match="inference_mode"):
+        attend_shared_keys(q, k.clone().requires_grad_(True), v, SCALE, SequenceGroup(0, 1))
