@@ -14,6 +14,7 @@ from dbsp_core.sources.callable import CallableSource
 from dbsp_core.sources.lowrank import LowRankSource
 from dbsp_core.sources.radial import RadialSource
 from dbsp_core.sources.record_qk import RecordQKSource
+from dbsp_core.sources.sol import SolSource
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
 from dbsp_core.sources.svg import SvgSource
@@ -33,6 +34,7 @@ __all__ = [
     "ParoSource",
     "RadialSource",
     "RecordQKSource",
+    "SolSource",
     "SpargeSource",
     "StaticMaskSource",
     "SvgSource",
@@ -46,6 +48,7 @@ SOURCES: dict[str, type[MaskSource]] = {
     "file": FileSource,
     "paro": ParoSource,
     "sparge": SpargeSource,
+    "sol": SolSource,
     "lowrank": LowRankSource,
     "record_qk": RecordQKSource,
     "window": WindowSource,

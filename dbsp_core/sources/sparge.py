@@ -19,7 +19,7 @@ from dbsp_core.utils.errors import SettingError, blame_setting, require_value
 from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.prediction.block_selection import pairs_at_once, pooled_scores, select_blocks
 
-__all__ = ["SpargeSource", "SpargeThresholds", "always_dense", "select_in_parts"]
+__all__ = ["SpargeSource", "SpargeThresholds", "always_dense", "require_poolable_blocks", "select_in_parts"]
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,7 @@ class SpargeSource(BlockSizes):
         if self.cdf is None and self.topk is None:
             object.__setattr__(self, "cdf", USUAL_CDF)
         self.thresholds  # noqa: B018  raises for values out of range
-        for name in ("block_q", "block_k"):
-            if getattr(self, name) > LARGEST_BLOCK:
-                message = f"mask source 'sparge' takes blocks of at most {LARGEST_BLOCK} tokens; 64 is usual"
-                raise SettingError(message, (name,))
+        require_poolable_blocks(self, "sparge")
 
     @property
     def thresholds(self) -> SpargeThresholds:
@@ -126,6 +123,14 @@ class SpargeSource(BlockSizes):
             dense |= always_dense(grid, self.dense_text, self.attention_sink, rows.device)
         mine = select_in_parts(scores, chance, dense, grid.nq, how.limits(grid.nk))
         return BlockMask(gather_bits(mine, request.heads, samples, grid.nk, tokens.group), grid)
+
+
+def require_poolable_blocks(sizes: BlockSizes, source: str) -> None:
+    """Raises SettingError for blocks whose tokens cannot be summed as `sum_tokens` does it."""
+    for name in ("block_q", "block_k"):
+        if getattr(sizes, name) > LARGEST_BLOCK:
+            message = f"mask source {source!r} takes blocks of at most {LARGEST_BLOCK} tokens; 64 is usual"
+            raise SettingError(message, (name,))
 
 
 @functools.lru_cache(maxsize=8)
