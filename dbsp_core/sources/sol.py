@@ -12,6 +12,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.remainder import PooledKeys
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.distributed_pooling import gather_bits, pool_own_heads
@@ -37,20 +38,22 @@ ANY_SIMILARITY = -2.0
 class SolSource(BlockSizes):
     """Sol-Attn's routing: a row keeps the key blocks whose pooled score is above its scores' mean by τ deviations.
 
-    Also the blocks at its own place and next to it. Rows and heads differ in how many blocks they keep. Pooled, predicted
-    and gathered as `SpargeSource` does it: the bits do not depend on ranks and layout, and every sample of a batch has
-    its own masks, as B·H heads. (Sol-Attn: Accelerating Video Generation Inference via On-the-Fly Attention
+    Also the blocks at its own place and next to it. Rows and heads differ in how many blocks they keep. Pooled,
+    predicted and gathered as `SpargeSource` does it: the bits do not depend on ranks and layout, and every sample of a
+    batch has its own masks, as B·H heads. (Sol-Attn: Accelerating Video Generation Inference via On-the-Fly Attention
     Sparsification, arXiv 2607.24027, 2026.)
 
     Attributes:
         tau: Standard deviations above the mean of a row's scores. Larger keeps fewer blocks.
-        thresh_type: The variance of a row's scores: "diag" from that of each channel of the pooled keys, as if channels
-            were independent; "exact" from the scores themselves.
+        thresh_type: The variance of a row's scores: "diag" from that of each channel of the pooled keys, as if
+            channels were independent; "exact" from the scores themselves.
+        pooled_keys: Whether rows attend to the mean key of each block that they skip; see `PooledKeys`.
         attention_sink: See `SpargeSource`, as for dense_text and token_order.
     """
 
     tau: float = 1.0
     thresh_type: Literal["diag", "exact"] = "diag"
+    pooled_keys: bool = True
     attention_sink: bool = False
     dense_text: bool = True
     token_order: str = CANONICAL
@@ -84,7 +87,8 @@ class SolSource(BlockSizes):
             threshold = self._thresholds(some, scores, tokens.scale)
             found.append(pack_bits((scores > threshold[..., None]) | anyway))
         mine = found[0] if len(found) == 1 else torch.cat(found)
-        return BlockMask(gather_bits(mine, request.heads, samples, grid.nk, tokens.group), grid)
+        bits = gather_bits(mine, request.heads, samples, grid.nk, tokens.group)
+        return BlockMask(bits, grid, PooledKeys() if self.pooled_keys else None)
 
     def _thresholds(self, rows: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
         """float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].

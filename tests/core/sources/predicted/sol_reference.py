@@ -14,7 +14,7 @@ from tests.support.oracle import place_in_order
 def predict(
     q: np.ndarray, k: np.ndarray, grid: BlockGrid, *, tau=1.0, thresh_type="diag", attention_sink=False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """q, k: float[H, N, D], tokens in canonical order. Returns (bool[H, nq, nk], how far scores are from thresholds)."""
+    """q, k: float[H, N, D] in canonical order. Returns (bool[H, nq, nk], how far scores are from thresholds)."""
     token_permutation = np.argsort(place_in_order(grid, 0).numpy())
     bits = np.zeros((len(q), grid.nq, grid.nk), dtype=bool)
     margins = np.zeros(bits.shape)

@@ -1,4 +1,4 @@
-"""What the workers run: predictors from pooled queries and keys, SpargeAttn's or another, on tokens that ranks share."""
+"""What the workers run: predictors from pooled queries and keys, SpargeAttn's or another's, on shared tokens."""
 
 from __future__ import annotations
 
