@@ -14,13 +14,14 @@ from torch import nn
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.remainder import CoarseBranch, PooledKeys
 from dbsp_core.masks.schedule import StepClock
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_diffusers.models import TokenSequence, architecture_of
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 from dbsp_diffusers.resolve import resolve_config
-from dbsp_diffusers.sharding.intercept import intercept_self_attention
+from dbsp_diffusers.sharding.intercept import gate_of, intercept_self_attention
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 
@@ -62,22 +63,31 @@ def attach_single_process(
         provider.begin([sequence.video], sequence.timestep, branch())
         cache.clear()
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        layer: int,
+        scale: float | None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attends in token order; padding of text, which a stock model would mask, gives zeros."""
         places = sequence.places(q.shape[2], architecture.text).to(q.device)
         key, (qs, ks, vs) = provider.cache_key(layer), (x.index_select(2, places) for x in (q, k, v))
         mask = None if key is None else cache.get(key)
         if mask is None:
-            mask = provider.mask(layer, LocalQK.alone(qs, ks, scale))
+            gates = None if gate is None else gate.index_select(2, places)
+            mask = provider.mask(layer, LocalQK.alone(qs, ks, scale, vs, gates))
         if key is not None:
             cache[key] = mask
         return torch.zeros_like(q).index_copy_(2, places, masked_attention(qs, ks, vs, mask, scale))
 
     patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
     for layer, attention in enumerate(attentions):
-        intercept_self_attention(
-            attention, functools.partial(attend, layer=layer), patches, any_mask=architecture.padded_text
-        )
+        own = functools.partial(attend, layer=layer)
+        gate = gate_of(attention, config.mask)
+        intercept_self_attention(attention, own, patches, any_mask=architecture.padded_text, gate=gate)
     return patches
 
 
@@ -93,10 +103,13 @@ def masked_attention(
     allowed = token_mask(mask).to(q.device)
     if mask.heads != q.shape[1]:
         allowed = allowed.unflatten(0, q.shape[:2])
-    if mask.remainder is not None:
+    if isinstance(mask.remainder, PooledKeys):
         return _with_pooled_keys(q, k, v, mask, allowed, scale)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
-    return out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
+    out = out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
+    if isinstance(mask.remainder, CoarseBranch):
+        mask.remainder.add_to(out)
+    return out
 
 
 def _with_pooled_keys(

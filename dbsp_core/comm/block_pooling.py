@@ -27,7 +27,7 @@ ROWS_OF_SUMS = 4
 
 
 def pool_heads(
-    pair: tuple[torch.Tensor, torch.Tensor],
+    tensors: Sequence[torch.Tensor],
     blocks: ShardedBlocks,
     heads_of: Sequence[np.ndarray],
     group: SequenceGroup,
@@ -35,17 +35,17 @@ def pool_heads(
     """Pools the tokens of all ranks, and brings each rank the heads that it asks for. Collective.
 
     Args:
-        pair: Two tensors [B, H, n_local, D] of this rank's tokens, such as q and k.
+        tensors: Of this rank's tokens, [B, H, n_local, D], such as q and k.
         blocks: The blocks of each of them.
         heads_of: By rank, int64, its heads; a head may be several ranks'.
 
     Returns:
-        float32[Hs, B, n, D + 1], the mean and similarity of every block of the first and then of the second.
+        float32[Hs, B, n, D + 1], the mean and similarity of every block of the first, then of the second, and so on.
     """
-    device, (batch, heads, _, width) = pair[0].device, pair[0].shape
-    sides = [blocks.places(side, group.rank, device) for side in (0, 1)]
+    device, (batch, heads, _, width) = tensors[0].device, tensors[0].shape
+    sides = [blocks.places(side, group.rank, device) for side in range(len(tensors))]
     # 1. Each rank sums its tokens of all heads. Complete blocks become means, straddling ones remain integer sums.
-    sums = [sum_tokens(t, *side.blocks) for t, side in zip(pair, sides, strict=True)]
+    sums = [sum_tokens(t, *side.blocks) for t, side in zip(tensors, sides, strict=True)]
     means = [pool_rows(one[:, :, : len(side.lengths)], side.lengths) for one, side in zip(sums, sides, strict=True)]
     shared = [
         one[:, :, len(side.lengths) :].view(torch.int32).unflatten(-1, (ROWS_OF_SUMS, -1)).flatten(2, 3)
@@ -79,7 +79,7 @@ class _OwnBlocks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ShardedBlocks:
-    """The distribution of two axes' blocks over the ranks, such as those of queries, followed by those of keys.
+    """The distribution of several axes' blocks over the ranks, such as those of queries, followed by those of keys.
 
     Attributes:
         token_permutation: int64[tokens], the tokens in the order of the blocks.
@@ -88,20 +88,20 @@ class ShardedBlocks:
     """
 
     layout: SequenceLayout
-    axes: tuple[BlockAxis, BlockAxis]
+    axes: tuple[BlockAxis, ...]
     token_permutation: np.ndarray
     complete: tuple[np.ndarray, ...]
     straddling: tuple[np.ndarray, ...]
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-    def of(cls, layout: SequenceLayout, grid: BlockGrid, *, keys_twice: bool = False) -> ShardedBlocks:
-        """Of queries and keys, or where `keys_twice`, of keys and values."""
-        axes = grid.k_axis if keys_twice else grid.q_axis, grid.k_axis
+    def of(cls, layout: SequenceLayout, grid: BlockGrid, kinds: str = "qk") -> ShardedBlocks:
+        """Of queries, keys and values, as `kinds` has their letters: "qk", "kv" or "qkv"."""
+        axes = tuple(grid.q_axis if kind == "q" else grid.k_axis for kind in kinds)
         permutation = grid.token_permutation(grid.common_order or CANONICAL)
         lengths = np.concatenate([axis.lengths for axis in axes])
         tokens = np.zeros((layout.world, len(lengths)), dtype=np.int64)
-        for axis, first in zip(axes, (0, len(axes[0])), strict=True):
+        for axis, first in zip(axes, _firsts(axes), strict=True):
             np.add.at(tokens, (layout.rank[permutation], first + axis.block_of), 1)
         complete = tuple(np.flatnonzero(mine == lengths) for mine in tokens)
         straddling = tuple(np.flatnonzero((mine > 0) & (mine < lengths)) for mine in tokens)
@@ -121,8 +121,8 @@ class ShardedBlocks:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
     def places(self, side: int, rank: int, device: torch.device) -> _OwnBlocks:
-        """A rank's blocks of the first axis (side 0) or the second (side 1), complete ones first."""
-        axis, offset = self.axes[side], side * len(self.axes[0])
+        """A rank's blocks of one of the axes, complete ones first."""
+        axis, offset = self.axes[side], _firsts(self.axes)[side]
         mine = np.flatnonzero(self.layout.rank[self.token_permutation] == rank)
         whole, parts = (kind[rank] - offset for kind in (self.complete, self.straddling))
         whole, parts = (kind[(kind >= 0) & (kind < len(axis))] for kind in (whole, parts))
@@ -156,6 +156,11 @@ class ShardedBlocks:
             seen += copies * rows
         arrays = order.ravel(), np.concatenate(sums), np.concatenate(into), split, self.lengths[split]
         return tuple(to_device(array, device) for array in arrays)
+
+
+def _firsts(axes: Sequence[BlockAxis]) -> list[int]:
+    """Number of each axis's first block among those of all."""
+    return [sum(map(len, axes[:place])) for place in range(len(axes))]
 
 
 def exchange_heads(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,7 @@ from dbsp_core.comm.all_to_all import Route
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.remainder import CoarseBranch, PooledKeys
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.added_keys import AddedKeys
 from dbsp_core.runtime.backward import attention_with_gradients
@@ -98,13 +99,12 @@ class AttentionExecutor(PreparedAttention):
             tokens=None if whole_heads is None else whole_heads.tokens,
         )
         choice, mask_mark = KernelChoice(kernel, needs), mask.fingerprint if mark else 0
-        return cls(part, plan, tables, group, choice, mask_mark, added=_added(part, mask), pooled=_pooled(part, mask))
+        return cls(part, plan, tables, group, choice, mask_mark, **_of_mask(part, mask))
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, mark: bool) -> AttentionExecutor:
         """The executor for another mask, under a plan with the same owners and slots; see `of_part`."""
         tables, mask_mark = _tables(self.part, plan, mask), mask.fingerprint if mark else 0
-        added, pooled = _added(self.part, mask), _pooled(self.part, mask)
-        return replace(self, plan=plan, tables=tables, mask_mark=mask_mark, added=added, pooled=pooled)
+        return replace(self, plan=plan, tables=tables, mask_mark=mask_mark, **_of_mask(self.part, mask))
 
     @property
     def kernel(self) -> str:
@@ -140,12 +140,14 @@ class AttentionExecutor(PreparedAttention):
         return forward(self, q, k, v, scale, self.kernels.kernel_for(q, merged=self.pooled is not None))
 
 
-def _added(part: RankPlan, mask: BlockMask) -> AddedKeys | None:
-    return AddedKeys(part, mask) if part.assignment.keys.adds else None
-
-
-def _pooled(part: RankPlan, mask: BlockMask) -> PooledKeysOfMask | None:
-    return None if mask.remainder is None else PooledKeysOfMask(part.pooled, part.table_layout, mask)
+def _of_mask(part: RankPlan, mask: BlockMask) -> dict[str, Any]:
+    """The fields of a `PreparedAttention` that follow from its mask, beside the tables."""
+    beside = mask.remainder
+    return {
+        "added": AddedKeys(part, mask) if part.assignment.keys.adds else None,
+        "pooled": PooledKeysOfMask(part.pooled, part.table_layout, mask) if isinstance(beside, PooledKeys) else None,
+        "coarse": beside if isinstance(beside, CoarseBranch) else None,
+    }
 
 
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:

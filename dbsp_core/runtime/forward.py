@@ -10,7 +10,7 @@ import torch
 from dbsp_core.comm.all_to_all import KeysAtHome
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.token_mean import mean_of_tokens
-from dbsp_core.masks.remainder import NO_GRADIENTS
+from dbsp_core.masks.remainder import NO_GRADIENTS, CoarseBranch
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.wire_format import WireFormat
 from dbsp_core.runtime.added_keys import AddedKeys, AddedPeriod
@@ -38,6 +38,7 @@ class PreparedAttention:
         group: The ranks that share the sequence.
         added: The last period, where that follows from each mask (`KeyTravel.adds`).
         pooled: The keys of skipped blocks that rows attend to besides; None: none.
+        coarse: What is added to the output at home; None: nothing.
     """
 
     part: RankPlan
@@ -46,6 +47,7 @@ class PreparedAttention:
     group: SequenceGroup
     added: AddedKeys | None = field(default=None, kw_only=True)
     pooled: PooledKeysOfMask | None = field(default=None, kw_only=True)
+    coarse: CoarseBranch | None = field(default=None, kw_only=True)
 
     @property
     def last(self) -> AddedPeriod | None:
@@ -65,7 +67,7 @@ class PreparedAttention:
     @property
     def no_gradients(self) -> str | None:
         """Why it has no gradients, and what to do. None: it has."""
-        return self.wire.no_gradients or (None if self.pooled is None else NO_GRADIENTS)
+        return self.wire.no_gradients or (NO_GRADIENTS if self.pooled or self.coarse else None)
 
     def keys_at_home(self, k: torch.Tensor, v: torch.Tensor) -> KeysAtHome:
         """This rank's k and v [B, H, n_local, D], with what is to be known before they travel. Collective then."""
@@ -97,7 +99,10 @@ def forward(
         [B, H, n_local, D]. Collective.
     """
     out = [_at_owners(prepared, q, k, v, scale, kernel, keep)]
-    return prepared.part.route.combine(out.pop(), q, prepared.group)
+    home = prepared.part.route.combine(out.pop(), q, prepared.group)
+    if prepared.coarse is not None:
+        prepared.coarse.add_to(home)
+    return home
 
 
 def _at_owners(

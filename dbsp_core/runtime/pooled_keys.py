@@ -53,7 +53,7 @@ class PooledLayout:
     @classmethod
     def of(cls, assignment: Assignment, layout: SequenceLayout, rank: int, device: torch.device) -> PooledLayout:
         grid = assignment.grid
-        blocks = ShardedBlocks.of(layout, grid, keys_twice=True)
+        blocks = ShardedBlocks.of(layout, grid, "kv")
         heads_of = tuple(np.unique(assignment.rows_of(one)[0]) for one in range(layout.world))
         log_tokens = to_device(np.log(grid.k_axis.lengths).astype(np.float32), device)
         return cls(heads_of, blocks, _spans(grid, heads_of[rank], *assignment.rows_of(rank)), log_tokens)

@@ -19,6 +19,7 @@ from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
 from dbsp_core.sources.svg import SvgSource
 from dbsp_core.sources.synthetic.source import SyntheticSource
+from dbsp_core.sources.vsa import VsaSource
 from dbsp_core.sources.window import WindowSource
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "StaticMaskSource",
     "SvgSource",
     "SyntheticSource",
+    "VsaSource",
     "WindowSource",
     "packed_mask",
 ]
@@ -49,6 +51,7 @@ SOURCES: dict[str, type[MaskSource]] = {
     "paro": ParoSource,
     "sparge": SpargeSource,
     "sol": SolSource,
+    "vsa": VsaSource,
     "lowrank": LowRankSource,
     "record_qk": RecordQKSource,
     "window": WindowSource,

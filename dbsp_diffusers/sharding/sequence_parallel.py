@@ -22,7 +22,7 @@ from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
-from dbsp_diffusers.sharding.intercept import intercept_self_attention
+from dbsp_diffusers.sharding.intercept import gate_of, intercept_self_attention
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
@@ -145,7 +145,8 @@ class _SequenceSharding:
                 patches.hook(module.register_forward_hook, functools.partial(self._gather, cut))
         for layer, attention in enumerate(self._architecture.attentions_of(self._transformer)):
             attend = functools.partial(self._attend, layer)
-            intercept_self_attention(attention, attend, patches, any_mask=self._architecture.padded_text)
+            any_mask, gate = self._architecture.padded_text, gate_of(attention, self._session.config.mask)
+            intercept_self_attention(attention, attend, patches, any_mask=any_mask, gate=gate)
 
     @property
     def video(self) -> StreamShards:
@@ -195,9 +196,16 @@ class _SequenceSharding:
 
     @torch.compiler.disable
     def _attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._attention.attend(layer, q, k, v, scale=scale)
+        return self._attention.attend(layer, q, k, v, scale=scale, gate=gate)
 
     def _step_of(self, module: nn.Module, timestep: torch.Tensor | float | None) -> torch.Tensor | float | None:
         """The timestep that distinguishes denoising steps; None in training, which draws one for each sample."""

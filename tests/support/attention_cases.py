@@ -34,6 +34,7 @@ class Case:
     chunk_shares, one_ahead: of keys that come in chunks, see `KeysInChunks`
     band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
     pooled: whether rows attend to the mean key of each block that they skip
+    whole_tiles: see `BlockGrid`
     """
 
     strategy: str
@@ -63,10 +64,12 @@ class Case:
     one_ahead: bool = False
     precision: str = "model"
     pooled: bool = False
+    whole_tiles: bool = False
 
     @property
     def grid(self) -> BlockGrid:
-        return BlockGrid(self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders)
+        sizes = self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders
+        return BlockGrid(*sizes, whole_tiles=self.whole_tiles)
 
     @property
     def attention(self) -> Case:

@@ -20,7 +20,9 @@ SHAPES = (
     Case("-", pooled=True),
     Case("-", heads=5, tokens=331, text_tokens=21, block_k=32, batch=2, density=0.15, pooled=True),
     Case("-", heads=2, tokens=6 * 6 * 9, thw=(6, 6, 9), orders=("tile:2x4x4",), block_q=32, density=0.1, pooled=True),
-)
+    Case("-", tokens=7 + 5 * 7 * 9, text_tokens=7, thw=(5, 7, 9), orders=("tile:2x4x4",), whole_tiles=True,
+         block_q=32, block_k=32, density=0.3, pooled=True),
+)  # fmt: skip
 WAYS = ({}, {"keys": "needed"}, {"keys": "all", "chunk_shares": (2, 1)}, {"keys": "kept"}, {"precision": "int8"})
 
 
