@@ -63,12 +63,19 @@ class Sharing:
     plan: SequencePlan | None = None
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As the session's; without sequences that of padding, as every rank computes with every parameter."""
         if self.session is None:
             return F.scaled_dot_product_attention(q, k, v, scale=scale)
-        return self.session.attend(layer, q, k, v, scale=scale)
+        return self.session.attend(layer, q, k, v, scale=scale, gate=gate)
 
 
 @dataclass(eq=False, repr=False)

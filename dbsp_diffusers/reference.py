@@ -14,13 +14,14 @@ from torch import nn
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config.config import ConfigLike
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.remainder import CoarseBranch, PooledKeys
 from dbsp_core.masks.schedule import StepClock
 from dbsp_core.runtime.session.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_diffusers.models import TokenSequence, architecture_of, heads_of
 from dbsp_diffusers.patching import PatchSet, guidance_branch, signature_of
 from dbsp_diffusers.resolve import resolve_config
-from dbsp_diffusers.sharding.intercept import intercept_attention
+from dbsp_diffusers.sharding.intercept import gate_of, intercept_attention
 
 __all__ = ["attach_single_process", "masked_attention", "token_mask"]
 
@@ -62,13 +63,22 @@ def attach_single_process(
         provider.begin([sequence.video], sequence.timestep, branch())
         cache.clear()
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, layer: int, scale: float | None) -> torch.Tensor:
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        layer: int,
+        scale: float | None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attends in token order; padding of text, which a stock model would mask, gives zeros."""
         places = sequence.places(q.shape[2], architecture.text).to(q.device)
         key, (qs, ks, vs) = provider.cache_key(layer), (x.index_select(2, places) for x in (q, k, v))
         mask = None if key is None else cache.get(key)
         if mask is None:
-            mask = provider.mask(layer, LocalQK.alone(qs, ks, scale))
+            gates = None if gate is None else gate.index_select(2, places)
+            mask = provider.mask(layer, LocalQK.alone(qs, ks, scale, vs, gates))
         if key is not None:
             cache[key] = mask
         return torch.zeros_like(q).index_copy_(2, places, masked_attention(qs, ks, vs, mask, scale))
@@ -81,6 +91,7 @@ def attach_single_process(
             patches,
             any_mask=architecture.padded_text,
             skipped_by=architecture.skipped_by,
+            gate=gate_of(attention, config.mask),
         )
     return patches
 
@@ -97,8 +108,41 @@ def masked_attention(
     allowed = token_mask(mask).to(q.device)
     if mask.heads != q.shape[1]:
         allowed = allowed.unflatten(0, q.shape[:2])
+    if isinstance(mask.remainder, PooledKeys):
+        return _with_pooled_keys(q, k, v, mask, allowed, scale)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
-    return out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
+    out = out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
+    if isinstance(mask.remainder, CoarseBranch):
+        mask.remainder.add_to(out)
+    return out
+
+
+def _with_pooled_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, allowed: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attention where each skipped token's key and value are its block's means; see `PooledKeys`.
+
+    A block of equal keys and values weighs as one of them does, as often as it has tokens.
+
+    Args:
+        allowed: From `token_mask`, [H, tokens, tokens] or [B, H, tokens, tokens].
+    """
+    grid = mask.grid
+    order = grid.common_order
+    if order is None:
+        raise ValueError("pooled keys need one token order for all heads")
+    place = torch.from_numpy(np.argsort(grid.token_permutation(order)))  # of each token
+    block = torch.from_numpy(grid.k_axis.block_of)[place].to(q.device)
+    sequence = torch.from_numpy(grid.k_axis.sequence_of).to(q.device)[block]
+    lengths = torch.bincount(block, minlength=grid.nk)[:, None]
+    mean_k, mean_v = (
+        (t.new_zeros(*t.shape[:2], grid.nk, t.shape[-1]).index_add_(2, block, t) / lengths)[:, :, block]
+        for t in (k, v)
+    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.where(allowed, q @ k.mT, q @ mean_k.mT) * scale
+    weights = scores.masked_fill(sequence[:, None] != sequence, -torch.inf).softmax(dim=-1)
+    return weights.masked_fill(~allowed, 0.0) @ v + weights.masked_fill(allowed, 0.0) @ mean_v
 
 
 def token_mask(mask: BlockMask) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_counts import MaskCounts
+from dbsp_core.masks.remainder import Remainder, packed_remainder
 from dbsp_core.utils.errors import UserError
 
 __all__ = ["BlockMask", "require_mask", "row_places"]
@@ -32,13 +33,15 @@ class BlockMask:
             may be empty. On a packed grid bool[H · pairs]: one sequence's [H, nq, nk] after another, and nothing
             between sequences. Counts are renewed once a tensor has been set in place; plans and executors are not.
         grid: The blocks.
+        remainder: What stands for the blocks that rows skip, or is added to the output. None: nothing.
 
     Raises:
-        UserError: When the bits are not bool, or their shape does not fit the grid.
+        UserError: When the bits are not bool, their shape does not fit the grid, or the remainder does not.
     """
 
     bits: torch.Tensor
     grid: BlockGrid
+    remainder: Remainder | None = None
     _derived: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
     """Results by name, each with the version of the bits that it was computed from."""
 
@@ -58,6 +61,8 @@ class BlockMask:
             raise UserError(f"mask of shape {tuple(bits.shape)} does not fit {wanted}")
         if len(grid.orders) not in (1, self.heads):
             raise UserError(f"the grid has token orders for {len(grid.orders)} heads, the mask {self.heads} heads")
+        if self.remainder is not None:
+            self.remainder.require_fit(grid)
 
     def __repr__(self) -> str:
         grid, device = self.grid, self.bits.device
@@ -78,7 +83,7 @@ class BlockMask:
         It is on a GPU if one of the masks is.
 
         Raises:
-            UserError: For no masks, or different numbers of heads or block sizes.
+            UserError: For no masks, different numbers of heads or block sizes, or remainders that can't be packed.
         """
         if not masks:
             raise UserError("BlockMask.packed needs at least one sequence's mask, got none")
@@ -92,7 +97,8 @@ class BlockMask:
         if len(grid.sequences) == 1:
             return masks[0]
         device = max((mask.bits.device for mask in masks), key=lambda device: device.type != "cpu")
-        return cls(torch.cat([part.bits.to(device).flatten() for mask in masks for part in mask.parts]), grid)
+        bits = torch.cat([part.bits.to(device).flatten() for mask in masks for part in mask.parts])
+        return cls(bits, grid, packed_remainder([mask.remainder for mask in masks]))
 
     @cached_property
     def parts(self) -> tuple[BlockMask, ...]:
@@ -101,7 +107,7 @@ class BlockMask:
             return (self,)
         pieces = self.bits.split([self.heads * grid.nq * grid.nk for grid in self.grid.sequences])
         each = zip(pieces, self.grid.sequences, strict=True)
-        return tuple(BlockMask(bits.view(self.heads, grid.nq, grid.nk), grid) for bits, grid in each)
+        return tuple(BlockMask(bits.view(self.heads, grid.nq, grid.nk), grid, self.remainder) for bits, grid in each)
 
     @property
     def heads(self) -> int:
@@ -133,7 +139,8 @@ class BlockMask:
         return self._of_bits("fingerprint", self._fingerprint)
 
     def _fingerprint(self) -> int:
-        digest = hashlib.blake2b(str(self.grid).encode(), digest_size=8)
+        beside = "" if self.remainder is None else repr(self.remainder)
+        digest = hashlib.blake2b((str(self.grid) + beside).encode(), digest_size=8)
         for piece in self.bits.flatten().split(AT_ONCE):
             digest.update(np.packbits(piece.cpu().numpy()).tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1

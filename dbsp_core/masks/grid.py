@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dbsp_core.masks.token_order import CANONICAL, require_order, video_order
+from dbsp_core.masks.token_order import CANONICAL, require_order, tile_lengths, video_order
 from dbsp_core.utils.errors import UserError, require_value
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class BlockGrid:
             grid, whose sequences have their own.
         orders: The order of video tokens (see `dbsp_core.masks.token_order`), one for all heads or one per head.
         packed_from: The sequences of a packed grid, which `packed` makes; see `sequences`.
+        whole_tiles: Whether no block holds video tokens of two tiles, so that those at the far sides are short; needs
+            one order of tiles for all heads.
 
     Raises:
         UserError: For sizes that make no grid, or orders that do not fit.
@@ -80,6 +82,7 @@ class BlockGrid:
     thw: tuple[int, int, int] | None = None
     orders: tuple[Order, ...] = (CANONICAL,)
     packed_from: tuple[BlockGrid, ...] = ()
+    whole_tiles: bool = False
 
     def __post_init__(self) -> None:
         if self.packed_from:
@@ -108,6 +111,8 @@ class BlockGrid:
             if not isinstance(order, str):
                 raise UserError(f"orders of one sequence are names, got {order}; pack sequences with BlockGrid.packed")
             require_order(order)
+        if self.whole_tiles and (self.thw is None or len(set(self.orders)) > 1):
+            raise UserError("blocks of whole tiles need thw, and one order of tiles for all heads")
         if self.thw is None:
             if set(self.orders) != {CANONICAL}:
                 raise UserError(f"token orders other than {CANONICAL!r} need thw, the size of the video's token grid")
@@ -234,13 +239,20 @@ class BlockGrid:
             text_q, text_k = -(-grid.text_tokens // grid.block_q), -(-grid.text_tokens // grid.block_k)
             own[..., :text_q, :], own[..., :text_k] = True, True
 
+    @property
+    def _segments(self) -> list[int]:
+        """Tokens of the runs that are cut into blocks: text, then the video or each of its tiles."""
+        if not self.whole_tiles or self.thw is None:
+            return [self.text_tokens, self.tokens - self.text_tokens]
+        return [self.text_tokens, *tile_lengths(str(self.orders[0]), self.thw).tolist()]
+
     def _axis(self, block: int) -> BlockAxis:
         starts, bounds, first = [], [0], 0
         for grid in self.sequences:
-            for segment in (grid.text_tokens, grid.tokens - grid.text_tokens):
+            for segment in grid._segments:
                 starts.append(first + np.arange(0, segment, block))
                 first += segment
-            bounds.append(bounds[-1] + len(starts[-2]) + len(starts[-1]))
+            bounds.append(bounds[-1] + sum(-(-segment // block) for segment in grid._segments))
         all_starts = np.concatenate(starts)
         return BlockAxis(all_starts, np.diff(all_starts, append=self.tokens), block, np.array(bounds))
 

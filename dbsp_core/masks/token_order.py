@@ -10,7 +10,7 @@ import numpy as np
 
 from dbsp_core.utils.errors import UserError
 
-__all__ = ["AXIS_ORDERS", "CANONICAL", "require_order", "video_order"]
+__all__ = ["AXIS_ORDERS", "CANONICAL", "require_order", "tile_lengths", "video_order"]
 
 CANONICAL = "thw"
 AXIS_ORDERS = tuple("".join(axes) for axes in itertools.permutations(CANONICAL))
@@ -46,3 +46,13 @@ def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
         token_permutation = np.lexsort((*within[::-1], *tile[::-1]))
     token_permutation.flags.writeable = False
     return token_permutation
+
+
+def tile_lengths(order: str, thw: tuple[int, int, int]) -> np.ndarray:
+    """int64[tiles]: tokens of each tile of a video in order "tile:TxHxW"; raises UserError for other orders."""
+    tiles = _TILES.fullmatch(order)
+    if tiles is None:
+        raise UserError(f"blocks of whole tiles need an order such as 'tile:4x4x4', got {order!r}")
+    sides = [np.diff(np.append(np.arange(0, n, int(size)), n)) for n, size in zip(thw, tiles.groups(), strict=True)]
+    lengths: np.ndarray = (sides[0][:, None, None] * sides[1][:, None] * sides[2]).ravel()
+    return lengths

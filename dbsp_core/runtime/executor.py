@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,12 +12,15 @@ from dbsp_core.comm.all_to_all import Route
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.inputs import needs_gradients
 from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.remainder import CoarseBranch, PooledKeys
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.added_keys import AddedKeys
 from dbsp_core.runtime.backward import attention_with_gradients
 from dbsp_core.runtime.forward import PreparedAttention, forward
 from dbsp_core.runtime.kernel_tables import RingStepTable, build_tables, dense_spans_of
+from dbsp_core.runtime.pooled_keys import PooledKeysOfMask
 from dbsp_core.runtime.rank_plan import RankPlan
+from dbsp_core.utils.errors import UserError
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
 
 __all__ = ["AttentionExecutor", "KernelChoice"]
@@ -36,18 +39,22 @@ class KernelChoice:
     def __init__(self, asked: str, needs: KernelRequirements) -> None:
         self.asked = asked
         self._needs = needs
-        self._chosen: dict[tuple[torch.device, torch.dtype, int, bool], Kernel] = {}
+        self._chosen: dict[tuple[torch.device, torch.dtype, int, bool, bool], Kernel] = {}
 
     @property
     def name(self) -> str:
         """Name of the kernel that was chosen last, or what was asked for before the first call."""
         return next(reversed(self._chosen.values())).name if self._chosen else self.asked
 
-    def kernel_for(self, q: torch.Tensor, *, backward: bool = False) -> Kernel:
-        """The kernel for inputs like q [..., D]. Raises UserError where none, or not the one asked for, can serve."""
-        inputs = q.device, q.dtype, q.shape[-1], backward
+    def kernel_for(self, q: torch.Tensor, *, backward: bool = False, merged: bool = False) -> Kernel:
+        """The kernel for inputs like q [..., D], whose result is `merged` with another one, or has a backward.
+
+        Raises UserError where none, or not the one asked for, can serve.
+        """
+        inputs = q.device, q.dtype, q.shape[-1], backward, merged
         if inputs not in self._chosen:
-            needs = replace(self._needs, width=q.shape[-1], lse=backward or self._needs.lse, backward=backward)
+            lse = backward or merged or self._needs.lse
+            needs = replace(self._needs, width=q.shape[-1], lse=lse, backward=backward)
             self._chosen[inputs] = choose_kernel(self.asked, q.device, q.dtype, needs)
         return self._chosen[inputs]
 
@@ -92,12 +99,12 @@ class AttentionExecutor(PreparedAttention):
             tokens=None if whole_heads is None else whole_heads.tokens,
         )
         choice, mask_mark = KernelChoice(kernel, needs), mask.fingerprint if mark else 0
-        return cls(part, plan, tables, group, choice, mask_mark, added=_added(part, mask))
+        return cls(part, plan, tables, group, choice, mask_mark, **_of_mask(part, mask))
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, mark: bool) -> AttentionExecutor:
         """The executor for another mask, under a plan with the same owners and slots; see `of_part`."""
         tables, mask_mark = _tables(self.part, plan, mask), mask.fingerprint if mark else 0
-        return replace(self, plan=plan, tables=tables, mask_mark=mask_mark, added=_added(self.part, mask))
+        return replace(self, plan=plan, tables=tables, mask_mark=mask_mark, **_of_mask(self.part, mask))
 
     @property
     def kernel(self) -> str:
@@ -126,13 +133,21 @@ class AttentionExecutor(PreparedAttention):
         `check_gradient` is given the output's gradient before it is used.
         """
         if needs_gradients(q, k, v):
+            if self.no_gradients is not None:
+                raise UserError(self.no_gradients)
             kernel = self.kernels.kernel_for(q, backward=True)
             return attention_with_gradients(self, q, k, v, scale, kernel, check_gradient)
-        return forward(self, q, k, v, scale, self.kernels.kernel_for(q))
+        return forward(self, q, k, v, scale, self.kernels.kernel_for(q, merged=self.pooled is not None))
 
 
-def _added(part: RankPlan, mask: BlockMask) -> AddedKeys | None:
-    return AddedKeys(part, mask) if part.assignment.keys.adds else None
+def _of_mask(part: RankPlan, mask: BlockMask) -> dict[str, Any]:
+    """The fields of a `PreparedAttention` that follow from its mask, beside the tables."""
+    beside = mask.remainder
+    return {
+        "added": AddedKeys(part, mask) if part.assignment.keys.adds else None,
+        "pooled": PooledKeysOfMask(part.pooled, part.table_layout, mask) if isinstance(beside, PooledKeys) else None,
+        "coarse": beside if isinstance(beside, CoarseBranch) else None,
+    }
 
 
 def _tables(part: RankPlan, plan: Plan, mask: BlockMask) -> tuple[RingStepTable, ...]:

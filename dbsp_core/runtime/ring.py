@@ -46,6 +46,7 @@ def ring_attention(
     lse: bool = False,
     last: Callable[[], RingStepTable | None] | None = None,
     read: Callable[[torch.Tensor], torch.Tensor] = lambda written: written,
+    beside: PartialAttention | None = None,
 ) -> PartialAttention:
     """All periods of one attention on one rank.
 
@@ -65,13 +66,14 @@ def ring_attention(
             there is none.
         read: Makes [2, B, Ck, Bk, D] of q's dtype of keys and values as they are written on their way. What is handed
             on is as it came.
+        beside: A result over further keys, contiguous and in at least 32 bits, to merge all into; it is overwritten.
 
     Returns:
         out [B·Rq, Bq, D] and its log-sum-exp [B·Rq, Bq].
     """
     kv = first_slot()
-    batch, several = kv.shape[1], len(tables) > 1 or last is not None
-    running: PartialAttention | None = None
+    batch, several = kv.shape[1], len(tables) > 1 or last is not None or beside is not None
+    running = beside
     to_do = deque(tables)
     while to_do:
         table = to_do.popleft()

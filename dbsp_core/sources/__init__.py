@@ -14,10 +14,12 @@ from dbsp_core.sources.callable import CallableSource
 from dbsp_core.sources.lowrank import LowRankSource
 from dbsp_core.sources.radial import RadialSource
 from dbsp_core.sources.record_qk import RecordQKSource
+from dbsp_core.sources.sol import SolSource
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
 from dbsp_core.sources.svg import SvgSource
 from dbsp_core.sources.synthetic.source import SyntheticSource
+from dbsp_core.sources.vsa import VsaSource
 from dbsp_core.sources.window import WindowSource
 
 __all__ = [
@@ -33,10 +35,12 @@ __all__ = [
     "ParoSource",
     "RadialSource",
     "RecordQKSource",
+    "SolSource",
     "SpargeSource",
     "StaticMaskSource",
     "SvgSource",
     "SyntheticSource",
+    "VsaSource",
     "WindowSource",
     "packed_mask",
 ]
@@ -46,6 +50,8 @@ SOURCES: dict[str, type[MaskSource]] = {
     "file": FileSource,
     "paro": ParoSource,
     "sparge": SpargeSource,
+    "sol": SolSource,
+    "vsa": VsaSource,
     "lowrank": LowRankSource,
     "record_qk": RecordQKSource,
     "window": WindowSource,

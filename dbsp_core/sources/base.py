@@ -62,6 +62,8 @@ class LocalQK:
     Attributes:
         layout: The distribution of tokens over the ranks of `group`.
         scale: Factor of the scores.
+        v: Its values, for sources that make more of them than a mask; None: not given.
+        gate: Of their shape: by what the model multiplies a coarse branch; None: it has none.
     """
 
     q: torch.Tensor
@@ -69,12 +71,21 @@ class LocalQK:
     layout: SequenceLayout
     group: SequenceGroup
     scale: float
+    v: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
 
     @classmethod
-    def alone(cls, q: torch.Tensor, k: torch.Tensor, scale: float | None = None) -> LocalQK:
+    def alone(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        scale: float | None = None,
+        v: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> LocalQK:
         """All tokens in one process."""
         layout = SequenceLayout.contiguous(q.shape[2], 1)
-        return cls(q, k, layout, SequenceGroup(0, 1), q.shape[-1] ** -0.5 if scale is None else scale)
+        return cls(q, k, layout, SequenceGroup(0, 1), q.shape[-1] ** -0.5 if scale is None else scale, v, gate)
 
 
 class MaskSource(Protocol):

@@ -1,33 +1,24 @@
-"""Pools the queries and keys of all ranks, each head on one rank, before any query or key travels.
-
-A block that is complete on one rank is sent as its mean and similarity; if it straddles ranks, each sends its sums.
-"""
+"""Predicted masks, each head on one rank: what that needs from all ranks before any query or key travels."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from dbsp_core.comm.block_pooling import ShardedBlocks, pool_heads
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL
 from dbsp_core.planning.baselines import contiguous_heads
 from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.packing.row_bits import unpack_bits
-from dbsp_kernels.prediction.pooling import BlockRuns, block_runs, pool_rows, sum_tokens
 
-__all__ = ["assigned_heads", "exchange_heads", "gather_bits", "pool_own_heads", "traffic"]
-
-
-ROWS_OF_SUMS = 4
-"""Rows of a block's mean that its sums take the room of."""
+__all__ = ["HomeBlocks", "assigned_heads", "gather_bits", "pool_own_heads", "send_home", "traffic"]
 
 
 def assigned_heads(rank: int, heads: int, ranks: int) -> np.ndarray:
@@ -35,36 +26,18 @@ def assigned_heads(rank: int, heads: int, ranks: int) -> np.ndarray:
     return np.flatnonzero(contiguous_heads(heads, ranks) == rank)
 
 
-def pool_own_heads(tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
-    """Pools the q and k of the heads whose masks this rank predicts over all ranks. Collective.
+def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None = None) -> torch.Tensor:
+    """Pools the q and k, and the values if given, of the heads whose masks this rank predicts. Collective.
 
     Returns:
-        float32[Hs, B, nq + nk, D + 1], the mean and similarity of every query block and then of every key block.
+        float32[Hs, B, nq + nk, D + 1], the mean and similarity of every query block, then of every key block, over all
+        ranks; with values nq + 2 nk of them.
     """
-    group, device = tokens.group, tokens.q.device
-    batch, heads, _, width = tokens.q.shape
-    blocks = _ShardedBlocks.of(tokens.layout, grid)
-    q, k = (blocks.places(side, group.rank, device) for side in (0, 1))
-    # 1. Each rank sums its tokens of all heads. Complete blocks become means, straddling ones remain integer sums.
-    sums = [sum_tokens(t, *side.blocks) for t, side in zip((tokens.q, tokens.k), (q, k), strict=True)]
-    means = [pool_rows(one[:, :, : len(side.lengths)], side.lengths) for one, side in zip(sums, (q, k), strict=True)]
-    shared = [
-        one[:, :, len(side.lengths) :].view(torch.int32).unflatten(-1, (ROWS_OF_SUMS, -1)).flatten(2, 3)
-        for one, side in zip(sums, (q, k), strict=True)
-    ]
-    # 2. All travel to the rank that predicts their head, in one exchange of rows of D + 1 numbers of 32 bits.
-    shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
-    sent = torch.cat([*(one.view(torch.int32) for one in means), *shared], dim=2)
-    arrived = exchange_heads(sent, shares, blocks.rows, group)
-    # 3. That rank puts means in their blocks' places, and adds up the sums of straddling blocks to means.
-    copies, lengths = shares[group.rank] * batch, blocks.lengths
-    order, parts, into, split, of_split = blocks.arrivals(copies, device)
-    rows = arrived.index_select(0, order).view(torch.float32).view(shares[group.rank], batch, len(lengths), width + 1)
-    if len(split):
-        straddling = arrived.index_select(0, parts).view(-1, ROWS_OF_SUMS * (width + 1)).view(torch.int64)
-        added = straddling.new_zeros(copies * len(split), 2 * width + 2).index_add_(0, into, straddling)
-        rows.index_copy_(2, split, pool_rows(added.view(*rows.shape[:2], len(split), 2 * width + 2), of_split))
-    return rows
+    ranks = range(tokens.group.size)
+    heads_of = [assigned_heads(rank, tokens.q.shape[1], tokens.group.size) for rank in ranks]
+    tensors = [tokens.q, tokens.k] if values is None else [tokens.q, tokens.k, values]
+    blocks = ShardedBlocks.of(tokens.layout, grid, "qkv"[: len(tensors)])
+    return pool_heads(tensors, blocks, heads_of, tokens.group)
 
 
 def gather_bits(mine: torch.Tensor, heads: int, batch: int, columns: int, group: SequenceGroup) -> torch.Tensor:
@@ -94,112 +67,50 @@ def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) ->
     return to_device((places * batch + np.arange(batch)[:, None]).ravel(), device)
 
 
-def traffic(layout: SequenceLayout, grid: BlockGrid, heads: int, width: int, batch: int = 1) -> int:
-    """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and bits of other heads."""
-    most, others = -(-heads // layout.world), layout.world - 1
-    blocks = _ShardedBlocks.of(layout, grid)
-    pooled = sum(blocks.rows) * 4 * (width + 1)
-    bits = batch * most * grid.nq * -(-grid.nk // 8)
-    return batch * most * pooled * others // layout.world + others * bits
-
-
-class _OwnBlocks(NamedTuple):
-    """A rank's blocks of q or of k: the arguments of `sum_tokens`, and int64 tokens of each complete block."""
-
-    blocks: tuple[torch.Tensor, torch.Tensor, BlockRuns]
-    lengths: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _ShardedBlocks:
-    """The distribution of blocks over the ranks; blocks of queries are followed by those of keys.
+class HomeBlocks(NamedTuple):
+    """The query blocks of which each rank has tokens, and where this rank's are.
 
     Attributes:
-        token_permutation: int64[tokens], the tokens in the order of the blocks.
-        complete: By rank, int64, the blocks of which it has all tokens.
-        straddling: By rank, int64, the blocks of which it has some tokens.
+        of_ranks: By rank, int64.
+        block: int64[n_local], each place's among this rank's; 0 at padding.
+        real: bool[n_local], whether there is a token.
     """
 
-    layout: SequenceLayout
-    axes: tuple[BlockAxis, BlockAxis]
-    token_permutation: np.ndarray
-    complete: tuple[np.ndarray, ...]
-    straddling: tuple[np.ndarray, ...]
+    of_ranks: tuple[np.ndarray, ...]
+    block: torch.Tensor
+    real: torch.Tensor
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-    def of(cls, layout: SequenceLayout, grid: BlockGrid) -> _ShardedBlocks:
-        axes = grid.q_axis, grid.k_axis
-        permutation = grid.token_permutation(grid.common_order or CANONICAL)
-        lengths = np.concatenate([axis.lengths for axis in axes])
-        tokens = np.zeros((layout.world, len(lengths)), dtype=np.int64)
-        for axis, first in zip(axes, (0, grid.nq), strict=True):
-            np.add.at(tokens, (layout.rank[permutation], first + axis.block_of), 1)
-        complete = tuple(np.flatnonzero(mine == lengths) for mine in tokens)
-        straddling = tuple(np.flatnonzero((mine > 0) & (mine < lengths)) for mine in tokens)
-        return cls(layout, axes, permutation, complete, straddling)
-
-    @property
-    def rows(self) -> list[int]:
-        """By rank, the rows of D + 1 numbers that it sends of each head and sample: complete blocks', then others'."""
-        return [
-            len(whole) + ROWS_OF_SUMS * len(parts) for whole, parts in zip(self.complete, self.straddling, strict=True)
-        ]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64[nq + nk]: tokens of each block."""
-        return np.concatenate([axis.lengths for axis in self.axes])
-
-    @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
-    def places(self, side: int, rank: int, device: torch.device) -> _OwnBlocks:
-        """A rank's blocks of q (side 0) or k (side 1), complete ones first."""
-        axis, offset = self.axes[side], side * len(self.axes[0])
-        mine = np.flatnonzero(self.layout.rank[self.token_permutation] == rank)
-        whole, parts = (kind[rank] - offset for kind in (self.complete, self.straddling))
-        whole, parts = (kind[(kind >= 0) & (kind < len(axis))] for kind in (whole, parts))
-        own = np.concatenate([whole, parts])
-        number = np.zeros(len(axis), dtype=np.int64)
-        number[own] = np.arange(len(own))
-        block = number[axis.block_of[mine]]
-        order = np.argsort(block, kind="stable")
-        first = np.searchsorted(block[order], np.arange(len(own) + 1))
-        place = self.layout.local[self.token_permutation[mine[order]]]
-        blocks = to_device(place, device), to_device(first, device), block_runs(np.diff(first))
-        return _OwnBlocks(blocks, to_device(axis.lengths[whole], device))
-
-    @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
-    def arrivals(self, copies: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Places of received rows, which are ordered by source rank, head and sample (`copies`), and block.
-
-        Returns:
-            int64[copies · blocks], the row of every complete block, row 0 for others; int64[n · ROWS_OF_SUMS], the
-            rows of n sums; int64[n], the one of `copies` · straddling blocks to which each is added; int64, the
-            straddling blocks, and their lengths.
-        """
-        split = np.unique(np.concatenate(self.straddling))
-        order = np.zeros((copies, len(self.lengths)), dtype=np.int64)
-        copy, sums, into, seen = np.arange(copies)[:, None], [], [], 0
-        for whole, parts, rows in zip(self.complete, self.straddling, self.rows, strict=True):
-            first = seen + copy * rows
-            order[:, whole] = first + np.arange(len(whole))
-            sums.append((first + np.arange(len(whole), rows)).ravel())
-            into.append((copy * len(split) + np.searchsorted(split, parts)).ravel())
-            seen += copies * rows
-        arrays = order.ravel(), np.concatenate(sums), np.concatenate(into), split, self.lengths[split]
-        return tuple(to_device(array, device) for array in arrays)
+    def of(cls, layout: SequenceLayout, grid: BlockGrid, rank: int, n_local: int, device: torch.device) -> HomeBlocks:
+        block_of = np.empty(grid.tokens, dtype=np.int64)
+        block_of[grid.token_permutation(grid.common_order or CANONICAL)] = grid.q_axis.block_of
+        of_ranks = tuple(np.unique(block_of[layout.tokens_at(one)[0]]) for one in range(layout.world))
+        tokens, places = layout.tokens_at(rank)
+        block, real = np.zeros(n_local, dtype=np.int64), np.zeros(n_local, dtype=bool)
+        block[places], real[places] = np.searchsorted(of_ranks[rank], block_of[tokens]), True
+        return cls(of_ranks, to_device(block, device), to_device(real, device))
 
 
-def exchange_heads(
-    rows: torch.Tensor, shares: Sequence[int], blocks: Sequence[int], group: SequenceGroup
-) -> torch.Tensor:
-    """Sends each rank the rows of its heads. Collective, unless no rank has any.
+def send_home(mine: torch.Tensor, heads: int, blocks: HomeBlocks, group: SequenceGroup) -> torch.Tensor:
+    """Sends what ranks computed for each query block of their heads to those that have tokens of it. Collective.
 
-    `shares` and `blocks` are the ranks' numbers of heads and of blocks. Takes [H, B, this rank's blocks, W] to [n, W],
-    by source rank [Hs, B, that rank's blocks].
+    Takes [Hs, B, nq, D], of the heads of `assigned_heads`, to [B · heads, n, D], of the n blocks at this rank.
     """
-    _, batch, own, width = rows.shape
-    if not any(blocks):
-        return rows.view(-1, width)
-    received = [shares[group.rank] * batch * count for count in blocks]
-    return group.all_to_all(rows.view(-1, width), received, [share * batch * own for share in shares])
+    own, batch, _, width = mine.shape
+    counts = [len(one) for one in blocks.of_ranks]
+    parts = mine.index_select(2, to_device(np.concatenate(blocks.of_ranks), mine.device)).split(counts, dim=2)
+    shares = [len(assigned_heads(rank, heads, group.size)) for rank in range(group.size)]
+    received = [share * batch * counts[group.rank] for share in shares]
+    sent = torch.cat([part.reshape(-1, width) for part in parts])
+    arrived = group.all_to_all(sent, received, [own * batch * count for count in counts])
+    return arrived.view(heads, batch, counts[group.rank], width).transpose(0, 1).flatten(0, 1)
+
+
+def traffic(layout: SequenceLayout, grid: BlockGrid, heads: int, width: int, batch: int = 1) -> int:
+    """Bytes that the busiest rank receives for one mask: pooled blocks of its heads, and bits of other heads."""
+    most, others = -(-heads // layout.world), layout.world - 1
+    blocks = ShardedBlocks.of(layout, grid)
+    pooled = sum(blocks.rows) * 4 * (width + 1)
+    bits = batch * most * grid.nq * -(-grid.nk // 8)
+    return batch * most * pooled * others // layout.world + others * bits

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
+from dbsp_core.comm.block_pooling import exchange_heads
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
-from dbsp_core.sources.distributed_pooling import assigned_heads, exchange_heads, gather_bits
+from dbsp_core.sources.distributed_pooling import assigned_heads, gather_bits
 from dbsp_core.sources.sparge import SpargeThresholds, always_dense, select_in_parts
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting
 from dbsp_core.utils.fingerprint import fingerprint_of

@@ -12,6 +12,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.remainder import PooledKeys
 from dbsp_core.masks.token_order import CANONICAL, require_order
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.distributed_pooling import gather_bits, pool_own_heads
@@ -19,7 +20,7 @@ from dbsp_core.utils.errors import SettingError, blame_setting, require_value
 from dbsp_kernels.packing.h2d import to_device
 from dbsp_kernels.prediction.block_selection import pairs_at_once, pooled_scores, select_blocks
 
-__all__ = ["SpargeSource", "SpargeThresholds", "always_dense", "select_in_parts"]
+__all__ = ["SpargeSource", "SpargeThresholds", "always_dense", "require_poolable_blocks", "select_in_parts"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class SpargeSource(BlockSizes):
 
     Attributes:
         cdf: See `SpargeThresholds`, as for topk and similarity; 0.92 as in xDiT if neither cdf nor topk is given.
+        pooled_keys: Whether rows attend to the mean key of each block that they skip; see `PooledKeys`.
         attention_sink: Whether the first key block is dense in every row.
         dense_text: Whether rows and columns of text are dense.
         token_order: The token order that is cut into blocks; see `dbsp_core.masks.token_order`.
@@ -80,6 +82,7 @@ class SpargeSource(BlockSizes):
     cdf: float | None = None
     topk: float | None = None
     similarity: float = 0.3
+    pooled_keys: bool = False
     attention_sink: bool = False
     dense_text: bool = True
     token_order: str = CANONICAL
@@ -91,10 +94,7 @@ class SpargeSource(BlockSizes):
         if self.cdf is None and self.topk is None:
             object.__setattr__(self, "cdf", USUAL_CDF)
         self.thresholds  # noqa: B018  raises for values out of range
-        for name in ("block_q", "block_k"):
-            if getattr(self, name) > LARGEST_BLOCK:
-                message = f"mask source 'sparge' takes blocks of at most {LARGEST_BLOCK} tokens; 64 is usual"
-                raise SettingError(message, (name,))
+        require_poolable_blocks(self, "sparge")
 
     @property
     def thresholds(self) -> SpargeThresholds:
@@ -125,7 +125,16 @@ class SpargeSource(BlockSizes):
         if self.attention_sink or (self.dense_text and grid.text_tokens):
             dense |= always_dense(grid, self.dense_text, self.attention_sink, rows.device)
         mine = select_in_parts(scores, chance, dense, grid.nq, how.limits(grid.nk))
-        return BlockMask(gather_bits(mine, request.heads, samples, grid.nk, tokens.group), grid)
+        bits = gather_bits(mine, request.heads, samples, grid.nk, tokens.group)
+        return BlockMask(bits, grid, PooledKeys() if self.pooled_keys else None)
+
+
+def require_poolable_blocks(sizes: BlockSizes, source: str) -> None:
+    """Raises SettingError for blocks whose tokens cannot be summed as `sum_tokens` does it."""
+    for name in ("block_q", "block_k"):
+        if getattr(sizes, name) > LARGEST_BLOCK:
+            message = f"mask source {source!r} takes blocks of at most {LARGEST_BLOCK} tokens; 64 is usual"
+            raise SettingError(message, (name,))
 
 
 @functools.lru_cache(maxsize=8)

@@ -13,13 +13,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dbsp_core.comm.inputs import needs_gradients
+from dbsp_core.sources import MaskSource
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 
-__all__ = ["Attend", "intercept_attention"]
+__all__ = ["Attend", "gate_of", "intercept_attention"]
 
 Attend = Callable[..., torch.Tensor]
-"""attend(q, k, v, scale=…) with q, k, v [B, H, n, D]; returns [B, H, n, D]"""
+"""attend(q, k, v, scale=…) with q, k, v [B, H, n, D], and gate=… of their shape where the module has one; returns
+[B, H, n, D]"""
 
 _attends: WeakValueDictionary[int, Attend] = WeakValueDictionary()
 """Functions that compiled code calls, by number; each lives as long as the module that it is in."""
@@ -27,23 +29,43 @@ _numbers = itertools.count()
 
 
 def _answer(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    number: torch.Tensor,
+    scale: float | None,
+    gate: torch.Tensor | None,
 ) -> torch.Tensor:
-    return _attends[int(number)](q, k, v, scale=scale)
+    gated = {} if gate is None else {"gate": gate}
+    return _attends[int(number)](q, k, v, scale=scale, **gated)
 
 
 @torch.library.custom_op(
-    "dbsp::attend", mutates_args=(), schema="(Tensor q, Tensor k, Tensor v, Tensor number, float? scale) -> Tensor"
+    "dbsp::attend",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor number, float? scale, Tensor? gate) -> Tensor",
 )
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    number: torch.Tensor,
+    scale: float | None,
+    gate: torch.Tensor | None,
 ) -> torch.Tensor:
     """Calls a function of `_attends`. A number as int would have each layer compiled by itself, so it is a tensor."""
-    return _answer(q, k, v, number, scale).contiguous()
+    return _answer(q, k, v, number, scale, gate).contiguous()
 
 
 @_attend.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: torch.Tensor, scale: float | None) -> torch.Tensor:
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    number: torch.Tensor,
+    scale: float | None,
+    gate: torch.Tensor | None,
+) -> torch.Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
@@ -56,11 +78,14 @@ class SdpaOverride(TorchFunctionMode):
         number: int64, the function's number in `_attends`.
         other_keys: Whether attention to another sequence's keys is what is replaced.
         any_mask: Whether a mask is ignored, rather than refused.
+        gate: [B, n, H · D], what the module's gate gives for its tokens; None: it has none.
     """
 
-    def __init__(self, number: torch.Tensor, any_mask: bool, other_keys: bool) -> None:
+    def __init__(
+        self, number: torch.Tensor, any_mask: bool, other_keys: bool, gate: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
-        self._number, self._any_mask, self._other_keys = number, any_mask, other_keys
+        self._number, self._any_mask, self._other_keys, self._gate = number, any_mask, other_keys, gate
         self.calls = 0
 
     def __torch_function__(
@@ -86,10 +111,18 @@ class SdpaOverride(TorchFunctionMode):
         return self._answer(q, k, v, scale)
 
     def _answer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+        gate = self._gate
+        if gate is not None:
+            gate = torch.unflatten(gate, 2, (q.shape[1], q.shape[3])).transpose(1, 2).to(q.dtype)
         if needs_gradients(q, k, v) or not torch.compiler.is_compiling():
-            return _answer(q, k, v, self._number, scale)  # the operator has no backward: here graphs break
-        out: torch.Tensor = torch.ops.dbsp.attend(q, k, v, self._number, scale)
+            return _answer(q, k, v, self._number, scale, gate)  # the operator has no backward: here graphs break
+        out: torch.Tensor = torch.ops.dbsp.attend(q, k, v, self._number, scale, gate)
         return out
+
+
+def gate_of(attention: nn.Module, source: MaskSource) -> nn.Module | None:
+    """The projection that makes the gate of a coarse branch, where the module has one and the mask source reads it."""
+    return getattr(attention, "to_gate_compress", None) if getattr(source, "coarse", False) else None
 
 
 def intercept_attention(
@@ -100,6 +133,7 @@ def intercept_attention(
     any_mask: bool = False,
     other_keys: bool = False,
     skipped_by: str = "",
+    gate: nn.Module | None = None,
 ) -> None:
     """Lets `attend` compute the attention inside one attention module, whose projections and norms stay.
 
@@ -111,13 +145,15 @@ def intercept_attention(
         any_mask: Whether a mask that the module passes is ignored, as it says only which text is padding.
         other_keys: Whether the module attends to another sequence's keys: k and v are then [B, H, m, D].
         skipped_by: Name of an argument by which the module may be told to attend to nothing.
+        gate: Makes [B, n, H · D] of the module's hidden states [B, n, C], which `attend` is given as gate=….
     """
     key = next(_numbers)
     _attends[key] = attend
     number = torch.tensor(key, device="cpu")
 
     def intercepted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        mode = SdpaOverride(number, any_mask, other_keys)
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        mode = SdpaOverride(number, any_mask, other_keys, None if gate is None else gate(hidden))
         with mode:
             output = forward(*args, **kwargs)
         if mode.calls != 1 and not (mode.calls == 0 and kwargs.get(skipped_by, False)):

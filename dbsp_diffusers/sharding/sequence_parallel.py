@@ -23,7 +23,7 @@ from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, guidance_branch, sample_of, signature_of
 from dbsp_diffusers.sharding.backends import NativeBackend
 from dbsp_diffusers.sharding.batch_parallel import BatchSplit
-from dbsp_diffusers.sharding.intercept import intercept_attention
+from dbsp_diffusers.sharding.intercept import gate_of, intercept_attention
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
@@ -163,7 +163,8 @@ class _SequenceSharding:
             "skipped_by": self._architecture.skipped_by,
         }
         for layer, attention in enumerate(attentions):
-            intercept_attention(attention, functools.partial(self._attend, layer), patches, **options)
+            gate = gate_of(attention, self._session.config.mask)
+            intercept_attention(attention, functools.partial(self._attend, layer), patches, gate=gate, **options)
         for attention in to_video:
             intercept_attention(attention, self._attend_to_video, patches, other_keys=True)
 
@@ -216,9 +217,16 @@ class _SequenceSharding:
 
     @torch.compiler.disable
     def _attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._attention.attend(layer, q, k, v, scale=scale)
+        return self._attention.attend(layer, q, k, v, scale=scale, gate=gate)
 
     @torch.compiler.disable
     def _attend_to_video(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from dbsp_core import BlockGrid, BlockMask
+from dbsp_core.masks.remainder import PooledKeys
 
 
 def token_mask(mask: BlockMask, queries: torch.Tensor | None = None) -> torch.Tensor:
@@ -50,24 +52,54 @@ def dense_attention(
     mask: BlockMask,
     queries: torch.Tensor,
     keys: torch.Tensor | None = None,
+    pooled_from: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Attention of the tokens `queries` (positions in token order) to `keys` (default: all). Empty rows give zeros."""
-    allowed = token_mask(mask, queries)
+    """Attention of the tokens `queries` (positions in token order) to `keys` (default: all). Empty rows give zeros.
+
+    pooled_from: keys and values of which blocks that a mask with pooled keys skips have the means; default k and v
+    """
+    allowed, bias = token_mask(mask, queries), 0.0
     if keys is not None:
         allowed = allowed[:, :, keys]
-    scores = (q.double() @ k.double().transpose(-1, -2)) * q.shape[-1] ** -0.5
+    if mask.remainder == PooledKeys():
+        pooled_k, pooled_v, lengths = pooled_blocks(mask.grid, *(pooled_from or (k, v)))
+        k, v = torch.cat([k, pooled_k.to(k.dtype)], dim=2), torch.cat([v, pooled_v.to(v.dtype)], dim=2)
+        bias = torch.cat([torch.zeros(allowed.shape[-1]), lengths.log()]).double()
+        allowed = torch.cat([allowed, skipped_blocks(mask, queries)], dim=2)
+    scores = (q.double() @ k.double().transpose(-1, -2)) * q.shape[-1] ** -0.5 + bias
     some = allowed.any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(~allowed & some, -torch.inf), dim=-1)
     return (weights @ v.double()).masked_fill(~some, 0.0)
 
 
+def pooled_blocks(grid: BlockGrid, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """Means of the keys and values [B, H, N, D] of each block, float64[B, H, nk, D], and its tokens, float64[nk]."""
+    in_order = torch.argsort(place_in_order(grid, 0))
+    means = []
+    for one in (k, v):
+        parts = one.double()[:, :, in_order].split(grid.k_axis.lengths.tolist(), dim=2)
+        means.append(torch.stack([part.mean(dim=2) for part in parts], dim=2))
+    return [*means, torch.tensor(grid.k_axis.lengths).double()]
+
+
+def skipped_blocks(mask: BlockMask, queries: torch.Tensor) -> torch.Tensor:
+    """bool[H, n, nk]: for each of the tokens `queries`, the blocks that its row skips."""
+    q_block = torch.repeat_interleave(torch.tensor(mask.grid.q_axis.lengths))
+    return ~mask.bits[:, q_block[place_in_order(mask.grid, 0)[queries]]]
+
+
 def rounded_to_int8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
     """What int8 with a scale a token makes of q, k less its mean, and v, each [B, H, N, D]; by integers, in numpy."""
-    units = np.floor(k.float().double().numpy() * 2.0**32).astype(np.int64)
-    mean = (units.sum(axis=2, keepdims=True) * 2.0**-32 / k.shape[2]).astype(np.float32)
-    numbers = [q.float().numpy(), k.float().numpy() - mean, v.float().numpy()]
+    numbers = [q.float().numpy(), less_mean(k).numpy(), v.float().numpy()]
     rows = [int8_of(one) for one in numbers]
     return [torch.from_numpy(payload.astype(np.float32) * scale[..., None]).to(q.dtype) for payload, scale in rows]
+
+
+def less_mean(k: torch.Tensor) -> torch.Tensor:
+    """k [B, H, N, D] less the mean of its tokens, float32."""
+    units = np.floor(k.float().double().numpy() * 2.0**32).astype(np.int64)
+    mean = (units.sum(axis=2, keepdims=True) * 2.0**-32 / k.shape[2]).astype(np.float32)
+    return torch.from_numpy(k.float().numpy() - mean)
 
 
 def int8_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

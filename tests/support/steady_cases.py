@@ -53,8 +53,8 @@ VIEWS = {
 """Operators that compute nothing, or only make room."""
 FUSED = (
     *("dbsp_core.comm.all_to_all.copy_segments", "dbsp_core.runtime.kernel_tables.expand_rows"),
-    *("dbsp_core.runtime.kernel_tables.pack_rows", "dbsp_core.sources.distributed_pooling.sum_tokens"),
-    *("dbsp_core.sources.distributed_pooling.pool_rows", "dbsp_core.sources.sparge.pooled_scores"),
+    *("dbsp_core.runtime.kernel_tables.pack_rows", "dbsp_core.comm.block_pooling.sum_tokens"),
+    *("dbsp_core.comm.block_pooling.pool_rows", "dbsp_core.sources.sparge.pooled_scores"),
     *("dbsp_core.sources.sparge.select_blocks", "dbsp_core.comm.groups.SequenceGroup.shift"),
     *("dbsp_core.planning.wire_format.gather_segments", "dbsp_core.planning.wire_format.quantise_segments"),
     *("dbsp_core.planning.wire_format.restore_rows", "dbsp_core.comm.token_mean.sum_tokens"),

@@ -180,9 +180,19 @@ class AttentionSession:
 
     @not_compiled
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of one layer: q, k, v and the result are [B, H, shard, D], this rank's tokens with padding."""
+        """Attention of one layer: q, k, v and the result are [B, H, shard, D], this rank's tokens with padding.
+
+        `gate`, of their shape, is what mask sources multiply a coarse branch by.
+        """
         with self._one_thread.inside():
             scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
@@ -193,7 +203,8 @@ class AttentionSession:
             for observer in self.observers:
                 observer.attention_begins(q.device)
             with torch.no_grad():  # to backward, predicted masks are constants
-                executor = self._now.executor(layer, LocalQK(q, k, self.layout, self.group, scale), self.observers)
+                tokens = LocalQK(q, k, self.layout, self.group, scale, v, gate)
+                executor = self._now.executor(layer, tokens, self.observers)
             if self.config.debug and executor is not known:
                 agree_on_executor(executor, q, k, v)
             self._reached.add(layer)

@@ -6,8 +6,9 @@ All in one process: a parallel run computes the same attention (see the tests), 
 from __future__ import annotations
 
 import argparse
+import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from scripts.training.trained_model.small_model import (
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sparge cdf": [{"source": "sparge", "cdf": value} for value in (0.3, 0.6, 0.85, 0.95)],
     "sparge topk": [{"source": "sparge", "topk": value} for value in (0.15, 0.3, 0.6)],
+    "sparge cdf, pooled keys": [{"source": "sparge", "cdf": value, "pooled_keys": True} for value in (0.3, 0.6, 0.85)],
+    "sol": [{"source": "sol", "tau": value} for value in (2.0, 1.0, 0.5, 0.0)],
+    "sol, no pooled keys": [{"source": "sol", "tau": value, "pooled_keys": False} for value in (2.0, 1.0, 0.5, 0.0)],
     "window": [{"source": "window", "window": list(value)} for value in ((1, 5, 15), (5, 5, 15), (9, 5, 15))],
     "radial": [{"source": "radial", "width": value} for value in (0.25, 0.5, 1.0)],
 }
@@ -70,10 +74,20 @@ def measure(pipeline: Any, options: argparse.Namespace) -> Iterator[Row]:
                 yield _row(source, setting, (prompt, seed), watched.density, sparse, dense, options.steps)
 
 
+def of_other_sources(file: Path, sources: list[str]) -> list[Row]:
+    """The rows of an earlier run's CSV whose sources are not measured again."""
+    if not file.is_file():
+        return []
+    kinds = {one.name: {"int": int, "float": float, "str": str}[str(one.type)] for one in fields(Row)}
+    with file.open(newline="") as lines:
+        rows = [Row(**{name: kinds[name](value) for name, value in line.items()}) for line in csv.DictReader(lines)]
+    return [row for row in rows if row.source not in sources]
+
+
 def _row(
     source: str, setting: dict[str, Any], job: tuple[str, int], density: float, sparse: Video, dense: Video, steps: int
 ) -> Row:
-    text = ", ".join(f"{key} {value}" for key, value in setting.items() if key != "source")
+    text = ", ".join(f"{key} {value}" for key, value in setting.items() if key not in ("source", "pooled_keys"))
     return Row(
         source,
         text,
@@ -139,11 +153,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="denoising steps")
     parser.add_argument("--block", type=int, default=16, help="tokens to a side of a block")
     parser.add_argument("--every", type=int, default=1, help="take only each n-th setting of a source")
-    parser.add_argument("--sources", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--sources", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="others' rows are kept")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the CSV and the PNGs")
     options = parser.parse_args()
     pipeline = load_pipeline()
-    rows = list(measure(pipeline, options))
+    rows = [*of_other_sources(options.out / "quality.csv", options.sources), *measure(pipeline, options)]
     publish("quality", "Sparse against dense videos", rows, draw(rows), options.out)
     save_frames(options.out / "quality-frames.png", pipeline, options)
 

@@ -49,7 +49,7 @@ PHASES: dict[str, Phase] = {
     "agreement on static masks": _session(f"{RUNTIME}.session.mask_provider.MaskProvider._agreed", mask=WINDOW),
     "agreement on shapes": _session(f"{RUNTIME}.session.session.agree_on_attention"),
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads", 2),
-    "mask exchange: travel": _session("dbsp_core.sources.distributed_pooling.exchange_heads", 4),
+    "mask exchange: travel": _session("dbsp_core.comm.block_pooling.exchange_heads", 4),
     "mask exchange: bits": _session("dbsp_core.sources.sparge.gather_bits", 2),
     "planning": _session(f"{RUNTIME}.session.plan_maker.ConfiguredPlanMaker.make"),
     "planning thread": _session(f"{RUNTIME}.session.async_plan_cache.AsyncPlanCache._evaluate", **_THREAD),

@@ -1,4 +1,4 @@
-"""What the workers run: SpargeAttn's predictor on tokens that ranks share."""
+"""What the workers run: predictors from pooled queries and keys, SpargeAttn's or another's, on shared tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUBBISH = 1e4  # fills padding, which must not be seen
 
 @dataclass(frozen=True)
 class SpargeCase:
-    """One prediction. layout: a layout's name, or "shuffled" for tokens in no order at all."""
+    """One prediction. layout: a layout's name, or "shuffled" for tokens in no order at all; kind: of its source"""
 
     thw: tuple[int, int, int] = (5, 7, 9)
     text_tokens: int = 0
@@ -27,10 +27,11 @@ class SpargeCase:
     layout: str = "contiguous"
     settings: dict[str, Any] = field(default_factory=lambda: {"cdf": 0.6, "similarity": 0.35})
     seed: int = 0
+    kind: type[Any] = SpargeSource
 
     @property
-    def source(self) -> SpargeSource:
-        return SpargeSource(**{"block_q": 32, "block_k": 16, **self.settings})
+    def source(self) -> Any:
+        return self.kind(**{"block_q": 32, "block_k": 16, **self.settings})
 
     @property
     def request(self) -> MaskRequest:

@@ -1,0 +1,178 @@
+"""Means of the queries, keys or values of each block, of all ranks' tokens, brought to the ranks that ask for a head.
+
+A block that is complete on one rank is sent as its mean and similarity; if it straddles ranks, each sends its sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.token_order import CANONICAL
+from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.prediction.pooling import BlockRuns, block_runs, pool_rows, sum_tokens
+
+__all__ = ["ShardedBlocks", "exchange_heads", "pool_heads"]
+
+ROWS_OF_SUMS = 4
+"""Rows of a block's mean that its sums take the room of."""
+
+
+def pool_heads(
+    tensors: Sequence[torch.Tensor],
+    blocks: ShardedBlocks,
+    heads_of: Sequence[np.ndarray],
+    group: SequenceGroup,
+) -> torch.Tensor:
+    """Pools the tokens of all ranks, and brings each rank the heads that it asks for. Collective.
+
+    Args:
+        tensors: Of this rank's tokens, [B, H, n_local, D], such as q and k.
+        blocks: The blocks of each of them.
+        heads_of: By rank, int64, its heads; a head may be several ranks'.
+
+    Returns:
+        float32[Hs, B, n, D + 1], the mean and similarity of every block of the first, then of the second, and so on.
+    """
+    device, (batch, heads, _, width) = tensors[0].device, tensors[0].shape
+    sides = [blocks.places(side, group.rank, device) for side in range(len(tensors))]
+    # 1. Each rank sums its tokens of all heads. Complete blocks become means, straddling ones remain integer sums.
+    sums = [sum_tokens(t, *side.blocks) for t, side in zip(tensors, sides, strict=True)]
+    means = [pool_rows(one[:, :, : len(side.lengths)], side.lengths) for one, side in zip(sums, sides, strict=True)]
+    shared = [
+        one[:, :, len(side.lengths) :].view(torch.int32).unflatten(-1, (ROWS_OF_SUMS, -1)).flatten(2, 3)
+        for one, side in zip(sums, sides, strict=True)
+    ]
+    # 2. All travel to the ranks that ask for their head, in one exchange of rows of D + 1 numbers of 32 bits.
+    sent = torch.cat([*(one.view(torch.int32) for one in means), *shared], dim=2)
+    order = np.concatenate(heads_of)
+    if not np.array_equal(order, np.arange(heads)):
+        sent = sent.index_select(0, to_device(order, device))
+    shares = [len(own) for own in heads_of]
+    arrived = exchange_heads(sent, shares, blocks.rows, group)
+    # 3. A rank puts means in their blocks' places, and adds up the sums of straddling blocks to means.
+    copies, lengths = shares[group.rank] * batch, blocks.lengths
+    order_of_rows, parts, into, split, of_split = blocks.arrivals(copies, device)
+    rows = arrived.index_select(0, order_of_rows).view(torch.float32)
+    rows = rows.view(shares[group.rank], batch, len(lengths), width + 1)
+    if len(split):
+        straddling = arrived.index_select(0, parts).view(-1, ROWS_OF_SUMS * (width + 1)).view(torch.int64)
+        added = straddling.new_zeros(copies * len(split), 2 * width + 2).index_add_(0, into, straddling)
+        rows.index_copy_(2, split, pool_rows(added.view(*rows.shape[:2], len(split), 2 * width + 2), of_split))
+    return rows
+
+
+class _OwnBlocks(NamedTuple):
+    """A rank's blocks of one axis: the arguments of `sum_tokens`, and int64 tokens of each complete block."""
+
+    blocks: tuple[torch.Tensor, torch.Tensor, BlockRuns]
+    lengths: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedBlocks:
+    """The distribution of several axes' blocks over the ranks, such as those of queries, followed by those of keys.
+
+    Attributes:
+        token_permutation: int64[tokens], the tokens in the order of the blocks.
+        complete: By rank, int64, the blocks of which it has all tokens.
+        straddling: By rank, int64, the blocks of which it has some tokens.
+    """
+
+    layout: SequenceLayout
+    axes: tuple[BlockAxis, ...]
+    token_permutation: np.ndarray
+    complete: tuple[np.ndarray, ...]
+    straddling: tuple[np.ndarray, ...]
+
+    @classmethod
+    @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
+    def of(cls, layout: SequenceLayout, grid: BlockGrid, kinds: str = "qk") -> ShardedBlocks:
+        """Of queries, keys and values, as `kinds` has their letters: "qk", "kv" or "qkv"."""
+        axes = tuple(grid.q_axis if kind == "q" else grid.k_axis for kind in kinds)
+        permutation = grid.token_permutation(grid.common_order or CANONICAL)
+        lengths = np.concatenate([axis.lengths for axis in axes])
+        tokens = np.zeros((layout.world, len(lengths)), dtype=np.int64)
+        for axis, first in zip(axes, _firsts(axes), strict=True):
+            np.add.at(tokens, (layout.rank[permutation], first + axis.block_of), 1)
+        complete = tuple(np.flatnonzero(mine == lengths) for mine in tokens)
+        straddling = tuple(np.flatnonzero((mine > 0) & (mine < lengths)) for mine in tokens)
+        return cls(layout, axes, permutation, complete, straddling)
+
+    @property
+    def rows(self) -> list[int]:
+        """By rank, the rows of D + 1 numbers that it sends of each head and sample: complete blocks', then others'."""
+        return [
+            len(whole) + ROWS_OF_SUMS * len(parts) for whole, parts in zip(self.complete, self.straddling, strict=True)
+        ]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[n]: tokens of each block."""
+        return np.concatenate([axis.lengths for axis in self.axes])
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
+    def places(self, side: int, rank: int, device: torch.device) -> _OwnBlocks:
+        """A rank's blocks of one of the axes, complete ones first."""
+        axis, offset = self.axes[side], _firsts(self.axes)[side]
+        mine = np.flatnonzero(self.layout.rank[self.token_permutation] == rank)
+        whole, parts = (kind[rank] - offset for kind in (self.complete, self.straddling))
+        whole, parts = (kind[(kind >= 0) & (kind < len(axis))] for kind in (whole, parts))
+        own = np.concatenate([whole, parts])
+        number = np.zeros(len(axis), dtype=np.int64)
+        number[own] = np.arange(len(own))
+        block = number[axis.block_of[mine]]
+        order = np.argsort(block, kind="stable")
+        first = np.searchsorted(block[order], np.arange(len(own) + 1))
+        place = self.layout.local[self.token_permutation[mine[order]]]
+        blocks = to_device(place, device), to_device(first, device), block_runs(np.diff(first))
+        return _OwnBlocks(blocks, to_device(axis.lengths[whole], device))
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
+    def arrivals(self, copies: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Places of received rows, which are ordered by source rank, head and sample (`copies`), and block.
+
+        Returns:
+            int64[copies · blocks], the row of every complete block, row 0 for others; int64[n · ROWS_OF_SUMS], the
+            rows of n sums; int64[n], the one of `copies` · straddling blocks to which each is added; int64, the
+            straddling blocks, and their lengths.
+        """
+        split = np.unique(np.concatenate(self.straddling))
+        order = np.zeros((copies, len(self.lengths)), dtype=np.int64)
+        copy, sums, into, seen = np.arange(copies)[:, None], [], [], 0
+        for whole, parts, rows in zip(self.complete, self.straddling, self.rows, strict=True):
+            first = seen + copy * rows
+            order[:, whole] = first + np.arange(len(whole))
+            sums.append((first + np.arange(len(whole), rows)).ravel())
+            into.append((copy * len(split) + np.searchsorted(split, parts)).ravel())
+            seen += copies * rows
+        arrays = order.ravel(), np.concatenate(sums), np.concatenate(into), split, self.lengths[split]
+        return tuple(to_device(array, device) for array in arrays)
+
+
+def _firsts(axes: Sequence[BlockAxis]) -> list[int]:
+    """Number of each axis's first block among those of all."""
+    return [sum(map(len, axes[:place])) for place in range(len(axes))]
+
+
+def exchange_heads(
+    rows: torch.Tensor, shares: Sequence[int], blocks: Sequence[int], group: SequenceGroup
+) -> torch.Tensor:
+    """Sends each rank the rows of its heads. Collective, unless no rank has any.
+
+    `shares` and `blocks` are the ranks' numbers of heads and of blocks. Takes [H, B, this rank's blocks, W] to [n, W],
+    by source rank [Hs, B, that rank's blocks].
+    """
+    _, batch, own, width = rows.shape
+    if not any(blocks):
+        return rows.view(-1, width)
+    received = [shares[group.rank] * batch * count for count in blocks]
+    return group.all_to_all(rows.view(-1, width), received, [share * batch * own for share in shares])

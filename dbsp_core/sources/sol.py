@@ -1,0 +1,119 @@
+"""Masks by a threshold on pooled scores, by which rows keep unequal numbers of blocks (Sol-Attn)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.remainder import PooledKeys
+from dbsp_core.masks.token_order import CANONICAL, require_order
+from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
+from dbsp_core.sources.distributed_pooling import gather_bits, pool_own_heads
+from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
+from dbsp_core.utils.errors import blame_setting, require_value
+from dbsp_core.utils.schema import require_choice
+from dbsp_kernels.packing.h2d import to_device
+from dbsp_kernels.packing.row_bits import pack_bits
+from dbsp_kernels.prediction.block_selection import pairs_at_once, pooled_scores
+from dbsp_kernels.prediction.pooling import halving_sum
+
+__all__ = ["SolSource"]
+
+LEAST_VARIANCE = 1e-6 * math.log(2) ** 2
+"""Added to the variance of scores: 1e-6 of scores in base 2."""
+NEIGHBOURS = 1
+"""Key blocks that are dense on either side of a query block's own."""
+ANY_SIMILARITY = -2.0
+"""Below every cosine: blocks are pooled however unlike their tokens are."""
+
+
+@dataclass(frozen=True)
+class SolSource(BlockSizes):
+    """Sol-Attn's routing: a row keeps the key blocks whose pooled score is above its scores' mean by τ deviations.
+
+    Also the blocks at its own place and next to it. Rows and heads differ in how many blocks they keep. Pooled,
+    predicted and gathered as `SpargeSource` does it: the bits do not depend on ranks and layout, and every sample of a
+    batch has its own masks, as B·H heads. (Sol-Attn: Accelerating Video Generation Inference via On-the-Fly Attention
+    Sparsification, arXiv 2607.24027, 2026.)
+
+    Attributes:
+        tau: Standard deviations above the mean of a row's scores. Larger keeps fewer blocks.
+        thresh_type: The variance of a row's scores: "diag" from that of each channel of the pooled keys, as if
+            channels were independent; "exact" from the scores themselves.
+        pooled_keys: Whether rows attend to the mean key of each block that they skip; see `PooledKeys`.
+        attention_sink: See `SpargeSource`, as for dense_text and token_order.
+    """
+
+    tau: float = 1.0
+    thresh_type: Literal["diag", "exact"] = "diag"
+    pooled_keys: bool = True
+    attention_sink: bool = False
+    dense_text: bool = True
+    token_order: str = CANONICAL
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_value(self, "tau", math.isfinite(self.tau), "must be a finite number; 1.0 is usual")
+        require_choice("thresh_type", self.thresh_type, ("diag", "exact"), "mask.")
+        with blame_setting("token_order"):
+            require_order(self.token_order)
+        require_poolable_blocks(self, "sol")
+
+    @property
+    def changes(self) -> Changes:
+        return "per_call"
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        return replace(super().grid(request), orders=(self.token_order,))
+
+    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+        """Predicts the mask. Collective."""
+        grid = self.grid(request)
+        rows = pool_own_heads(tokens, grid)
+        samples, rows = rows.shape[1], rows.flatten(0, 1)
+        dense = always_dense(grid, self.dense_text, self.attention_sink, rows.device)
+        anyway = dense[: grid.nq, None] | dense[grid.nq :] | _near(grid, rows.device)
+        together = max(1, pairs_at_once(rows.is_cuda) // (grid.nq * grid.nk))
+        found = []
+        for some in rows.split(together) if len(rows) else [rows]:
+            scores = pooled_scores(some, grid.nq, tokens.scale, ANY_SIMILARITY)
+            threshold = self._thresholds(some, scores, tokens.scale)
+            found.append(pack_bits((scores > threshold[..., None]) | anyway))
+        mine = found[0] if len(found) == 1 else torch.cat(found)
+        bits = gather_bits(mine, request.heads, samples, grid.nk, tokens.group)
+        return BlockMask(bits, grid, PooledKeys() if self.pooled_keys else None)
+
+    def _thresholds(self, rows: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
+        """float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].
+
+        All sums are taken in one fixed order, each head's by itself: other heads and ranks cannot change a bit.
+        """
+        nq, nk = scores.shape[1:]
+        mean = halving_sum(scores) / nk
+        if self.thresh_type == "exact":
+            apart = scores - mean[..., None]
+            variance = halving_sum(apart * apart) / nk
+        else:
+            q, k = (
+                side.double() for side in (rows[:, :nq, :-1], rows[:, nq:, :-1].mT)
+            )  # [heads, nq, D], [heads, D, nk]
+            apart = k - (halving_sum(k) / nk)[..., None]
+            of_channels = halving_sum(apart * apart) / nk
+            variance = halving_sum(q * q * of_channels[:, None]) * scale**2
+        return mean + self.tau * (variance + LEAST_VARIANCE).sqrt()
+
+
+@functools.lru_cache(maxsize=8)
+def _near(grid: BlockGrid, device: torch.device) -> torch.Tensor:
+    """bool[nq, nk]: key blocks that hold tokens of a query block, or are next to one that does."""
+    q, block_of = grid.q_axis, grid.k_axis.block_of
+    first, last = block_of[q.starts] - NEIGHBOURS, block_of[q.starts + q.lengths - 1] + NEIGHBOURS
+    block = np.arange(grid.nk)
+    return to_device((block >= first[:, None]) & (block <= last[:, None]), device)

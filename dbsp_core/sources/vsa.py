@@ -1,0 +1,96 @@
+"""Masks of as many blocks in every row, tiles by pooled scores, and the coarse branch beside them (VSA)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.masks.remainder import CoarseBranch
+from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
+from dbsp_core.sources.distributed_pooling import HomeBlocks, gather_bits, pool_own_heads, send_home
+from dbsp_core.sources.sol import ANY_SIMILARITY
+from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
+from dbsp_core.utils.errors import SettingError, require_value
+from dbsp_core.utils.log import log
+from dbsp_kernels.prediction.block_selection import pairs_at_once, pooled_scores, select_blocks
+
+__all__ = ["VsaSource"]
+
+
+@dataclass(frozen=True)
+class VsaSource(BlockSizes):
+    """Video Sparse Attention: blocks are tiles of the video, and every row keeps those of largest pooled score.
+
+    For models that were trained with it, as FastWan. These add a coarse branch: attention over pooled tokens, times a
+    gate that a projection of theirs makes of the hidden states; it is added where the model has the projection.
+    Pooled, predicted and gathered as `SpargeSource` does it. (Zhang et al., VSA: Faster Video Diffusion with Trainable
+    Sparse Attention, arXiv 2505.13389, 2025.)
+
+    Attributes:
+        sparsity: Share of the key blocks that a row skips; it keeps ceil((1 − sparsity) · nk), and at least one.
+        tile: Frames, rows and columns of a tile, of as many tokens as a block. Tiles at the far sides are smaller.
+        coarse: Whether to add the coarse branch, if the model has a gate for it.
+        dense_text: Whether rows and columns of text are dense.
+    """
+
+    sparsity: float = 0.8
+    tile: tuple[int, int, int] = (4, 4, 4)
+    coarse: bool = True
+    dense_text: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_value(self, "sparsity", 0 <= self.sparsity < 1, "must be at least 0 and below 1; 0.8 is usual")
+        require_value(self, "tile", min(self.tile) >= 1, "must be at least 1 × 1 × 1")
+        require_poolable_blocks(self, "vsa")
+        tokens = math.prod(self.tile)
+        if (self.block_q, self.block_k) != (tokens, tokens):
+            message = f"a tile of {tokens} tokens is a block of mask source 'vsa'; set block_q and block_k to {tokens}"
+            raise SettingError(message, ("block_q",))
+
+    @property
+    def changes(self) -> Changes:
+        return "per_call"
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        order = "tile:" + "x".join(map(str, self.tile))
+        uneven = any(size % side for size, side in zip(request.thw, self.tile, strict=True))
+        return replace(super().grid(request), orders=(order,), whole_tiles=uneven)
+
+    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+        """Predicts the mask, and its coarse branch where there is a gate. Collective."""
+        grid, values = self.grid(request), None
+        if self.coarse and tokens.gate is not None:
+            values = tokens.v
+        elif self.coarse and tokens.group.rank == 0:
+            _say_without_gate()
+        rows = pool_own_heads(tokens, grid, values)
+        (own, samples), rows = rows.shape[:2], rows.flatten(0, 1)
+        dense = always_dense(grid, self.dense_text, False, rows.device)
+        count = max(1, math.ceil((1 - self.sparsity) * grid.nk))
+        together, known = max(1, pairs_at_once(rows.is_cuda) // (grid.nq * grid.nk)), grid.nq + grid.nk
+        bits, coarse = [], []
+        for some in rows.split(together) if len(rows) else [rows]:
+            chance = torch.softmax(pooled_scores(some[:, :known], grid.nq, tokens.scale, ANY_SIMILARITY), dim=-1)
+            bits.append(select_blocks(chance, dense.expand(len(some), -1), None, count))
+            if values is not None:
+                coarse.append(torch.bmm(chance, some[:, known:, :-1].double()).float())
+        found = gather_bits(torch.cat(bits), request.heads, samples, grid.nk, tokens.group)
+        if values is None or tokens.gate is None:
+            return BlockMask(found, grid)
+        home = HomeBlocks.of(tokens.layout, grid, tokens.group.rank, tokens.q.shape[2], rows.device)
+        at_home = send_home(torch.cat(coarse).unflatten(0, (own, samples)), request.heads, home, tokens.group)
+        return BlockMask(found, grid, CoarseBranch(at_home, home.block, home.real, tokens.gate))
+
+
+@functools.cache
+def _say_without_gate() -> None:
+    log.warning(
+        "mask source vsa: the model has no gate (attn1.to_gate_compress), so its coarse branch is left out; a model "
+        "that was trained with one needs it"
+    )

@@ -1,0 +1,129 @@
+"""Video Sparse Attention: tiles, masks and the coarse branch written out; and the same on every number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from dbsp_core import Strategy
+from dbsp_core.config.config import DbspConfig
+from dbsp_core.masks.remainder import CoarseBranch
+from dbsp_core.sources import LocalQK, VsaSource
+from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
+
+BLOCKS = {"tile": [2, 3, 4], "block_q": 24, "block_k": 24}
+VsaCase = partial(SpargeCase, kind=VsaSource, heads=3)
+CASES = {
+    "tiles that divide the video": VsaCase(thw=(4, 6, 8), settings={"sparsity": 0.6, **BLOCKS}),
+    "smaller tiles at the far sides": VsaCase(thw=(5, 7, 9), settings={"sparsity": 0.8, **BLOCKS}),
+    "text, batch of two": VsaCase(thw=(3, 7, 6), text_tokens=30, batch=2, settings={"sparsity": 0.5, **BLOCKS}),
+}
+
+
+def tiles(case: SpargeCase) -> list[list[int]]:
+    """The tokens of each block: runs of text, then tile after tile."""
+    text = [list(range(first, min(first + 24, case.text_tokens))) for first in range(0, case.text_tokens, 24)]
+    sides = [
+        [range(a, min(a + step, n)) for a in range(0, n, step)] for n, step in zip(case.thw, (2, 3, 4), strict=True)
+    ]
+    _, h, w = case.thw
+    return text + [
+        [case.text_tokens + (i * h + j) * w + k for i, j, k in itertools.product(*tile)]
+        for tile in itertools.product(*sides)
+    ]
+
+
+def gate_and_values(case: SpargeCase) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    q, _ = case.tensors()
+    return tuple(torch.randn(q.shape, generator=generator) for _ in range(2))
+
+
+def written_out(case: SpargeCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool[B · H, nq, nk], and the coarse branch of every token, float64[B · H, tokens, D]."""
+    q, k = case.tensors()
+    gate, v = gate_and_values(case)
+    q, k, v, gate = (one.double().flatten(0, 1) for one in (q, k, v, gate))
+    means = [torch.stack([one[:, tile].mean(dim=1) for tile in tiles(case)], dim=1) for one in (q, k, v)]
+    scores = means[0] @ means[1].mT * case.width**-0.5
+    count = math.ceil((1 - case.settings["sparsity"]) * scores.shape[-1])
+    bits = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(count).indices, True)
+    text = -(-case.text_tokens // 24)
+    bits[:, :text], bits[:, :, :text] = True, True
+    branch = torch.zeros_like(q)
+    for tile, row in zip(tiles(case), (scores.softmax(-1) @ means[2]).unbind(1), strict=True):
+        branch[:, tile] = row[:, None] * gate[:, tile]
+    return bits, branch
+
+
+def alone(case):
+    gate, v = gate_and_values(case)
+    return case.source.mask(case.request, LocalQK.alone(*case.tensors(), v=v, gate=gate))
+
+
+def branch_of(beside: CoarseBranch, like: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(like)
+    beside.add_to(out)
+    return out.flatten(0, 1)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_follows_its_definition(case):
+    bits, branch = written_out(case)
+    mask = alone(case)
+    assert mask.grid.q_axis.lengths.tolist() == [len(tile) for tile in tiles(case)]
+    assert torch.equal(mask.bits, bits)
+    assert (branch_of(mask.remainder, case.tensors()[0]) - branch).abs().max() < 1e-5
+
+
+def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int, float]:
+    """The mask's fingerprint, and how far this rank's coarse branch is from the definition; zero at padding."""
+    tokens = local_tokens(rank, world, case, Strategy.parse(strategy))
+    mine, places = (torch.from_numpy(a) for a in tokens.layout.tokens_at(rank))
+    local = []
+    for everywhere in gate_and_values(case):
+        here = torch.full_like(tokens.q, torch.nan)
+        here[:, :, places] = everywhere[:, :, mine]
+        local.append(here)
+    padding = torch.ones(tokens.q.shape[2], dtype=torch.bool)
+    padding[places] = False
+    for values in local[1:]:
+        values[:, :, padding] = 1e4
+    mask = case.source.mask(case.request, replace(tokens, gate=local[0], v=local[1]))
+    branch = branch_of(mask.remainder, tokens.q)
+    assert not branch[:, padding].any()
+    return mask.fingerprint, float((branch[:, places] - written_out(case)[1][:, mine]).abs().max())
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2"), (6, "U3R2")])
+@pytest.mark.parametrize("name", CASES)
+def test_every_number_of_ranks_gives_the_same(threads, world, strategy, name):
+    for layout in ("contiguous", "striped", "shuffled"):
+        case = replace(CASES[name], layout=layout)
+        for print_, error in threads(world).run(predict, case, strategy):
+            assert print_ == alone(CASES[name]).fingerprint
+            assert error < 1e-5
+
+
+def test_without_a_gate_it_is_a_mask_alone(caplog):
+    case = CASES["smaller tiles at the far sides"]
+    assert case.source.mask(case.request, LocalQK.alone(*case.tensors())).remainder is None
+    assert torch.equal(case.source.mask(case.request, LocalQK.alone(*case.tensors())).bits, alone(case).bits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sparsity": 1.0}, "sparsity=1.0 must be at least 0 and below 1"),
+        ({"tile": [4, 8, 8]}, "a tile of 256 tokens is a block .* set block_q and block_k to 256"),
+        ({"tile": [0, 8, 8], "block_q": 64}, "at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DbspConfig.load({"mask": {"source": "vsa", **settings}})
