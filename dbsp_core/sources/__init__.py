@@ -12,12 +12,14 @@ from dbsp_core.sources.base import (
 )
 from dbsp_core.sources.callable import CallableSource
 from dbsp_core.sources.lowrank import LowRankSource
+from dbsp_core.sources.nabla import NablaSource
 from dbsp_core.sources.radial import RadialSource
 from dbsp_core.sources.record_qk import RecordQKSource
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
 from dbsp_core.sources.svg import SvgSource
 from dbsp_core.sources.synthetic.source import SyntheticSource
+from dbsp_core.sources.union import UnionSource, parts_of
 from dbsp_core.sources.window import WindowSource
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "LowRankSource",
     "MaskRequest",
     "MaskSource",
+    "NablaSource",
     "ParoSource",
     "RadialSource",
     "RecordQKSource",
@@ -37,8 +40,10 @@ __all__ = [
     "StaticMaskSource",
     "SvgSource",
     "SyntheticSource",
+    "UnionSource",
     "WindowSource",
     "packed_mask",
+    "parts_of",
 ]
 
 SOURCES: dict[str, type[MaskSource]] = {
@@ -51,6 +56,8 @@ SOURCES: dict[str, type[MaskSource]] = {
     "window": WindowSource,
     "radial": RadialSource,
     "svg": SvgSource,
+    "union": UnionSource,
+    "nabla": NablaSource,
     "callable": CallableSource,
     "synthetic": SyntheticSource,
 }
