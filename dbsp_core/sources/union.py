@@ -33,8 +33,8 @@ def _read_parts(value: Any, name: str) -> tuple[MaskSource, ...]:
 class UnionSource:
     """Keeps a block where one of several sources keeps it, with all that these say of layers and steps.
 
-    It changes as often as the fastest of them. Beside a predicted mask, which is another one at every call, those of the
-    other sources are kept.
+    It changes as often as the fastest of them. Beside a predicted mask, which is another one at every call, the masks
+    of sources that are not predicted are kept.
 
     Attributes:
         of: The sources, whose masks must have blocks of one size in one token order.
